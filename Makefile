@@ -1,0 +1,57 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Every target can be run again.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+MODEL  ?= smollm2-135m
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help venv demo test lint unit real format wheel wheel-check clean
+
+help:  ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
+		printf '  make %-12s %s\n' "$$name" "$$does"; done
+
+venv: $(READY)  ## the virtual environment, with posleak and its development tools
+
+# The stamp is written last, so that a broken installation is tried again.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## fetch the default model once, and measure it
+	$(BIN)/posleak measure $(MODEL) --length 512 --prompts 16
+
+test: lint unit real  ## everything that must pass
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
+unit: $(READY)  ## tests on tiny models, offline
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real"
+
+# One process: a real model is loaded once, and two would not fit into a small machine's memory.
+real: $(READY)  ## tests on a real pretrained model, fetched once
+	$(BIN)/python -m pytest -m real
+
+format: $(READY)  ## let ruff put the files in order
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+wheel: $(READY)  ## build the source archive and the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --quiet --outdir dist
+
+wheel-check: wheel  ## install the wheel into an empty environment, and call it
+	PYTHON=$(BIN)/python .ci/check-wheel dist/*.whl
+
+clean:  ## remove what can be made again, the virtual environment too; runs/ is kept
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""posleak: where does a decoder-only language model's sense of absolute position come from?
+
+    import posleak as pl
+    subject = pl.load("smollm2-135m")
+    run = pl.measure(subject, length=512, prompts=16, seed=0)
+    parts = pl.split(run)
+
+Names are imported when they are first used: torch is slow to load, and not every use needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .models import Subject, load
+    from .runs import Run, measure
+    from .runs.run import split
+    from .studies import doctor
+
+_HOMES = {
+    "Subject": ".models",
+    "load": ".models",
+    "Run": ".runs",
+    "measure": ".runs",
+    "split": ".runs.run",
+    "doctor": ".studies",
+}
+
+__all__ = ["Run", "Subject", "__version__", "doctor", "load", "measure", "split"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'posleak' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,143 @@
+"""Results as tables for people. Every number carries its interval; absence has a mark of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from posleak.axes import PARTS
+
+if TYPE_CHECKING:
+    from posleak.leakage import Estimate, Summary
+    from posleak.runs import Run
+    from posleak.studies import Diagnosis
+
+COLOURS = {"mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73"}  # Okabe and Ito: told apart by all eyes
+GLYPHS = {"mask": "█", "drift": "▒", "sink": "·"}  # and without any colour
+BAR = 8
+
+
+def run_tables(run: Run) -> Iterator[RenderableType]:
+    """The summary of a measurement: what was measured, layers, and the two lines that most people want."""
+    summary = run.summary
+    yield Group(*_heading(run))
+    yield layers_table(summary)
+    yield Text("powers in nats², mean over heads, all queries, 95% bootstrap interval over prompts; "
+               "shares: █ mask ▒ drift · sink, − cancels; n.s.: total not clearly above 0; at 0: attention to position 0", style="dim")  # fmt: skip
+    for queries, label in (("early", "early queries (i < 32)"), ("all", "all queries")):
+        yield Text.from_markup(f"{label:<24} {_shares(summary, queries)}")
+    yield Text.from_markup(f"[dim]remainder {run.data.attrs['remainder']:.1e} nats · run[/dim] {escape(str(run.path))}")
+
+
+def _heading(run: Run) -> Iterator[Text]:
+    spec, inputs, identity = run.record["spec"], run.record["inputs"], run.record["identity"]
+    yield Text(f"{identity['name']}", style="bold")
+    size = f"{identity['layers']} layers × {identity['heads']} heads"
+    facts = (identity["architecture"], size, identity["dtype"], identity["quantisation"])
+    yield Text(" · ".join(fact for fact in facts if fact), style="dim")
+    prompts = f"{spec['prompts']} prompts of {spec['length']} tokens"
+    facts = (spec["inputs"], prompts, f"seed {spec['seed']}", inputs["first_token"], *spec["edits"])
+    yield Text(" · ".join(facts), style="dim")
+
+
+def layers_table(summary: Summary) -> Table:
+    """One line a layer, in 80 columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("layer", justify="right")
+    for name in ("total", *PARTS):
+        table.add_column(name, no_wrap=True)
+    table.add_column("shares", no_wrap=True)
+    table.add_column("at 0", justify="right")
+    numbers = summary.layers["all"]
+    for layer in range(len(numbers.power["total"].value)):
+        cells = [number(numbers.power[name][layer], COLOURS.get(name, "")) for name in ("total", *PARTS)]
+        bar = share_bar({name: float(numbers.share[name][layer].value) for name in PARTS})
+        table.add_row(str(layer), *cells, bar, short(summary.layer_sink_attention[layer].value))
+    return table
+
+
+def number(estimate: Estimate, style: str = "") -> Text:
+    """Value, and its interval; a dash where there is none."""
+    if math.isnan(estimate.value):
+        return Text("–", style="dim")
+    text = Text(short(estimate.value).rjust(4), style=style)
+    if not math.isnan(estimate.low):
+        text.append(f" {short(estimate.low)}…{short(estimate.high)}", style="dim")
+    return text
+
+
+def short(value: Any) -> str:
+    """Made for columns: two decimals without the leading zero, or a digit and an exponent for what that would hide."""
+    if value == 0:
+        return "0"
+    if abs(value) < 0.005:
+        return f"{value:.0e}".replace("e-0", "e-").replace("-", "−")
+    return f"{value:.2f}".replace("0.", ".", 1).replace("-", "−") if abs(value) < 1 else f"{value:.2f}"
+
+
+def share_bar(shares: dict[str, float]) -> Text:
+    """Positive shares as a bar; a component that cancels leakage has no length and a minus sign at the end."""
+    if any(math.isnan(share) for share in shares.values()):
+        return Text("n.s.".ljust(BAR), style="dim")
+    positive = {name: max(share, 0.0) for name, share in shares.items()}
+    whole = sum(positive.values()) or 1.0
+    bar, drawn, edge = Text(), 0, 0.0
+    for name, share in positive.items():
+        edge += share / whole * BAR
+        bar.append(GLYPHS[name] * (round(edge) - drawn), style=COLOURS[name])
+        drawn = round(edge)
+    for name, share in shares.items():
+        if share < -0.05:
+            bar.append("−", style=COLOURS[name])
+    return bar
+
+
+def _shares(summary: Summary, queries: str) -> str:
+    numbers = summary.model[queries]
+    parts = []
+    for name in PARTS:
+        share = numbers.share[name]
+        interval = "" if math.isnan(share.low) else f" [dim]({share.low:.0%}…{share.high:.0%})[/dim]"
+        text = "–" if math.isnan(share.value) else f"{share.value:.0%}"
+        parts.append(f"[{COLOURS[name]}]{name}[/] {text}{interval}")
+    stable = numbers.stabilisation
+    parts.append("stabilisation " + ("–" if math.isnan(stable.value) else f"×{stable.value:.1f} "
+                 f"[dim]({stable.low:.1f}…{stable.high:.1f})[/dim]"))  # fmt: skip
+    return "  ".join([*parts, f"[dim]n={summary.prompts}[/dim]"])
+
+
+def doctor_table(diagnosis: Diagnosis) -> Group:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "check", "value", "bound", "unit", "why"):
+        table.add_column(name, justify="right" if name in ("value", "bound") else "left")
+    for check in diagnosis.checks:
+        mark = "[green]✓[/]" if check.ok and check.bound is not None else "[dim]·[/]" if check.ok else "[red]✗[/]"
+        bound = "–" if check.bound is None else f"{check.bound:.1e}" if check.bound else "0"
+        value = f"{check.value:.1e}" if check.value else "0"
+        table.add_row(mark, check.id, value, bound, check.unit, escape(check.why))
+    verdict = "[green]can be measured here[/]" if diagnosis.ok else "[red]a check failed[/]"
+    prompts = f"[dim]({diagnosis.prompts} prompts of {diagnosis.length} tokens)[/dim]"
+    head = f"[bold]{escape(diagnosis.model)}[/bold]: {verdict} {prompts}"
+    return Group(Text.from_markup(head), table)
+
+
+def _wheels(packages: tuple[str, ...]) -> str:
+    return packages[0] if len(packages) == 1 else f"{packages[0]} and {len(packages) - 1} more"
+
+
+def models_table(entries: Iterable[Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("name", "stands for", "from", "download", "licence", "cached"):
+        table.add_column(name)
+    for entry in entries:
+        table.add_row(
+            entry.name, entry.stands_for, escape(_wheels(entry.packages)), f"{entry.size_mb} MB", entry.licence,
+            "yes" if entry.cached else "no",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,26 @@
+"""Stage 2, what the model reads: random tokens, one constant token, crops of text, and the BOS policy.
+
+The expectation of every measured number is over prompts, so prompts must be stationary: if some token were likelier
+early than late, content would look like position. Hence i.i.d. tokens by default, crops from the inside of texts and
+never their starts, and position 0 decided by a policy that is written into the result, never by a tokenizer's habit.
+
+`prepare` does all the checking, before any model runs; `Prompts` then gives prompt b, which depends on (seed, b) alone.
+"""
+
+from posleak.inputs.bos import FirstToken
+from posleak.inputs.prompts import Prompts, Readable, prepare
+from posleak.inputs.source import ConstantToken, RandomTokens, Source, TextCrops, parse
+from posleak.inputs.vocabulary import Vocabulary
+
+__all__ = [
+    "ConstantToken",
+    "FirstToken",
+    "Prompts",
+    "RandomTokens",
+    "Readable",
+    "Source",
+    "TextCrops",
+    "Vocabulary",
+    "parse",
+    "prepare",
+]

@@ -1,0 +1,154 @@
+"""`prepare` checks everything about the input before any model runs; `Prompts` is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from posleak.errors import InputError
+from posleak.inputs.bodies import Body, ConstantBody, GivenBody, RandomBody, constant_body, given_body
+from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
+from posleak.inputs.crops import crop_body
+from posleak.inputs.source import ConstantToken, RandomTokens, Source, TextCrops, parse
+from posleak.inputs.stream import LIMIT, METHOD, check_seed
+from posleak.inputs.vocabulary import Vocabulary, read_vocabulary
+
+_OF_BODIES = (
+    "constant_id",
+    "constant_token",
+    "text_sha256",
+    "text_documents",
+    "text_characters",
+    "text_python",
+    "ids_sha256",
+)
+"""What only some bodies have to say."""
+
+
+class Readable(Protocol):
+    """What this stage needs of a subject."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """As many prompts as one asks for; prompt b depends on (seed, b) alone, not on how many are made or in what order.
+
+    A longer random prompt begins with the shorter one, and another BOS policy changes place 0 only.
+    """
+
+    source: str
+    first: FirstToken
+    vocabulary: Vocabulary
+    body: Body
+    length: int
+    """T, the first token included."""
+    seed: int
+
+    def ids(self, index: int) -> np.ndarray:
+        """int64 [T]"""
+        if not 0 <= index < LIMIT:
+            raise InputError("prompts are numbered from 0 to 2**32 - 1", where="inputs", got=index)
+        ids = self.body.ids(self.seed, index, self.length)
+        if self.first.id is not None:
+            ids[0] = self.first.id
+        return ids
+
+    def batch(self, indices: Iterable[int]) -> np.ndarray:
+        """int64 [B, T]"""
+        rows = [self.ids(index) for index in indices]
+        return np.stack(rows) if rows else np.empty((0, self.length), dtype=np.int64)
+
+    @property
+    def available(self) -> int | None:
+        """How many prompts there are; None: no end."""
+        return len(self.body.table) if isinstance(self.body, GivenBody) else None
+
+    def describe(self) -> dict[str, Any]:
+        """What a result must say about its input, JSON-ready; the keys are always the same, null where not in point."""
+        return {
+            "source": self.source,
+            "length": self.length,
+            "seed": self.seed,
+            "bos": self.first.policy,
+            "bos_id": self.first.id,
+            "bos_token": self.first.token,
+            "first_token": self._first_token(),
+            "vocabulary_size": self.vocabulary.size,
+            "vocabulary_excluded": self.vocabulary.excluded,
+            "vocabulary_sha256": self.vocabulary.sha256,
+            "method": None if isinstance(self.body, GivenBody) else METHOD,
+            **dict.fromkeys(_OF_BODIES),
+            **self.body.describe(),
+        }
+
+    def _first_token(self) -> str:
+        """A sentence: which token stood at position 0."""
+        if self.first.id is not None:
+            return f"{self._name(self.first.id)} in every prompt, by BOS policy {self.first.policy!r}"
+        if isinstance(self.body, ConstantBody):
+            return f"{self._name(self.body.token)} in every prompt, like every other place; no BOS"
+        if isinstance(self.body, GivenBody):
+            starts = np.unique(self.body.table[:, 0])
+            which = self._name(int(starts[0])) + " in every prompt" if len(starts) == 1 else f"{len(starts)} tokens"
+            return f"{which}, as given"
+        return "an ordinary token, another in each prompt; no BOS"
+
+    def _name(self, token: int) -> str:
+        spelled = self.vocabulary.spell(token)
+        return f"token {token}" if spelled is None else f"token {token} {spelled!r}"
+
+
+def prepare(
+    subject: Readable,
+    inputs: str | Source | np.ndarray = "random",
+    *,
+    bos: str | int = "auto",
+    length: int,
+    seed: int,
+) -> Prompts:
+    """Prompts of `length` tokens, BOS included, or an InputError that says what to change.
+
+    `inputs` is what `parse` reads, its result, or a table of ids [B, T], which is used as it stands.
+    """
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 2:
+        raise InputError("not the length of a prompt", where="inputs", got=repr(length), expected="2 or more tokens")
+    seed = check_seed(seed)
+    configs = _configs(subject.model.config)
+    vocabulary = read_vocabulary(configs, subject.tokenizer)
+    source = parse(inputs) if isinstance(inputs, str) else inputs
+    if isinstance(source, (RandomTokens, ConstantToken, TextCrops)):
+        first = decide(bos, configs, vocabulary)
+        return Prompts(source.text, first, vocabulary, _body(source, int(length), seed, vocabulary), int(length), seed)
+    if bos not in ("auto", AS_GIVEN):
+        raise InputError(
+            "ids given directly already have their first token",
+            where="inputs",
+            got=f"bos={bos!r}",
+            expected="no BOS policy",
+            remedy="write the token into column 0, and leave bos out",
+        )
+    body = given_body(source, int(length), vocabulary)
+    return Prompts("ids", FirstToken(AS_GIVEN, None, None), vocabulary, body, int(length), seed)
+
+
+def _body(source: Source, length: int, seed: int, vocabulary: Vocabulary) -> Body:
+    if isinstance(source, RandomTokens):
+        return RandomBody(vocabulary)
+    if isinstance(source, ConstantToken):
+        return constant_body(source.token, seed, vocabulary)
+    return crop_body(source.path, length, vocabulary)
+
+
+def _configs(config: Any) -> list[Any]:
+    """The text part of the config, then the whole: a model of several modalities may name its BOS in either."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [text] if text is config else [text, config]

@@ -1,0 +1,64 @@
+"""English prose that every Python has: the documentation strings of its standard library.
+
+Sources are parsed, never imported. The text is the same wherever the Python version is the same, up to what a
+distribution leaves out; the hash in the result tells.
+"""
+
+from __future__ import annotations
+
+import ast
+import platform
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from posleak.errors import InputError
+
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
+"""Folders that are not the library: what was installed into it, its tests, and files broken on purpose."""
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def standard_library_text() -> tuple[str, str]:
+    """(Python version, text): docstrings by file and then in source order, cleaned, joined by blank lines."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    text = "\n\n".join(text for file in library_files(root) for text in file_docstrings(file))
+    if not text:
+        raise InputError(
+            "this Python has no sources of its standard library",
+            where="inputs",
+            got="no docstrings found",
+            expected=".py files with docstrings",
+            remedy="use text:PATH with a text of your own, or random",
+        )
+    return platform.python_version(), text
+
+
+def library_files(root: Path) -> list[Path]:
+    """The .py files below `root` that belong to the library, sorted by relative path."""
+    relative = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    return [root / name for name in relative if LEFT_OUT.isdisjoint(name.split("/")[:-1])]
+
+
+def file_docstrings(file: Path) -> Iterator[str]:
+    """Docstrings of one source file; nothing for a file that is not valid Python (templates, other versions)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in somebody else's source
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, OSError):  # ValueError: null bytes; UnicodeDecodeError is one too
+        return
+    yield from docstrings(tree)
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Docstrings of `node` and what is defined inside it, in source order, also under `if` and `try`."""
+    if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+        yield text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield from docstrings(child)

@@ -1,0 +1,81 @@
+"""Per-prompt parts as labelled arrays: what is stored, and what every number is computed from.
+
+    mask, sink, mask_without_sink, attention_0   (prompt, layer, head, query)
+    drift                                        (prompt, layer, head, query, offset)
+    sink_attention                               (prompt, layer, head)
+    pairs                                        (layer, query, offset)  where a query has a body key at an offset
+    remainder                                    (prompt batch maximum, as an attribute)
+
+A layer is one attention call, in call order. Layers with fewer heads than the widest are filled with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from numpy.typing import NDArray
+
+from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY
+from posleak.probe import Plan
+
+from .split import Parts
+
+PER_QUERY = ("mask", "sink", "mask_without_sink", "attention_0")
+ARRAYS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(PER_QUERY, (PROMPT, LAYER, HEAD, QUERY)),
+    "drift": (PROMPT, LAYER, HEAD, QUERY, OFFSET),
+    "sink_attention": (PROMPT, LAYER, HEAD),
+}
+"""The per-prompt arrays and their axes."""
+
+UNITS = {**dict.fromkeys((*PARTS, "mask_without_sink"), "nats"), "attention_0": "1", "sink_attention": "1"}
+
+Chunk = dict[str, NDArray[Any]]
+"""One batch of prompts, all layers: the arrays above, `pairs`, and `remainder` as a scalar."""
+
+
+def stack_layers(layers: Sequence[Parts]) -> Chunk:
+    """The layers of one forward pass side by side: [B, L, H, ...], padded with NaN to the widest layer."""
+    widest = max(parts.mask.shape[1] for parts in layers)
+    chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAYS}
+    chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
+    chunk["remainder"] = np.array(max(parts.remainder for parts in layers))
+    return chunk
+
+
+def _padded(x: torch.Tensor, heads: int) -> NDArray[np.float64]:
+    array = x.double().cpu().numpy()
+    missing = [(0, 0), (0, heads - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+    return np.pad(array, missing, constant_values=np.nan)
+
+
+def assemble(chunks: Sequence[Chunk], plan: Plan, attributes: dict[str, Any] | None = None) -> xr.Dataset:
+    """All prompts of a measurement as one dataset."""
+    data = {
+        name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
+        for name, axes in ARRAYS.items()
+    }
+    data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
+    coords = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
+    sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}
+    coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD)})
+    remainder = max(float(chunk["remainder"]) for chunk in chunks)
+    return xr.Dataset(data, coords, {**(attributes or {}), "remainder": remainder})
+
+
+def component(data: xr.Dataset, name: str) -> xr.DataArray:
+    """One component at every pair: (prompt, layer, head, query, offset), NaN where a pair does not exist.
+
+    Parts that do not depend on the offset count once at every pair, so that all components share one support.
+    """
+    if name == "total":
+        x = data["mask"] + data["drift"] + data["sink"]
+    elif name == "residual":
+        x = data["drift"] + data["sink"]
+    else:
+        x = data[name]
+    return x.where(data["pairs"]).transpose(PROMPT, LAYER, HEAD, QUERY, OFFSET)

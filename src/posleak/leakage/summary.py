@@ -1,0 +1,117 @@
+"""The numbers that are shown: per layer, per head, for early queries and for all, each with its interval and n."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from posleak.axes import COMPONENTS, EARLY, PARTS, QUERY
+
+from .dataset import component
+from .power import Array, Bootstrap, Estimate, gram_matrix
+
+SHARED = (*PARTS, "residual")
+"""Components that have a share of the total."""
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Gram matrices [L, H, B, B] of one set of queries: `own[c]` of c with itself, `with_total[c]` of c with the total.
+
+    Everything below is arithmetic on them: a layer is the mean over its heads, a model the mean over all heads.
+    """
+
+    own: dict[str, Array]
+    with_total: dict[str, Array]
+
+    @classmethod
+    def of(cls, data: xr.Dataset, early: bool = False, names: tuple[str, ...] = COMPONENTS) -> Grams:
+        if early:
+            data = data.sel({QUERY: data[QUERY] < EARLY})
+        x = {name: _flat(component(data, name)) for name in names}
+        total = x["total"] if "total" in x else _flat(component(data, "total"))
+        own = {name: gram_matrix(x[name], x[name]) for name in names}
+        return cls(own, {name: gram_matrix(x[name], total) for name in names if name in SHARED})
+
+    def averaged(self, axes: tuple[int, ...]) -> Grams:
+        """Mean over heads (axis 1) or over layers and heads (axes 0, 1); heads that do not exist are left out."""
+        return Grams(*({n: np.nanmean(g, axis=axes) for n, g in d.items()} for d in (self.own, self.with_total)))
+
+
+def _flat(x: xr.DataArray) -> Array:
+    values = x.values
+    return values.reshape(*values.shape[:3], -1)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Powers in nats², shares, and the stabilisation factor, for the cells that the Gram matrices have."""
+
+    power: dict[str, Estimate]
+    share: dict[str, Estimate]
+    stabilisation: Estimate
+
+    @classmethod
+    def of(cls, grams: Grams, bootstrap: Bootstrap) -> Numbers:
+        return cls(
+            power={name: bootstrap.inner_product(gram) for name, gram in grams.own.items()},
+            share={n: bootstrap.ratio(gram, grams.own["total"]) for n, gram in grams.with_total.items()},
+            stabilisation=bootstrap.ratio(grams.own["mask_without_sink"], grams.own["mask"]),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A measurement in numbers.
+
+    heads   cells [L, H], early and all queries
+    layers  cells [L], means over heads
+    model   one cell, the mean over all heads of all layers
+    sink_attention, layer_sink_attention   mean a_r0 over reference queries
+    """
+
+    heads: dict[str, Numbers]
+    layers: dict[str, Numbers]
+    model: dict[str, Numbers]
+    sink_attention: Estimate
+    layer_sink_attention: Estimate
+    prompts: int
+
+
+def summarise(data: xr.Dataset, seed: int = 0) -> Summary:
+    """All numbers of a measurement; one set of bootstrap weights, so that they are paired."""
+    bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
+    grams = {"early": Grams.of(data, early=True), "all": Grams.of(data)}
+    sink = data["sink_attention"].values
+    return Summary(
+        heads={queries: Numbers.of(g, bootstrap) for queries, g in grams.items()},
+        layers={queries: Numbers.of(g.averaged((1,)), bootstrap) for queries, g in grams.items()},
+        model={queries: Numbers.of(g.averaged((0, 1)), bootstrap) for queries, g in grams.items()},
+        sink_attention=bootstrap.mean(sink),
+        layer_sink_attention=bootstrap.mean(np.nanmean(sink, axis=2)),
+        prompts=data.sizes["prompt"],
+    )
+
+
+def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
+    """One record per number and head: layer, head, queries, quantity, component, value, low, high, unit, n."""
+    for queries, numbers in summary.heads.items():
+        for name, estimate in numbers.power.items():
+            yield from _records(estimate, queries, "power", name, "nats²")
+        for name, estimate in numbers.share.items():
+            yield from _records(estimate, queries, "share", name, "1")
+        yield from _records(numbers.stabilisation, queries, "stabilisation", None, "1")
+    yield from _records(summary.sink_attention, "reference", "sink_attention", None, "1")
+
+
+def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:
+    for layer, head in np.ndindex(estimate.value.shape):
+        cell = estimate[layer, head]
+        yield {
+            "layer": layer, "head": head, "queries": queries, "quantity": quantity, "component": name,
+            "value": float(cell.value), "low": float(cell.low), "high": float(cell.high), "unit": unit, "n": cell.n,
+        }  # fmt: skip

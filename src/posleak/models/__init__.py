@@ -1,0 +1,61 @@
+"""Stage 1, where a model comes from: a hub id, a folder, a GGUF file, a built-in name or an object -> `Subject`.
+
+    cache       where posleak keeps what it fetched: one lock, one workspace, one atomic publication
+    hashing     what the weights are: sha256 of files and of tensors
+    memory      whether they fit, before anything is read
+    identity    what the model is, in fields that a result can carry
+    subject     model + tokenizer + identity, the value that every later stage takes
+    tokenizer   the tokenizer, if there is one, and what it prepends by itself
+    refusals    models that posleak must not measure, refused by name before their weights are read
+    pretrained  the one place that calls transformers' from_pretrained
+    gguf_facts  what a GGUF file says about itself, and what transformers would silently drop
+    manifest    the record beside a converted model that makes it loadable
+    convert     GGUF -> safetensors folder, once, verified
+    wheels      package-registry wheels -> one joined GGUF file, hashed on the way
+    builtin     the models that need nothing but a package registry
+    sources     a name -> a folder
+    loading     `load`
+
+Importing this package is quick: torch and transformers are imported only when a model is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posleak.models.builtin import BUILTIN as BUILTIN
+    from posleak.models.builtin import DEFAULT as DEFAULT
+    from posleak.models.builtin import Builtin as Builtin
+    from posleak.models.builtin import Listed as Listed
+    from posleak.models.builtin import cached as cached
+    from posleak.models.builtin import fetch as fetch
+    from posleak.models.builtin import listing as listing
+    from posleak.models.identity import Identity as Identity
+    from posleak.models.loading import load as load
+    from posleak.models.memory import available_bytes as available_bytes
+    from posleak.models.subject import Subject as Subject
+
+_HOMES = {
+    "BUILTIN": "builtin",
+    "DEFAULT": "builtin",
+    "Builtin": "builtin",
+    "Listed": "builtin",
+    "cached": "builtin",
+    "fetch": "builtin",
+    "listing": "builtin",
+    "Identity": "identity",
+    "load": "loading",
+    "available_bytes": "memory",
+    "Subject": "subject",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    """Import the home of a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,135 @@
+"""What a GGUF file says about itself, and what transformers would silently drop from it.
+
+transformers reads the RoPE base from a GGUF file, but neither `rope.scaling.*` (for most families) nor the tensors that
+carry Llama-3 and LongRoPE frequencies, nor a window that its config class does not know. Such a model loads and speaks,
+and has other positions than its author's: the one thing that posleak must not get wrong. So the file is compared with
+the config that came out of it, and a difference is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posleak.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PLAIN = ("F32", "F16", "BF16", "F64")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The metadata that matters here; `elements` counts all numbers in all tensors."""
+
+    path: Path
+    architecture: str
+    file_type: str
+    elements: int
+    licence: str | None
+    has_tokenizer: bool
+    rope_base: float | None
+    rope_scaling: str | None
+    rope_tensors: tuple[str, ...]
+    rotary_dim: int | None
+    window: int | None
+
+    @property
+    def quantisation(self) -> str:
+        """For the identity: what the weights were before they became float32."""
+        verb = "converted" if self.file_type in PLAIN else "dequantised"
+        return f"GGUF {self.file_type} ({verb} to float32)"
+
+
+def read(path: Path) -> Facts:
+    """The facts of a GGUF file; an error where it is none, or is cut short."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(path))
+        return _facts(path, reader)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ModelError(
+            "the file is not a whole GGUF file",
+            where=str(path),
+            got=f"{type(error).__name__}: {error}",
+            remedy="fetch the file again; an interrupted download looks like this",
+        ) from error
+
+
+def _facts(path: Path, reader: Any) -> Facts:
+    def field(key: str) -> Any:
+        return reader.fields[key].contents() if key in reader.fields else None
+
+    family = field("general.architecture")
+    scaling = field(f"{family}.rope.scaling.type")
+    window = field(f"{family}.attention.sliding_window")
+    return Facts(
+        path=path,
+        architecture=str(family),
+        file_type=_file_type(field("general.file_type"), reader),
+        elements=sum(int(tensor.n_elements) for tensor in reader.tensors),
+        licence=field("general.license"),
+        has_tokenizer="tokenizer.ggml.model" in reader.fields,
+        rope_base=field(f"{family}.rope.freq_base"),
+        rope_scaling=None if scaling in (None, "none") else str(scaling),
+        rope_tensors=tuple(tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")),
+        rotary_dim=field(f"{family}.rope.dimension_count"),
+        window=window if isinstance(window, int) and window > 0 else None,
+    )
+
+
+def _file_type(stated: int | None, reader: Any) -> str:
+    """The quantisation scheme that the file names, else the commonest type of its matrices."""
+    from gguf import LlamaFileType
+
+    if stated is not None and stated in LlamaFileType._value2member_map_:
+        return LlamaFileType(stated).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
+    return types.most_common(1)[0][0] if types else "unknown"
+
+
+def require_positions_kept(facts: Facts, config: PreTrainedConfig) -> None:
+    """Refuse a file whose positions transformers did not take over into `config`."""
+    text = config.get_text_config(decoder=True)
+    ropes = _ropes(getattr(text, "rope_parameters", None) or {})
+    if facts.rope_tensors:
+        raise _lost(facts, "the tensor " + ", ".join(facts.rope_tensors), "frequencies without them")
+    if facts.rope_scaling and all(rope.get("rope_type", "default") == "default" for rope in ropes):
+        raise _lost(facts, f"rope.scaling.type = {facts.rope_scaling}", "rope_type default")
+    bases = [float(rope["rope_theta"]) for rope in ropes if "rope_theta" in rope]
+    if facts.rope_base is not None and not any(math.isclose(facts.rope_base, base, rel_tol=1e-6) for base in bases):
+        raise _lost(facts, f"rope.freq_base = {facts.rope_base}", f"rope_theta {bases}")
+    if facts.window is not None and getattr(text, "sliding_window", None) != facts.window:
+        raise _lost(facts, f"attention.sliding_window = {facts.window}", "no such window")
+    if facts.rotary_dim is not None and facts.rotary_dim not in _rotary_dims(text, ropes):
+        raise _lost(facts, f"rope.dimension_count = {facts.rotary_dim}", f"{_rotary_dims(text, ropes)} dimensions")
+
+
+def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """`rope_parameters`, flat or nested per layer type, as a list of flat ones."""
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or ([parameters] if parameters else [])
+
+
+def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[int]:
+    """How many dimensions of a head are rotated, by each spelling that the config may use."""
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    whole = getattr(text, "partial_rotary_factor", None) or 1.0
+    dims = {int(head * rope.get("partial_rotary_factor", whole)) for rope in ropes or [{}]}
+    latent = getattr(text, "qk_rope_head_dim", None)
+    return sorted(dims | ({int(latent)} if latent else set()))
+
+
+def _lost(facts: Facts, stated: str, got: str) -> ModelError:
+    return ModelError(
+        "transformers does not take over all that this GGUF file says about positions; the numbers would be wrong",
+        where=str(facts.path),
+        got=got,
+        expected=f"{stated} (architecture {facts.architecture})",
+        remedy="use the model's original safetensors: a hub id, or a folder",
+    )

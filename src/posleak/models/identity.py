@@ -1,0 +1,175 @@
+"""What a model is, in fields that a result can carry: enough to know years later what was measured.
+
+Read from the model's own config, not from its name. Configs differ between families (nested text configs, per-layer
+lists, old and new spellings), so that each field has one small function that says which spellings it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights came from: the part of an identity that the model object itself does not know."""
+
+    name: str
+    source: str
+    weights_sha256: str
+    revision: str | None = None
+    quantisation: str | None = None
+    licence: str | None = None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One model, as measured.
+
+    heads, kv_heads and head_dim are the largest over the layers, and 0 where the family has no such thing.
+    windows[l] is the number of keys that layer l may see, or None where it sees them all (or is no attention layer:
+    `layer_types` says so). `rotary` is the config's `rope_parameters`, nested per layer type in some families.
+    `bos` has config_id (the token that the config names), tokenizer_id (that the tokenizer names) and
+    tokenizer_prepends (the ids that the tokenizer puts first by itself, found by encoding a text; often none).
+    """
+
+    name: str
+    architecture: str
+    model_class: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    vocab: int
+    context: int | None
+    rotary: dict[str, Any]
+    windows: tuple[int | None, ...]
+    layer_types: tuple[str, ...] | None
+    dtype: str
+    device: str
+    quantisation: str | None
+    weights_sha256: str
+    source: str
+    revision: str | None
+    bos: dict[str, Any]
+    licence: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready: only dicts, lists, strings, numbers, booleans and None."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+    def short(self) -> str:
+        """One line for people."""
+        spans = sorted({window for window in self.windows if window is not None})
+        parts = [
+            f"{self.name}: {self.architecture}, {self.layers} layers × {self.heads} heads",
+            f"windows {', '.join(map(str, spans))}" if spans else "",
+            self.quantisation or "",
+            f"{self.dtype} on {self.device}",
+            f"sha256 {self.weights_sha256[:12]}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, origin: Origin) -> Identity:
+    """The identity of a model in memory."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    return Identity(
+        name=origin.name,
+        architecture=str(config.model_type),
+        model_class=type(model).__name__,
+        layers=int(text.num_hidden_layers),
+        heads=_largest(text, "num_attention_heads"),
+        kv_heads=_largest(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads"),
+        head_dim=_head_dim(text),
+        width=int(text.hidden_size),
+        vocab=int(text.vocab_size),
+        context=_context(text),
+        rotary=_plain(getattr(text, "rope_parameters", None) or {}),
+        windows=windows(text),
+        layer_types=_layer_types(text),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        quantisation=origin.quantisation or _quantisation(config),
+        weights_sha256=origin.weights_sha256,
+        source=origin.source,
+        revision=origin.revision,
+        bos=_bos(config, text, tokenizer),
+        licence=origin.licence,
+    )
+
+
+def windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Per layer: how many keys a query may see, None for all of them."""
+    types = _layer_types(text)
+    span = getattr(text, "sliding_window", None)
+    if getattr(text, "use_sliding_window", True) is False:
+        span = None
+    if types is None:
+        return (span,) * int(text.num_hidden_layers)
+    spans = {
+        "sliding_attention": span,
+        "chunked_attention": getattr(text, "attention_chunk_size", None),
+        "local": getattr(text, "window_size", None),
+    }
+    return tuple(spans.get(kind) for kind in types)
+
+
+def _layer_types(text: PreTrainedConfig) -> tuple[str, ...] | None:
+    """The kind of each layer, where the config says; `attention_layers` is GPT-Neo's older spelling."""
+    types = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    return None if types is None else tuple(map(str, types))
+
+
+def _largest(text: PreTrainedConfig, *names: str) -> int:
+    """The first of `names` that the config has: one number, or a list with one per layer (None: not attention)."""
+    for name in names:
+        value = getattr(text, name, None)
+        if value is not None:
+            return max(int(item or 0) for item in value) if isinstance(value, list | tuple) else int(value)
+    return 0
+
+
+def _head_dim(text: PreTrainedConfig) -> int:
+    heads = _largest(text, "num_attention_heads")
+    return _largest(text, "head_dim", "qk_head_dim") or (int(text.hidden_size) // heads if heads else 0)
+
+
+def _context(text: PreTrainedConfig) -> int | None:
+    context = getattr(text, "max_position_embeddings", None)
+    return None if context is None else int(context)
+
+
+def _quantisation(config: PreTrainedConfig) -> str | None:
+    """What the config says about quantised weights (bitsandbytes, GPTQ, FP8, MXFP4 …)."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    fields: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict()
+    return str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "unknown method")))
+
+
+def _bos(config: PreTrainedConfig, text: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    from posleak.models.tokenizer import prepended
+
+    stated = getattr(text, "bos_token_id", None)
+    return {
+        "config_id": getattr(config, "bos_token_id", None) if stated is None else stated,
+        "tokenizer_id": None if tokenizer is None else tokenizer.bos_token_id,
+        "tokenizer_prepends": None if tokenizer is None else list(prepended(tokenizer)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,0 +1,150 @@
+"""The one place that calls transformers' `from_pretrained`, and believes nothing that it only warns about.
+
+transformers fills weights that a checkpoint lacks with random numbers and logs a table. A measurement of random weights
+looks like a measurement, so that here a missing or misshapen tensor is an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posleak.errors import ModelError, PosleakWarning
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without progress bars and log tables, and afterwards as the user had it."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def read_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    gguf_file: str | None = None,
+) -> PreTrainedModel:
+    """A model with all of its weights, in eval mode and without gradients."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        with quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                device_map=device_map,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickle or gguf_file else True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, all of them, instead of raised
+                **extra,
+            )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            "memory ran out while the weights were loaded",
+            where=str(folder),
+            got=str(error).strip().splitlines()[0],
+            remedy="load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model",
+        ) from error
+    except (OSError, ValueError, ImportError, NotImplementedError, SafetensorError) as error:
+        raise _unreadable(folder, gguf_file, error) from error
+    model, report = loaded
+    _require_complete(folder, report)
+    return _frozen(model)
+
+
+def _unreadable(folder: Path, gguf_file: str | None, error: Exception) -> ModelError:
+    return ModelError(
+        "transformers cannot load the model",
+        where=str(folder / gguf_file if gguf_file else folder),
+        got=f"{type(error).__name__}: {str(error).strip()[:400]}",
+        remedy="fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it",
+    )
+
+
+def _require_complete(folder: Path, report: dict[str, Any]) -> None:
+    missing = [str(name) for name in sorted(report["missing_keys"])]
+    mismatched = [f"{name} {tuple(stored)} for {tuple(built)}" for name, stored, built in report["mismatched_keys"]]
+    if missing or mismatched or report.get("error_msgs"):
+        raise ModelError(
+            "the checkpoint does not hold all the weights; the rest would have been random numbers",
+            where=str(folder),
+            got=_sample("missing", missing) + _sample("of another shape", mismatched) or report["error_msgs"],
+            expected="every parameter of the model that config.json describes",
+            remedy="fetch the weights again, or correct config.json if it belongs to another checkpoint",
+        )
+    unexpected = [str(name) for name in sorted(report["unexpected_keys"])]
+    if unexpected:
+        message = f"{folder}: the checkpoint holds tensors that the model does not use:{_sample('', unexpected)}"
+        warnings.warn(message, PosleakWarning, stacklevel=4)
+
+
+def _sample(label: str, names: list[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f" {len(names)} {label}: {', '.join(names[:most])}{more}." if names else ""
+
+
+def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
+    """A torch dtype or 'auto'; by default float32 on a CPU, where it costs little, and as stored elsewhere."""
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype or ("float32" if device == "cpu" else "auto")
+    if name not in DTYPES:
+        raise ModelError("unknown dtype", where="dtype", got=repr(dtype), expected=", ".join(DTYPES))
+    chosen: torch.dtype | str = name if name == "auto" else getattr(torch, name)
+    return chosen
+
+
+def pick_device(device: str | torch.device | None) -> str:
+    """The device asked for, if it is here; else the accelerator that is, else the CPU."""
+    import torch
+
+    if device is None:
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(
+            "unknown device", where="device", got=repr(device), expected="cpu, cuda, cuda:1, mps …"
+        ) from error
+    cuda = (asked.index or 0) < torch.cuda.device_count()
+    here = {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}
+    if not here.get(asked.type, True):
+        raise ModelError("the device is not on this machine", where="device", got=str(asked), remedy="use --device cpu")
+    return str(asked)

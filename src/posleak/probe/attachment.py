@@ -1,0 +1,177 @@
+"""Listening to a model: one attention function, registered with its mask, that observers look at and edits change.
+
+    with attach(model, observers=[rows]) as probe:
+        probe.forward(ids)
+
+Any model on transformers' attention interface is served by the same function; nothing here knows a model by name.
+On exit, also after an exception, the model has its own attention back and the registries are as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from posleak.errors import UnsupportedError
+
+from .call import Call
+from .kernel import attend
+from .visibility import Visibility, visibility_mask
+
+HARMLESS = frozenset(
+    {
+        "is_causal",  # the visibility says it
+        "sliding_window",  # likewise
+        "position_ids",  # already in the rotation
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "deterministic",  # about the backward pass
+        "training",
+        "layer_idx",
+    }
+)
+"""Arguments that do not enter the softmax. Any other that is set is refused by name."""
+
+_names = (f"posleak_{number}" for number in itertools.count())
+
+
+class Observer(Protocol):
+    """Looks at every attention call; `out` [B, H, T, Ev] is what the model goes on with."""
+
+    def observe(self, call: Call, out: Tensor) -> None: ...
+
+
+class Edit(Protocol):
+    """Changes an attention call before it is computed; returns a new value, mutates nothing."""
+
+    def edit(self, call: Call) -> Call: ...
+
+
+@dataclass
+class Probe:
+    """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order."""
+
+    model: PreTrainedModel
+    observers: Sequence[Observer] = ()
+    edits: Sequence[Edit] = ()
+    calls: int = 0
+    modules: list[torch.nn.Module] = field(default_factory=list)
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The one attention function, in the form that transformers calls."""
+        where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
+        _refuse_unknown(where, query, key, attention_mask, dropout, kwargs)
+        assert isinstance(attention_mask, Visibility)
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        call = Call(self.calls, module, query, key, value, attention_mask, scaling, softcap, s_aux)
+        for edit in self.edits:
+            call = edit.edit(call)
+        out = attend(call)
+        for observer in self.observers:
+            observer.observe(call, out)
+        self.calls += 1
+        self.modules.append(module)
+        return out.transpose(1, 2).contiguous(), None
+
+    def forward(self, ids: Tensor, *, padding: Tensor | None = None, **kwargs: Any) -> Any:
+        """The model's body on ids [B, T], without the head: its logits are B × T × vocabulary and nobody asked.
+
+        The 2-D mask is always passed: without it, transformers guesses packed documents from the position ids.
+        """
+        mask = torch.ones_like(ids) if padding is None else padding
+        with torch.inference_mode():
+            return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+
+    def _restart(self, *_: Any) -> None:
+        self.calls = 0
+        self.modules = []
+
+
+def body(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its language-model head."""
+    return model.base_model
+
+
+@contextmanager
+def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
+    """Let the probe compute the model's attention, and give everything back on exit."""
+    if not model._can_set_attn_implementation():
+        raise UnsupportedError(
+            "the model does not use transformers' attention interface, so its attention cannot be observed",
+            where=type(model).__name__,
+            remedy="posleak measures any family on the interface; `posleak doctor MODEL` says whether one is",
+        )
+    probe, name = Probe(model, tuple(observers), tuple(edits)), next(_names)
+    before = _implementations(model)
+    AttentionInterface.register(name, probe.attention)
+    AttentionMaskInterface.register(name, visibility_mask)
+    hook = body(model).register_forward_pre_hook(probe._restart)
+    try:
+        model.set_attn_implementation(name)
+        yield probe
+    finally:
+        hook.remove()
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
+    """Every config that the model's modules read their implementation from, with what it says now."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs.values()]
+
+
+def _refuse_unknown(
+    where: str, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    unknown = {name: value for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)}
+    if unknown:
+        raise UnsupportedError(
+            f"the attention is called with arguments that posleak does not understand: {', '.join(sorted(unknown))}",
+            where=where,
+            expected="query, key, value, mask, scaling, softcap, s_aux",
+            remedy="this architecture cannot be measured by this version; please report it",
+        )
+    if not isinstance(mask, Visibility):
+        raise UnsupportedError(
+            "the attention was not given posleak's mask, so it would see the future",
+            where=where,
+            got="no mask" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}",
+            expected="the mask that posleak's mask function returned",
+            remedy="the model builds its mask off transformers' mask interface and cannot be measured",
+        )
+    if dropout:
+        raise UnsupportedError("attention dropout is on", where=where, got=dropout, remedy="call model.eval()")
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            "queries and keys have different lengths", where=where, got=(query.shape[2], key.shape[2]),
+            remedy="measure whole prompts, without a key/value cache",
+        )  # fmt: skip
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False

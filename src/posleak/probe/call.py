@@ -1,0 +1,52 @@
+"""One attention call of one layer: what the model handed over, and the rows of logits that can be read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .visibility import Visibility
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything that enters the softmax of one attention call.
+
+    query [B, H, T, E] and key [B, K, T, E] arrive after rotation and normalisation; K divides H, and head h reads the
+    key head h // (H / K). s_aux [H]: a learned logit without a value, in every row's denominator.
+    """
+
+    index: int
+    module: torch.nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visibility: Visibility
+    scaling: float
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[1]
+
+    def logits(self, rows: Tensor | slice, keys: slice = slice(None)) -> Tensor:
+        """s_ij [B, H, R, keys] of the chosen queries: scaled and soft-capped, not masked; at least float32.
+
+        The query heads of one key head are stacked along the rows, so that one matmul serves them and no key is copied.
+        """
+        q, k = self.query[:, :, rows], self.key[:, :, keys]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        s = grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2))
+        if self.softcap is not None:
+            s = torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
+        return s
+
+
+def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
+    """[B, H, R, X] @ [B, K, X, Y] -> [B, H, R, Y], where H / K consecutive heads share one of the K."""
+    B, H, R, X = rows.shape
+    K = shared.shape[1]
+    return (rows.reshape(B, K, (H // K) * R, X) @ shared).view(B, H, R, shared.shape[-1])

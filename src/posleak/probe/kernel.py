@@ -1,0 +1,56 @@
+"""What the model's attention returns: the fused kernel where that is exact, else an exact path in blocks of queries.
+
+Neither path holds more than (block × T) weights per head, so memory grows with T, not with T².
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .call import Call, grouped_matmul
+
+BLOCK = 256
+
+
+def attend(call: Call) -> Tensor:
+    """softmax(s) v, [B, H, T, Ev], in the dtype of the values."""
+    if call.softcap is not None or call.s_aux is not None:
+        return _blocks(call, _explicit)
+    if call.visibility.causal:
+        return _fused(call.query, call.key, call.value, None, call.scaling)
+    return _blocks(call, _fused_block)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+def _blocks(call: Call, attend_block) -> Tensor:  # type: ignore[no-untyped-def]
+    """Blocks of queries against the span of keys that any of them sees; a query that sees nothing returns zeros."""
+    B, H, T, _ = call.query.shape
+    out = call.value.new_zeros(B, H, T, call.value.shape[-1])
+    for start, stop, low, high in call.visibility.spans(BLOCK):
+        seen = call.visibility.rows(torch.arange(start, stop, device=call.query.device))[..., low:high]
+        block = attend_block(call, slice(start, stop), slice(low, high), seen)
+        blind = ~seen.any(-1, keepdim=True)
+        out[:, :, start:stop] = block.masked_fill(blind, 0) if bool(blind.any()) else block
+    return out
+
+
+def _fused_block(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tensor:
+    return _fused(call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys], seen, call.scaling)
+
+
+def _explicit(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tensor:
+    """The softmax written out, for soft-capped logits and for learned sink logits, which fused kernels do not take."""
+    s = call.logits(queries, keys).masked_fill_(~seen, -torch.inf)
+    if call.s_aux is not None:
+        aux = call.s_aux.to(s).view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)
+        s = torch.cat([s, aux], dim=-1)
+    weights = torch.softmax(s, dim=-1)[..., : keys.stop - keys.start].to(call.value.dtype)
+    return grouped_matmul(weights, call.value[:, :, keys])

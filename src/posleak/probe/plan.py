@@ -1,0 +1,85 @@
+"""Which rows of the logit matrix are looked at: measured queries, late reference queries, and the offsets between.
+
+The default plan is part of the definition of the numbers (docs/definitions.md) and is recorded with every result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from posleak.errors import InputError
+
+SHORTEST = 32
+"""Below this length the last quarter holds too few reference queries to average over."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sampled positions of one prompt of `length` tokens.
+
+    queries     measured positions i, all before the reference quarter
+    references  late positions r, the last quarter
+    anchor      the last position; it is no reference, it only gives ô to the others
+    offsets     δ at which log-attention is compared
+    """
+
+    length: int
+    queries: tuple[int, ...]
+    references: tuple[int, ...]
+    anchor: int
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        if list(rows) != sorted(set(rows)) or rows[0] < 1 or rows[-1] >= self.length:
+            raise InputError(
+                "the plan's rows must be increasing positions of the prompt, queries before references before anchor",
+                where="plan",
+                got=f"queries {self.queries}, references {self.references}, anchor {self.anchor}",
+                expected=f"positions 1 … {self.length - 1}",
+            )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """All sampled positions, increasing: queries, then references, then the anchor."""
+        return (*self.queries, *self.references, self.anchor)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def default_plan(length: int, density: int = 1) -> Plan:
+    """Queries 2, 4, …, 14 and 20 log-spaced up to 3N/4 − 1; 15 references from 3N/4 to N − 2; two offsets an octave.
+
+    `density` multiplies the numbers of log-spaced queries, of references and of offsets per octave.
+    """
+    if length < SHORTEST:
+        raise InputError(
+            "the prompt is too short: its last quarter must hold reference queries later than every measured one",
+            where="plan",
+            got=f"length {length}",
+            expected=f"at least {SHORTEST} tokens",
+            remedy=f"use --length {SHORTEST} or more; 256 and above give stable numbers",
+        )
+    quarter = 3 * length // 4
+    spaced = np.rint(np.geomspace(16, quarter - 1, 20 * density)).astype(int)
+    references = np.rint(np.linspace(quarter, length - 2, 15 * density)).astype(int)
+    return Plan(
+        length=length,
+        queries=tuple(range(2, 16, 2)) + tuple(int(i) for i in np.unique(spaced)),
+        references=tuple(int(r) for r in np.unique(references)),
+        anchor=length - 1,
+        offsets=_offsets(length // 2, density),
+    )
+
+
+def _offsets(below: int, density: int) -> tuple[int, ...]:
+    """0, 1, 2, 3, 4, 6, 8, 12, 16, 24, …: every octave 2^a cut into 2·density equal steps where it has room."""
+    offsets, octave = {0, 1}, 2
+    while octave < below:
+        offsets.update(octave + (octave * step) // (2 * density) for step in range(2 * density))
+        octave *= 2
+    return tuple(sorted(offset for offset in offsets if offset < below))

@@ -1,0 +1,113 @@
+"""V(i): which keys a query may see, as a rule that is asked for rows and never laid out as an N×N tensor.
+
+transformers builds its masks by calling a mask function under the same name as the attention function. posleak's
+returns a `Visibility`: to the model it is a boolean tensor of shape (B, 1, T, T) that it passes on; in memory it is the
+rule itself. A model that computes with its mask gets the real tensor (correct, at that model's own cost).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function
+
+Rule = Callable[..., Any]
+"""(batch, head, query, key) index tensors -> bool, broadcast; the form that transformers' mask functions have."""
+
+
+class Visibility(torch.Tensor):
+    """The visible keys of every query: `rule`, restricted to the keys that `padding` [B, T] keeps.
+
+    `causal` says that the rule is the plain causal one without padding, for which kernels need no mask at all.
+    """
+
+    rule: Rule
+    padding: Tensor | None
+    causal: bool
+    _spans: list[tuple[int, int, int, int]] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        rule: Rule = causal_mask_function,
+        padding: Tensor | None = None,
+        causal: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Visibility:
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=torch.device(device))
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        rule: Rule = causal_mask_function,
+        padding: Tensor | None = None,
+        causal: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.rule, self.padding, self.causal, self._spans = rule, padding, causal, None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = "causal" if self.causal else "rule"
+        return f"Visibility({kind}, shape={tuple(self.shape)}, padded={self.padding is not None})"
+
+    def rows(self, queries: Tensor) -> Tensor:
+        """bool [B or 1, 1, R, T]: the keys that the queries at these positions may see."""
+        batch, _, _, keys = self.shape
+        rule = self.rule if self.padding is None else and_masks(self.rule, padding_mask_function(self.padding))
+        b = torch.arange(batch if self.padding is not None else 1, device=self.device)[:, None, None, None]
+        h = torch.zeros(1, dtype=torch.long, device=self.device)[:, None, None]
+        j = torch.arange(keys, device=self.device)
+        seen = rule(b, h, queries.to(self.device)[:, None], j)
+        return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), keys)
+
+    def spans(self, block: int) -> list[tuple[int, int, int, int]]:
+        """(first query, end, first key, end): blocks of queries and the keys that any of them sees; kept for reuse."""
+        if self._spans is None:
+            self._spans = []
+            for start in range(0, self.shape[2], block):
+                stop = min(start + block, self.shape[2])
+                seen = self.rows(torch.arange(start, stop)).flatten(0, 2).any(0).nonzero()
+                low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, start + 1)
+                self._spans.append((start, stop, low, high))
+        return self._spans
+
+    def replaced(self, rule: Rule) -> Visibility:
+        """The same queries, keys and padding under another rule."""
+        return Visibility(self.shape, rule, self.padding, causal=False, device=self.device)
+
+    def dense(self) -> Tensor:
+        """The real boolean tensor, for models that compute with their mask."""
+        return self.rows(torch.arange(self.shape[2])).expand(self.shape[0], 1, -1, -1)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        plain = tree_map(lambda value: value.dense() if isinstance(value, Visibility) else value, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def visibility_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Rule = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **ignored: Any,
+) -> Visibility:
+    """The mask function that is registered beside the attention function: same contract as transformers' own."""
+    padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    local = local_size is not None and kv_length > local_size
+    plain = allow_is_causal_skip and padding is None and not local and q_length == kv_length and kv_offset == 0
+    shape = (batch_size, 1, q_length, kv_length)
+    return Visibility(shape, causal_mask_function if plain else mask_function, padding, causal=plain, device=device)

@@ -1,0 +1,137 @@
+"""Can this model be measured, and are the numbers right here? The long form of calibration, as a table of checks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from posleak.inputs import prepare
+from posleak.models import Subject
+from posleak.probe import Calibration, attach, calibrate, default_plan, relative_difference
+
+from . import laws
+from .checks import Check
+
+LENGTH = 96
+LONGEST = 1280
+PROMPTS = 12
+SHIFT = 512
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks of one model; `calibration` is what every measurement of it would start with."""
+
+    model: str
+    length: int
+    prompts: int
+    calibration: Calibration
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
+            "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
+        }  # fmt: skip
+
+
+def doctor_length(subject: Subject) -> int:
+    """Long enough that every window hides something, where that is affordable."""
+    windows = [w for w in subject.identity.windows if w is not None and w * 5 // 4 <= LONGEST]
+    length = max([LENGTH, *(w * 5 // 4 for w in windows)])
+    return min(length, subject.context or length)
+
+
+def doctor(
+    subject: Subject,
+    *,
+    length: int | None = None,
+    prompts: int = PROMPTS,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda check: None,
+) -> Diagnosis:
+    """Calibration, parity with eager attention, the laws, and the rounding floor of each dtype."""
+    length = length or doctor_length(subject)
+    ids = prepare(subject, "random", length=length, seed=seed).batch(range(prompts))
+    constant = prepare(subject, "constant", bos="none", length=length, seed=seed).batch(range(1))
+    progress("calibration")
+    calibration = calibrate(subject.model, torch.from_numpy(ids[:2]).to(subject.device))
+    bench = laws.Bench(subject.model, default_plan(length), ids, constant, calibration.learned_sinks)
+    checks = list(_calibration_checks(calibration))
+    for name, check in _law_checks(bench):
+        progress(name)
+        checks.append(check())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        progress(f"rounding floor, {dtype}")
+        checks.append(rounding_floor(bench, dtype))
+    return Diagnosis(subject.identity.name, length, prompts, calibration, tuple(checks))
+
+
+def _calibration_checks(found: Calibration) -> Iterator[Check]:
+    yield Check("calls", 0.0, 0.0, "missing", f"all {found.layers} attention calls of a forward pass are seen")
+    yield Check("future", found.future, 0.0, "weight", "the kernel puts no weight on keys after the query")
+    why = f"states under the probe equal those of the model's own attention ({found.native})"
+    yield Check("parity", found.parity, found.parity_bound, "relative", why)
+    why = "the sampled rows have the denominator that the kernel used"
+    yield Check("partition", found.partition, found.partition_bound, "nats", why)
+
+
+def _law_checks(bench: laws.Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
+    yield "parity with eager attention", lambda: eager_parity(bench)
+    yield "law L1", lambda: laws.additivity(bench)
+    yield "law L2", lambda: laws.constant_token(bench)
+    yield "law L3", lambda: laws.first_layer(bench)
+    yield "law L4", lambda: laws.zero_queries(bench)
+    yield "law L5", lambda: laws.shifted_positions(bench, SHIFT)
+    yield "law L7", lambda: laws.closure(bench)
+    yield "law L8, batches", lambda: laws.batching(bench)
+    yield "law L8, padding", lambda: laws.padding(bench)
+
+
+def eager_parity(bench: laws.Bench, padding: int = 5) -> Check:
+    """The model's next-token logits under the probe against its eager attention, on left-padded prompts."""
+    model = bench.model
+    ids = torch.from_numpy(np.pad(bench.ids[:2], ((0, 0), (padding, 0)), mode="edge")).to(model.device)
+    keep = torch.ones_like(ids)
+    keep[:, :padding] = 0
+    call = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            expected = model(**call).logits[:, padding:]
+    finally:
+        model.set_attn_implementation(before)
+    with attach(model), torch.inference_mode():
+        found = model(**call).logits[:, padding:]
+    why = f"next-token logits equal those of eager attention, with {padding} tokens of left padding"
+    return Check("parity eager", relative_difference(found, expected), bench.bound(laws.AGREE) / 10, "relative", why)
+
+
+def rounding_floor(bench: laws.Bench, dtype: torch.dtype) -> Check:
+    """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage."""
+    model = bench.model if bench.model.dtype == dtype else in_dtype(bench.model, dtype)
+    value = laws.shift_floor(model, bench.plan, bench.ids[:4], SHIFT)
+    name = str(dtype).removeprefix("torch.")
+    why = f"change of log-attention under a shift of {SHIFT} positions in {name}: measured, not judged"
+    return Check(f"floor {name}", value, None, "nats rms", why)
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy with its parameters in another dtype. Buffers keep theirs: rotary frequencies must not be rounded."""
+    buffers = dict(model.named_buffers())
+    clone: PreTrainedModel = torch.nn.Module.to(copy.deepcopy(model), dtype)
+    for name, module in clone.named_modules():
+        for key in module._buffers:
+            module._buffers[key] = buffers[f"{name}.{key}" if name else key]
+    return clone

@@ -1,0 +1,13 @@
+"""What every test stands on: one seed, and no more threads than the machine can spare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

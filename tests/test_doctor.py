@@ -1,0 +1,95 @@
+"""Doctor passes on every family it should, and each of its laws can fail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from families import FAMILIES, tiny
+from posleak.models import Subject
+from posleak.studies import Check, doctor, laws
+from posleak.studies.doctor import Diagnosis
+
+
+def diagnose(family: str, **options: object) -> Diagnosis:
+    return doctor(Subject.of(tiny(family, **options), name=family))  # type: ignore[arg-type]
+
+
+def check(diagnosis: Diagnosis, start: str) -> Check:
+    return next(c for c in diagnosis.checks if c.id.startswith(start))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_doctor_passes(family: str) -> None:
+    diagnosis = diagnose(family)
+    assert diagnosis.ok, [c for c in diagnosis.checks if not c.ok]
+    floors = [c.value for c in diagnosis.checks if c.id.startswith("floor")]
+    assert floors[0] < floors[2] < floors[1], "float32 rounds less than float16, and that less than bfloat16"
+
+
+def test_a_check_that_could_not_be_made_has_not_passed() -> None:
+    assert not Check("x", math.nan, 1.0, "", "").ok
+    assert Check("x", 2.0, None, "", "").ok
+
+
+def test_learned_positions_break_the_laws_that_say_so() -> None:
+    """GPT-2 writes positions into the residual stream: constant tokens differ, and shifts matter."""
+    diagnosis = diagnose("gpt2", n_embd=30, n_layer=3, n_head=3, n_positions=2048, n_inner=41)
+    assert not check(diagnosis, "L2").ok
+    assert not check(diagnosis, "L5").ok
+    assert check(diagnosis, "L1").ok
+    assert check(diagnosis, "parity").ok
+
+
+def test_learned_sink_logits_break_the_constant_law_after_the_first_layer() -> None:
+    """definitions.md states L2 for any causal model. Weights that do not add up to one are the exception: a head with a
+    learned sink logit writes Z/(Z + e^s_aux) of its value, which depends on how many keys it sees."""
+    diagnosis = diagnose("gpt_oss")
+    assert diagnosis.calibration.learned_sinks
+    assert check(diagnosis, "L2").ok
+    bench = laws.Bench(tiny("gpt_oss"), _plan(), _ids(), _ids(constant=True), learned_sinks=False)
+    assert laws.constant_token(bench).value > 1e-3
+
+
+def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    rotary = model.base_model.rotary_emb
+    forward = rotary.forward
+
+    def absolute(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = forward(x, position_ids)
+        return cos + 0.01 * position_ids[..., None], sin
+
+    monkeypatch.setattr(rotary, "forward", absolute)
+    bench = laws.Bench(model, _plan(), _ids(), _ids(constant=True))
+    assert not laws.shifted_positions(bench, 64).ok
+
+
+def test_law_seven_sees_a_mask_that_is_off() -> None:
+    from dataclasses import replace
+
+    from posleak.probe import Call, attach, relative_difference
+
+    class Bidirectional:
+        def edit(self, call: Call) -> Call:
+            return replace(call, visibility=call.visibility.replaced(lambda b, h, q, k: (q >= 0) & (k >= 0)))
+
+    model, tokens = tiny("llama"), torch.from_numpy(_ids())
+    with attach(model, edits=[Bidirectional()]) as probe:
+        within, alone = probe.forward(tokens)[0], probe.forward(tokens[:, :1])[0]
+    assert relative_difference(within[:, 0], alone[:, 0]) > 1e-2
+    assert laws.closure(laws.Bench(model, _plan(), _ids(), _ids(constant=True))).ok
+
+
+def _plan():  # type: ignore[no-untyped-def]
+    from posleak.probe import default_plan
+
+    return default_plan(67)
+
+
+def _ids(constant: bool = False):  # type: ignore[no-untyped-def]
+    if constant:
+        return torch.full((1, 67), 5).numpy()
+    return torch.randint(3, 101, (6, 67), generator=torch.Generator().manual_seed(0)).numpy()
