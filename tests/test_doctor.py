@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_learned_sink_logits_break_the_constant_law_after_the_first_layer() -> N
 
 def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    rotary = model.base_model.rotary_emb
+    body: Any = model.base_model
+    rotary = body.rotary_emb
     forward = rotary.forward
 
     def absolute(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,11 +72,11 @@ def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.Monke
 def test_law_seven_sees_a_mask_that_is_off() -> None:
     from dataclasses import replace
 
-    from posleak.probe import Call, attach, relative_difference
+    from posleak.probe import Call, Edit, attach, relative_difference
 
-    class Bidirectional:
+    class Bidirectional(Edit):
         def edit(self, call: Call) -> Call:
-            return replace(call, visibility=call.visibility.replaced(lambda b, h, q, k: (q >= 0) & (k >= 0)))
+            return replace(call, visibility=call.visibility.replaced("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
 
     model, tokens = tiny("llama"), torch.from_numpy(_ids())
     with attach(model, edits=[Bidirectional()]) as probe:

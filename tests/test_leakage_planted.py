@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posleak.errors import CheckError, UnsupportedError
-from posleak.leakage import Parts, reduce_rows, split
-from posleak.probe import Plan, default_plan
+from posleak.leakage import Parts, split
+from posleak.probe import Plan, default_plan, reduce_rows
 
 N = 67
 PLAN = default_plan(N)

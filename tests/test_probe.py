@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from families import FAMILIES, VOCAB, WINDOW, tiny
 from posleak.errors import CheckError, InputError, UnsupportedError
-from posleak.probe import Call, Visibility, attach, calibrate, default_plan, relative_difference
+from posleak.probe import Call, Edit, Visibility, attach, calibrate, default_plan, relative_difference
 from posleak.probe.kernel import attend
 from posleak.probe.visibility import visibility_mask
 
@@ -32,7 +32,8 @@ def padded(ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_with_eager_attention(family: str) -> None:
     """Sharp logits, windows shorter than the text, left padding: to 1e-4 relative in float32."""
-    model, ids = tiny(family, scale=30.0), tokens()
+    sharp = 12.0 if family in ("gpt_oss", "mixtral") else 30.0  # sharper, and rounding changes which expert is chosen
+    model, ids = tiny(family, scale=sharp), tokens()
     keep = padded(ids)
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=keep, use_cache=False).logits
@@ -54,7 +55,7 @@ def test_parity_with_eager_attention(family: str) -> None:
 def test_parity_breaks_when_a_term_is_dropped(family: str, broken: dict[str, Any]) -> None:
     """The test above discriminates: without soft-cap, sink logits, scaling or window, the output is another."""
 
-    class Break:
+    class Break(Edit):
         def edit(self, call: Call) -> Call:
             return replace(call, **broken)
 
@@ -119,6 +120,7 @@ def test_visibility_is_lazy_and_equals_the_dense_mask() -> None:
     arguments: dict[str, Any] = {"mask_function": rule, "attention_mask": keep, "local_size": WINDOW}
     lazy = visibility_mask(B, N, N, **arguments)
     dense = sdpa_mask(B, N, N, **arguments)
+    assert dense is not None
     assert torch.equal(lazy.dense(), dense)
     assert torch.equal(lazy[:, :, 3:7], dense[:, :, 3:7])
     assert torch.equal(lazy.rows(torch.tensor([11, 31])), dense[:, :, [11, 31]])
@@ -146,7 +148,8 @@ def test_a_missing_mask_function_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_skipped_layer_is_caught_and_named() -> None:
     model = tiny("llama")
-    layer: Any = model.base_model.layers[1].self_attn
+    body: Any = model.base_model
+    layer = body.layers[1].self_attn
     layer.config = copy.deepcopy(model.config)  # its own copy, which setting the implementation does not reach
     with pytest.raises(CheckError, match=r"2 calls; missing: model\.layers\.1\.self_attn"):
         calibrate(model, tokens())

@@ -106,6 +106,9 @@ def measure_command(
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 4096 tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
     density: Annotated[int, typer.Option(help="Refines the plan of sampled rows.")] = 1,
+    edit: Annotated[
+        list[str] | None, typer.Option(help="What if: bos=zero, window=64, sink=cut, …; repeatable.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if the folder has this run.")] = False,
     device: Device = None,
@@ -120,6 +123,7 @@ def measure_command(
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
+    from posleak.edits import parse_edits
     from posleak.probe import default_plan
     from posleak.runs import MeasureSpec, default_folder, measure
 
@@ -127,7 +131,8 @@ def measure_command(
     from .tables import run_tables
 
     default_plan(length, density)  # refuses a length that is too short before a model is loaded for it
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density)
+    edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
+    spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
     subject = load_subject(
         model, device=device, dtype=dtype, device_map=device_map, revision=revision,
         trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
@@ -135,7 +140,7 @@ def measure_command(
     with spoken_warnings(), prompt_progress(err) as progress:
         run = measure(
             subject, inputs, out=folder or default_folder(subject, spec), fresh=fresh, progress=progress,
-            bos=bos, length=length, prompts=prompts, seed=seed, batch=batch, density=density,
+            bos=bos, length=length, prompts=prompts, seed=seed, batch=batch, density=density, edits=edits,
         )  # fmt: skip
     if as_json:
         emit(run.as_dict())

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 COLOURS = {"mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73"}  # Okabe and Ito: told apart by all eyes
 GLYPHS = {"mask": "█", "drift": "▒", "sink": "·"}  # and without any colour
 BAR = 8
+LEGEND = """\
+powers in nats², mean over heads, all queries, with 95% bootstrap intervals over prompts
+shares of the total: █ mask ▒ drift · sink, − cancels some; n.s.: total not clearly above 0
+at 0: attention to position 0, mean over reference queries"""
 
 
 def run_tables(run: Run) -> Iterator[RenderableType]:
@@ -28,8 +32,7 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     summary = run.summary
     yield Group(*_heading(run))
     yield layers_table(summary)
-    yield Text("powers in nats², mean over heads, all queries, 95% bootstrap interval over prompts; "
-               "shares: █ mask ▒ drift · sink, − cancels; n.s.: total not clearly above 0; at 0: attention to position 0", style="dim")  # fmt: skip
+    yield Text(LEGEND, style="dim")
     for queries, label in (("early", "early queries (i < 32)"), ("all", "all queries")):
         yield Text.from_markup(f"{label:<24} {_shares(summary, queries)}")
     yield Text.from_markup(f"[dim]remainder {run.data.attrs['remainder']:.1e} nats · run[/dim] {escape(str(run.path))}")
@@ -48,7 +51,7 @@ def _heading(run: Run) -> Iterator[Text]:
 
 def layers_table(summary: Summary) -> Table:
     """One line a layer, in 80 columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("layer", justify="right")
     for name in ("total", *PARTS):
         table.add_column(name, no_wrap=True)
@@ -58,7 +61,7 @@ def layers_table(summary: Summary) -> Table:
     for layer in range(len(numbers.power["total"].value)):
         cells = [number(numbers.power[name][layer], COLOURS.get(name, "")) for name in ("total", *PARTS)]
         bar = share_bar({name: float(numbers.share[name][layer].value) for name in PARTS})
-        table.add_row(str(layer), *cells, bar, short(summary.layer_sink_attention[layer].value))
+        table.add_row(str(layer), *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
     return table
 
 
@@ -68,7 +71,7 @@ def number(estimate: Estimate, style: str = "") -> Text:
         return Text("–", style="dim")
     text = Text(short(estimate.value).rjust(4), style=style)
     if not math.isnan(estimate.low):
-        text.append(f" {short(estimate.low)}…{short(estimate.high)}", style="dim")
+        text.append(f" {short(estimate.low)}–{short(estimate.high)}", style="dim")
     return text
 
 

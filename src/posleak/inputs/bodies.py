@@ -67,6 +67,22 @@ def constant_body(token: int | None, seed: int, vocabulary: Vocabulary) -> Const
 
 
 @dataclass(frozen=True, eq=False)
+class RandomFirstBody:
+    """Another body, with a random ordinary token of each prompt's own at place 0: one draw past the body's last."""
+
+    body: Body
+    vocabulary: Vocabulary
+
+    def ids(self, seed: int, index: int, length: int) -> np.ndarray:
+        ids, allowed = self.body.ids(seed, index, length), self.vocabulary.allowed
+        ids[0] = allowed[draw(seed, index, length + 1, below=len(allowed))[-1]]
+        return ids
+
+    def describe(self) -> dict[str, Any]:
+        return self.body.describe()
+
+
+@dataclass(frozen=True, eq=False)
 class GivenBody:
     """Ids handed over by a Python user, in order; there are only as many prompts as rows."""
 

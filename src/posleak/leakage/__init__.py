@@ -4,7 +4,6 @@ from .dataset import assemble, component
 from .measure import batches, measure_chunks
 from .observer import AttentionObserver, LeakageObserver
 from .power import Bootstrap, Estimate
-from .rows import Rows, reduce_rows
 from .split import Parts, split
 from .summary import Summary, summarise, tidy
 
@@ -14,13 +13,11 @@ __all__ = [
     "Estimate",
     "LeakageObserver",
     "Parts",
-    "Rows",
     "Summary",
     "assemble",
     "batches",
     "component",
     "measure_chunks",
-    "reduce_rows",
     "split",
     "summarise",
     "tidy",

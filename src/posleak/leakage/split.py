@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .rows import NEVER, Rows
+from posleak.probe import Rows
+from posleak.probe.rows import add, take
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,25 @@ class Parts:
 
 
 def split(rows: Rows) -> Parts:
-    """The parts of every measured query against the mean reference."""
-    k = carried_over(rows)  # [B, H, R, Q], log
-    aux = rows.s_aux
-    log_z_i = add(add(rows.body_i, rows.sigma_i), aux)  # [B, H, Q]
-    log_z_r = add(add(rows.body_r, rows.sigma_r), aux)  # [B, H, R]
-    cut = add(add(rows.cut, k), _wider(aux))  # log(R_{n_i} + k)
-    swapped = add(add(rows.body_i[:, :, None], k), _wider(aux))  # log(Z'_i + k)
+    """The parts of every measured query against the mean reference.
+
+    Virtual keys, which an edit puts in the place of hidden ones, undo that much of the mask.
+    """
+    late, seen = rows.references, rows.sight
+    k = late.carried(seen)  # [B, H, R, Q], log
+    cut = late.cut_with(k, seen)  # log(R_{n_i} + k)
+    swapped = add(add(rows.body[:, :, None], k), None if late.s_aux is None else late.s_aux[..., None])  # log(Z'_i + k)
+    log_z_i, log_z_r = rows.log_z, late.log_z  # [B, H, Q], [B, H, R]
 
     mask = (log_z_r[..., None] - cut).mean(2)
     sink = (swapped - log_z_i[:, :, None]).mean(2)
-    pairs = (rows.offsets < rows.n_i[:, None]) & (rows.offsets < rows.n_r.min())
+    if rows.virtual is not None:
+        mask, log_z_i = mask - rows.virtual, log_z_i + rows.virtual
+    pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.sight.body.min())
     nowhere = ~pairs
     # Logits at pairs that do not exist are −inf: they are taken out before they can meet each other.
-    s_i, s_r = rows.s_i.masked_fill(nowhere, 0), _finite(rows.s_r).mean(2, keepdim=True)
+    s_i = rows.s.masked_fill(nowhere, 0)
+    s_r = _finite(take(late.s[:, :, :-1], rows.offsets.expand(len(late.sight.body), -1))).mean(2, keepdim=True)
     drift = (s_i - s_r) - (swapped - cut).mean(2)[..., None]
     total = (s_i - log_z_i[..., None]) - (s_r - log_z_r.mean(2)[..., None, None])
     remainder = ((mask[..., None] + drift + sink[..., None]) - total).masked_fill(nowhere, 0).abs().max()
@@ -62,53 +68,12 @@ def split(rows: Rows) -> Parts:
         mask=mask,
         drift=drift.masked_fill(nowhere, torch.nan),
         sink=sink,
-        mask_without_sink=without_sink(rows).mean(2),
-        attention_0=(rows.sigma_i - log_z_i).exp(),
-        sink_attention=(rows.sigma_r - log_z_r).exp().mean(-1),
+        mask_without_sink=late.hidden_without_sink(seen).mean(2),
+        attention_0=(rows.sigma - log_z_i).exp(),
+        sink_attention=(late.sigma - log_z_r).exp().mean(-1),
         pairs=pairs,
         remainder=float(remainder),
     )
-
-
-ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""Relative rounding of a logit, with room (rotations are float32 in any model); e^s is off by |s| times that."""
-
-
-def carried_over(rows: Rows) -> Tensor:
-    """log k [B, H, R, Q], k = max(o + κ, 0), κ = e^{σ_r} − ô: the position-0 term of r at the place where i has it.
-
-    κ = 0 where r does not see key 0, and where it is within rounding of 0: left alone, that noise would be weighed
-    against the few keys of an early query and drown them. k = 0 where i does not see key 0. Where i and r see equally
-    many keys nothing moves, and k is e^{σ_r} itself.
-    """
-    sigma, o_hat = rows.sigma_r[..., None], rows.o_hat.masked_fill(~rows.sees_r, NEVER)[..., None]
-    top = torch.maximum(torch.maximum(rows.o, sigma), o_hat)
-    origin, ordinary = (sigma - top).exp(), (o_hat - top).exp()
-    kappa = origin - ordinary
-    noise = ROUNDING * sigma.abs().clamp(min=1) * torch.maximum(origin, ordinary)
-    kappa = kappa.masked_fill(kappa.abs() <= noise.nan_to_num(), 0)
-    log_k = ((rows.o - top).exp() + kappa).clamp(min=0).log() + top
-    unmoved = (rows.n_i == rows.n_r[:, None]) & rows.sees_r[:, None]
-    return torch.where(unmoved, sigma, log_k).masked_fill(~rows.sees_i, NEVER)
-
-
-def without_sink(rows: Rows) -> Tensor:
-    """−[ log(R_{n_i} + o) − log(R_{n_r} + ô) ] [B, H, R, Q]: the mask's leakage if position 0 were an ordinary key."""
-    aux = rows.s_aux
-    o_hat = rows.o_hat.masked_fill(~rows.sees_r, NEVER)
-    full = add(add(rows.body_r, o_hat), aux)[..., None]
-    unmoved = (rows.n_i == rows.n_r[:, None]) & rows.sees_r[:, None]
-    o = torch.where(unmoved, o_hat[..., None], rows.o).masked_fill(~rows.sees_i, NEVER)
-    return full - add(add(rows.cut, o), _wider(aux))
-
-
-def add(log_x: Tensor, log_y: Tensor | None) -> Tensor:
-    """log(x + y); y may be absent."""
-    return log_x if log_y is None else torch.logaddexp(log_x, log_y)
-
-
-def _wider(aux: Tensor | None) -> Tensor | None:
-    return None if aux is None else aux[..., None]
 
 
 def _finite(s: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """Stage 3, listening: the one attention function, the plan of rows, attaching and detaching, calibration."""
 
-from .attachment import Edit, Observer, Probe, attach, body
+from .attachment import Observer, Probe, attach, body
 from .calibration import Calibration, calibrate, relative_difference
 from .call import Call
+from .edit import Edit
 from .plan import Plan, default_plan
+from .rows import Rows, call_rows, reduce_rows
 from .visibility import Visibility
 
 __all__ = [
@@ -13,10 +15,13 @@ __all__ = [
     "Observer",
     "Plan",
     "Probe",
+    "Rows",
     "Visibility",
     "attach",
     "body",
     "calibrate",
+    "call_rows",
     "default_plan",
+    "reduce_rows",
     "relative_difference",
 ]

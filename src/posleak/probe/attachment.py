@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from posleak.errors import UnsupportedError
 
 from .call import Call
+from .edit import Edit
 from .kernel import attend
 from .visibility import Visibility, visibility_mask
 
@@ -49,12 +50,6 @@ class Observer(Protocol):
     """Looks at every attention call; `out` [B, H, T, Ev] is what the model goes on with."""
 
     def observe(self, call: Call, out: Tensor) -> None: ...
-
-
-class Edit(Protocol):
-    """Changes an attention call before it is computed; returns a new value, mutates nothing."""
-
-    def edit(self, call: Call) -> Call: ...
 
 
 @dataclass
@@ -99,14 +94,40 @@ class Probe:
         """The model's body on ids [B, T], without the head: its logits are B × T × vocabulary and nobody asked.
 
         The 2-D mask is always passed: without it, transformers guesses packed documents from the position ids.
+        Position ids are passed only where an edit or the caller gives some: not every model takes them.
         """
         mask = torch.ones_like(ids) if padding is None else padding
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        for edit in self.edits:
+            positions = edit.positions(moved := positions)
+            if positions is not moved:
+                kwargs["position_ids"] = positions
         with torch.inference_mode():
             return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+
+    @contextmanager
+    def aside(self, observer: Observer) -> Iterator[None]:
+        """A pass on the side: only this observer looks, and no edit changes attention calls."""
+        kept = self.observers, self.edits
+        self.observers, self.edits = (observer,), tuple(Unchanging(edit) for edit in self.edits)
+        try:
+            yield
+        finally:
+            self.observers, self.edits = kept
 
     def _restart(self, *_: Any) -> None:
         self.calls = 0
         self.modules = []
+
+
+@dataclass(frozen=True)
+class Unchanging(Edit):
+    """An edit's position ids, without its changes of attention calls."""
+
+    inner: Edit
+
+    def positions(self, positions: Tensor) -> Tensor:
+        return self.inner.positions(positions)
 
 
 def body(model: PreTrainedModel) -> torch.nn.Module:
@@ -130,7 +151,10 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
     hook = body(model).register_forward_pre_hook(probe._restart)
     try:
         model.set_attn_implementation(name)
-        yield probe
+        with ExitStack() as stack:
+            for edit in probe.edits:
+                stack.enter_context(edit.installed(probe))
+            yield probe
     finally:
         hook.remove()
         for config, implementation in before:

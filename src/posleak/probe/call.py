@@ -16,6 +16,10 @@ class Call:
 
     query [B, H, T, E] and key [B, K, T, E] arrive after rotation and normalisation; K divides H, and head h reads the
     key head h // (H / K). s_aux [H]: a learned logit without a value, in every row's denominator.
+
+    The last three are for edits, on queries after position 0:
+    unread [H]: heads that may not read position 0. frozen [B, H]: the share that they read there instead of their own
+    (NaN: their own). virtual [B, H, T]: how much keys that are not there add to log Z; they carry the mean value.
     """
 
     index: int
@@ -27,6 +31,9 @@ class Call:
     scaling: float
     softcap: float | None = None
     s_aux: Tensor | None = None
+    unread: Tensor | None = None
+    frozen: Tensor | None = None
+    virtual: Tensor | None = None
 
     @property
     def heads(self) -> int:

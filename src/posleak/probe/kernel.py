@@ -5,6 +5,8 @@ Neither path holds more than (block × T) weights per head, so memory grows with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,12 +17,41 @@ BLOCK = 256
 
 
 def attend(call: Call) -> Tensor:
-    """softmax(s) v, [B, H, T, Ev], in the dtype of the values."""
+    """softmax(s) v, [B, H, T, Ev], in the dtype of the values; edits of it in closed form."""
+    out = _with_origin_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
+    if call.virtual is None:
+        return out
+    kept = torch.exp(-call.virtual)[..., None].to(out)
+    mean = call.value[:, :, 1:].mean(2, keepdim=True)  # [B, K, 1, Ev]
+    return kept * out + (1 - kept) * mean.repeat_interleave(call.heads // mean.shape[1], dim=1)
+
+
+def _attend(call: Call) -> Tensor:
     if call.softcap is not None or call.s_aux is not None:
         return _blocks(call, _explicit)
     if call.visibility.causal:
         return _fused(call.query, call.key, call.value, None, call.scaling)
     return _blocks(call, _fused_block)
+
+
+def _with_origin_edited(call: Call) -> Tensor:
+    """Position 0 left out of the softmax of later queries, by leaving it out of the keys: exact, at the same cost."""
+    out = _attend(call)
+    later = replace(
+        call,
+        query=call.query[:, :, 1:],
+        key=call.key[:, :, 1:],
+        value=call.value[:, :, 1:],
+        visibility=call.visibility.without_origin(),
+    )
+    body, rest = _attend(later), out[:, :, 1:]
+    if call.frozen is not None:
+        share = call.frozen[..., None, None].to(out)
+        first = call.value[:, :, :1].repeat_interleave(call.heads // call.value.shape[1], dim=1)
+        rest = torch.where(share.isnan(), rest, share * first + (1 - share) * body)
+    if call.unread is not None:
+        rest = torch.where(call.unread[:, None, None], body, rest)
+    return torch.cat([out[:, :, :1], rest], dim=2)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -29,6 +29,7 @@ class Visibility(torch.Tensor):
     padding: Tensor | None
     causal: bool
     _spans: list[tuple[int, int, int, int]] | None
+    _derived: dict[object, Visibility]
 
     @staticmethod
     def __new__(
@@ -49,7 +50,7 @@ class Visibility(torch.Tensor):
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rule, self.padding, self.causal, self._spans = rule, padding, causal, None
+        self.rule, self.padding, self.causal, self._spans, self._derived = rule, padding, causal, None, {}
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "causal" if self.causal else "rule"
@@ -76,9 +77,24 @@ class Visibility(torch.Tensor):
                 self._spans.append((start, stop, low, high))
         return self._spans
 
-    def replaced(self, rule: Rule) -> Visibility:
-        """The same queries, keys and padding under another rule."""
-        return Visibility(self.shape, rule, self.padding, causal=False, device=self.device)
+    def replaced(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
+        """The same queries, keys and padding under another rule; made once per name, since all layers ask for it."""
+        if name not in self._derived:
+            plain = causal and self.padding is None
+            self._derived[name] = Visibility(self.shape, rule, self.padding, plain, device=self.device)
+        return self._derived[name]
+
+    def without_origin(self) -> Visibility:
+        """Queries and keys after position 0."""
+        if "without origin" not in self._derived:
+            batch, _, queries, keys = self.shape
+            padding = None if self.padding is None else self.padding[:, 1:]
+            shape = (batch, 1, queries - 1, keys - 1)
+            later = Visibility(
+                shape, lambda b, h, q, k: self.rule(b, h, q + 1, k + 1), padding, self.causal, device=self.device
+            )
+            self._derived["without origin"] = later
+        return self._derived["without origin"]
 
     def dense(self) -> Tensor:
         """The real boolean tensor, for models that compute with their mask."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from posleak.leakage import AttentionObserver, Bootstrap, LeakageObserver, Parts, component
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import gram_matrix, unbiased
-from posleak.probe import Call, Plan, attach, relative_difference
+from posleak.probe import Call, Edit, Plan, attach, relative_difference
 
 from .checks import Check
 
@@ -93,7 +93,7 @@ def first_layer(bench: Bench) -> Check:
     )
 
 
-class ZeroQueries:
+class ZeroQueries(Edit):
     """Every logit becomes 0: each query weighs all that it sees alike."""
 
     def edit(self, call: Call) -> Call:

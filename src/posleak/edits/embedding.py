@@ -1,0 +1,98 @@
+"""The embedding at position 0, replaced before the forward pass: `bos=zero|mean|noise[:SEED]|token:ID|none|random`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from posleak.errors import InputError
+from posleak.inputs import Prompts
+from posleak.inputs.bodies import RandomFirstBody
+from posleak.inputs.bos import FirstToken
+from posleak.probe import Probe
+
+from .base import NamedEdit, Site
+
+VECTORS = ("zero", "mean", "noise", "token")
+TOKENS = ("none", "random")
+
+
+@dataclass(frozen=True)
+class FirstEmbedding(NamedEdit):
+    """What the model finds at position 0 before its first layer.
+
+    zero   nothing
+    mean   the mean embedding of the vocabulary
+    noise  a random direction with the norm of what stood there; one direction for all prompts, by seed
+    token  the embedding of another token (`number` is its id)
+    """
+
+    kind: str
+    number: int = 0
+
+    site: ClassVar[Site] = Site.EMBEDDING
+
+    @property
+    def text(self) -> str:
+        shown = {"token": f":{self.number}", "noise": f":{self.number}" if self.number else ""}
+        return f"bos={self.kind}{shown.get(self.kind, '')}"
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        table = probe.model.get_input_embeddings()
+        new = self.vector(table)
+
+        def put(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+            first = new.to(out)
+            if self.kind == "noise":
+                first = first * out[:, 0].norm(dim=-1, keepdim=True)
+            return torch.cat([first.expand_as(out[:, 0])[:, None], out[:, 1:]], dim=1)
+
+        hook = table.register_forward_hook(put)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def vector(self, table: torch.nn.Module) -> Tensor:
+        """The new embedding [E]; for noise a unit vector. Asked of the module itself, which may scale its rows."""
+        weight = next(table.parameters())
+        rows, device = weight.shape[0], weight.device
+        with torch.inference_mode():
+            if self.kind == "token":
+                if not 0 <= self.number < rows:
+                    raise InputError(
+                        "no such token", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
+                    )
+                return table(torch.tensor([self.number], device=device))[0]
+            like = table(torch.zeros(1, dtype=torch.long, device=device))[0]
+            if self.kind == "mean":
+                ids = torch.arange(rows, device=device).split(8192)
+                return (torch.stack([table(part).double().sum(0) for part in ids]).sum(0) / rows).to(like)
+            if self.kind == "noise":
+                direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(self.number))
+                return (direction / direction.norm()).to(like)
+            return torch.zeros_like(like)
+
+
+@dataclass(frozen=True)
+class FirstOrdinary(NamedEdit):
+    """No BOS: position 0 holds what the text has there (`none`), or a random token of each prompt's own (`random`)."""
+
+    kind: str
+
+    site: ClassVar[Site] = Site.EMBEDDING
+
+    @property
+    def text(self) -> str:
+        return f"bos={self.kind}"
+
+    def prompts(self, prompts: Prompts) -> Prompts:
+        first = FirstToken(self.kind, None, None)
+        body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body
+        return replace(prompts, first=first, body=body)

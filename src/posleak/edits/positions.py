@@ -1,0 +1,187 @@
+"""Positions: `shift=K` moves position ids, `rope=…` changes the rotation, `ring` closes it into a circle (law L6)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from posleak.errors import UnsupportedError
+from posleak.probe import Call, Probe
+
+from .base import NamedEdit, Site
+
+SUFFIX = "inv_freq"
+MOVING = ("dynamic", "longrope")
+"""Kinds of rotation that recompute their frequencies from call to call."""
+
+
+@dataclass(frozen=True)
+class Shift(NamedEdit):
+    """Every position id + `by`."""
+
+    by: int
+
+    site: ClassVar[Site] = Site.POSITIONS
+
+    @property
+    def text(self) -> str:
+        return f"shift={self.by}"
+
+    def positions(self, positions: Tensor) -> Tensor:
+        return positions + self.by if self.by else positions
+
+
+@dataclass(frozen=True)
+class Rotation(NamedEdit):
+    """Other rotary frequencies, put into the rotary modules for the time of the run.
+
+    With frequencies f_k = base^(−2k/d):
+    ntk:S     f_k · S^(−2k/(d−2)), which is the base raised to base · S^(d/(d−2))
+    linear:S  f_k / S
+    yarn:S    transformers' YaRN with factor S, its temperature on cos and sin included
+    base:B    B^(−2k/d)
+    none      0: no rotation at all
+    """
+
+    kind: str
+    number: float = 0.0
+
+    site: ClassVar[Site] = Site.ROTATION
+
+    @property
+    def text(self) -> str:
+        return f"rope={self.kind}" if self.kind == "none" else f"rope={self.kind}:{self.number:g}"
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        kept: list[tuple[torch.nn.Module, str, Any]] = []
+        try:
+            for module, buffer in rotary_buffers(probe):
+                prefix = buffer.removesuffix(SUFFIX)
+                frequencies, temperature = self.frequencies(module, getattr(module, buffer), prefix.rstrip("_"))
+                for name, new in ((buffer, frequencies), (f"{prefix}attention_scaling", temperature)):
+                    if new is not None:
+                        kept.append((module, name, getattr(module, name)))
+                        setattr(module, name, new)
+            yield
+        finally:
+            for module, name, value in reversed(kept):
+                setattr(module, name, value)
+
+    def frequencies(self, module: Any, old: Tensor, layer_type: str) -> tuple[Tensor, float | None]:
+        """New frequencies [d/2], and a new temperature where the kind has one."""
+        k, d = torch.arange(len(old), device=old.device), 2 * len(old)
+        if self.kind in ("ntk", "linear", "yarn") and self.number == 1:
+            return old, None
+        if self.kind == "ntk":
+            return old * (self.number ** (-2 * k / max(d - 2, 1))).to(old), None
+        if self.kind == "linear":
+            return old / self.number, None
+        if self.kind == "base":
+            return 1.0 / (self.number ** (2 * k.to(torch.float) / d)).to(old), None
+        if self.kind == "none":
+            return torch.zeros_like(old), None
+        config = copy.deepcopy(module.config)
+        old_parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+        new = {
+            **old_parameters, "rope_type": "yarn", "factor": self.number,
+            "original_max_position_embeddings": config.max_position_embeddings,
+        }  # fmt: skip
+        config.rope_parameters = {**config.rope_parameters, layer_type: new} if layer_type else new
+        frequencies, temperature = ROPE_INIT_FUNCTIONS["yarn"](config, old.device, layer_type=layer_type or None)
+        return frequencies.to(old), temperature
+
+
+def rotary_buffers(probe: Probe) -> list[tuple[torch.nn.Module, str]]:
+    """Every buffer of rotary frequencies in the model; nested ones (one per layer type) have a prefix."""
+    found = [
+        (module, name)
+        for module in probe.model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith(SUFFIX) and "original" not in name
+    ]
+    where = type(probe.model).__name__
+    if not found:
+        raise UnsupportedError("the model has no rotary frequencies to change", where=where)
+    for module, _ in found:
+        kinds = getattr(module, "rope_type", "default")
+        if any(kind in MOVING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            raise UnsupportedError(
+                "its rotation is recomputed from call to call and cannot be replaced", where=where, got=kinds
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Ring(NamedEdit):
+    """Positions on a circle of N: no mask, and every frequency a whole number of turns per N positions.
+
+    Then nothing is left that tells one place from another, and rolling the input rolls every state. In a float64 model
+    the law can be seen to sixteen digits, if nothing rounds on the way (`AllDouble`).
+    """
+
+    site: ClassVar[Site] = Site.ROTATION
+    causal: ClassVar[bool] = False
+
+    @property
+    def text(self) -> str:
+        return "ring"
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        modules = {id(module): module for module, _ in rotary_buffers(probe)}.values()
+        hooks = [module.register_forward_hook(on_circle) for module in modules]
+        exact = AllDouble() if probe.model.dtype == torch.float64 else nullcontext()
+        try:
+            with exact:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def edit(self, call: Call) -> Call:
+        return replace(call, visibility=call.visibility.replaced("everything", everything))
+
+
+class AllDouble(TorchFunctionMode):
+    """Float64 tensors stay so: models cast to float32 and back inside their norms and softmaxes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float or (func is Tensor.to and torch.float32 in (*args, *kwargs.values())):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
+    """cos and sin at whole turns per N positions, to the precision of the states: transformers' own are float32.
+
+    The frequency is the angle between the first two positions; turns are counted in whole numbers, so that position N
+    is position 0 to the last bit, however the module lays out its dimensions.
+    """
+    if not (isinstance(out, tuple) and len(out) == 2 and not torch.is_complex(out[0])):
+        raise UnsupportedError("its rotation is not a pair of cosines and sines", where=type(module).__name__)
+    cos, sin = (part.double() for part in out)
+    N, temperature = cos.shape[-2], torch.hypot(cos, sin)[..., :1, :]  # of position 0, where it is exact
+    angle = torch.atan2(sin, cos)
+    frequency = (angle[..., 1:2, :] - angle[..., :1, :]) % (2 * math.pi)
+    turns = torch.round(frequency * N / (2 * math.pi)).long()
+    step = (turns * torch.arange(N, device=cos.device)[:, None] % N).double() * (2 * math.pi / N)
+    return (step.cos() * temperature).to(out[0]), (step.sin() * temperature).to(out[1])
+
+
+def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Every query sees every key."""
+    return (query >= 0) & (key >= 0)

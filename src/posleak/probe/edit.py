@@ -1,0 +1,41 @@
+"""The seam for changes: what an edit may do to a run, each defaulting to nothing.
+
+An edit never mutates what it is given: it returns new values, or installs something for the time of an attachment and
+takes it away again. The edits themselves are stage 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from posleak.inputs import Prompts
+
+from .call import Call
+
+if TYPE_CHECKING:
+    from .attachment import Probe
+
+
+class Edit:
+    """A change of one run. Subclasses override the places where they act."""
+
+    def prompts(self, prompts: Prompts) -> Prompts:
+        """Other tokens to read."""
+        return prompts
+
+    def positions(self, positions: Tensor) -> Tensor:
+        """Other position ids [B, T]."""
+        return positions
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        """Something put into the model for the time of the attachment."""
+        yield
+
+    def edit(self, call: Call) -> Call:
+        """Another attention call."""
+        return call

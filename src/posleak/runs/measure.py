@@ -1,0 +1,214 @@
+"""One measurement from beginning to end: checks first, then calibration, then prompts, each kept when it is done."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from posleak.edits import parse_edits, require_measurable
+from posleak.errors import InputError, PosleakWarning, RunError
+from posleak.inputs import Prompts, prepare
+from posleak.leakage import assemble, batches, measure_chunks
+from posleak.leakage.dataset import Chunk
+from posleak.models import Subject, available_bytes
+from posleak.probe import Calibration, Edit, Plan, calibrate, default_plan
+
+from .folder import HEADS, RECORD, RESULTS, read_part, read_record, remove_parts, write_part, write_record
+from .run import DEFINITIONS_VERSION, FORMAT_VERSION, Run
+from .spec import MeasureSpec, fingerprint, slug, versions
+
+CALIBRATION_LENGTH = 96
+
+Progress = Callable[[int, int], None]
+"""(prompts done, prompts in all)"""
+
+
+def measure(
+    subject: Subject,
+    inputs: str | NDArray[np.int64] = "random",
+    *,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    progress: Progress = lambda done, of: None,
+    **asked: Any,
+) -> Run:
+    """Measure a subject; `asked` are the fields of MeasureSpec (length, prompts, seed, bos, batch, density).
+
+    With `out` the run is kept in that folder: an unfinished one there is resumed, a finished one of the same
+    measurement is read back, and `fresh` measures again. Without `out` it stays in memory.
+    """
+    named = inputs if isinstance(inputs, str) else "given"
+    if not isinstance(inputs, str):
+        asked |= {"prompts": len(inputs), "length": inputs.shape[1]}
+    edits = parse_edits(asked.get("edits", ()))
+    require_measurable(edits)
+    spec = MeasureSpec(inputs=named, **{**asked, "edits": tuple(edit.text for edit in edits)}).resolved()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PosleakWarning)
+        plan = default_plan(spec.length, spec.density)
+        prompts = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
+        for edit in edits:
+            prompts = edit.prompts(prompts)
+        check_size(subject, spec, plan)
+    notes = [str(warning.message) for warning in caught]
+    for note in notes:
+        warnings.warn(note, PosleakWarning, stacklevel=2)
+    record = _new_record(subject, spec, {"inputs": named, **asked}, plan, prompts, notes)
+    folder = None if out is None else Path(out)
+    if folder is not None and (finished := _prepare_folder(folder, record, fresh)) is not None:
+        return finished
+    record["calibration"] = (calibration := calibrated(subject, prompts)).as_dict()
+    if folder is not None:
+        write_record(folder, record)
+    chunks = []
+    for at, chunk in _chunks(folder, subject, prompts, spec, plan, calibration, edits):
+        chunks.append(chunk)
+        progress(at.stop, spec.prompts)
+    return _finish(Run(record, assemble(chunks, plan), folder))
+
+
+def default_folder(subject: Subject, spec: MeasureSpec) -> Path:
+    """runs/MODEL-FINGERPRINT: the same measurement finds the same folder."""
+    print_ = fingerprint(spec.resolved(), subject.identity.as_dict(), versions())
+    return Path("runs") / f"{slug(subject.identity.name)}-{print_[:10]}"
+
+
+def _prepare_folder(folder: Path, record: dict[str, Any], fresh: bool) -> Run | None:
+    """The finished run that is there already; else None, with the folder ready to be filled or resumed."""
+    if fresh or not (folder / RECORD).exists():
+        remove_parts(folder)
+        for name in (RECORD, RESULTS, HEADS):
+            (folder / name).unlink(missing_ok=True)
+        return None
+    earlier = read_record(folder)
+    _require_same(folder, earlier, record)
+    record["created"] = earlier["created"]
+    return Run.load(folder) if earlier["status"] == "finished" else None
+
+
+def _chunks(
+    folder: Path | None,
+    subject: Subject,
+    prompts: Prompts,
+    spec: MeasureSpec,
+    plan: Plan,
+    calibration: Calibration,
+    edits: Sequence[Edit],
+) -> Iterator[tuple[range, Chunk]]:
+    """Batches that the folder has already, then the others; each is written as soon as it is measured."""
+    todo = batches(spec.prompts, spec.batch)
+    while folder is not None and todo and (chunk := read_part(folder, todo[0])) is not None:
+        yield todo.pop(0), chunk
+    ids = (prompts.batch(at) for at in todo)
+    measured = measure_chunks(subject.model, ids, plan, layers=calibration.layers, edits=edits)
+    for at, chunk in zip(todo, measured):
+        if folder is not None:
+            write_part(folder, at, chunk)
+        yield at, chunk
+
+
+def _finish(run: Run) -> Run:
+    """Results first, then the record that says so, and only then the parts go."""
+    record = {**run.record, "status": "finished", "finished": _now()}
+    if run.path is not None:
+        record["files"] = run.write_results(run.path)
+        write_record(run.path, record)
+        remove_parts(run.path)
+    return Run(record, run.data, run.path)
+
+
+def calibrated(subject: Subject, prompts: Prompts) -> Calibration:
+    """Calibration on the start of the first prompts, long enough to leave every affordable window; required to hold."""
+    windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= 1024]
+    length = min(prompts.length, max([CALIBRATION_LENGTH, *windows]))
+    ids = torch.from_numpy(prompts.batch([0])[:, :length]).to(subject.device)
+    return calibrate(subject.model, ids).require(subject.identity.name)
+
+
+def check_size(subject: Subject, spec: MeasureSpec, plan: Plan) -> None:
+    """Too long, too few, too large: said before the first forward pass."""
+    context = subject.context
+    if context is not None and spec.length > context:
+        what = f"length {spec.length} is beyond the model's context of {context} positions"
+        if not subject.identity.rotary:
+            raise InputError(what, where=subject.identity.name, remedy=f"use --length {context} or less")
+        warnings.warn(f"{what}: what is measured there is extrapolation", PosleakWarning, stacklevel=2)
+    if spec.prompts < 2:
+        warnings.warn(
+            "one prompt: noise cannot be told from signal, so powers and intervals are NaN; use --prompts 2 or more",
+            PosleakWarning,
+            stacklevel=2,
+        )
+    need, have = estimated_bytes(subject, spec, plan), available_bytes(subject.device)
+    if need > have:
+        raise InputError(
+            "the measurement needs more memory than the machine has free",
+            where=subject.identity.name,
+            got=f"{need / 2**30:.1f} GiB for {spec.batch} prompts of {spec.length} tokens at once",
+            expected=f"at most {have / 2**30:.1f} GiB",
+            remedy="use a smaller --batch, fewer --prompts or a shorter --length",
+        )
+
+
+def estimated_bytes(subject: Subject, spec: MeasureSpec, plan: Plan) -> int:
+    """Activations of one batch, its sampled rows, and the parts of all prompts. An upper estimate, not a promise."""
+    identity, config = subject.identity, subject.model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * identity.width
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    item = torch.empty((), dtype=subject.model.dtype).element_size()
+    activations = spec.batch * spec.length * (8 * identity.width + 3 * inner) * item
+    rows = spec.batch * identity.heads * len(plan.rows) * spec.length * (2 * 4 + 2 * 8)
+    cells = identity.layers * identity.heads * len(plan.queries) * (len(plan.offsets) + 4)
+    return activations + rows + 3 * 8 * spec.prompts * cells
+
+
+def _new_record(
+    subject: Subject,
+    spec: MeasureSpec,
+    asked: dict[str, Any],
+    plan: Plan,
+    prompts: Prompts,
+    notes: list[str],
+) -> dict[str, Any]:
+    identity, computed_with = subject.identity.as_dict(), versions()
+    return {
+        "format": "posleak run",
+        "format_version": FORMAT_VERSION,
+        "definitions_version": DEFINITIONS_VERSION,
+        "status": "running",
+        "fingerprint": fingerprint(spec, identity, computed_with),
+        "asked": asked,
+        "spec": spec.as_dict(),
+        "plan": plan.as_dict(),
+        "identity": identity,
+        "inputs": prompts.describe(),
+        "versions": computed_with,
+        "machine": {"platform": platform.platform(), "python": platform.python_version(),
+                    "device": str(subject.device), "threads": torch.get_num_threads()},
+        "warnings": notes,
+        "created": _now(),
+        "files": {},
+    }  # fmt: skip
+
+
+def _require_same(folder: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    if earlier["fingerprint"] != now["fingerprint"]:
+        differing = [
+            name for name in ("spec", "identity", "versions") if earlier.get(name) != now[name]
+        ]  # fmt: skip
+        raise RunError(
+            "the folder holds another measurement", where=str(folder), got=f"different {', '.join(differing)}",
+            remedy="choose another --out, or --fresh to measure again and overwrite it",
+        )  # fmt: skip
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
