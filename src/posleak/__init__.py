@@ -17,7 +17,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .models import Subject, load
-    from .runs import Run, measure
+    from .origin.origin import origin
+    from .runs import Run, claims, measure
     from .runs.run import split
     from .studies import doctor
 
@@ -26,11 +27,13 @@ _HOMES = {
     "load": ".models",
     "Run": ".runs",
     "measure": ".runs",
+    "claims": ".runs",
+    "origin": ".origin.origin",
     "split": ".runs.run",
     "doctor": ".studies",
 }
 
-__all__ = ["Run", "Subject", "__version__", "doctor", "load", "measure", "split"]
+__all__ = ["Run", "Subject", "__version__", "claims", "doctor", "load", "measure", "origin", "split"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
-"""The command line."""
+"""The command line. Modules of commands register themselves on the app when they are imported."""
 
+from . import claims as _claims  # noqa: F401
+from . import origin as _origin  # noqa: F401
 from .app import main
 
 __all__ = ["main"]

@@ -56,8 +56,10 @@ def main() -> None:
 
 
 def emit(value: Any) -> None:
-    """JSON on standard output, and nothing else there."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """JSON on standard output, and nothing else there; null for what is not a finite number."""
+    from posleak.plain import plain
+
+    sys.stdout.write(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 @contextmanager
@@ -79,7 +81,7 @@ def load_subject(name: str, **options: Any) -> Subject:
     """Load with a line of status, since the first time fetches and converts."""
     from posleak.models import load
 
-    with err.status(f"loading {name}") as status:
+    with spoken_warnings(), err.status(f"loading {name}") as status:
         return load(name, progress=status.update, **options)
 
 
@@ -124,15 +126,18 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     from posleak.edits import parse_edits
+    from posleak.inputs import parse
     from posleak.probe import default_plan
     from posleak.runs import MeasureSpec, default_folder, measure
 
     from .progress import prompt_progress
     from .tables import run_tables
 
-    default_plan(length, density)  # refuses a length that is too short before a model is loaded for it
+    # What can be refused without the model is refused before it is loaded.
     edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
     spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
+    default_plan(length, density)
+    parse(inputs)
     subject = load_subject(
         model, device=device, dtype=dtype, device_map=device_map, revision=revision,
         trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
@@ -155,7 +160,7 @@ def doctor_command(
     length: Annotated[
         int | None, typer.Option(help="Tokens per prompt. Default: 96, or past the model's windows.")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Prompts for the statistical laws.")] = 12,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts for the statistical laws.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
@@ -169,10 +174,13 @@ def doctor_command(
 
     Example: `posleak doctor smollm2-135m`
     """
+    from posleak.probe import default_plan
     from posleak.studies import doctor
 
     from .tables import doctor_table
 
+    if length is not None:
+        default_plan(length)  # refuses a length that is too short before the model is loaded
     subject = load_subject(
         model, device=device, dtype=dtype, device_map=device_map, revision=revision,
         trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,

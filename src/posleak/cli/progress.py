@@ -11,8 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def prompt_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar over prompts; the callback takes (done, of)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as bar:
+    """A bar over prompts, where there is a terminal to draw it on; the callback takes (done, of)."""
+    counts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (*counts, TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("prompts", total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

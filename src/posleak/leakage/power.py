@@ -38,6 +38,10 @@ class Estimate:
     def __getitem__(self, index: Any) -> Estimate:
         return Estimate(self.value[index], self.low[index], self.high[index], self.n)
 
+    def as_dict(self) -> dict[str, Any]:
+        """value, low, high and n; `plain` makes JSON of it."""
+        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n}
+
 
 @dataclass(frozen=True)
 class Bootstrap:

@@ -6,6 +6,8 @@ lists, old and new spellings), so that each field has one small function that sa
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,6 +56,7 @@ class Identity:
     device: str
     quantisation: str | None
     weights_sha256: str
+    config_sha256: str
     source: str
     revision: str | None
     bos: dict[str, Any]
@@ -99,11 +102,23 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         device=str(model.device),
         quantisation=origin.quantisation or _quantisation(config),
         weights_sha256=origin.weights_sha256,
+        config_sha256=config_sha256(config),
         source=origin.source,
         revision=origin.revision,
         bos=_bos(config, text, tokenizer),
         licence=origin.licence,
     )
+
+
+def config_sha256(config: PreTrainedConfig) -> str:
+    """sha256 of the config: equal weights under another scaling, activation or window are another model.
+
+    Left out: where it was loaded from, by which version, and as which dtype, which the identity says apart.
+    """
+    fields = json.loads(config.to_json_string(use_diff=False))
+    apart = ("transformers_version", "dtype", "architectures")
+    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in apart}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def windows(text: PreTrainedConfig) -> tuple[int | None, ...]:

@@ -26,6 +26,7 @@ from posleak.errors import CheckError, UnsupportedError
 from .attachment import Probe, attach, body
 from .call import Call
 from .kernel import attend
+from .rows import check_finite
 
 PARITY = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative difference to the model's own attention. The rotation is float32 even in float64 models."""
@@ -86,6 +87,10 @@ class KernelObserver:
         T, width = call.query.shape[2], call.value.shape[-1]
         positions = torch.arange(T, device=call.query.device)
         keys = positions[torch.unique(torch.linspace(0, T - 1, min(12, width // 2, T)).round().long())]
+        try:
+            check_finite(call.logits(positions[-1:]))
+        except CheckError as error:
+            raise error.at(f"layer {call.index}") from error
         on, from_on = kernel_weights(call, keys)
         self.future = max(self.future, float(from_on.masked_fill(keys <= positions[:, None], 0).abs().max()))
         self.partition = max(self.partition, partition_gap(call, keys, on))

@@ -187,7 +187,7 @@ def reduce_rows(
 
     unread [H], frozen [B, H], virtual [B, H, Q]: what edits do at position 0 and to the denominator (see Call).
     """
-    _check_finite(logits)
+    check_finite(logits)
     positions = torch.tensor(plan.rows, device=logits.device)
     seen = sight(visible, positions)
     if unread is not None:
@@ -260,7 +260,8 @@ def _wider(aux: Tensor | None) -> Tensor | None:
     return None if aux is None else aux[..., None]
 
 
-def _check_finite(logits: Tensor) -> None:
+def check_finite(logits: Tensor) -> None:
+    """Refuse logits [B, H, ...] that are no numbers, naming the heads."""
     bad = ~torch.isfinite(logits).flatten(2).all(-1)
     if bool(bad.any()):
         prompts, heads = bad.any(1).nonzero().flatten().tolist(), bad.any(0).nonzero().flatten().tolist()

@@ -1,7 +1,8 @@
 """Stage 8, what remains: self-describing run folders; atomic, verifiable, resumable."""
 
+from .examination import ClaimsRun, claims
 from .measure import default_folder, measure
 from .run import Run
 from .spec import MeasureSpec
 
-__all__ = ["MeasureSpec", "Run", "default_folder", "measure"]
+__all__ = ["ClaimsRun", "MeasureSpec", "Run", "claims", "default_folder", "measure"]

@@ -121,7 +121,7 @@ def read_part(folder: Path, prompts: range) -> dict[str, NDArray[Any]] | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (zipfile.BadZipFile, ValueError, EOFError, OSError) as error:
         raise RunError(
@@ -139,6 +139,13 @@ def remove_run(folder: Path) -> None:
     remove_parts(folder)
     for name in (RESULTS, HEADS, RECORD):
         (folder / name).unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process was about to put in place."""
+    for pattern in (*(f".{name}.*.tmp" for name in (RECORD, RESULTS, HEADS)), f"{PARTS}/.*.tmp"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink(missing_ok=True)
 
 
 def require_unused(folder: Path) -> None:

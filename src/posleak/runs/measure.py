@@ -13,17 +13,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posleak.edits import parse_edits, require_measurable
+from posleak.edits import NamedEdit, parse_edits, require_measurable
 from posleak.errors import InputError, PosleakWarning, RunError
 from posleak.inputs import Prompts, prepare
 from posleak.leakage import assemble, batches, measure_chunks
 from posleak.leakage.dataset import Chunk
 from posleak.models import Subject, available_bytes
+from posleak.plain import plain
 from posleak.probe import Calibration, Edit, Plan, calibrate, default_plan
 
-from .folder import HEADS, RECORD, RESULTS, read_part, read_record, remove_parts, write_part, write_record
-from .run import DEFINITIONS_VERSION, FORMAT_VERSION, Run
-from .spec import MeasureSpec, fingerprint, slug, versions
+from .folder import (
+    FORMAT,
+    FORMAT_VERSION,
+    RECORD,
+    read_part,
+    read_record,
+    remove_leftovers,
+    remove_parts,
+    remove_run,
+    require_unused,
+    write_part,
+    write_record,
+)
+from .run import Run
+from .spec import COMPUTED_WITH, DEFINITIONS_VERSION, SUBJECT, MeasureSpec, fingerprint, slug, versions
 
 CALIBRATION_LENGTH = 96
 
@@ -47,16 +60,15 @@ def measure(
     """
     named = inputs if isinstance(inputs, str) else "given"
     if not isinstance(inputs, str):
-        asked |= {"prompts": len(inputs), "length": inputs.shape[1]}
+        inputs = np.asarray(inputs)
+        asked |= {"prompts": len(inputs), "length": inputs.shape[-1]}
     edits = parse_edits(asked.get("edits", ()))
     require_measurable(edits)
     spec = MeasureSpec(inputs=named, **{**asked, "edits": tuple(edit.text for edit in edits)}).resolved()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PosleakWarning)
         plan = default_plan(spec.length, spec.density)
-        prompts = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
-        for edit in edits:
-            prompts = edit.prompts(prompts)
+        prompts = edited_prompts(subject, inputs, spec, edits)
         check_size(subject, spec, plan)
     notes = [str(warning.message) for warning in caught]
     for note in notes:
@@ -65,7 +77,7 @@ def measure(
     folder = None if out is None else Path(out)
     if folder is not None and (finished := _prepare_folder(folder, record, fresh)) is not None:
         return finished
-    record["calibration"] = (calibration := calibrated(subject, prompts)).as_dict()
+    record["calibration"] = plain(calibration := calibrated(subject, prompts))
     if folder is not None:
         write_record(folder, record)
     chunks = []
@@ -75,18 +87,31 @@ def measure(
     return _finish(Run(record, assemble(chunks, plan), folder))
 
 
+def edited_prompts(
+    subject: Subject, inputs: str | NDArray[np.int64], spec: MeasureSpec, edits: Sequence[NamedEdit]
+) -> Prompts:
+    """The prompts that the model will read: what was asked for, after the edits that change tokens."""
+    prompts = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
+    for edit in edits:
+        prompts = edit.prompts(prompts)
+    return prompts
+
+
 def default_folder(subject: Subject, spec: MeasureSpec) -> Path:
     """runs/MODEL-FINGERPRINT: the same measurement finds the same folder."""
-    print_ = fingerprint(spec.resolved(), subject.identity.as_dict(), versions())
+    prompts = edited_prompts(subject, spec.inputs, spec, parse_edits(spec.edits))
+    print_ = fingerprint(spec.resolved(), subject.identity.as_dict(), prompts.describe(), versions())
     return Path("runs") / f"{slug(subject.identity.name)}-{print_[:10]}"
 
 
 def _prepare_folder(folder: Path, record: dict[str, Any], fresh: bool) -> Run | None:
     """The finished run that is there already; else None, with the folder ready to be filled or resumed."""
-    if fresh or not (folder / RECORD).exists():
-        remove_parts(folder)
-        for name in (RECORD, RESULTS, HEADS):
-            (folder / name).unlink(missing_ok=True)
+    remove_leftovers(folder)
+    if not (folder / RECORD).exists():
+        require_unused(folder)
+        return None
+    if fresh:
+        remove_run(folder)
         return None
     earlier = read_record(folder)
     _require_same(folder, earlier, record)
@@ -141,6 +166,13 @@ def check_size(subject: Subject, spec: MeasureSpec, plan: Plan) -> None:
         if not subject.identity.rotary:
             raise InputError(what, where=subject.identity.name, remedy=f"use --length {context} or less")
         warnings.warn(f"{what}: what is measured there is extrapolation", PosleakWarning, stacklevel=2)
+    if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
+        warnings.warn(
+            f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
+            f"are measured as if they saw everything; use --length {2 * window} or more to see the window",
+            PosleakWarning,
+            stacklevel=2,
+        )
     if spec.prompts < 2:
         warnings.warn(
             "one prompt: noise cannot be told from signal, so powers and intervals are NaN; use --prompts 2 or more",
@@ -178,18 +210,18 @@ def _new_record(
     prompts: Prompts,
     notes: list[str],
 ) -> dict[str, Any]:
-    identity, computed_with = subject.identity.as_dict(), versions()
+    identity, described, computed_with = subject.identity.as_dict(), prompts.describe(), versions()
     return {
-        "format": "posleak run",
+        "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "definitions_version": DEFINITIONS_VERSION,
         "status": "running",
-        "fingerprint": fingerprint(spec, identity, computed_with),
-        "asked": asked,
+        "fingerprint": fingerprint(spec, identity, described, computed_with),
+        "asked": plain(asked),
         "spec": spec.as_dict(),
-        "plan": plan.as_dict(),
+        "plan": plain(plan),
         "identity": identity,
-        "inputs": prompts.describe(),
+        "inputs": described,
         "versions": computed_with,
         "machine": {"platform": platform.platform(), "python": platform.python_version(),
                     "device": str(subject.device), "threads": torch.get_num_threads()},
@@ -201,13 +233,20 @@ def _new_record(
 
 def _require_same(folder: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
     if earlier["fingerprint"] != now["fingerprint"]:
-        differing = [
-            name for name in ("spec", "identity", "versions") if earlier.get(name) != now[name]
-        ]  # fmt: skip
+        differing = "; ".join(_differences(earlier, now)) or "another version of the definitions"
         raise RunError(
-            "the folder holds another measurement", where=str(folder), got=f"different {', '.join(differing)}",
+            "the folder holds another measurement", where=str(folder), got=differing,
             remedy="choose another --out, or --fresh to measure again and overwrite it",
         )  # fmt: skip
+
+
+def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What makes two fingerprints differ, in words."""
+    for group, names in (("spec", None), ("identity", SUBJECT), ("inputs", None), ("versions", COMPUTED_WITH)):
+        for name in names or now[group]:
+            there, asked = earlier[group].get(name), now[group].get(name)
+            if there != asked:
+                yield f"{name} {there!r} there, {asked!r} asked for"
 
 
 def _now() -> str:

@@ -19,9 +19,6 @@ from posleak.leakage.summary import Numbers
 
 from .folder import HEADS, RECORD, RESULTS, read_record, sha256_of, verify_file, write_atomically
 
-DEFINITIONS_VERSION = 1
-"""Raised when the mathematics changes: runs with different ones cannot be compared."""
-
 
 @dataclass(frozen=True)
 class Run:

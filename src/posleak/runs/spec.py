@@ -11,6 +11,9 @@ from typing import Any
 
 from posleak.errors import InputError
 
+DEFINITIONS_VERSION = 1
+"""Raised when the mathematics changes: runs with different ones cannot be compared."""
+
 TOKENS_PER_BATCH = 4096
 """Enough to keep a machine busy; the default does not look at the machine, since the batch moves the last bits."""
 
@@ -47,11 +50,20 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("posleak", "torch", "transformers", "numpy", "xarray")}
 
 
-def fingerprint(spec: MeasureSpec, identity: dict[str, Any], computed_with: dict[str, str]) -> str:
-    """Runs with the same fingerprint give the same numbers: spec, weights, dtype, and the libraries that compute."""
-    bits = {name: computed_with[name] for name in ("posleak", "torch", "transformers")}
-    subject = {name: identity[name] for name in ("weights_sha256", "dtype", "architecture")}
-    text = json.dumps([spec.as_dict(), subject, bits], sort_keys=True)
+COMPUTED_WITH = ("posleak", "torch", "transformers")
+SUBJECT = ("weights_sha256", "config_sha256", "architecture", "dtype", "device")
+
+
+def fingerprint(
+    spec: MeasureSpec, identity: dict[str, Any], inputs: dict[str, Any], computed_with: dict[str, str]
+) -> str:
+    """Runs with the same fingerprint give the same numbers: what was asked, of which model, on which tokens, with what.
+
+    `inputs` is what `Prompts.describe` says: a text that was changed under the same name has another hash there.
+    """
+    subject = {name: identity[name] for name in SUBJECT}
+    bits = {name: computed_with[name] for name in COMPUTED_WITH}
+    text = json.dumps([DEFINITIONS_VERSION, spec.as_dict(), subject, inputs, bits], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

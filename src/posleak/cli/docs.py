@@ -1,0 +1,71 @@
+"""docs/cli.md, made from the commands themselves: `python -m posleak.cli.docs > docs/cli.md`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin, get_type_hints
+
+from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
+
+from .app import app
+
+HEAD = """\
+# Command line
+
+Made by `python -m posleak.cli.docs`, and checked by a test to be current. Every command prints a table for people on
+standard output, or JSON with `--json` ([json.md](json.md)); progress, warnings and errors go to standard error.
+
+| exit status | means |
+|---|---|
+| 0 | success |
+| 1 | a check failed: the numbers would be wrong, or `doctor` found something |
+| 2 | a wrong call: the message says where, what was got, what was expected, and the remedy |
+"""
+
+
+def page() -> str:
+    """The whole page, ending in one newline."""
+    lines = (line for command in app.registered_commands for line in section(command))
+    return "\n".join([HEAD, *lines])
+
+
+def section(command: CommandInfo) -> Iterator[str]:
+    """One command: its help, and a table of its options with their defaults."""
+    assert command.callback is not None
+    yield f"## `posleak {command.name}`\n"
+    yield inspect.cleandoc(command.callback.__doc__ or "") + "\n"
+    yield "| option | default | does |"
+    yield "|---|---|---|"
+    hints = get_type_hints(command.callback, include_extras=True)
+    for name, parameter in inspect.signature(command.callback).parameters.items():
+        kind, about = get_args(hints[name])
+        default = "" if parameter.default is None or parameter.default is False else f"`{parameter.default}`"
+        yield f"| `{spelled(name, kind, about)}` | {default} | {cell(about.help or '')} |"
+    yield ""
+
+
+def spelled(name: str, kind: Any, about: ParameterInfo) -> str:
+    """How it is written: `[MODEL]`, `--json`, `--length INT`, `--edit STR …`."""
+    if isinstance(about, ArgumentInfo):
+        return f"[{about.metavar or name.upper()}]"
+    # In an annotation there is no default, and typer takes what stands in its place for the first spelling.
+    spellings = [text for text in (about.default, *(about.param_decls or ())) if isinstance(text, str)]
+    written = ", ".join(spellings) or f"--{name.replace('_', '-')}"
+    plain = next((item for item in get_args(kind) if item is not type(None)), kind)  # `X | None` -> X
+    if plain is bool:
+        return written
+    repeated = get_args(plain) if get_origin(plain) is list else ()
+    return f"{written} {(repeated or (plain,))[0].__name__.upper()}" + (" …" if repeated else "")
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    import posleak.cli  # noqa: F401  every module of commands registers itself
+
+    sys.stdout.write(page())

@@ -1,0 +1,119 @@
+"""What needs a context: each prompt is read twice, and the two versions differ in their first token only.
+
+With a BOS the first version has it, and the second another ordinary token in each prompt. Without one the first version
+has its own first token, and the second the same token in every prompt. Either way one version has one first token
+throughout (`same`), and the difference between the two is position 0's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posleak.inputs import Prompts
+from posleak.leakage import batches
+from posleak.models import Subject
+from posleak.probe import Plan, attach
+
+from .closure import Closure
+from .fingerprint import carried_difference
+from .projection import Projection
+from .reading import LayerReading, ReadingObserver
+from .states import ValueObserver, alone, states
+
+POSITIONS = 256
+"""Body positions of each prompt whose states are kept, evenly spaced: memory does not grow with the length."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of prompts, both versions: states of position 0, a sample of body states, reading, v_0, differences."""
+
+    origin: list[Tensor]  # [2B, W] at every depth: first versions, then second
+    body: list[Tensor]  # [B, P, W]
+    reading: list[LayerReading]
+    values: tuple[list[Tensor], list[Tensor]]  # per call [B, K, Ev], of the two versions
+    carried: NDArray[np.float64]  # [B, D]
+
+
+@dataclass(frozen=True)
+class Context:
+    """All prompts. body: [B, P, W] at every depth, at `positions`; values, same: for each call v_0 [B, K, Ev]."""
+
+    closure: Closure
+    body: list[Tensor]
+    positions: NDArray[np.int64]
+    reading: list[list[LayerReading]]
+    values: list[Tensor]
+    same: list[Tensor]
+    carried: NDArray[np.float64]
+    changed: NDArray[np.int64]
+
+
+def read_context(
+    subject: Subject,
+    prompts: Prompts,
+    plan: Plan,
+    found: Sequence[Projection],
+    others: NDArray[np.int64],
+    count: int,
+    batch: int,
+    progress: Callable[[str], None] = lambda part: None,
+) -> Context:
+    """`count` prompts, in batches; `others`: first tokens to put in the place of the prompts' own."""
+    positions, first_is_shared = body_positions(prompts.length), prompts.first.id is not None
+    done, firsts = list[Batch](), list[NDArray[np.int64]]()
+    for at in batches(count, batch):
+        progress(f"prompts {at.start + 1} to {at.stop} of {count}, each with two first tokens")
+        ids = prompts.batch(at)
+        changed = ids.copy()
+        changed[:, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
+        firsts.append(np.stack([ids[:, 0], changed[:, 0]], axis=1))
+        done.append(_read(subject, torch.from_numpy(ids), torch.from_numpy(changed), plan, found, positions))
+    first = np.concatenate(firsts)
+    own, other = ([torch.cat(v) for v in zip(*(b.values[k] for b in done), strict=True)] for k in (0, 1))
+    return Context(
+        closure=_closure(subject, done, firsts),
+        body=[torch.cat(depth) for depth in zip(*(b.body for b in done), strict=True)],
+        positions=positions,
+        reading=[b.reading for b in done],
+        values=own,
+        same=own if first_is_shared else other,
+        carried=np.concatenate([b.carried for b in done]),
+        changed=first,
+    )
+
+
+def _read(
+    subject: Subject, ids: Tensor, changed: Tensor, plan: Plan, found: Sequence[Projection], at: NDArray[np.int64]
+) -> Batch:
+    reader, values = ReadingObserver(plan, found), ValueObserver()
+    with attach(subject.model, [reader]) as probe:
+        x = states(probe, ids.to(subject.device))
+    with attach(subject.model, [values]) as probe:
+        y = states(probe, changed.to(subject.device))
+    origin = [torch.cat([a[:, 0], b[:, 0]]).cpu() for a, b in zip(x, y, strict=True)]
+    body = [depth[:, torch.from_numpy(at).to(depth.device)].cpu() for depth in x]
+    reading = reader.collect()
+    own = [layer.values for layer in reading]
+    return Batch(origin, body, reading, (own, values.collect()), carried_difference(x, y))
+
+
+def _closure(subject: Subject, done: list[Batch], firsts: list[NDArray[np.int64]]) -> Closure:
+    """Of both versions of every prompt: their first tokens as one-token sequences, each token once."""
+    tokens = torch.from_numpy(np.concatenate([first.T.reshape(-1) for first in firsts]))
+    different, which = torch.unique(tokens, return_inverse=True)
+    single = alone(subject.model, different).states
+    within = [torch.cat(depth) for depth in zip(*(b.origin for b in done), strict=True)]
+    closure = Closure.of(within, [single[which, d] for d in range(single.shape[1])], subject.model.dtype)
+    return replace(closure, prompts=len(tokens))
+
+
+def body_positions(length: int) -> NDArray[np.int64]:
+    """1 … N − 1, or POSITIONS of them evenly spaced."""
+    return np.unique(np.rint(np.linspace(1, length - 1, min(POSITIONS, length - 1))).astype(np.int64))

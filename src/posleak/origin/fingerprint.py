@@ -1,0 +1,115 @@
+"""The fingerprint: W_h v_0, what a sink-reading head writes, across inputs.
+
+same       1 − cos over pairs of prompts that share their first token only: 0 to rounding (position 0 is closed)
+different  mean cosine over pairs of first tokens, from one-token sequences; intervals over tokens
+carried    ‖x' − x‖ / ‖x‖ in the last quarter of a prompt, by depth, when nothing but its first token is changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posleak.leakage import Bootstrap, Estimate
+from posleak.plain import plain
+
+from .cosines import pair_cosines
+from .projection import Projection
+from .states import unit
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Sink-reading heads in the order of `heads` = (call, head).
+
+    same       [heads]   largest 1 − cos over pairs of `prompts` prompts with the same first token
+    different  [heads]   mean cosine over pairs of n first tokens;  overall: mean over heads
+    matrices   [heads, m, m]  cosines among the first few first tokens, the reference token first (for the report)
+    carried    [D]       mean over prompts of the relative difference at late positions
+    changed    what stood first in the two versions of each prompt [B, 2]
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    same: Array
+    different: Estimate
+    overall: Estimate
+    matrices: Array
+    carried: Estimate
+    changed: NDArray[np.int64]
+    prompts: int
+
+    @property
+    def worst(self) -> float | None:
+        """The largest 1 − cos of all heads; None without a sink-reading head."""
+        return float(self.same.max()) if len(self.same) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        records = [
+            {"call": c, "head": h, "same": plain(self.same[k]), "different": plain(self.different[k])}
+            for k, (c, h) in enumerate(self.heads)
+        ]
+        return {
+            "same": {"worst": self.worst, "n": self.prompts}, "different": plain(self.overall),
+            "carried": plain(self.carried), "changed": plain(self.changed), "heads": records,
+        }  # fmt: skip
+
+
+SHOWN = 16
+"""Rows and columns of the cosine matrices that are kept."""
+
+
+def written(projection: Projection, values: Tensor, heads: Sequence[int]) -> Tensor:
+    """W_h v_0 [len(heads), n, W] for values [n, K, Ev], with the gain that follows W_O where there is one. float64."""
+    weight, group = projection.weight().double(), projection.heads // values.shape[1]
+    return torch.stack([values[:, h // group].double() @ weight[h] for h in heads])
+
+
+def fingerprint(
+    found: Sequence[Projection],
+    readers: NDArray[np.bool_],
+    same: Sequence[Tensor],
+    different: Sequence[Tensor],
+    carried: Array,
+    changed: NDArray[np.int64],
+    seed: int = 0,
+) -> Fingerprint:
+    """readers [C, H]; same, different: for each call v_0 [n, K, Ev], of prompts with one first token, and of n tokens.
+
+    carried [B, D] relative differences of each prompt.
+    """
+    names, gaps, directions, matrices = list[tuple[int, int]](), list[float](), list[Tensor](), list[Tensor]()
+    for projection, row, alike, others in zip(found, readers, same, different, strict=True):
+        heads = np.flatnonzero(row).tolist()
+        names += [(projection.call, head) for head in heads]
+        if not heads:
+            continue
+        u = unit(written(projection, alike, heads))
+        gaps += [float(x) for x in (1 - u @ u.mT).flatten(1).max(-1).values]
+        spread = written(projection, others, heads)
+        shown = unit(spread[:, :SHOWN])
+        directions += list(spread[:, 1:])
+        matrices += list(shown @ shown.mT)
+    each, overall = pair_cosines(directions, Bootstrap.of(len(different[0]) - 1, seed))
+    return Fingerprint(
+        heads=tuple(names), same=np.array(gaps), different=each, overall=overall,
+        matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),
+        carried=Bootstrap.of(len(carried), seed).mean(carried), changed=changed, prompts=len(same[0]),
+    )  # fmt: skip
+
+
+def carried_difference(x: Sequence[Tensor], other: Sequence[Tensor]) -> Array:
+    """[B, D]: mean over the last quarter of positions of ‖x' − x‖ / ‖x‖, from states [B, T, W] at every depth."""
+    late = slice(3 * x[0].shape[1] // 4, None)
+    gaps = [
+        ((b[:, late].float() - a[:, late].float()).norm(dim=-1) / a[:, late].float().norm(dim=-1)).mean(-1)
+        for a, b in zip(x, other, strict=True)
+    ]
+    return torch.stack([gap.cpu().double() for gap in gaps], dim=1).numpy()

@@ -1,0 +1,137 @@
+"""The portrait: what the model makes of every token that stands first. Does the map pull them all to one direction?
+
+One-token sequences, so thousands are cheap. By depth, over the tokens of a seeded draw from the ordinary vocabulary:
+norms, the cosine to the reference token (the BOS), the mean cosine among them, whether the same channels are massive,
+and a flat picture (the first two principal components of the directions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posleak.inputs import Vocabulary
+from posleak.inputs.stream import LIMIT, draw
+from posleak.leakage import Bootstrap, Estimate
+from posleak.plain import plain
+
+from .cosines import pair_cosines, resultant
+from .states import Alone, unit
+from .trajectory import TOP, Scale, is_massive
+
+Array = NDArray[np.float64]
+
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+def ordinary_tokens(vocabulary: Vocabulary, count: int, seed: int, without: int | None = None) -> NDArray[np.int64]:
+    """int64 [≤ count]: the first `count` different ids of an endless draw; all ordinary ids if there are not more.
+
+    The draw is inputs' own (`stream.draw`), under an index that no prompt has. A longer list starts with the shorter.
+    """
+    allowed = vocabulary.allowed
+    allowed = allowed[allowed != without] if without is not None else allowed
+    wanted, asked = min(count, len(allowed)), count
+    if wanted == 0:
+        return np.empty(0, dtype=np.int64)
+    while True:
+        drawn = allowed[draw(seed, LIMIT - 1, asked, len(allowed))]
+        _, first = np.unique(drawn, return_index=True)
+        if len(first) >= wanted:
+            return np.asarray(drawn[np.sort(first)[:wanted]], dtype=np.int64)
+        asked *= 2
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """n tokens at depths 0 … L.
+
+    norm, cosine     [3, D]  5%, 50% and 95% quantiles over tokens of ‖x‖, and of the cosine to the reference token
+    to_reference     [D]     mean cosine to the reference token
+    among            [D]     mean cosine over pairs of tokens;  resultant [D]: ‖mean direction‖
+    top, top_share   [D]     the channel that is the largest for most tokens, and for which share of them
+    massive_share    [D]     share of tokens with a massive channel
+    overlap          [D]     mean overlap |A ∩ B| / TOP of the TOP largest channels with those of the reference token
+    picture          [n + 1, D, 2]  directions on their first two principal components, the reference token first
+    explained        [D, 2]  share of the directions' variance on each
+    """
+
+    tokens: NDArray[np.int64]
+    reference: int
+    norm: Array
+    cosine: Array
+    to_reference: Estimate
+    among: Estimate
+    resultant: Array
+    top: NDArray[np.int64]
+    top_share: Array
+    massive_share: Array
+    overlap: Array
+    picture: Array
+    explained: Array
+
+    @classmethod
+    def of(cls, single: Alone, scale: Scale, seed: int = 0) -> Portrait:
+        """The first of the one-token sequences is the reference token; the others are the sample."""
+        depths = single.states.shape[1]
+        bootstrap = Bootstrap.of(len(single.tokens) - 1, seed)
+        u = [unit(single.states[:, d]) for d in range(depths)]
+        cosine = torch.stack([x[1:] @ x[0] for x in u], dim=1).numpy()  # [n, D]
+        among, _ = pair_cosines([x[1:] for x in u], bootstrap)
+        channels = [_channels(single.states[:, d], float(scale.entry[d])) for d in range(depths)]
+        top, top_share, massive, overlap = (np.array(column) for column in zip(*channels, strict=True))
+        pictures = [picture(x) for x in u]
+        return cls(
+            tokens=single.tokens[1:].numpy(),
+            reference=int(single.tokens[0]),
+            norm=np.quantile(single.states[1:].double().norm(dim=-1).numpy(), QUANTILES, axis=0),
+            cosine=np.quantile(cosine, QUANTILES, axis=0),
+            to_reference=bootstrap.mean(cosine),
+            among=among,
+            resultant=np.array([resultant(x[1:]) for x in u]),
+            top=top, top_share=top_share, massive_share=massive, overlap=overlap,
+            picture=np.stack([flat for flat, _ in pictures], axis=1),
+            explained=np.stack([share for _, share in pictures]),
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without the picture: `Origin` keeps it as an array."""
+        names = ("norm", "cosine", "to_reference", "among", "resultant", "top", "top_share", "massive_share",
+                 "overlap", "explained")  # fmt: skip
+        found = {name: plain(getattr(self, name)) for name in names}
+        return {"n": len(self.tokens), "reference": self.reference, "quantiles": list(QUANTILES), **found}
+
+
+def _channels(x: Tensor, entry: float) -> tuple[int, float, float, float]:
+    """Modal largest channel, its share, share of tokens with a massive one, overlap with the reference's largest."""
+    k = min(TOP, x.shape[-1])
+    order = x.abs().topk(k, dim=-1).indices  # [n + 1, k]
+    counts = torch.bincount(order[1:, 0])
+    top, n = int(counts.argmax()), len(x) - 1
+    shared = (order[1:, :, None] == order[0]).any(-1).double().mean()
+    massive = is_massive(x[1:], entry).any(-1).double().mean()
+    return top, float(counts[top]) / n, float(massive), float(shared)
+
+
+def picture(u: Tensor) -> tuple[Array, Array]:
+    """[n, 2] and [2]: the rows of u [n, W] on their first two principal components, and the shares of variance there.
+
+    The sign of a component is that of its largest entry, so that the picture does not turn over between machines.
+    """
+    centred = u - u.mean(0)
+    n, width = centred.shape
+    if width <= n:
+        values, vectors = torch.linalg.eigh(centred.mT @ centred)
+        axes = vectors[:, -2:].flip(-1)
+        flat = centred @ axes
+    else:
+        values, vectors = torch.linalg.eigh(centred @ centred.mT)
+        flat = vectors[:, -2:].flip(-1) * values[-2:].flip(0).clamp(min=0).sqrt()
+    largest = flat.gather(0, flat.abs().argmax(0, keepdim=True))
+    share = values[-2:].flip(0).clamp(min=0) / values.clamp(min=0).sum().clamp(min=torch.finfo(values.dtype).tiny)
+    return (flat * torch.where(largest < 0, -1.0, 1.0)).numpy(), share.numpy()

@@ -1,0 +1,139 @@
+"""Verdicts follow one rule; every claim runs on tiny models; what is found is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from families import tiny
+from posleak.models import Subject
+from posleak.runs import claims
+from posleak.studies import Finding, Lab, Side, Verdict, examine, registry
+from posleak.studies.claims import Claim
+from posleak.studies.tests_of_claims import relative_slope, rolled_gap
+
+numbers = st.floats(-10, 10)
+
+
+@given(numbers, numbers, numbers, st.sampled_from(Side))
+def test_the_interval_alone_decides(a: float, b: float, no_effect: float, side: Side) -> None:
+    low, high = min(a, b), max(a, b)
+    verdict = Finding((low + high) / 2, low, high, "", 9, no_effect, side).verdict
+    if low <= no_effect <= high:
+        assert verdict is Verdict.INCONCLUSIVE
+    else:
+        claimed = (low > no_effect) == (side is Side.ABOVE)
+        assert verdict is (Verdict.SUPPORTED if claimed else Verdict.CONTRADICTED)
+
+
+def test_nan_is_inconclusive_and_a_reason_is_not_applicable() -> None:
+    assert Finding(math.nan, math.nan, math.nan, "", 1).verdict is Verdict.INCONCLUSIVE
+    assert Finding.not_applicable("no BOS").verdict is Verdict.NOT_APPLICABLE
+
+
+def test_the_registry_covers_every_number_with_unique_names() -> None:
+    found = registry()
+    assert {claim.number for claim in found} >= set(range(1, 12))
+    assert [claim.number for claim in found] == sorted(claim.number for claim in found)
+    assert len({claim.id for claim in found}) == len(found)
+    assert all(claim.sentence.endswith(".") and claim.method for claim in found)
+
+
+def examined(family: str, **more: Any) -> dict[str, Any]:
+    lab = Lab(Subject.of(tiny(family, **more), name=family), length=64, prompts=6)
+    return {result.claim.id: result for result in examine(lab)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "gpt_neox"])
+def test_every_claim_runs_on_tiny_models(family: str) -> None:
+    found = examined(family)
+    assert found["relative-logits"].verdict is Verdict.SUPPORTED
+    assert found["mask.ring"].verdict is Verdict.SUPPORTED
+    assert found["mask.ring"].finding.details["with the mask"] > 1e-3
+    assert found["closure"].verdict is Verdict.SUPPORTED
+    assert found["closure"].finding.details["with the mask off"] > 1e-3
+    assert found["fingerprint.no-bos"].verdict is Verdict.NOT_APPLICABLE
+    for result in found.values():
+        json.dumps(result.as_dict(), allow_nan=False)
+        if result.verdict is not Verdict.NOT_APPLICABLE and math.isfinite(result.finding.low):
+            assert result.finding.low <= result.finding.effect <= result.finding.high
+
+
+def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
+    found = examined("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    assert "no rotary" in found["relative-logits"].finding.reason
+    assert "no rotary frequencies" in found["mask.ring"].finding.reason
+    assert found["mask.first-layer"].verdict is not Verdict.SUPPORTED
+
+
+def test_without_a_bos_its_replacement_is_not_applicable() -> None:
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), length=64, prompts=4, bos="none")
+    chosen = [claim for claim in registry() if claim.number == 8]
+    assert {result.finding.reason for result in examine(lab, chosen)} == {"no BOS stands at position 0"}
+
+
+def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once() -> None:
+    said: list[str] = []
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), length=64, prompts=4, progress=said.append)
+    for _ in range(2):
+        lab.removed("residual", "bos=zero", early=True)
+    assert said.count("baseline") == 1
+    assert said.count("bos=zero") == 1
+    assert lab.removed("mask", "shift=0").value == 0
+    null = lab.removed("total", "window=1000")
+    assert (null.value, null.low, null.high) == (0, 0, 0)
+
+
+def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject.of(tiny("llama"), name="llama")
+    whole = registry()
+
+    def broken(lab: Lab) -> Finding:
+        raise RuntimeError("out of luck")
+
+    failing = [*whole[:2], Claim(3, "broken", "It breaks.", "by breaking", broken), *whole[2:4]]
+    monkeypatch.setattr("posleak.runs.examination.registry", lambda: failing)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        claims(subject, out=tmp_path / "run", length=64, prompts=4)
+    stored = json.loads((tmp_path / "run" / "claims.json").read_text())
+    assert [entry["id"] for entry in stored["claims"]] == [claim.id for claim in whole[:2]]
+
+    tested: list[str] = []
+    monkeypatch.setattr("posleak.runs.examination.registry", lambda: whole[:4])
+    found = claims(subject, out=tmp_path / "run", length=64, prompts=4, progress=tested.append)
+    assert [entry["id"] for entry in found.findings] == [claim.id for claim in whole[:4]]
+    assert not any(whole[0].id in line for line in tested)
+
+
+def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
+    subject = Subject.of(tiny("llama"), name="llama")
+    found = claims(subject, out=tmp_path / "run", length=64, prompts=4)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"run.json", "results.nc", "heads.parquet", "claims.json", "origin.json", "origin.nc"}
+    assert len(found.findings) == len(registry())
+    keys = {"id", "claim", "verdict", "effect", "low", "high", "unit", "method"}
+    assert all(keys <= set(entry) for entry in found.as_dict()["claims"])
+    values = {"supported", "contradicted", "inconclusive", "not applicable"}
+    assert {entry["verdict"] for entry in found.findings} <= values
+
+
+def test_a_planted_trend_is_found() -> None:
+    powers = np.linspace(0, 2, 7)
+    assert relative_slope(powers) == pytest.approx(2.0)
+    assert relative_slope(np.full(7, 3.0)) == pytest.approx(0.0)
+
+
+def test_the_ring_needs_both_its_sides() -> None:
+    """Only without the mask and with snapped frequencies does rolling commute with the model."""
+    model, ids = tiny("llama", dtype=torch.float64), torch.randint(3, 101, (1, 64))
+    assert rolled_gap(model, ids, ["ring"]) < 1e-12
+    assert rolled_gap(model, ids, ["mask=off"]) > 1e-9
+    assert rolled_gap(model, ids, []) > 1e-3

@@ -1,0 +1,91 @@
+"""Position 0 is a closed system in every family, and the check sees a model in which it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from families import FAMILIES, VOCAB, tiny
+from posleak.origin import Closure, alone, closure, states
+from posleak.probe import Call, Edit, attach, body
+
+B, N = 5, 37
+
+
+def tokens(batch: int = B, length: int = N) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(7))
+
+
+class Bidirectional(Edit):
+    def edit(self, call: Call) -> Call:
+        return replace(call, visibility=call.visibility.replaced("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_position_zero_is_closed(family: str) -> None:
+    found = closure(tiny(family), tokens(), batch=2)
+    assert found.ok
+    assert found.worst <= 1e-5
+    assert len(found.per_layer) == 4
+    assert found.prompts == B
+
+
+def test_a_mask_that_is_off_breaks_it_after_the_first_layer() -> None:
+    found = closure(tiny("llama"), tokens(), edits=[Bidirectional()])
+    assert not found.ok
+    assert found.per_layer[0] == 0, "the embedding has not met the attention"
+    assert min(found.per_layer[1:]) > 1e-2
+    assert found.as_dict()["worst"] == found.worst
+
+
+def test_a_state_that_is_not_a_number_is_not_closed() -> None:
+    x = torch.ones(2, 3)
+    found = Closure.of([x, x * torch.nan], [x, x], torch.float32)
+    assert not found.ok
+    assert found.as_dict()["worst"] is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_state_is_the_final_norms_input(family: str) -> None:
+    model = tiny(family)
+    with attach(model) as probe:
+        x = states(probe, tokens())
+        hidden = probe.forward(tokens(), output_hidden_states=True).hidden_states
+    norm = next(m for n, m in reversed(list(body(model).named_children())) if "norm" in n)
+    assert len(x) == len(hidden) == 4
+    assert torch.allclose(norm(x[-1]), hidden[-1], atol=1e-5)
+    assert not torch.allclose(x[-1], hidden[-1], atol=1e-3)
+
+
+def test_a_model_without_a_final_norm_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    base = body(model)
+    with attach(model) as probe:
+        before = states(probe, tokens())[-1]
+        monkeypatch.setattr(base, "norm", torch.nn.Identity())
+        assert torch.allclose(states(probe, tokens())[-1], before)
+
+
+def test_one_token_sequences_do_not_depend_on_their_batch() -> None:
+    model, ids = tiny("gemma3_text"), torch.arange(3, 60)
+    whole, parts = alone(model, ids, batch=100), alone(model, ids, batch=7)
+    assert whole.states.shape == (57, 4, 30)
+    assert [v.shape for v in whole.values] == [(57, 1, 10)] * 3
+    assert torch.allclose(whole.states, parts.states, rtol=1e-5, atol=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(whole.values, parts.values))
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_a_trained_model_is_closed_to_rounding(name: str) -> None:
+    from posleak.inputs import prepare
+    from posleak.models import load
+
+    subject = load(name, device="cpu", dtype="float32")
+    ids = prepare(subject, "random", length=64, seed=1).batch(range(3))
+    ids[1:, 0] = ids[1:, 5]
+    found = closure(subject.model, torch.from_numpy(ids))
+    assert np.all(np.array(found.per_layer) <= 1e-5)
