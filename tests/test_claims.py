@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from families import tiny
 from posleak.models import Subject
@@ -47,14 +48,14 @@ def test_the_registry_covers_every_number_with_unique_names() -> None:
     assert all(claim.sentence.endswith(".") and claim.method for claim in found)
 
 
-def examined(family: str, **more: Any) -> dict[str, Any]:
-    lab = Lab(Subject.of(tiny(family, **more), name=family), length=64, prompts=6)
+def examined(model: PreTrainedModel) -> dict[str, Any]:
+    lab = Lab(Subject.of(model, name="tiny"), length=64, prompts=6)
     return {result.claim.id: result for result in examine(lab)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "gpt_neox"])
 def test_every_claim_runs_on_tiny_models(family: str) -> None:
-    found = examined(family)
+    found = examined(tiny(family))
     assert found["relative-logits"].verdict is Verdict.SUPPORTED
     assert found["mask.ring"].verdict is Verdict.SUPPORTED
     assert found["mask.ring"].finding.details["with the mask"] > 1e-3
@@ -68,7 +69,9 @@ def test_every_claim_runs_on_tiny_models(family: str) -> None:
 
 
 def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
-    found = examined("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    model: Any = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    model.transformer.wpe.weight.mul_(10)
+    found = examined(model)
     assert "no rotary" in found["relative-logits"].finding.reason
     assert "no rotary frequencies" in found["mask.ring"].finding.reason
     assert found["mask.first-layer"].verdict is not Verdict.SUPPORTED
