@@ -17,7 +17,6 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .models import Subject, load
-    from .origin.origin import origin
     from .runs import Run, claims, measure
     from .runs.run import split
     from .studies import doctor
@@ -28,12 +27,11 @@ _HOMES = {
     "Run": ".runs",
     "measure": ".runs",
     "claims": ".runs",
-    "origin": ".origin.origin",
     "split": ".runs.run",
     "doctor": ".studies",
 }
 
-__all__ = ["Run", "Subject", "__version__", "claims", "doctor", "load", "measure", "origin", "split"]
+__all__ = ["Run", "Subject", "__version__", "claims", "doctor", "load", "measure", "split"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 LEGEND = """\
 ‖x_0‖: before each layer; alike: mean cosine there among first tokens, and body:
   among ordinary positions, for comparison
-readers: heads with mean a_r0 > {epsilon}, and interval; the next four are their means:
+readers: heads with mean a_r0 > {epsilon}, and interval; the next four are means:
   a_r0; norm of a_r0 W_O v_0 over the norm of the output; standard deviation of
   a_i0 over i; share of the output's variance over i on the line of W_O v_0
 moved: how much another first token changes states in the last quarter

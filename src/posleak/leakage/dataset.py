@@ -2,6 +2,8 @@
 
     mask, sink, mask_without_sink, attention_0   (prompt, layer, head, query)
     drift                                        (prompt, layer, head, query, offset)
+    renormalisation, logit                       (prompt, layer, head, query) and (prompt, layer, head, offset):
+                                                 the logits are s_i(δ) = drift + renormalisation + logit, s_r(δ) = logit
     sink_attention                               (prompt, layer, head)
     pairs                                        (layer, query, offset)  where a query has a body key at an offset
     remainder                                    (prompt batch maximum, as an attribute)
@@ -24,15 +26,17 @@ from posleak.probe import Plan
 
 from .split import Parts
 
-PER_QUERY = ("mask", "sink", "mask_without_sink", "attention_0")
+PER_QUERY = ("mask", "sink", "mask_without_sink", "attention_0", "renormalisation")
 ARRAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PER_QUERY, (PROMPT, LAYER, HEAD, QUERY)),
     "drift": (PROMPT, LAYER, HEAD, QUERY, OFFSET),
+    "logit": (PROMPT, LAYER, HEAD, OFFSET),
     "sink_attention": (PROMPT, LAYER, HEAD),
 }
 """The per-prompt arrays and their axes."""
 
-UNITS = {**dict.fromkeys((*PARTS, "mask_without_sink"), "nats"), "attention_0": "1", "sink_attention": "1"}
+NATS = (*PARTS, "mask_without_sink", "renormalisation", "logit")
+UNITS = {**dict.fromkeys(NATS, "nats"), "attention_0": "1", "sink_attention": "1"}
 
 Chunk = dict[str, NDArray[Any]]
 """One batch of prompts, all layers: the arrays above, `pairs`, and `remainder` as a scalar."""

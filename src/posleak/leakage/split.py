@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posleak.probe import Rows
-from posleak.probe.rows import add, take
+from posleak.probe.rows import add
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Parts:
     drift                          [B, H, Q, D]
     attention_0                    [B, H, Q]   a_i0 of the measured queries
     sink_attention                 [B, H]      mean a_r0 over the references
+    logit                          [B, H, D]   mean s_r(δ) over the references
+    renormalisation                [B, H, Q]   log(Z'_i + k) − log(R_{n_i} + k): s_i(δ) = drift + renormalisation + logit
     pairs                          [Q, D]      where i and every r have a visible body key at δ
     remainder                      max |mask + drift + sink − total|, in nats, before averaging over prompts
     """
@@ -37,6 +39,8 @@ class Parts:
     mask_without_sink: Tensor
     attention_0: Tensor
     sink_attention: Tensor
+    logit: Tensor
+    renormalisation: Tensor
     pairs: Tensor
     remainder: float
 
@@ -60,8 +64,9 @@ def split(rows: Rows) -> Parts:
     nowhere = ~pairs
     # Logits at pairs that do not exist are −inf: they are taken out before they can meet each other.
     s_i = rows.s.masked_fill(nowhere, 0)
-    s_r = _finite(take(late.s[:, :, :-1], rows.offsets.expand(len(late.sight.body), -1))).mean(2, keepdim=True)
-    drift = (s_i - s_r) - (swapped - cut).mean(2)[..., None]
+    s_r = _finite(late.at_offsets(rows.offsets)).mean(2, keepdim=True)
+    renormalisation = (swapped - cut).mean(2)
+    drift = (s_i - s_r) - renormalisation[..., None]
     total = (s_i - log_z_i[..., None]) - (s_r - log_z_r.mean(2)[..., None, None])
     remainder = ((mask[..., None] + drift + sink[..., None]) - total).masked_fill(nowhere, 0).abs().max()
     return Parts(
@@ -71,6 +76,8 @@ def split(rows: Rows) -> Parts:
         mask_without_sink=late.hidden_without_sink(seen).mean(2),
         attention_0=(rows.sigma - log_z_i).exp(),
         sink_attention=(late.sigma - log_z_r).exp().mean(-1),
+        logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.sight.body.min(), torch.nan),
+        renormalisation=renormalisation,
         pairs=pairs,
         remainder=float(remainder),
     )

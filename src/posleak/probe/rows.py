@@ -9,7 +9,8 @@ and the measured queries together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from .plan import Plan
 
 NEVER = -torch.inf
 """log 0: a key that is not there."""
+
+FEW = 64
+"""Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
 
 UNDERFLOW = 1e-30
 """Below this, terms come near the smallest normal float32 and lose their digits."""
@@ -62,26 +66,29 @@ def sight(visible: Tensor, positions: Tensor) -> Sight:
 
 @dataclass(frozen=True)
 class References:
-    """The late rows r of one layer.
+    """The late rows r of one layer; the last of them is the anchor, which only gives ô.
 
-    s, partition  [B, H, R + 1, T]  logits by offset and log R_{δ + 1}; the last row is the anchor, which only gives ô
-    sight         n_r and the sight of key 0, [R]
-    sigma         [B, H, R]         logit of key 0 (−inf where it is out of sight)
-    o_hat         [B, H, R]         log ô: an ordinary key at offset n_r, mean of e^s over the rows later than r
-    s_aux         [H, 1] or None
+    positions [R + 1]; logits [B, H, R + 1, T] as they are
+    weights   [B, H, R + 1, T]  e^{s − peak} of body keys, 0 elsewhere;  peak [B, H, R + 1, 1]
+    sight     n_r and the sight of key 0, [R]
+    sigma     [B, H, R]  logit of key 0 (−inf where it is out of sight)
+    o_hat     [B, H, R]  log ô: an ordinary key at offset n_r, mean of e^s over the rows later than r
+    s_aux     [H, 1] or None
     """
 
-    s: Tensor
-    partition: Tensor
+    positions: Tensor
+    logits: Tensor
+    weights: Tensor
+    peak: Tensor
     sight: Sight
     sigma: Tensor
     o_hat: Tensor
     s_aux: Tensor | None
 
-    @property
+    @cached_property
     def body(self) -> Tensor:
         """log R_{n_r} [B, H, R]"""
-        return at_cut(self.partition[:, :, :-1], self.sight.body[:, None])[..., 0]
+        return torch.diagonal(self.cut(self.sight.body), dim1=-2, dim2=-1)
 
     @property
     def log_z(self) -> Tensor:
@@ -90,11 +97,23 @@ class References:
 
     def cut(self, n: Tensor) -> Tensor:
         """log R_n of every row [B, H, R, Q] for lengths n [Q]."""
-        return at_cut(self.partition[:, :, :-1], n.expand(len(self.sight.body), -1))
+        late = slice(0, -1)
+        lengths, where = n.unique(return_inverse=True)
+        if len(lengths) <= FEW:
+            sums = nearest_sums(self.weights[:, :, late], self.positions[late], lengths)  # [B, H, R, lengths]
+            first = sums[..., int(lengths[0] == 0) :]
+            if first.numel() == 0 or float(first.min()) >= UNDERFLOW:
+                return (sums.log() + self.peak[:, :, late])[..., where]
+        partition = log_partition(by_offset(self.logits[:, :, late], self.positions[late]))
+        return take(partition, n.clamp(min=1) - 1).masked_fill(n == 0, NEVER)
+
+    def at_offsets(self, offsets: Tensor) -> Tensor:
+        """s_r(δ) [B, H, R, D]; −inf past the start of the prompt."""
+        return gather_offsets(self.logits[:, :, :-1], self.positions[:-1], offsets)
 
     def ordinary(self, n: Tensor) -> Tensor:
         """log o = s_r(n) [B, H, R, Q]: the key of r at the offset where key 0 stands for a query with n body keys."""
-        return take(self.s[:, :, :-1], n.expand(len(self.sight.body), -1))
+        return self.at_offsets(n)
 
     def carried(self, seen: Sight) -> Tensor:
         """log k [B, H, R, Q], k = max(o + κ, 0), κ = e^{σ_r} − ô: the position-0 term of r at the place where i has it.
@@ -103,7 +122,6 @@ class References:
         against the few keys of an early query and drown them. k = 0 where i does not see key 0. Where i and r see
         equally many keys nothing moves, and k is e^{σ_r} itself.
         """
-        sees_r, sees_i = self.sight.origin[..., None], seen.origin[..., None, :]
         o, sigma, o_hat = self.ordinary(seen.body), self.sigma[..., None], self._visible_o_hat[..., None]
         top = torch.maximum(torch.maximum(o, sigma), o_hat)
         origin, ordinary = (sigma - top).exp(), (o_hat - top).exp()
@@ -111,29 +129,31 @@ class References:
         noise = ROUNDING * sigma.abs().clamp(min=1) * torch.maximum(origin, ordinary)
         kappa = kappa.masked_fill(kappa.abs() <= noise.nan_to_num(), 0)
         log_k = ((o - top).exp() + kappa).clamp(min=0).log() + top
-        return torch.where(self._unmoved(seen) & sees_r, sigma, log_k).masked_fill(~sees_i, NEVER)
+        return torch.where(self._unmoved(seen), sigma, log_k).masked_fill(~seen.origin[..., None, :], NEVER)
+
+    def cut_with(self, log_k: Tensor, seen: Sight) -> Tensor:
+        """log(R_{n_i} + k), s_aux included; log Z_r itself, to the bit, where nothing is hidden."""
+        cut = add(add(self.cut(seen.body), log_k), _wider(self.s_aux))
+        return torch.where(self._unmoved(seen), self.log_z[..., None], cut)
 
     def hidden(self, seen: Sight) -> Tensor:
         """mask(i, r) = log Z_r − log(R_{n_i} + k) [B, H, R, Q]: what hiding the keys that i does not see does to r."""
         return self.log_z[..., None] - self.cut_with(self.carried(seen), seen)
 
-    def cut_with(self, log_k: Tensor, seen: Sight) -> Tensor:
-        """log(R_{n_i} + k), s_aux included."""
-        return add(add(self.cut(seen.body), log_k), _wider(self.s_aux))
-
     def hidden_without_sink(self, seen: Sight) -> Tensor:
         """−[ log(R_{n_i} + o) − log(R_{n_r} + ô) ] [B, H, R, Q]: the same if position 0 were an ordinary key."""
         full = add(add(self.body, self._visible_o_hat), self.s_aux)[..., None]
-        moved = self.ordinary(seen.body)
-        o = torch.where(self._unmoved(seen) & self.sight.origin[..., None], self._visible_o_hat[..., None], moved)
-        return full - self.cut_with(o.masked_fill(~seen.origin[..., None, :], NEVER), seen)
+        o = self.ordinary(seen.body).masked_fill(~seen.origin[..., None, :], NEVER)
+        cut = add(add(self.cut(seen.body), o), _wider(self.s_aux))
+        return (full - cut).masked_fill(self._unmoved(seen), 0)
 
     @property
     def _visible_o_hat(self) -> Tensor:
         return self.o_hat.masked_fill(~self.sight.origin, NEVER)
 
     def _unmoved(self, seen: Sight) -> Tensor:
-        return seen.body == self.sight.body[:, None]
+        """Where i sees as many keys as r does, and key 0 if r does: nothing is hidden."""
+        return (seen.body == self.sight.body[:, None]) & (seen.origin[..., None, :] == self.sight.origin[..., None])
 
 
 @dataclass(frozen=True)
@@ -196,25 +216,65 @@ def reduce_rows(
     query, late = slice(0, Q), slice(Q, len(plan.rows) - 1)
     offsets = torch.tensor(plan.offsets, device=logits.device)
     aux = None if s_aux is None else s_aux.detach().double()[:, None]
-    s = by_offset(logits, positions)  # [B, H, P, T]
-    partition = log_partition(s)
-    body = at_cut(partition, seen.body[:, None])[..., 0]
+    # Measured queries are summed over what they see, references over all before them: they are cut later.
+    keys = torch.arange(logits.shape[-1], device=logits.device)
+    summed = torch.cat([visible[query], keys <= positions[Q:, None]]) & (keys > 0)
+    weights = logits.masked_fill(~summed, NEVER)
+    peak = weights.amax(-1, keepdim=True)
+    weights = weights.sub_(peak.clamp(min=torch.finfo(peak.dtype).min)).exp_()
+    body = weights[:, :, query].sum(-1, dtype=torch.float64).log() + peak[:, :, query, 0]
     sigma = logits[..., 0].double()
+    o_hat = ordinary_key(logits[:, :, Q:], positions[Q:], seen.body[late])
+    references = References(
+        positions[Q:],
+        logits[:, :, Q:],
+        weights[:, :, Q:],
+        peak[:, :, Q:].double(),
+        seen[late],
+        sigma[..., late],
+        o_hat,
+        aux,
+    )
     if frozen is not None:
         share = frozen.double()[..., None]
-        sigma = torch.where(share.isnan(), sigma, (share / (1 - share)).log() + add(body, aux))
+        both = torch.cat([body, references.body, references.body[..., :1]], dim=-1)
+        sigma = torch.where(share.isnan(), sigma, (share / (1 - share)).log() + add(both, aux))
     sigma = sigma.masked_fill(~seen.origin, NEVER)
-    late_s = s[:, :, Q:]
-    o_hat = ordinary_key(late_s, seen.body[late])
-    references = References(late_s, partition[:, :, Q:], seen[late], sigma[..., late], o_hat, aux)
-    by_delta = take(s[:, :, query], offsets.expand(Q, -1))
-    return Rows(offsets, seen[query], by_delta, sigma[..., query], body[..., query], references, virtual)
+    references = replace(references, sigma=sigma[..., late])
+    by_delta = gather_offsets(logits[:, :, query], positions[query], offsets)
+    return Rows(offsets, seen[query], by_delta, sigma[..., query], body, references, virtual)
+
+
+def gather_offsets(logits: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """s_p(δ) = s_{p, p−δ} [B, H, P, D] in float64; −inf where the key would be position 0 or before."""
+    key = positions[:, None] - offsets
+    s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
+    return s.double().masked_fill_(key < 1, NEVER)
+
+
+def nearest_sums(weights: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+    """Σ_{δ<n} of weights [B, H, P, T] for increasing lengths n [X], [B, H, P, X] in float64.
+
+    Keys fall into the segments between two lengths, which one product with their indicators adds up; the segments are
+    positive, so that adding them up from the nearest on keeps every digit.
+    """
+    B, H, P, T = weights.shape
+    member = segments(tuple(positions.tolist()), T, tuple(lengths.tolist())).to(weights)
+    sums = torch.matmul(weights.permute(2, 0, 1, 3).reshape(P, B * H, T), member)  # [P, B·H, X]
+    return sums.view(P, B, H, -1).permute(1, 2, 0, 3).cumsum(-1, dtype=torch.float64)
+
+
+@lru_cache(maxsize=8)
+def segments(positions: tuple[int, ...], keys: int, lengths: tuple[int, ...]) -> Tensor:
+    """Indicators [P, T, X]: key j of row p lies at an offset from one length up to the next. Kept: all layers ask."""
+    offset = torch.tensor(positions)[:, None] - torch.arange(keys)
+    segment = torch.searchsorted(torch.tensor(lengths), offset, right=True)
+    return ((segment[..., None] == torch.arange(len(lengths))) & (offset >= 0)[..., None]).float()
 
 
 def by_offset(logits: Tensor, positions: Tensor) -> Tensor:
-    """s_p(δ) = s_{p, p−δ} for body keys, δ = 0 … T−1; −inf where the key would be position 0 or before."""
-    T = logits.shape[-1]
-    key = positions[:, None] - torch.arange(T, device=logits.device)
+    """s_p(δ) for all δ = 0 … T−1, in the dtype of the logits: for sums over every length at once."""
+    key = positions[:, None] - torch.arange(logits.shape[-1], device=logits.device)
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
     return s.masked_fill_(key < 1, NEVER)
 
@@ -233,20 +293,15 @@ def log_partition(s: Tensor) -> Tensor:
 
 
 def take(s: Tensor, index: Tensor) -> Tensor:
-    """s [B, H, P, T] at index [P, X] along the last axis, in float64."""
-    return s.gather(-1, index.expand(*s.shape[:2], -1, -1)).double()
+    """s [B, H, P, T] at index [X] along the last axis."""
+    return s[..., index].double()
 
 
-def at_cut(partition: Tensor, n: Tensor) -> Tensor:
-    """log R_n from partition [B, H, P, T] for n [P, X]; −inf for n = 0."""
-    return take(partition, n.clamp(min=1) - 1).masked_fill(n == 0, NEVER)
-
-
-def ordinary_key(s: Tensor, n_r: Tensor) -> Tensor:
-    """log ô [B, H, R]: mean of e^{s_r'(n_r)} over the rows r' > r in s [B, H, R + 1, T], the last being the anchor."""
+def ordinary_key(logits: Tensor, positions: Tensor, n_r: Tensor) -> Tensor:
+    """log ô [B, H, R]: mean of e^{s_r'(n_r)} over the rows r' > r of logits [B, H, R + 1, T], the last the anchor."""
     R = len(n_r)
-    candidates = take(s, n_r.expand(R + 1, R))  # [B, H, r', r]
-    later = torch.ones(R + 1, R, dtype=torch.bool, device=s.device).tril(-1)
+    candidates = gather_offsets(logits, positions, n_r)  # [B, H, r', r]
+    later = torch.ones(R + 1, R, dtype=torch.bool, device=logits.device).tril(-1)
     there = later & torch.isfinite(candidates)
     return candidates.masked_fill(~later, NEVER).logsumexp(-2) - there.sum(-2).double().log()
 

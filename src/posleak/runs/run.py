@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,9 @@ import xarray as xr
 
 from posleak.axes import COMPONENTS
 from posleak.errors import RunError
-from posleak.leakage import Estimate, Summary, component, summarise, tidy
+from posleak.leakage import Summary, component, summarise, tidy
 from posleak.leakage.summary import Numbers
+from posleak.plain import plain
 
 from .folder import HEADS, RECORD, RESULTS, read_record, sha256_of, verify_file, write_atomically
 
@@ -87,27 +87,12 @@ class Run:
 def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     powers = {name: power[layer] for name, power in summary.layers["all"].power.items()}
     cells = {**powers, "sink_attention": summary.layer_sink_attention[layer]}
-    values = {name: number(cell.value) for name, cell in cells.items()}
-    return {"layer": layer, **values, "ci": {n: [number(c.low), number(c.high)] for n, c in cells.items()}}
+    values = {name: plain(cell.value) for name, cell in cells.items()}
+    return {"layer": layer, **values, "ci": {name: plain([cell.low, cell.high]) for name, cell in cells.items()}}
 
 
 def _numbers(numbers: Numbers) -> dict[str, Any]:
-    return {
-        "power": {name: estimate_dict(power) for name, power in numbers.power.items()},
-        "share": {name: estimate_dict(share) for name, share in numbers.share.items()},
-        "stabilisation": estimate_dict(numbers.stabilisation),
-    }
-
-
-def estimate_dict(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "value": number(estimate.value), "low": number(estimate.low), "high": number(estimate.high), "n": estimate.n
-    }  # fmt: skip
-
-
-def number(value: Any) -> float | None:
-    """A JSON number; null for NaN, which JSON does not have."""
-    return None if math.isnan(value) else float(value)
+    return plain({"power": numbers.power, "share": numbers.share, "stabilisation": numbers.stabilisation})
 
 
 def split(run: Run) -> xr.DataArray:
