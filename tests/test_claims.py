@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from families import tiny
+from posleak.leakage import Bootstrap
 from posleak.models import Subject
 from posleak.runs import claims
 from posleak.studies import Finding, Lab, Side, Verdict, examine, registry
+from posleak.studies.balance import depth_slope, slope
 from posleak.studies.claims import Claim
-from posleak.studies.tests_of_claims import relative_slope, rolled_gap
+from posleak.studies.tests_of_claims import rolled_gap
 
 numbers = st.floats(-10, 10)
 
@@ -42,7 +44,7 @@ def test_nan_is_inconclusive_and_a_reason_is_not_applicable() -> None:
 
 def test_the_registry_covers_every_number_with_unique_names() -> None:
     found = registry()
-    assert {claim.number for claim in found} >= set(range(1, 12))
+    assert {claim.number for claim in found} == set(range(1, 15))
     assert [claim.number for claim in found] == sorted(claim.number for claim in found)
     assert len({claim.id for claim in found}) == len(found)
     assert all(claim.sentence.endswith(".") and claim.method for claim in found)
@@ -129,9 +131,13 @@ def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
 
 
 def test_a_planted_trend_is_found() -> None:
-    powers = np.linspace(0, 2, 7)
-    assert relative_slope(powers) == pytest.approx(2.0)
-    assert relative_slope(np.full(7, 3.0)) == pytest.approx(0.0)
+    """Layer l has power l / 3 in every prompt: slope 2 per relative depth over seven layers, 2 of their mean."""
+    powers = np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5))
+    plain, relative = depth_slope(powers, np.arange(7), Bootstrap.of(5, seed=0))
+    assert float(plain.value) == pytest.approx(2.0)
+    assert float(plain.low) == pytest.approx(2.0)
+    assert float(relative.value) == pytest.approx(2.0)
+    assert slope(np.full(7, 3.0), np.linspace(0, 1, 7)) == pytest.approx(0.0)
 
 
 def test_the_ring_needs_both_its_sides() -> None:

@@ -10,10 +10,12 @@ import torch
 
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
+from posleak.leakage.power import unbiased
 from posleak.origin import closure
 from posleak.probe import attach, relative_difference
 
 from . import laws
+from .balance import depth_slope, slope
 from .claims import claim
 from .lab import Lab
 from .verdicts import Finding, Side
@@ -278,13 +280,67 @@ def _away(cosine: Estimate) -> Estimate:
 )  # fmt: skip
 def depth_trend(lab: Lab) -> Finding:
     powers = np.nanmean(lab.grams().own["residual"], axis=1)  # [L, B, B]
-    found = lab.bootstrap.inner_product(powers)
-    samples = lab.bootstrap.inner(powers)  # [S, L]
-    slope, (low, high) = relative_slope(found.value), lab.bootstrap.interval(relative_slope(samples))
-    return Finding.of(Estimate(np.asarray(slope), low, high, found.n), "per relative depth", details={"layers": found})
+    _, relative = depth_slope(powers, np.arange(len(powers)), lab.bootstrap)
+    return Finding.of(relative, "per relative depth", details={"layers": lab.bootstrap.inner_product(powers)})
 
 
-def relative_slope(powers: np.ndarray) -> np.ndarray:
-    """Slope of powers [..., L] against depth 0 … 1, over their mean."""
-    depth = np.linspace(0, 1, powers.shape[-1]) - 0.5
-    return (powers @ depth) / (depth @ depth) / powers.mean(-1)
+NTK = "rope=ntk:4"
+
+
+@claim(
+    12, "ntk", "NTK scaling suppresses the residual component.",
+    f"{NTK} on the same weights: 1 − residual power after / before, mean over layers and heads, paired",
+)  # fmt: skip
+def ntk_suppresses(lab: Lab) -> Finding:
+    return Finding.of(lab.removed("residual", NTK), "share removed", details=sink_attention(lab, NTK))
+
+
+def window_of(lab: Lab) -> str:
+    """A quarter of the prompt: three quarters of the queries lie behind it."""
+    return f"window={lab.length // 4}"
+
+
+def accumulation(lab: Lab, text: str) -> Finding:
+    """Slope of the residual with depth under an edit minus the slope without it, over the mean residual power."""
+    before, after = (np.nanmean(lab.grams(*edits).own["residual"], axis=1) for edits in ((), (text,)))
+    depth, bootstrap = np.linspace(0, 1, len(before)), lab.bootstrap
+    scale = unbiased(before).mean()
+    value = (slope(unbiased(after), depth) - slope(unbiased(before), depth)) / scale
+    samples = (slope(bootstrap.inner(after), depth) - slope(bootstrap.inner(before), depth)) / scale
+    low, high = bootstrap.interval(samples)
+    found = Estimate(np.asarray(value), low, high, bootstrap.prompts)
+    details = {"edit": text, "removed": lab.removed("residual", text), **sink_attention(lab, text)}
+    return Finding.of(found, "per relative depth", details=details)
+
+
+@claim(
+    13, "window", "A sliding window lets the residual component accumulate with depth.",
+    "a window of a quarter of the prompt on the same weights: slope of the residual power with depth after − before, "
+    "divided by the mean residual power before, paired",
+)  # fmt: skip
+def window_accumulates(lab: Lab) -> Finding:
+    return accumulation(lab, window_of(lab))
+
+
+@claim(
+    13, "window.with-sink", "So does a window that keeps position 0 in sight.",
+    "the same window with the first token kept",
+)  # fmt: skip
+def window_with_sink_accumulates(lab: Lab) -> Finding:
+    return accumulation(lab, window_of(lab) + "+sink")
+
+
+@claim(
+    14, "between", "Standard RoPE sits between the two.",
+    f"the smaller of residual(standard) − residual({NTK}) and residual(window) − residual(standard), divided by "
+    "residual(standard), same weights, paired",
+)  # fmt: skip
+def standard_between(lab: Lab) -> Finding:
+    grams = [lab.own("residual", *edits) for edits in ((NTK,), (), (window_of(lab),))]
+
+    def smaller(ntk: Any, standard: Any, window: Any) -> Any:
+        return np.minimum(standard - ntk, window - standard) / standard
+
+    value, samples = smaller(*map(unbiased, grams)), smaller(*map(lab.bootstrap.inner, grams))
+    low, high = lab.bootstrap.interval(samples)
+    return Finding.of(Estimate(np.asarray(value), low, high, lab.prompts), "share")

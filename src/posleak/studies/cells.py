@@ -1,0 +1,97 @@
+"""Named studies that compare many measurements: which cells to measure, and what to read off them.
+
+A cell is one measurement: a model, what it reads, and the edits it runs under. Cells of one study share length, prompts
+and seed, so that cells of one model are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from posleak.errors import InputError, did_you_mean
+
+SMOLLM, GEMMA, QWEN = "smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of a study. `dtype` None: float32, or bfloat16 where the model would not fit otherwise."""
+
+    model: str
+    edits: tuple[str, ...] = ()
+    length: int = 512
+    prompts: int = 16
+    seed: int = 0
+    inputs: str = "random"
+    bos: str = "auto"
+    dtype: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What tells it from the other cells of its study."""
+        extra = [*self.edits, *([self.inputs] if self.inputs != "random" else [])]
+        extra += [f"bos {self.bos}"] if self.bos != "auto" else []
+        return " · ".join([self.model, *extra])
+
+
+@dataclass(frozen=True)
+class Study:
+    """`question` in words; the first cell is the one that others of its model are compared with."""
+
+    name: str
+    question: str
+    cells: tuple[Cell, ...]
+
+    def at(self, *, models: Sequence[str] = (), **changes: int) -> Study:
+        """The same study of other models, or at another length, number of prompts or seed."""
+        known = dict.fromkeys(cell.model for cell in self.cells)
+        names = dict(zip(known, models or known))
+        cells = [replace(cell, model=names[cell.model], **changes) for cell in self.cells if cell.model in names]
+        return replace(self, cells=tuple(cells))
+
+
+def _knobs(model: str, edits: Sequence[str]) -> tuple[Cell, ...]:
+    return (Cell(model), *(Cell(model, (edit,)) for edit in edits))
+
+
+NTK = tuple(f"rope=ntk:{factor}" for factor in (1, 2, 4, 8))
+SCALED = ("rope=linear:2", "rope=linear:4", "rope=yarn:4")
+WINDOWS = tuple(f"window={size}{sink}" for size in (64, 128, 256, 512) for sink in ("", "+sink"))
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            "architectures",
+            "The balance of mask, drift and sink in three architectures, and how the residual goes with depth",
+            (Cell(SMOLLM), Cell(GEMMA), Cell(QWEN)),
+        ),
+        Study(
+            "knobs",
+            "The same weights with only the rotation or the window changed",
+            (*_knobs(SMOLLM, (*NTK, *SCALED, *WINDOWS)), *_knobs(GEMMA, ("window=off",))),
+        ),
+        Study(
+            "lengths",
+            "How each component grows with the length of the prompt",
+            tuple(Cell(SMOLLM, length=length, prompts=8) for length in (256, 512, 1024, 2048, 4096)),
+        ),
+        Study(
+            "first-token",
+            "Natural text with and without a token of its own at position 0",
+            tuple(Cell(m, inputs="text:stdlib", bos=bos) for m in (SMOLLM, GEMMA) for bos in ("auto", "none")),
+        ),
+        Study(
+            "dtypes",
+            "Rounding as a source: the same prompts in float32, bfloat16 and float16",
+            _knobs(SMOLLM, ("dtype=bfloat16", "dtype=float16")),
+        ),
+    )
+}
+
+
+def study(name: str) -> Study:
+    if name not in STUDIES:
+        raise InputError("no study of this name", got=name, remedy=did_you_mean(name, STUDIES))
+    return STUDIES[name]

@@ -1,0 +1,141 @@
+"""A tiny random model of any family, from the defaults of its config class.
+
+Nothing here knows a family by its code: sizes are set by the names that configs use for them, lists with one entry per
+layer are cut to one layer of each kind, and the few families whose sizes depend on each other in their own way are in
+one table (`OVERRIDES`), each with its reason. Parameters are counted before memory is taken.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from posleak.errors import ModelError
+from posleak.models.pretrained import quiet
+
+MOST = 20_000_000
+"""Parameters that a tiny model may have; a name that the shrinker does not know leaves a full-size model."""
+
+LAYERS = 6
+"""Most layers that are kept; one of each kind where there are fewer kinds."""
+
+SIZES: dict[str, Any] = {
+    # words
+    "vocab_size": 100, "vocab_size_per_layer_input": 100, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    # width
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "emb_dim": 64, "embedding_size": 64, "embedding_dim": 64,
+    "word_embed_proj_dim": 64, "input_embedding_size": 64, "output_embedding_size": 64, "attention_hidden_size": 64,
+    "lru_width": 64, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "ple_embed_dim": 16,
+    # depth
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_blocks": 2, "num_layers_per_stack": 2,
+    "num_kv_shared_layers": 0,
+    # heads
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 16,
+    "global_head_dim": 16, "kv_channels": 16, "attention_head_dim": 16, "attention_head_size": 16, "dim_head": 16,
+    "d_head": 16, "rotary_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+    "query_pre_attn_scalar": 7,
+    # latent attention
+    "q_lora_rank": 24, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16,
+    "v_head_dim": 12, "index_head_dim": 16, "index_n_heads": 4, "o_lora_rank": 16, "o_groups": 2,
+    # feed-forward
+    "intermediate_size": 96, "ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "n_inner": 96, "dff": 96,
+    "d_inner": 96, "ffn_hidden_size": 96, "dim_ff": 96, "feed_forward_size": 96, "intermediate_size_mlp": 96,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 48,
+    # experts
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "zero_expert_num": 2,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "top_k": 2, "moe_top_k": 2,
+    "top_k_experts": 2, "n_group": 2, "topk_group": 1, "num_expert_group": 2, "n_shared_experts": 1,
+    "num_shared_experts": 1, "moe_num_shared_experts": 1, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48, "expert_ffn_hidden_size": 48,
+    "router_hidden_size": 16, "num_nextn_predict_layers": 0,
+    # recurrent and convolutional layers
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 16,
+    "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_d_ssm": 128, "mamba_dt_rank": 8, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "mamba_headdim": 16, "n_mamba_heads": 8, "state_size": 16, "ssm_state_size": 16,
+    "time_step_rank": 8, "n_groups": 1, "chunk_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
+    "adapter_rank": 8, "block_size": 16,
+    # what can be seen
+    "sliding_window": 13, "sliding_window_size": 13, "attention_chunk_size": 16, "window_size": 13,
+    "local_attention": 26, "attention_window_size": 13,
+    "max_position_embeddings": 1024, "n_positions": 1024, "n_ctx": 1024, "max_seq_len": 1024,
+    "max_target_positions": 1024,
+}  # fmt: skip
+"""What each name is set to, where a config has it. Multiples of 16 where expert products need whole 16 bytes; windows
+shorter than the census's prompts, so that they hide something; value heads narrower than key heads."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {}
+"""Families whose sizes depend on each other in their own way."""
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    """The family's config at tiny sizes."""
+    config_class = CONFIG_MAPPING[family]
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the defaults of somebody else's config
+        return config_class(**{**shrunk(config_class), **OVERRIDES.get(family, {})})
+
+
+def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Arguments for a config class that make it tiny, from the names that its defaults have."""
+    default = config_class()
+    names = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
+    sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(size, names[name])}
+    sizes |= one_of_each_kind(default)
+    for name, part in config_class.sub_configs.items():
+        if part is not PreTrainedConfig and isinstance(getattr(default, name, None), part):
+            sizes[name] = shrunk(part)
+    return sizes
+
+
+def _replaces(size: Any, default: Any) -> bool:
+    """A default that is off (None, or 0) stays off; what is a list has one entry per layer."""
+    return default is not None and not isinstance(default, (list, dict, bool)) and default != 0
+
+
+def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
+    """Lists with one entry per layer, cut to the first layer of each kind; and how many layers that leaves."""
+    depth = getattr(default, "num_hidden_layers", None)
+    lists = {n: v for n, v in default.to_dict().items() if isinstance(v, list) and len(v) == depth and depth > 1}
+    lists = {name: value for name, value in lists.items() if len(set(map(str, value))) < depth}
+    if not lists:
+        return {}
+    kinds: dict[str, int] = {}
+    for layer, kind in enumerate(zip(*lists.values())):
+        kinds.setdefault(str(kind), layer)
+    kept = sorted(kinds.values())[:LAYERS]
+    kept = kept if len(kept) > 1 else [0, 1]
+    return {**{name: [v[layer] for layer in kept] for name, v in lists.items()}, "num_hidden_layers": len(kept)}
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A random model with attention far from uniform, in evaluation mode; refused if it is not tiny."""
+    config = tiny_config(family)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        if count > MOST:
+            raise ModelError("the shrunk model is not small", where=family, got=f"{count:,} parameters", expected=MOST)
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return sharpened(model)
+
+
+def sharpened(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights of unit gain, and larger ones for queries and keys: near-uniform attention would hide a dropped term."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and parameter.is_floating_point():
+                gain = 3.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "key")) else 1.0
+                parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+            elif name.endswith("sinks"):
+                parameter.normal_(1.0, 1.0, generator=generator)
+    return model.eval().requires_grad_(False)
