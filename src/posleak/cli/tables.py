@@ -75,6 +75,16 @@ def number(estimate: Estimate, style: str = "") -> Text:
     return text
 
 
+def percent(estimate: Estimate) -> Text:
+    """A share and its interval, in percent; a dash where there is none."""
+    if math.isnan(estimate.value):
+        return Text("–", style="dim")
+    text = Text(f"{float(estimate.value):.0%}")
+    if not math.isnan(estimate.low):
+        text.append(f" {float(estimate.low):.0%}…{float(estimate.high):.0%}", style="dim")
+    return text
+
+
 def short(value: Any) -> str:
     """Made for columns: two decimals without the leading zero, or a digit and an exponent for what that would hide."""
     if value == 0:

@@ -57,14 +57,10 @@ def _measured(cells: list[Cell], root: Path, progress: Say) -> Iterator[tuple[Ce
     progress(f"loading {cells[0].model}")
     subject = _load(cells[0], progress)
     for cell in cells:
-        asked = {
-            "length": cell.length,
-            "prompts": cell.prompts,
-            "seed": cell.seed,
-            "bos": cell.bos,
-            "edits": cell.edits,
-        }
-        spec = MeasureSpec(inputs=cell.inputs, **asked)  # type: ignore[arg-type]
+        asked: dict[str, Any] = asdict(cell)
+        for name in ("model", "dtype", "inputs"):
+            del asked[name]
+        spec = MeasureSpec(inputs=cell.inputs, **asked)
         place = root / default_folder(subject, spec).name
         yield cell, measure(subject, cell.inputs, out=place, progress=_said(cell, progress), **asked)
 
