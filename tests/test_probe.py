@@ -127,6 +127,20 @@ def test_visibility_is_lazy_and_equals_the_dense_mask() -> None:
     assert not torch.equal(visibility_mask(B, N, N).dense(), dense)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_visibility_moves_between_devices_as_a_rule(mode: Any) -> None:
+    """Models that are spread over devices move their mask along; it must not become an N×N tensor on the way."""
+    lazy = visibility_mask(B, N, N, attention_mask=padded(tokens()).bool())
+    with mode():
+        for moved in (lazy.to("meta"), lazy.to(device="meta", non_blocking=True)):
+            assert isinstance(moved, Visibility)
+            assert moved.device.type == "meta"
+            assert moved.padding is not None
+            assert moved.padding.device.type == "meta"
+        assert isinstance(lazy.to("cpu"), Visibility)
+        assert not isinstance(lazy.to(torch.float32), Visibility)
+
+
 def test_the_blocked_path_equals_the_fused_one() -> None:
     q, k, v = torch.randn(2, 6, 300, 7), torch.randn(2, 3, 300, 7), torch.randn(2, 3, 300, 5)
     call = Call(0, torch.nn.Identity(), q, k, v, Visibility((2, 1, 300, 300), causal=True), 0.5)

@@ -19,6 +19,10 @@ Rule = Callable[..., Any]
 """(batch, head, query, key) index tensors -> bool, broadcast; the form that transformers' mask functions have."""
 
 
+MOVES = (torch.ops.aten._to_copy, torch.ops.aten.to)
+"""What `.to(device)` becomes."""
+
+
 class Visibility(torch.Tensor):
     """The visible keys of every query: `rule`, restricted to the keys that `padding` [B, T] keeps.
 
@@ -96,6 +100,13 @@ class Visibility(torch.Tensor):
             self._derived["without origin"] = later
         return self._derived["without origin"]
 
+    def moved(self, device: torch.device | str) -> Visibility:
+        """The same rule on another device: models that are spread over several hand their mask from one to the next."""
+        if torch.device(device) == self.device:
+            return self
+        padding = None if self.padding is None else self.padding.to(device)
+        return Visibility(self.shape, self.rule, padding, self.causal, device)
+
     def dense(self) -> Tensor:
         """The real boolean tensor, for models that compute with their mask."""
         return self.rows(torch.arange(self.shape[2])).expand(self.shape[0], 1, -1, -1)
@@ -104,6 +115,10 @@ class Visibility(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        asked = (*args[1:], *(kwargs or {}).values())
+        dtypes = [value for value in asked if isinstance(value, torch.dtype)]
+        if func.overloadpacket in MOVES and isinstance(args[0], Visibility) and set(dtypes) <= {torch.bool}:
+            return args[0].moved(next((value for value in asked if isinstance(value, torch.device)), args[0].device))
         plain = tree_map(lambda value: value.dense() if isinstance(value, Visibility) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
