@@ -1,0 +1,68 @@
+"""What the tests of runs share: one small measurement, a count of forward passes, and equality to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from families import tiny
+from posleak.models import Subject
+from posleak.probe import body
+from posleak.runs import Run
+
+SPEC: dict[str, Any] = {"length": 64, "prompts": 7, "batch": 2, "seed": 3}
+BATCHES = 4
+"""Of 2, 2, 2 and 1 prompts."""
+
+
+def subject(family: str = "llama", **more: Any) -> Subject:
+    return Subject.of(tiny(family, **more), name=f"tiny-{family}")
+
+
+@contextmanager
+def counted_passes(model: torch.nn.Module) -> Iterator[list[int]]:
+    """The batch size of every forward pass of the model's body."""
+    passes: list[int] = []
+    hook = body(model).register_forward_pre_hook(  # type: ignore[arg-type]
+        lambda module, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def full_batches(passes: list[int]) -> int:
+    """How many of the passes were whole batches of the measurement; what is checked before it goes one by one."""
+    return passes.count(SPEC["batch"])
+
+
+def bits(array: NDArray[Any]) -> bytes:
+    """The array's own bytes: NaN equals NaN, and 0 does not equal −0."""
+    return np.ascontiguousarray(array).tobytes()
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    """Every array, label and attribute of two runs is identical; and so are the tables on disk, where there are any."""
+    assert list(one.data.variables) == list(other.data.variables)
+    for name, variable in one.data.variables.items():
+        assert variable.dims == other.data[name].dims
+        assert bits(variable.values) == bits(other.data[name].values), name
+    assert one.data.attrs == other.data.attrs
+    if one.path is not None and other.path is not None:
+        tables = [pq.read_table(run.path / "heads.parquet") for run in (one, other) if run.path is not None]
+        assert tables[0].schema == tables[1].schema
+        for column in tables[0].column_names:
+            pair = [table[column].to_numpy() for table in tables]
+            assert np.array_equal(pair[0], pair[1], equal_nan=pair[0].dtype.kind == "f"), column
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

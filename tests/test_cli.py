@@ -1,0 +1,216 @@
+"""The command line: what it prints where, with which exit status, and what it does not load before it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from families import tiny
+from posleak import __version__
+from posleak.cli import main
+from posleak.cli.app import app
+
+COMMANDS = [str(command.name) for command in app.registered_commands]
+SMALL = ("--length", "48", "--prompts", "4")
+
+
+@dataclass(frozen=True)
+class Said:
+    status: int
+    out: str
+    err: str
+
+
+Posleak = Callable[..., Said]
+
+
+@pytest.fixture
+def posleak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Posleak:
+    """Calls the entry point as the shell would, in an empty folder and with an empty cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POSLEAK_CACHE", str(tmp_path / "cache"))
+
+    def call(*arguments: str | Path) -> Said:
+        monkeypatch.setattr(sys, "argv", ["posleak", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as stopped:
+            status = stopped.code if isinstance(stopped.code, int) else 0
+        captured = capsys.readouterr()
+        return Said(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models on disk: one that passes, one with learned positions, one with a head of NaN."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny("llama").save_pretrained(str(folder / "llama"))
+    tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41).save_pretrained(str(folder / "gpt2"))
+    broken = tiny("llama")
+    broken.get_parameter("model.layers.2.self_attn.k_proj.weight")[:] = torch.nan
+    broken.save_pretrained(str(folder / "nan"))
+    return folder
+
+
+def test_help_lists_every_command(posleak: Posleak) -> None:
+    said = posleak("--help")
+    assert said.status == 0
+    assert {"measure", "doctor", "models"} <= set(COMMANDS)
+    for command in COMMANDS:
+        assert f" {command} " in said.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(posleak: Posleak, command: str) -> None:
+    said = posleak(command, "--help")
+    assert said.status == 0
+    assert f"posleak {command}" in said.out
+    assert "Example:" in said.out
+    assert "--json" in said.out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["measure", "--help"], ["models"], ["--version"]])
+def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str]) -> None:
+    program = (
+        "import sys; from posleak.cli import main; sys.argv = ['posleak', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'xarray', 'numpy', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(posleak: Posleak) -> None:
+    assert posleak("--version").out == f"posleak {__version__}\n"
+
+
+def test_measure_prints_a_table_that_a_person_can_read(posleak: Posleak, models: Path) -> None:
+    said = posleak("measure", models / "llama", *SMALL)
+    assert said.status == 0
+    lines = said.out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["layer", "total"])
+    assert [line.split()[0] for line in lines[header + 1 : header + 4]] == ["0", "1", "2"]
+    assert lines[header].split() == ["layer", "total", "mask", "drift", "sink", "shares", "at", "0"]
+    assert "4 prompts of 48 tokens · seed 0 · token 1 in every prompt, by BOS policy 'auto'" in said.out
+    assert any(line.startswith("early queries") and "n=4" in line for line in lines)
+    assert any(line.startswith("all queries") and "stabilisation" in line for line in lines)
+    assert "95% bootstrap intervals" in said.out
+    assert lines[-1].startswith("remainder ")
+    assert " nats · run " in lines[-1]
+    assert max(map(len, lines[:-1])) <= 120
+
+
+def test_measure_json_is_json_and_nothing_else(posleak: Posleak, models: Path, tmp_path: Path) -> None:
+    said = posleak("measure", models / "llama", *SMALL, "--json")
+    assert said.status == 0
+    contract = json.loads(said.out)
+    assert contract["model"] == str(models / "llama")
+    assert (contract["length"], contract["prompts"], contract["seed"]) == (48, 4, 0)
+    assert [layer["layer"] for layer in contract["layers"]] == [0, 1, 2]
+    assert contract["remainder"] < 1e-9
+    assert (tmp_path / contract["run"] / "run.json").is_file()
+    assert json.loads(posleak("measure", models / "llama", *SMALL, "--json").out) == contract
+
+
+def test_measure_resumes_and_refuses_by_folder(posleak: Posleak, models: Path, tmp_path: Path) -> None:
+    assert posleak("measure", models / "llama", *SMALL, "--out", "here").status == 0
+    said = posleak("measure", models / "llama", *SMALL, "--out", "here", "--seed", "1")
+    assert said.status == 2
+    assert "the folder holds another measurement" in said.err
+    assert "--fresh" in said.err
+    assert posleak("measure", models / "llama", *SMALL, "--out", "here", "--seed", "1", "--fresh").status == 0
+    assert json.loads((tmp_path / "here" / "run.json").read_text())["spec"]["seed"] == 1
+
+
+def test_one_prompt_shows_dashes_and_warns(posleak: Posleak, models: Path) -> None:
+    said = posleak("measure", models / "llama", "--length", "48", "--prompts", "1")
+    assert said.status == 0
+    assert said.err.startswith("warning one prompt: noise cannot be told from signal")
+    assert "–" in next(line for line in said.out.splitlines() if line.split()[:1] == ["0"])
+    assert "nan" not in said.out.lower()
+    contract = json.loads(posleak("measure", models / "llama", "--length", "48", "--prompts", "1", "--json").out)
+    assert contract["layers"][0]["mask"] is None
+
+
+def test_a_wrong_model_name_gets_the_nearest(posleak: Posleak) -> None:
+    said = posleak("measure", "smolm2-135m")
+    assert said.status == 2
+    assert said.out == ""
+    assert said.err.startswith("error smolm2-135m: no built-in model")
+    assert "did you mean 'smollm2-135m'?" in said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("measure", "--length", "31"), "at least 32 tokens"),
+        (("measure", "--prompts", "0"), "prompts is too small"),
+        (("measure", "--density", "0"), "density is too small"),
+        (("measure", "--inputs", "randm"), "did you mean 'random'?"),
+        (("measure", "--edit", "widow=3"), "did you mean 'window'"),
+        (("doctor", "--length", "31"), "at least 32 tokens"),
+        (("doctor", "--prompts", "1"), "--prompts"),
+        (("measure", "--lenght", "64"), "--lenght"),
+        (("mesure",), "mesure"),
+    ],
+)
+def test_a_wrong_call_stops_before_a_model_is_loaded(
+    posleak: Posleak, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("posleak.models.loading.load", load)
+    said = posleak(*arguments)
+    assert said.status == 2
+    assert said.out == ""
+    assert message in said.err
+
+
+def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:
+    said = posleak("doctor", models / "llama")
+    assert said.status == 0
+    assert "can be measured here" in said.out
+    assert "✗" not in said.out
+
+
+def test_doctor_fails_with_status_1(posleak: Posleak, models: Path) -> None:
+    said = posleak("doctor", models / "gpt2")
+    assert said.status == 1
+    assert "a check failed" in said.out
+    assert any(line.startswith("✗  L5 shift") for line in said.out.splitlines())
+    said = posleak("doctor", models / "gpt2", "--json")
+    assert said.status == 1
+    diagnosis = json.loads(said.out)
+    assert diagnosis["ok"] is False
+    assert {"L2 constant token", "L5 shift"} <= {check["id"] for check in diagnosis["checks"] if not check["ok"]}
+
+
+@pytest.mark.parametrize("command", ["measure", "doctor"])
+def test_a_model_that_gives_no_numbers_is_a_failed_check(posleak: Posleak, models: Path, command: str) -> None:
+    said = posleak(command, models / "nan")
+    assert said.status == 1
+    assert said.out == ""
+    assert said.err.startswith("error layer 2: the attention logits are NaN or infinite")
+    assert "heads [0, 1, 2]" in said.err
+
+
+def test_models_lists_names_and_what_is_cached(posleak: Posleak) -> None:
+    said = posleak("models")
+    assert said.status == 0
+    for name in ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"):
+        assert name in said.out
+    entries = json.loads(posleak("models", "--json").out)["models"]
+    assert [entry["cached"] for entry in entries] == [False, False, False]

@@ -1,0 +1,115 @@
+"""The documentation is what the program does: its command line page is current, and it names every key of the JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posleak as pl
+import posleak.cli  # every module of commands registers itself
+from posleak.cli.app import app
+from posleak.models import builtin
+from posleak.plain import plain
+from runs_tiny import SPEC, subject
+
+ROOT = Path(__file__).parent.parent
+FREE = {"identity.rotary"}
+"""Objects whose keys are the model's own."""
+
+
+def test_the_command_line_page_is_current() -> None:
+    made = subprocess.run([sys.executable, "-m", "posleak.cli.docs"], capture_output=True, text=True, check=True)
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == made.stdout, "run `python -m posleak.cli.docs > docs/cli.md`"
+
+
+def documented(command: str) -> set[str]:
+    """The keys in the tables of one section of docs/json.md, braces written out."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    section = re.split(rf"^## {command}$", page, flags=re.M)[1].split("\n## ")[0]
+    keys = re.findall(r"^\| `([^`]+)` \|", section, flags=re.M)
+    return {key for row in keys for key in expanded(row)}
+
+
+def expanded(text: str) -> Iterator[str]:
+    """`a.{b,c}` -> a.b and a.c"""
+    pieces = [piece.strip("{}").split(",") if piece.startswith("{") else [piece] for piece in _PIECES.findall(text)]
+    return ("".join(choice) for choice in itertools.product(*pieces))
+
+
+_PIECES = re.compile(r"\{[^}]*\}|[^{]+")
+
+
+def produced(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of all values that are no objects; a list of plain values counts as one value."""
+    if isinstance(value, dict) and path not in FREE:
+        for key, item in value.items():
+            yield from produced(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for item in value:
+            yield from produced(item, f"{path}[]")
+    else:
+        yield path
+
+
+def outputs() -> dict[str, Any]:
+    llama = subject()
+    return {
+        "measure": pl.measure(llama, **SPEC).as_dict(),
+        "doctor": plain(pl.doctor(llama, length=48, prompts=4)),
+        "models": {"models": plain([asdict(entry) for entry in builtin.listing()])},
+    }
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(outputs(), allow_nan=False))
+    return found
+
+
+@pytest.mark.parametrize("command", ["measure", "doctor", "models"])
+def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
+    command: str, printed: dict[str, Any]
+) -> None:
+    assert set(produced(printed[command])) == documented(command)
+
+
+def test_the_expansion_of_braces() -> None:
+    assert list(expanded("{a,b}.c.{d,e}")) == ["a.c.d", "a.c.e", "b.c.d", "b.c.e"]
+    assert list(expanded("plain")) == ["plain"]
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/definitions.md", "docs/json.md", "docs/cli.md", "CHANGELOG.md", "LOG.md"]
+)
+def test_links_to_files_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_readme_names_every_command_and_every_folder() -> None:
+    """And nothing that is not there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = {str(command.name) for command in app.registered_commands}
+    assert set(re.findall(r"^\| `posleak (\w+)", readme, flags=re.M)) == commands
+    folders = {path.parent.name for path in (ROOT / "src" / "posleak").glob("*/__init__.py")}
+    assert set(re.findall(r"^  (\w+)/ ", readme, flags=re.M)) == folders
+
+
+def test_tests_named_in_the_documentation_exist() -> None:
+    text = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)::(test_\w+)`", text))
+    assert named
+    for module, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / f"{module}.py").read_text(encoding="utf-8"), (module, test)

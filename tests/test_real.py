@@ -1,0 +1,118 @@
+"""Two pretrained models: what the definitions say of a trained model holds here, and the numbers repeat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import posleak as pl
+from posleak.axes import COMPONENTS
+from posleak.models import Subject
+from posleak.runs import Run
+from runs_tiny import assert_same_bits
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_threads() -> Iterator[None]:
+    """These tests run alone, so that they may have the whole machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Subject:
+    return pl.load("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Subject:
+    return pl.load("gemma3-270m")
+
+
+@pytest.fixture(scope="module")
+def run(smollm: Subject) -> Run:
+    return pl.measure(smollm, length=256, prompts=16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def eight(smollm: Subject) -> Run:
+    return pl.measure(smollm, length=256, prompts=8, batch=8)
+
+
+def layers(run: Run) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.as_dict()["layers"]
+    return found
+
+
+def test_the_parts_add_up(run: Run) -> None:
+    assert run.as_dict()["remainder"] < 1e-9
+
+
+def test_the_first_layer_has_no_residual_and_a_late_one_has(run: Run) -> None:
+    first, late = layers(run)[0], layers(run)[18]
+    assert first["ci"]["residual"][0] < 0 < first["ci"]["residual"][1]
+    assert first["ci"]["mask"][0] > 1, "but it has the mask's"
+    assert late["ci"]["residual"][0] > 0.5
+    assert late["ci"]["residual"][0] > late["ci"]["mask"][1]
+
+
+def test_the_sink_stabilises_the_mask(run: Run) -> None:
+    late = layers(run)[18]
+    assert late["sink_attention"] > 0.3
+    assert late["ci"]["mask_without_sink"][0] > 10 * late["ci"]["mask"][1]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-9)])
+def test_one_token_repeated_leaks_through_the_mask_alone(smollm: Subject, dtype: str, bound: float) -> None:
+    subject = smollm if dtype == "float32" else pl.load("smollm2-135m", dtype=dtype)
+    found = pl.measure(subject, "constant", bos="none", length=256, prompts=2)
+    for layer in layers(found):
+        assert abs(layer["drift"]) < bound, layer["layer"]
+        assert abs(layer["sink"]) < bound, layer["layer"]
+    assert max(layer["mask"] for layer in layers(found)) > 0.1
+
+
+def test_the_same_seed_gives_the_same_bits(smollm: Subject, eight: Run) -> None:
+    again = pl.measure(smollm, length=256, prompts=8, batch=8)
+    assert_same_bits(again, eight)
+    assert layers(again) == layers(eight)
+
+
+def test_another_batch_agrees(smollm: Subject, eight: Run) -> None:
+    """To 1e-5 of the total power of the layer."""
+    three = pl.measure(smollm, length=256, prompts=8, batch=3)
+    for one, two in zip(layers(eight), layers(three), strict=True):
+        for name in COMPONENTS:
+            assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-5 * one["total"]), (one["layer"], name)
+
+
+@pytest.mark.parametrize("name", ["smollm", "gemma"])
+def test_doctor_passes(name: str, request: pytest.FixtureRequest) -> None:
+    diagnosis = pl.doctor(request.getfixturevalue(name), prompts=6)
+    assert diagnosis.ok, [check for check in diagnosis.checks if not check.ok]
+    floors = {check.id: check.value for check in diagnosis.checks if check.id.startswith("floor")}
+    assert floors["floor float32"] < 1e-3 < floors["floor bfloat16"], "in bfloat16 rounding is a source of its own"
+
+
+def test_past_its_window_a_sliding_layer_has_no_mask_leakage(gemma: Subject) -> None:
+    found = pl.measure(gemma, length=1024, prompts=4)
+    windows = gemma.identity.windows
+    sliding = [layer for layer, window in enumerate(windows) if window == 512]
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    assert (len(sliding), whole) == (15, [5, 11, 17])
+    mask = found.data["mask"]
+    past = mask.sel(query=mask["query"] >= 512)
+    assert list(past["query"].values) == [626, 767]
+    assert (past.isel(layer=sliding) == 0).all(), "exactly"
+    assert float(np.abs(past.isel(layer=whole)).max()) > 0.01
+    assert float(np.abs(mask.isel(layer=sliding).sel(query=mask["query"] < 512)).max()) > 0.01
+    assert found.data.attrs["remainder"] < 1e-9

@@ -1,0 +1,321 @@
+"""A run folder survives interruption, kill -9 and a full disk with the same bits, and says which file is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posleak as pl
+from families import tiny
+from inputs_subject import byte_tokenizer
+from models_tiny import edit_config
+from posleak.errors import RunError
+from posleak.models import Subject
+from posleak.runs import Run
+from runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, full_batches, subject
+
+SCRIPT = Path(__file__).with_name("killed_run.py")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return subject()
+
+
+@pytest.fixture(scope="module")
+def whole(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """An uninterrupted run."""
+    return pl.measure(llama, out=tmp_path_factory.mktemp("runs") / "whole", **SPEC)
+
+
+@pytest.fixture
+def finished(llama: Subject, tmp_path: Path) -> Path:
+    return pl.measure(llama, out=tmp_path / "run", **SPEC).path or tmp_path
+
+
+@pytest.fixture
+def interrupted(llama: Subject, tmp_path: Path) -> Path:
+    """A run that stopped when four prompts of seven were done."""
+
+    def stop(done: int, of: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pl.measure(llama, out=tmp_path / "run", progress=stop, **SPEC)
+    return tmp_path / "run"
+
+
+def test_an_interrupted_run_keeps_what_is_finished(interrupted: Path) -> None:
+    assert files(interrupted) == ["parts/000000-000001.npz", "parts/000002-000003.npz", "run.json"]
+    assert json.loads((interrupted / "run.json").read_text())["status"] == "running"
+    with pytest.raises(RunError) as error:
+        Run.load(interrupted)
+    assert "the run is not finished" in str(error.value)
+    assert "start the same `posleak measure` again: it resumes" in str(error.value)
+
+
+def test_it_resumes_at_the_first_unfinished_prompt_with_the_same_bits(
+    interrupted: Path, whole: Run, llama: Subject
+) -> None:
+    created, done = json.loads((interrupted / "run.json").read_text())["created"], []
+    with counted_passes(llama.model) as passes:
+        resumed = pl.measure(llama, out=interrupted, progress=lambda *at: done.append(at), **SPEC)
+    assert passes[-2:] == [2, 1], "the two batches that were missing"
+    assert full_batches(passes) == 1, "and no other"
+    assert done == [(2, 7), (4, 7), (6, 7), (7, 7)]
+    assert_same_bits(resumed, whole)
+    assert files(interrupted) == ["heads.parquet", "results.nc", "run.json"]
+    assert resumed.record["created"] == created
+    assert resumed.record["fingerprint"] == whole.record["fingerprint"]
+
+
+def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
+    """Three processes: one is killed, one resumes, one was never disturbed; the last two agree to the last bit."""
+    model, out = tmp_path / "model", tmp_path / "run"
+    tiny("llama").save_pretrained(str(model))
+    environment = {**os.environ, "POSLEAK_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def start(folder: Path, seconds: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", str(SCRIPT), str(model), str(folder), seconds]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    undisturbed, victim = start(tmp_path / "whole", "0"), start(out, "600")
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "2 7\n"
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    victim.stdout.close()
+    assert files(out) == ["parts/000000-000001.npz", "run.json"]
+    (out / ".results.nc.1.tmp").write_bytes(b"what a process that died while writing leaves")
+    part = (out / "parts" / "000000-000001.npz").stat().st_mtime_ns
+
+    survivor = start(out, "0.2")
+    assert survivor.stdout is not None
+    assert survivor.stdout.readline() == "2 7\n"
+    assert (out / "parts" / "000000-000001.npz").stat().st_mtime_ns == part, "a finished batch is not made again"
+    assert survivor.communicate()[0].splitlines() == ["4 7", "6 7", "7 7", "finished"]
+    assert undisturbed.communicate()[0].splitlines()[-1] == "finished"
+    assert (survivor.returncode, undisturbed.returncode) == (0, 0)
+    assert files(out) == ["heads.parquet", "results.nc", "run.json"]
+    assert_same_bits(Run.load(out), Run.load(tmp_path / "whole"))
+    assert (out / "results.nc").read_bytes() == (tmp_path / "whole" / "results.nc").read_bytes()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of the file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", ["results.nc", "heads.parquet"])
+@pytest.mark.parametrize("damage", [truncate, flip, empty, Path.unlink])
+def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, damage: object) -> None:
+    assert callable(damage)
+    damage(finished / name)
+    for read in (lambda: Run.load(finished), lambda: pl.measure(llama, out=finished, **SPEC)):
+        with pytest.raises(RunError) as error:
+            read()
+        assert str(error.value).startswith(f"{finished / name}: a file of the run is ")
+        assert "measure again with --fresh" in str(error.value)
+    assert_same_bits(pl.measure(llama, out=finished, fresh=True, **SPEC), Run.load(finished))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "run.json is corrupt"),
+        ('{"format": "posleak run", "status": "fini', "run.json is corrupt"),
+        ('{"format": "posleak run", "format_version": 1}', "no status, fingerprint"),
+        ('{"format": "posleak run", "format_version": 99}', "format version 99"),
+        ("[]", "run.json is not posleak's"),
+    ],
+)
+def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str, what: str) -> None:
+    (finished / "run.json").write_text(content)
+    for read in (lambda: Run.load(finished), lambda: pl.measure(llama, out=finished, **SPEC)):
+        with pytest.raises(RunError, match="remedy: ") as error:
+            read()
+        assert str(error.value).startswith(str(finished / "run.json"))
+        assert what in str(error.value)
+    assert pl.measure(llama, out=finished, fresh=True, **SPEC).record["status"] == "finished"
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no run folder: it has no run\.json"):
+        Run.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, empty])
+def test_a_damaged_part_is_named_and_can_be_dropped(
+    interrupted: Path, whole: Run, llama: Subject, damage: object
+) -> None:
+    assert callable(damage)
+    part = interrupted / "parts" / "000002-000003.npz"
+    damage(part)
+    with pytest.raises(RunError) as error:
+        pl.measure(llama, out=interrupted, **SPEC)
+    assert str(error.value).startswith(f"{part}: a finished batch of this run is corrupt or truncated")
+    assert "delete this file and start again: only its prompts are measured anew" in str(error.value)
+    part.unlink()
+    with counted_passes(llama.model) as passes:
+        assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), whole)
+    assert passes[-3:] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"length": 96}, "length 64 there, 96 asked for"),
+        ({"prompts": 8}, "prompts 7 there, 8 asked for"),
+        ({"seed": 4}, "seed 3 there, 4 asked for"),
+        ({"batch": 3}, "batch 2 there, 3 asked for"),
+        ({"inputs": "constant"}, "inputs 'random' there, 'constant' asked for"),
+    ],
+)
+def test_a_folder_with_another_measurement_is_refused(
+    finished: Path, llama: Subject, change: dict[str, Any], said: str
+) -> None:
+    before = {name: (finished / name).read_bytes() for name in files(finished)}
+    with pytest.raises(RunError) as error:
+        pl.measure(llama, out=finished, **{**SPEC, **change})
+    assert str(error.value).startswith(f"{finished}: the folder holds another measurement")
+    assert said in str(error.value)
+    assert "choose another --out, or --fresh to measure again and overwrite it" in str(error.value)
+    assert {name: (finished / name).read_bytes() for name in files(finished)} == before
+
+
+def test_fresh_overwrites_another_measurement(finished: Path, llama: Subject) -> None:
+    with counted_passes(llama.model) as passes:
+        run = pl.measure(llama, out=finished, fresh=True, **{**SPEC, "length": 96})
+    assert full_batches(passes) == BATCHES - 1
+    assert Run.load(finished).record["spec"]["length"] == run.record["spec"]["length"] == 96
+
+
+def test_fresh_does_not_take_over_the_parts_of_an_unfinished_run(interrupted: Path, llama: Subject) -> None:
+    with counted_passes(llama.model) as passes:
+        pl.measure(llama, out=interrupted, fresh=True, **SPEC)
+    assert full_batches(passes) == BATCHES - 1
+
+
+def test_another_model_is_another_measurement(finished: Path) -> None:
+    with pytest.raises(RunError, match="weights_sha256"):
+        pl.measure(subject(seed=1), out=finished, **SPEC)
+
+
+def test_the_same_weights_under_another_config_are_another_measurement(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny("granite").save_pretrained(str(model))
+    pl.measure(pl.load(model, cache=tmp_path / "cache"), out=tmp_path / "run", **SPEC)
+    edit_config(model, attention_multiplier=0.1)
+    with pytest.raises(RunError, match="config_sha256"):
+        pl.measure(pl.load(model, cache=tmp_path / "cache"), out=tmp_path / "run", **SPEC)
+
+
+def test_other_ids_are_another_measurement(tmp_path: Path, llama: Subject) -> None:
+    table = np.random.default_rng(0).integers(3, 101, (3, 40))
+    pl.measure(llama, table, out=tmp_path / "run")
+    with pytest.raises(RunError, match="ids_sha256"):
+        pl.measure(llama, table[::-1], out=tmp_path / "run")
+
+
+def test_a_text_that_was_changed_is_another_measurement(tmp_path: Path) -> None:
+    tokenizer, book = byte_tokenizer(), tmp_path / "book.txt"
+    reader = Subject.of(tiny("llama", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0), tokenizer)
+    asked: dict[str, Any] = {"inputs": f"text:{book}", "out": tmp_path / "run", "length": 40, "prompts": 2}
+    book.write_text("The position of a word in the text of the library. " * 60)
+    pl.measure(reader, **asked)
+    book.write_text("The position of a book in the text of the library. " * 60)
+    with pytest.raises(RunError, match="text_sha256"):
+        pl.measure(reader, **asked)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_files_that_are_not_of_a_run_are_left_alone(tmp_path: Path, llama: Subject, fresh: bool) -> None:
+    """Somebody's own folder as --out, by mistake."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "engine.step").write_text("theirs")
+    (tmp_path / "results.nc").write_text("theirs")
+    with counted_passes(llama.model) as passes, pytest.raises(RunError) as error:
+        pl.measure(llama, out=tmp_path, fresh=fresh, **SPEC)
+    assert "no run.json, but files that a run would overwrite" in str(error.value)
+    assert "results.nc, parts" in str(error.value)
+    assert files(tmp_path) == ["parts/engine.step", "results.nc"]
+    assert passes == []
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path, llama: Subject) -> None:
+    (tmp_path / "run").write_text("theirs")
+    with pytest.raises(RunError, match="the run cannot be written"):
+        pl.measure(llama, out=tmp_path / "run", **SPEC)
+    assert (tmp_path / "run").read_text() == "theirs"
+
+
+@contextmanager
+def disk_of(kilobytes: int, place: Path) -> Iterator[Path]:
+    """A real file system of this size."""
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "posleak-test", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.4, 1), (1.2, BATCHES)], ids=["at a part", "at the results"])
+def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
+    tmp_path: Path, llama: Subject, whole: Run, share: float, kept: int
+) -> None:
+    """`share` of what all parts need together: too little for the second, or enough for all but not for the results."""
+    parts = sum(variable.nbytes for variable in whole.data.data_vars.values()) // 1024
+    with disk_of(int(share * parts), tmp_path / "disk") as disk:
+        with pytest.raises(RunError) as error:
+            pl.measure(llama, out=disk / "run", **SPEC)
+        assert "the run cannot be written" in str(error.value)
+        assert "got: No space left on device" in str(error.value)
+        assert "free some space or choose another place with --out; finished prompts are kept" in str(error.value)
+        left = files(disk / "run")
+        assert "run.json" in left
+        assert [name for name in left if name.startswith("parts/")] == left[:kept]
+        assert len(left) == 1 + kept, "nothing half-written"
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        with counted_passes(llama.model) as passes:
+            assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), whole)
+        assert full_batches(passes) == max(0, BATCHES - 1 - kept)
+
+
+def test_no_file_may_grow(tmp_path: Path, llama: Subject, whole: Run) -> None:
+    """The same without root: the system refuses to let any file pass 20 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(RunError, match="File too large"):
+            pl.measure(llama, out=tmp_path / "run", **SPEC)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(tmp_path / "run") == ["run.json"]
+    assert_same_bits(pl.measure(llama, out=tmp_path / "run", **SPEC), whole)
