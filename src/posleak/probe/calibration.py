@@ -31,8 +31,8 @@ from .rows import check_finite
 PARITY = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative difference to the model's own attention. The rotation is float32 even in float64 models."""
 
-PARTITION = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of log Z, in nats."""
+PARTITION = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of log Z, in nats, per nat of the row's largest logit where that is above one."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def kernel_weights(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def partition_gap(call: Call, keys: Tensor, weights: Tensor) -> float:
-    """max |log Z of the rows − (s_ij − log a_ij) of the kernel|, at the key that the kernel weighs most."""
+    """max |log Z of the rows − (s_ij − log a_ij) of the kernel|, at its heaviest key, over the row's max |s|."""
     rows = torch.arange(0, call.query.shape[2], max(1, call.query.shape[2] // 16), device=call.query.device)
     s = call.logits(rows).double()
     seen = call.visibility.rows(rows)
@@ -120,7 +120,9 @@ def partition_gap(call: Call, keys: Tensor, weights: Tensor) -> float:
         visible = torch.cat([visible, call.s_aux.to(visible).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], dim=-1)
     heaviest, where = weights[:, :, rows].double().max(-1, keepdim=True)
     kernel = s.gather(-1, keys[where])[..., 0] - heaviest[..., 0].log()
-    gap = (visible.logsumexp(-1) - kernel).abs()
+    # A logit of 2000, as biased keys make them, is itself rounded to 1e-4: the gap is relative to what is rounded.
+    size = s.abs().masked_fill(~seen, 0).amax(-1).clamp(min=1)
+    gap = (visible.logsumexp(-1) - kernel).abs() / size
     # A weight near the smallest that its dtype resolves says nothing about the denominator.
     resolved = heaviest[..., 0] > 1e-3
     return float(gap[resolved].max()) if bool(resolved.any()) else 0.0
@@ -156,9 +158,10 @@ def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """max |found − expected| / max |expected|; NaN counts as infinite."""
-    gap = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
-    return float(gap) if torch.isfinite(gap) else float("inf")
+    """max |found − expected| / max |expected|; two zeros agree, and NaN counts as infinite."""
+    gap = (found.double() - expected.double()).abs().max()
+    relative = gap / expected.double().abs().max() if float(gap) != 0 else gap
+    return float(relative) if torch.isfinite(relative) else float("inf")
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def _account(
     kinds = {type(module) for module in probe.modules}
     if not probe.calls:
         raise UnsupportedError(
-            "the model never called the attention function: its attention is not on transformers' interface",
+            "the model never called the attention function: it has no attention, or not on transformers' interface",
             where=type(model).__name__,
             remedy="this family cannot be measured",
         )

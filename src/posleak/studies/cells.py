@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from posleak.errors import InputError, did_you_mean
+
+BEYOND_WINDOW = 768
+"""Longer than the 512 tokens that Gemma's sliding layers see."""
 
 SMOLLM, GEMMA, QWEN = "smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"
 
@@ -43,7 +47,7 @@ class Study:
     question: str
     cells: tuple[Cell, ...]
 
-    def at(self, *, models: Sequence[str] = (), **changes: int) -> Study:
+    def at(self, *, models: Sequence[str] = (), **changes: Any) -> Study:
         """The same study of other models, or at another length, number of prompts or seed."""
         known = dict.fromkeys(cell.model for cell in self.cells)
         names = dict(zip(known, models or known))
@@ -65,12 +69,15 @@ STUDIES = {
         Study(
             "architectures",
             "The balance of mask, drift and sink in three architectures, and how the residual goes with depth",
-            (Cell(SMOLLM), Cell(GEMMA), Cell(QWEN)),
+            tuple(Cell(model, length=BEYOND_WINDOW) for model in (SMOLLM, GEMMA, QWEN)),
         ),
         Study(
             "knobs",
             "The same weights with only the rotation or the window changed",
-            (*_knobs(SMOLLM, (*NTK, *SCALED, *WINDOWS)), *_knobs(GEMMA, ("window=off",))),
+            (
+                *_knobs(SMOLLM, (*NTK, *SCALED, *WINDOWS)),
+                *(Cell(GEMMA, edits, length=BEYOND_WINDOW) for edits in ((), ("window=off",))),
+            ),
         ),
         Study(
             "lengths",

@@ -125,6 +125,18 @@ def isolation_downstream(lab: Lab) -> Finding:
     return Finding.of(found, "share removed", details={"early": early, **sink_attention(lab, "denominator=fixed")})
 
 
+@claim(
+    5, "isolation.first-layer", "Fixing the denominator of the first layer alone lowers the drift of later layers.",
+    "denominator=fixed@0, which leaves the sinks of later layers alive: 1 − drift power after / before in the layers "
+    "after the first, paired",
+)  # fmt: skip
+def isolation_first_layer(lab: Lab) -> Finding:
+    edit = "denominator=fixed@0"
+    found = lab.removed("drift", edit, layers=LATER)
+    early = lab.removed("drift", edit, layers=LATER, early=True)
+    return Finding.of(found, "share removed", details={"early": early, **sink_attention(lab, edit)})
+
+
 def sink_attention(lab: Lab, text: str) -> dict[str, float]:
     """Mean attention of reference queries to position 0: an edit that kills the sink does more than it was meant to."""
     before, after = (float(lab.data(*edits)["sink_attention"].mean()) for edits in ((), (text,)))
