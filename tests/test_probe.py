@@ -156,7 +156,7 @@ def test_the_blocked_path_equals_the_fused_one() -> None:
 def test_a_missing_mask_function_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMaskInterface, "register", classmethod(lambda cls, key, value: None))
     model = tiny("llama")
-    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"not given posleak's mask.*\n.*got: no mask"):
+    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"given no mask.*\n.*got: no mask"):
         probe.forward(tokens())
 
 
@@ -202,9 +202,9 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
     model = tiny("llama")
     with (
         attach(model) as probe,
-        pytest.raises(UnsupportedError, match=r"attention call 0 .*does not understand: position_bias"),
+        pytest.raises(UnsupportedError, match=r"attention call 0 .*does not understand: colour"),
     ):
-        probe.forward(tokens(), position_bias=torch.zeros(1))
+        probe.forward(tokens(), colour=torch.zeros(1))
 
 
 def test_dropout_is_refused() -> None:

@@ -36,5 +36,8 @@ PARTS = ("mask", "drift", "sink")
 COMPONENTS = ("total", *PARTS, "residual", "mask_without_sink")
 """All that is reported: the total, its parts, residual = drift + sink, and the mask if position 0 were ordinary."""
 
+SCALING = "scaling"
+"""A fourth part, only of models that scale their queries by absolute position: what that scaling does."""
+
 EARLY = 32
 """Queries before this position are summarised as `early`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 
 def plain(value: Any) -> Any:
     """A JSON-ready copy. Whatever has `as_dict` is asked for it."""
@@ -14,12 +12,10 @@ def plain(value: Any) -> Any:
         return plain(value.as_dict())
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy, which is not imported to ask
         return plain(value.tolist())
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return plain(value.item())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

@@ -1,23 +1,27 @@
 """Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
 
-from .dataset import assemble, component
+from .dataset import assemble, component, components
 from .measure import batches, measure_chunks
 from .observer import AttentionObserver, LeakageObserver
 from .power import Bootstrap, Estimate
 from .split import Parts, split
 from .summary import Summary, summarise, tidy
+from .temperature import NormObserver, norms_by_position
 
 __all__ = [
     "AttentionObserver",
     "Bootstrap",
     "Estimate",
     "LeakageObserver",
+    "NormObserver",
     "Parts",
     "Summary",
     "assemble",
     "batches",
     "component",
+    "components",
     "measure_chunks",
+    "norms_by_position",
     "split",
     "summarise",
     "tidy",

@@ -5,6 +5,8 @@
     renormalisation, logit                       (prompt, layer, head, query) and (prompt, layer, head, offset):
                                                  the logits are s_i(δ) = drift + renormalisation + logit, s_r(δ) = logit
     sink_attention                               (prompt, layer, head)
+    scaling                                      (prompt, layer, head, query, offset)  only for models that scale their
+                                                 queries by position
     pairs                                        (layer, query, offset)  where a query has a body key at an offset
     remainder                                    (prompt batch maximum, as an attribute)
 
@@ -21,7 +23,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY
+from posleak.axes import COMPONENTS, HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
 from posleak.probe import Plan
 
 from .split import Parts
@@ -35,7 +37,10 @@ ARRAYS: dict[str, tuple[str, ...]] = {
 }
 """The per-prompt arrays and their axes."""
 
-NATS = (*PARTS, "mask_without_sink", "renormalisation", "logit")
+OPTIONAL: dict[str, tuple[str, ...]] = {SCALING: (PROMPT, LAYER, HEAD, QUERY, OFFSET)}
+"""Arrays that only some models have."""
+
+NATS = (*PARTS, SCALING, "mask_without_sink", "renormalisation", "logit")
 UNITS = {**dict.fromkeys(NATS, "nats"), "attention_0": "1", "sink_attention": "1"}
 
 Chunk = dict[str, NDArray[Any]]
@@ -46,6 +51,9 @@ def stack_layers(layers: Sequence[Parts]) -> Chunk:
     """The layers of one forward pass side by side: [B, L, H, ...], padded with NaN to the widest layer."""
     widest = max(parts.mask.shape[1] for parts in layers)
     chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAYS}
+    if any(parts.scaling is not None for parts in layers):
+        found = [parts.drift * 0 if parts.scaling is None else parts.scaling for parts in layers]
+        chunk[SCALING] = np.stack([_padded(x, widest) for x in found], axis=1)
     chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
     chunk["remainder"] = np.array(max(parts.remainder for parts in layers))
     return chunk
@@ -61,7 +69,8 @@ def assemble(chunks: Sequence[Chunk], plan: Plan, attributes: dict[str, Any] | N
     """All prompts of a measurement as one dataset."""
     data = {
         name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
-        for name, axes in ARRAYS.items()
+        for name, axes in (ARRAYS | OPTIONAL).items()
+        if name in chunks[0]
     }
     data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
     coords = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
@@ -78,8 +87,14 @@ def component(data: xr.Dataset, name: str) -> xr.DataArray:
     """
     if name == "total":
         x = data["mask"] + data["drift"] + data["sink"]
+        x = x + data[SCALING] if SCALING in data else x
     elif name == "residual":
         x = data["drift"] + data["sink"]
     else:
         x = data[name]
     return x.where(data["pairs"]).transpose(PROMPT, LAYER, HEAD, QUERY, OFFSET)
+
+
+def components(data: xr.Dataset) -> tuple[str, ...]:
+    """The components that a measurement has: the three parts and what is made of them, and scaling where it occurs."""
+    return (*COMPONENTS, SCALING) if SCALING in data else COMPONENTS

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from posleak.probe import Edit, Plan, attach
 
 from .dataset import Chunk, stack_layers
 from .observer import LeakageObserver
+from .temperature import norms_by_position
 
 
 def batches(prompts: int, batch: int, start: int = 0) -> list[range]:
@@ -23,16 +25,24 @@ def batches(prompts: int, batch: int, start: int = 0) -> list[range]:
 
 def measure_chunks(
     model: PreTrainedModel,
-    ids: Iterator[NDArray[np.int64]] | Sequence[NDArray[np.int64]],
+    ids: Iterable[NDArray[np.int64]],
     plan: Plan,
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
-) -> Iterator[Chunk]:
-    """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw."""
-    observer = LeakageObserver(plan)
+) -> Generator[Chunk, None, None]:
+    """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
+
+    One constant-token prompt goes first: does the model scale its queries by position? The model stays attached until
+    the last chunk is taken or the generator is closed.
+    """
+    remaining = iter(ids)
+    if (first := next(remaining, None)) is None:
+        return
+    norms = norms_by_position(model, torch.from_numpy(first[:1]).to(model.device), edits)
+    observer = LeakageObserver(plan, temperatures=norms.temperatures)
     with attach(model, [observer], edits) as probe:
-        for batch in ids:
+        for batch in chain([first], remaining):
             probe.forward(torch.from_numpy(batch).to(model.device))
             seen = observer.collect()
             if layers is not None and len(seen) != layers:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from posleak.probe import Call, Plan, call_rows
 
-from .split import Parts, split
+from .split import Parts, split, split_scaled
 
 
 @dataclass
 class LeakageObserver:
-    """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding."""
+    """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding.
+
+    temperatures[l] [T]: how much layer l scales its query at each position of a prompt; None or nothing: not at all.
+    """
 
     plan: Plan
     start: int = 0
+    temperatures: Sequence[Tensor | None] = ()
     layers: list[Parts] = field(default_factory=list)
 
     def observe(self, call: Call, out: Tensor) -> None:
-        self.layers.append(split(call_rows(call, self.plan, self.start)))
+        t = self.temperatures[call.index] if call.index < len(self.temperatures) else None
+        rows = call_rows(call, self.plan, self.start)
+        if t is None:
+            self.layers.append(split(rows))
+        else:
+            self.layers.append(split_scaled(rows, call_rows(self._even(call, t), self.plan, self.start)))
+
+    def _even(self, call: Call, t: Tensor) -> Call:
+        """The call with every query at the references' mean temperature."""
+        common = t[list(self.plan.references)].mean()
+        factor = torch.nn.functional.pad(common / t, (self.start, 0), value=1.0)
+        wide = torch.promote_types(call.query.dtype, torch.float32)
+        return replace(call, query=call.query.to(wide) * factor[:, None].to(call.query.device, wide))
 
     def collect(self) -> list[Parts]:
         """The layers seen since the last call of this method."""

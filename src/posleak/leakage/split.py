@@ -6,11 +6,16 @@
     sum            = log a_i(δ) − log a_r(δ)
 
 averaged over the references r. A learned sink logit is one more constant term inside every log.
+
+A model that scales its queries by absolute position (temperature.py) has a fourth, explicit part. The three steps are
+taken on logits at one common temperature t̄, the mean of the references', and what their own temperatures do is
+
+    scaling(i, δ, r) = [ log a_i(δ) − log a_r(δ) ] − [ log ā_i(δ) − log ā_r(δ) ],    ā: attention at s̄_p = s_p t̄ / t_p
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,9 +33,10 @@ class Parts:
     attention_0                    [B, H, Q]   a_i0 of the measured queries
     sink_attention                 [B, H]      mean a_r0 over the references
     logit                          [B, H, D]   mean s_r(δ) over the references
-    renormalisation                [B, H, Q]   log(Z'_i + k) − log(R_{n_i} + k): s_i(δ) = drift + renormalisation + logit
+    renormalisation                [B, H, Q]   log(Z'_i + k) − log(R_{n_i} + k), so that s_i(δ) = drift + this + logit
     pairs                          [Q, D]      where i and every r have a visible body key at δ
-    remainder                      max |mask + drift + sink − total|, in nats, before averaging over prompts
+    remainder                      max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
+    scaling                        [B, H, Q, D]  None where queries are not scaled by position
     """
 
     mask: Tensor
@@ -43,6 +49,7 @@ class Parts:
     renormalisation: Tensor
     pairs: Tensor
     remainder: float
+    scaling: Tensor | None = None
 
 
 def split(rows: Rows) -> Parts:
@@ -81,6 +88,31 @@ def split(rows: Rows) -> Parts:
         pairs=pairs,
         remainder=float(remainder),
     )
+
+
+def split_scaled(rows: Rows, even: Rows) -> Parts:
+    """The parts of a layer with scaled queries: `rows` as they are, `even` with all queries at one temperature."""
+    parts, plain = split(even), split(rows)
+    nowhere = ~parts.pairs
+    scaling = log_ratio(rows, nowhere) - log_ratio(even, nowhere)
+    sum_of_parts = (parts.mask + parts.sink)[..., None] + parts.drift + scaling
+    total = (plain.mask + plain.sink)[..., None] + plain.drift
+    remainder = float((sum_of_parts - total).masked_fill(nowhere, 0).abs().max())
+    return replace(
+        parts,
+        attention_0=plain.attention_0,
+        sink_attention=plain.sink_attention,
+        remainder=max(remainder, parts.remainder, plain.remainder),
+        scaling=scaling.masked_fill(nowhere, torch.nan),
+    )
+
+
+def log_ratio(rows: Rows, nowhere: Tensor) -> Tensor:
+    """log a_i(δ) − mean over r of log a_r(δ) [B, H, Q, D]; 0 where there is no such pair."""
+    log_z = rows.log_z if rows.virtual is None else rows.log_z + rows.virtual
+    late = rows.references
+    log_a_r = (_finite(late.at_offsets(rows.offsets)) - late.log_z[..., None]).mean(2, keepdim=True)
+    return (rows.s.masked_fill(nowhere, 0) - log_z[..., None] - log_a_r).masked_fill(nowhere, 0)
 
 
 def _finite(s: Tensor) -> Tensor:

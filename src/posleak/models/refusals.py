@@ -75,10 +75,14 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trust: bool) -
 
 
 def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
+    """An encoder is a family with a masked-language form whose config does not say `is_decoder`; some families that are
+    decoders by construction (GPT-NeoX) leave that flag false."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked
+
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise _not_a_decoder(folder, f"{config.model_type}: an encoder-decoder")
-    if getattr(text, "is_decoder", True) is False:
+    if getattr(text, "is_decoder", True) is False and text.model_type in masked:
         raise _not_a_decoder(folder, f"{config.model_type}: an encoder (is_decoder is false)")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise _not_a_decoder(folder, f"{config.model_type} with use_bidirectional_attention")

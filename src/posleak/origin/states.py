@@ -22,7 +22,13 @@ def states(probe: Probe, ids: Tensor) -> tuple[Tensor, ...]:
     """x [B, T, W] at depths 0 … L of ids [B, T], all of them before the final norm."""
     with _last_module(body(probe.model)) as last:
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
-    return (*hidden[:-1], last.undone(hidden))
+    return tuple(_stream(x, ids) for x in (*hidden[:-1], last.undone(hidden)))
+
+
+def _stream(x: Tensor, ids: Tensor) -> Tensor:
+    """[B, T, W]; a model with several streams at once, before or after the axes of prompts, has them side by side."""
+    streams_first = x.ndim > 3 and x.shape[1:3] == ids.shape and x.shape[:2] != ids.shape
+    return (x.movedim(0, 2) if streams_first else x).flatten(2)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from posleak.errors import UnsupportedError
 from .call import Call
 from .edit import Edit
 from .kernel import attend
-from .visibility import Visibility, visibility_mask
+from .visibility import Visibility, read_mask, visibility_mask
 
 HARMLESS = frozenset(
     {
@@ -73,14 +73,20 @@ class Probe:
         dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        indices: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """The one attention function, in the form that transformers calls."""
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _refuse_unknown(where, query, key, attention_mask, dropout, kwargs)
-        assert isinstance(attention_mask, Visibility)
+        _refuse_unknown(where, query, key, dropout, kwargs)
+        _refuse_selection(where, key, indices)
+        visibility, added = _visible(where, attention_mask)
+        bias = added if position_bias is None else position_bias if added is None else position_bias + added
+        if bias is not None and softcap is not None:
+            raise UnsupportedError("logits are both soft-capped and biased, in an unknown order", where=where)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = Call(self.calls, module, query, key, value, attention_mask, scaling, softcap, s_aux)
+        call = Call(self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias)
         for edit in self.edits:
             call = edit.edit(call)
         out = attend(call)
@@ -169,32 +175,50 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     return [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs.values()]
 
 
-def _refuse_unknown(
-    where: str, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse_unknown(where: str, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
     unknown = {name: value for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)}
     if unknown:
         raise UnsupportedError(
             f"the attention is called with arguments that posleak does not understand: {', '.join(sorted(unknown))}",
             where=where,
-            expected="query, key, value, mask, scaling, softcap, s_aux",
+            expected="query, key, value, mask, scaling, softcap, s_aux, position_bias",
             remedy="this architecture cannot be measured by this version; please report it",
-        )
-    if not isinstance(mask, Visibility):
-        raise UnsupportedError(
-            "the attention was not given posleak's mask, so it would see the future",
-            where=where,
-            got="no mask" if mask is None else f"{type(mask).__name__} of shape {tuple(mask.shape)}",
-            expected="the mask that posleak's mask function returned",
-            remedy="the model builds its mask off transformers' mask interface and cannot be measured",
         )
     if dropout:
         raise UnsupportedError("attention dropout is on", where=where, got=dropout, remedy="call model.eval()")
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            "queries and keys have different lengths", where=where, got=(query.shape[2], key.shape[2]),
-            remedy="measure whole prompts, without a key/value cache",
+            "queries and keys have different lengths: keys are compressed, or come from elsewhere than the prompt",
+            where=where, got=(query.shape[2], key.shape[2]),
+            remedy="offsets between a query and such keys are not defined, so the model cannot be measured",
         )  # fmt: skip
+
+
+def _refuse_selection(where: str, key: Tensor, indices: Tensor | None) -> None:
+    """Sparse attention with an indexer: exact as long as the selection takes every key."""
+    if indices is not None and indices.shape[-1] < key.shape[2]:
+        raise UnsupportedError(
+            "queries read only some keys, selected by content: not their nearest ones, so offsets have gaps",
+            where=where, got=f"{indices.shape[-1]} of {key.shape[2]} keys",
+            remedy=f"use --length {indices.shape[-1]} or less, where every key is selected",
+        )  # fmt: skip
+
+
+def _visible(where: str, mask: Tensor | None) -> tuple[Visibility, Tensor | None]:
+    """V(i), and what the mask adds to visible logits, if the model made a mask of its own out of ours."""
+    if isinstance(mask, Visibility):
+        return mask, None
+    found = None if mask is None else read_mask(mask)
+    if found is not None:
+        return found
+    raise UnsupportedError(
+        "the attention was given no mask, so it would see the future" if mask is None
+        else "the heads of one layer see different keys",
+        where=where,
+        got="no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}",
+        expected="the mask that posleak's mask function returned, or one made of it",
+        remedy="the model builds its mask off transformers' mask interface and cannot be measured",
+    )  # fmt: skip
 
 
 def _is_set(value: Any) -> bool:

@@ -15,7 +15,8 @@ class Call:
     """Everything that enters the softmax of one attention call.
 
     query [B, H, T, E] and key [B, K, T, E] arrive after rotation and normalisation; K divides H, and head h reads the
-    key head h // (H / K). s_aux [H]: a learned logit without a value, in every row's denominator.
+    key head h // (H / K). s_aux [H]: a learned logit without a value, in every row's denominator. bias [B or 1, H or 1,
+    T, T]: what the model itself adds to the logits (ALiBi, learned relative positions).
 
     The last three are for edits, on queries after position 0:
     unread [H]: heads that may not read position 0. frozen [B, H]: the share that they read there instead of their own
@@ -31,6 +32,7 @@ class Call:
     scaling: float
     softcap: float | None = None
     s_aux: Tensor | None = None
+    bias: Tensor | None = None
     unread: Tensor | None = None
     frozen: Tensor | None = None
     virtual: Tensor | None = None
@@ -40,7 +42,7 @@ class Call:
         return self.query.shape[1]
 
     def logits(self, rows: Tensor | slice, keys: slice = slice(None)) -> Tensor:
-        """s_ij [B, H, R, keys] of the chosen queries: scaled and soft-capped, not masked; at least float32.
+        """s_ij [B, H, R, keys] of the chosen queries: scaled, soft-capped and biased, not masked; at least float32.
 
         The query heads of one key head are stacked along the rows, so that one matmul serves them and no key is copied.
         """
@@ -49,7 +51,7 @@ class Call:
         s = grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2))
         if self.softcap is not None:
             s = torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
-        return s
+        return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
 
 
 def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def attend(call: Call) -> Tensor:
 
 
 def _attend(call: Call) -> Tensor:
-    if call.softcap is not None or call.s_aux is not None:
+    if call.softcap is not None or call.s_aux is not None or call.bias is not None:
         return _blocks(call, _explicit)
     if call.visibility.causal:
         return _fused(call.query, call.key, call.value, None, call.scaling)
@@ -43,6 +43,7 @@ def _with_origin_edited(call: Call) -> Tensor:
         key=call.key[:, :, 1:],
         value=call.value[:, :, 1:],
         visibility=call.visibility.without_origin(),
+        bias=None if call.bias is None else call.bias[..., 1:, 1:],
     )
     body, rest = _attend(later), out[:, :, 1:]
     if call.frozen is not None:
@@ -78,7 +79,7 @@ def _fused_block(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tenso
 
 
 def _explicit(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tensor:
-    """The softmax written out, for soft-capped logits and for learned sink logits, which fused kernels do not take."""
+    """The softmax written out, for soft-caps, learned sink logits and biases, which fused kernels do not all take."""
     s = call.logits(queries, keys).masked_fill_(~seen, -torch.inf)
     if call.s_aux is not None:
         aux = call.s_aux.to(s).view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)

@@ -2,7 +2,8 @@
 
 transformers builds its masks by calling a mask function under the same name as the attention function. posleak's
 returns a `Visibility`: to the model it is a boolean tensor of shape (B, 1, T, T) that it passes on; in memory it is the
-rule itself. A model that computes with its mask gets the real tensor (correct, at that model's own cost).
+rule itself. A model that computes with its mask gets the real tensor (correct, at that model's own cost), and what it
+made of it comes back through `read_mask`.
 """
 
 from __future__ import annotations
@@ -121,6 +122,26 @@ class Visibility(torch.Tensor):
             return args[0].moved(next((value for value in asked if isinstance(value, torch.device)), args[0].device))
         plain = tree_map(lambda value: value.dense() if isinstance(value, Visibility) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
+
+
+def read_mask(mask: Tensor) -> tuple[Visibility, Tensor | None] | None:
+    """A mask that the model computed, (B, 1 or H, T, T): the visible keys, and what it adds to the logits of others.
+
+    Boolean: visible or not. Floating: the dtype's lowest number hides a key, and anything else is a bias. None where
+    heads of one layer see different keys, which has no rule.
+    """
+    bias: Tensor | None = None
+    seen = mask
+    if mask.dtype != torch.bool:
+        seen = mask > torch.finfo(mask.dtype).min / 2
+        bias = mask.masked_fill(~seen, 0)
+        bias = bias if bool(bias.any()) else None
+    if not bool((seen == seen[:, :1]).all()):
+        return None
+    seen = seen[:, 0]
+    B, T, keys = seen.shape
+    everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # padded or not: each prompt has its own rule
+    return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b, q, k], everyone, device=mask.device), bias
 
 
 def visibility_mask(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ def measure(
     if folder is not None:
         write_record(folder, record)
     chunks = []
-    for at, chunk in _chunks(folder, subject, prompts, spec, plan, calibration, edits):
-        chunks.append(chunk)
-        progress(at.stop, spec.prompts)
+    with closing(_chunks(folder, subject, prompts, spec, plan, calibration, edits)) as measured:
+        for at, chunk in measured:
+            chunks.append(chunk)
+            progress(at.stop, spec.prompts)
     return _finish(Run(record, assemble(chunks, plan), folder))
 
 
@@ -127,17 +129,18 @@ def _chunks(
     plan: Plan,
     calibration: Calibration,
     edits: Sequence[Edit],
-) -> Iterator[tuple[range, Chunk]]:
+) -> Generator[tuple[range, Chunk], None, None]:
     """Batches that the folder has already, then the others; each is written as soon as it is measured."""
     todo = batches(spec.prompts, spec.batch)
     while folder is not None and todo and (chunk := read_part(folder, todo[0])) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(at) for at in todo)
-    measured = measure_chunks(subject.model, ids, plan, layers=calibration.layers, edits=edits)
-    for at, chunk in zip(todo, measured):
-        if folder is not None:
-            write_part(folder, at, chunk)
-        yield at, chunk
+    # Closed whatever happens: an exception that somebody keeps would keep the model attached with it.
+    with closing(measure_chunks(subject.model, ids, plan, layers=calibration.layers, edits=edits)) as measured:
+        for at, chunk in zip(todo, measured):
+            if folder is not None:
+                write_part(folder, at, chunk)
+            yield at, chunk
 
 
 def _finish(run: Run) -> Run:

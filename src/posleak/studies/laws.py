@@ -1,7 +1,8 @@
 """The laws of docs/definitions.md, asked of one model on one short input. Each returns a Check.
 
-They hold for any rotary, NoPE or ALiBi causal model; a model with learned absolute positions fails L2, L3 and L5, and
-is meant to: there the position is written into the residual stream on purpose.
+They hold for any rotary, NoPE or ALiBi causal model. A model that writes absolute position on purpose breaks some of
+them, and is meant to: a table of positions L2, L3 and L5, a recurrent layer L2 and L3, queries scaled by position L5.
+The check then names the cause (explicit.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.leakage import AttentionObserver, Bootstrap, LeakageObserver, Parts, component
+from posleak.leakage import (
+    AttentionObserver,
+    Bootstrap,
+    LeakageObserver,
+    NormObserver,
+    Parts,
+    component,
+    norms_by_position,
+)
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import gram_matrix, unbiased
 from posleak.origin import closure as closed_system
-from posleak.probe import Call, Edit, Plan, attach, relative_difference
+from posleak.probe import Call, Edit, Plan, attach, body, relative_difference
 
 from .checks import Check
+from .explicit import TABLE, Source, first_source, takes_positions
 
 Ids = NDArray[np.int64]
 
@@ -49,14 +59,40 @@ class Bench:
 
     def parts(self, ids: Ids, *, padding: int = 0, edits: Sequence[Any] = ()) -> list[Parts]:
         """The parts of every layer; `padding` tokens are put before the prompts and masked away."""
-        observer = LeakageObserver(self.plan, start=padding)
+        observer = LeakageObserver(self.plan, start=padding, temperatures=self.norms.temperatures)
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(self.model.device)
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
         keep[:, :padding] = 0
         positions = positions.clamp(min=0).expand_as(tokens)
         with attach(self.model, [observer], edits) as probe:
-            probe.forward(tokens, padding=keep, position_ids=positions)
+            given = {"position_ids": positions} if takes_positions(self.model) else {}
+            probe.forward(tokens, padding=keep, **given)
         return observer.collect()
+
+    @cached_property
+    def norms(self) -> NormObserver:
+        """Does the model scale its queries by position, or change them after their rotation?"""
+        return norms_by_position(self.model, torch.from_numpy(self.constant).to(self.model.device))
+
+    @cached_property
+    def source(self) -> Source | None:
+        """Where the model writes position into the residual stream by itself, if it does."""
+        return first_source(self.model, int(self.constant[0, 0]))
+
+    @property
+    def cause(self) -> str | None:
+        """What in the model itself makes equal tokens differ from position to position."""
+        return self.source.reason if self.source is not None else self.uneven
+
+    @property
+    def uneven(self) -> str | None:
+        layers = [layer for layer, gap in enumerate(self.norms.unevenness) if gap]
+        if not layers:
+            return None
+        return (
+            f"in {len(layers)} layers something acts on queries or keys after their rotation and does not commute with "
+            f"it, such as a norm with weights: norms vary by {max(self.norms.unevenness):.2g} with position"
+        )
 
     @cached_property
     def measured(self) -> list[Parts]:
@@ -66,7 +102,7 @@ class Bench:
     @property
     def few(self) -> Ids:
         """Prompts for the laws that hold for each one, where more would only cost time."""
-        return self.ids[:4]
+        return self.ids[:2]
 
     def bound(self, bounds: dict[torch.dtype, float]) -> float:
         return bounds.get(self.model.dtype, bounds[torch.bfloat16])
@@ -86,7 +122,8 @@ def constant_token(bench: Bench) -> Check:
         parts, why = parts[:1], f"{why} (first layer: learned sink logits break it after that)"
     data = assemble([stack_layers(parts)], bench.plan)
     powers = [np.nanmax(np.nanmean(component(data, name).values[0] ** 2, axis=(-1, -2))) for name in ("drift", "sink")]
-    return Check("L2 constant token", float(max(powers)), bench.bound(EXACT), "nats²", why)
+    check = Check("L2 constant token", float(max(powers)), bench.bound(EXACT), "nats²", why)
+    return check if check.ok else check.because(bench.cause)
 
 
 def first_layer(bench: Bench) -> Check:
@@ -100,16 +137,16 @@ def first_layer(bench: Bench) -> Check:
     why = (
         f"i.i.d. tokens meet no position before the first attention: drift is 0 within its interval, n={len(bench.ids)}"
     )
-    return Check(
-        "L3 first layer", float(low), bench.bound(EXACT), f"nats² (lower end; value {unbiased(gram):.2g})", why
-    )
+    unit = f"nats² (lower end; value {unbiased(gram):.2g})"
+    check = Check("L3 first layer", float(low), bench.bound(EXACT), unit, why)
+    return check if check.ok else check.because(bench.cause)
 
 
 class ZeroQueries(Edit):
     """Every logit becomes 0: each query weighs all that it sees alike."""
 
     def edit(self, call: Call) -> Call:
-        return replace(call, query=torch.zeros_like(call.query))
+        return replace(call, query=torch.zeros_like(call.query), bias=None)
 
 
 def zero_queries(bench: Bench) -> Check:
@@ -152,9 +189,22 @@ def shift_floor(model: PreTrainedModel, plan: Plan, ids: Ids, shift: int) -> flo
 
 
 def shifted_positions(bench: Bench, shift: int) -> Check:
-    value = shift_floor(bench.model, bench.plan, bench.few, shift)
     why = f"only offsets enter rotated logits: moving all position ids by {shift} changes nothing beyond rounding"
-    return Check("L5 shift", value, bench.bound(AGREE), "nats rms", why)
+    if not takes_positions(bench.model):
+        return Check("L5 shift", 0.0, None, "nats rms", f"{why}: not asked, the model takes no position ids")
+    check = Check(
+        "L5 shift", shift_floor(bench.model, bench.plan, bench.few, shift), bench.bound(AGREE), "nats rms", why
+    )
+    return check if check.ok else check.because(_shift_cause(bench))
+
+
+def _shift_cause(bench: Bench) -> str | None:
+    if bench.source is not None and bench.source.kind == TABLE:
+        return bench.source.reason
+    scaled = [float(t.max()) for t in bench.norms.temperatures if t is not None]
+    if scaled:
+        return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
+    return bench.uneven
 
 
 def closure(bench: Bench) -> Check:
@@ -182,4 +232,21 @@ def padding(bench: Bench) -> Check:
         for parts, p in zip(plain, padded, strict=True)
         for name in ("mask", "drift")
     )
-    return Check("L8 padding", worst, bench.bound(AGREE), "relative", "left padding changes nothing")
+    check = Check("L8 padding", worst, bench.bound(AGREE), "relative", "left padding changes nothing")
+    return check if check.ok else check.because(_padding_cause(bench))
+
+
+def _padding_cause(bench: Bench, padding: int = 5) -> str | None:
+    """Asked of the model's own attention: does left padding change its states? posleak itself never pads."""
+    ids = torch.from_numpy(bench.ids[:2]).to(bench.model.device)
+    padded = torch.nn.functional.pad(ids, (padding, 0), value=int(ids[0, 0]))
+    keep = torch.ones_like(padded)
+    keep[:, :padding] = 0
+    given = {}
+    if takes_positions(bench.model):
+        given = {"position_ids": (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)[None]}
+    with torch.inference_mode():
+        plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+        moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]
+    changed = relative_difference(moved, plain) > bench.bound(AGREE)
+    return "the model's own states change with left padding, under its own attention too" if changed else None

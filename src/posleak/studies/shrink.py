@@ -24,9 +24,12 @@ LAYERS = 6
 
 SIZES: dict[str, Any] = {
     # words
-    "vocab_size": 100, "vocab_size_per_layer_input": 100, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 100, "vocab_size_per_layer_input": 100, "shape_vocab_size": 100,
+    "pronunciation_vocab_size": 100, "encoder_hash_byte_group_vocab": 100,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     # width
     "hidden_size": 64, "d_model": 64, "n_embd": 64, "emb_dim": 64, "embedding_size": 64, "embedding_dim": 64,
+    "hidden_size_global": 64,
     "word_embed_proj_dim": 64, "input_embedding_size": 64, "output_embedding_size": 64, "attention_hidden_size": 64,
     "lru_width": 64, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "ple_embed_dim": 16,
     # depth
@@ -65,13 +68,49 @@ SIZES: dict[str, Any] = {
     "sliding_window": 13, "sliding_window_size": 13, "attention_chunk_size": 16, "window_size": 13,
     "local_attention": 26, "attention_window_size": 13,
     "max_position_embeddings": 1024, "n_positions": 1024, "n_ctx": 1024, "max_seq_len": 1024,
-    "max_target_positions": 1024,
+    "max_target_positions": 1024, "floor_scale": 8, "log_scaling_n_floor": 8,
+    # a family of encoders, or of encoders with decoders, has its decoder measured
+    "is_decoder": True, "is_encoder_decoder": False,
 }  # fmt: skip
 """What each name is set to, where a config has it. Multiples of 16 where expert products need whole 16 bytes; windows
 shorter than the census's prompts, so that they hide something; value heads narrower than key heads."""
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
-"""Families whose sizes depend on each other in their own way."""
+NEEDED = ("head_dim", "num_key_value_heads", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+"""Set also where the default is None: some configs leave them to the checkpoint."""
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # hybrids whose default has no attention layer at these depths
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": HYBRID,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    # shared attention reads the stream and the embeddings side by side, so it is twice as wide
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "num_key_value_heads": 4,
+              "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "num_key_value_heads": 4,
+               "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    # defaults that its own constructor or model refuses
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dots1": {"n_shared_experts": 1},
+    "gemma4_text": {"per_layer_config": {1: {"head_dim": 32}}},  # layers of different widths
+    "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 32}}},
+    "mamba2": {"num_heads": 8},
+    "moshi": {"audio_vocab_size": 100},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+                       "indexer_compress_ratio": 4},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    # positions that change queries within the length of a census prompt
+    "ministral3": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}},
+}  # fmt: skip
+"""Families whose sizes depend on each other in their own way, or whose defaults would show less than they can do."""
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
@@ -79,29 +118,35 @@ def tiny_config(family: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the defaults of somebody else's config
-        return config_class(**{**shrunk(config_class), **OVERRIDES.get(family, {})})
+        return config_class(**shrunk(config_class))
 
 
 def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Arguments for a config class that make it tiny, from the names that its defaults have."""
     default = config_class()
     names = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
-    sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(size, names[name])}
+    sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(name, size, names[name])}
+    if (
+        "qk_rope_head_dim" in names
+    ):  # latent attention: rotated width alone in the rotary module, one key per query head
+        sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= one_of_each_kind(default)
-    for name, part in config_class.sub_configs.items():
-        if part is not PreTrainedConfig and isinstance(getattr(default, name, None), part):
-            sizes[name] = shrunk(part)
-    return sizes
+    for name in config_class.sub_configs:
+        if isinstance(part := getattr(default, name, None), PreTrainedConfig):
+            sizes[name] = {"model_type": part.model_type, **shrunk(type(part))}
+    return sizes | OVERRIDES.get(default.model_type, {})
 
 
-def _replaces(size: Any, default: Any) -> bool:
-    """A default that is off (None, or 0) stays off; what is a list has one entry per layer."""
-    return default is not None and not isinstance(default, (list, dict, bool)) and default != 0
+def _replaces(name: str, size: Any, default: Any) -> bool:
+    """A default that is off (None, or 0) stays off, if the model can do without; a list has one entry per layer."""
+    if isinstance(default, bool):
+        return isinstance(size, bool)
+    return name in NEEDED or (default is not None and default != 0 and not isinstance(default, (list, dict)))
 
 
 def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
     """Lists with one entry per layer, cut to the first layer of each kind; and how many layers that leaves."""
-    depth = getattr(default, "num_hidden_layers", None)
+    depth = getattr(default, "num_hidden_layers", None) or 0
     lists = {n: v for n, v in default.to_dict().items() if isinstance(v, list) and len(v) == depth and depth > 1}
     lists = {name: value for name, value in lists.items() if len(set(map(str, value))) < depth}
     if not lists:
@@ -111,7 +156,8 @@ def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
         kinds.setdefault(str(kind), layer)
     kept = sorted(kinds.values())[:LAYERS]
     kept = kept if len(kept) > 1 else [0, 1]
-    return {**{name: [v[layer] for layer in kept] for name, v in lists.items()}, "num_hidden_layers": len(kept)}
+    cut = {name: [SIZES.get(name, v[layer]) for layer in kept] for name, v in lists.items()}
+    return {**cut, "num_hidden_layers": len(kept)}
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
@@ -134,8 +180,11 @@ def sharpened(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and parameter.is_floating_point():
-                gain = 3.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "key")) else 1.0
+                gain = 1.8 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "key")) else 1.0
                 parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)
-            elif name.endswith("sinks"):
-                parameter.normal_(1.0, 1.0, generator=generator)
+            elif parameter.is_floating_point():
+                noise = torch.empty_like(parameter).normal_(
+                    0, 1.0 if name.endswith("sinks") else 0.1, generator=generator
+                )
+                parameter.add_(noise)
     return model.eval().requires_grad_(False)

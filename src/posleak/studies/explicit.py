@@ -1,0 +1,114 @@
+"""Where a model writes absolute position on purpose, found by watching it: no model is known by name.
+
+With one token repeated and no BOS, a causal model with relative positions computes the same state at every position.
+The first module that turns equal states into different ones is where position enters:
+
+    a table of positions (learned or sinusoidal), an embedding or the model's body itself
+    a recurrent or convolutional layer, whose state starts empty at position 0
+    attention with a learned sink logit, whose weights do not add up to one
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posleak.probe import attach, body
+
+LENGTH = 37
+"""A prime: no other axis of a model has this size, so that the axis of positions is known by it."""
+
+TABLE, RECURRENT, SINKS = "position table", "recurrent layer", "learned sink logits"
+
+REASONS = {
+    TABLE: "it has a table of absolute positions ({module}), which writes position into the residual stream",
+    RECURRENT: "{module} carries a state from token to token that starts empty, so that it counts positions",
+    SINKS: "the learned sink logits of {module} take a share that depends on how many keys a query sees",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The first place where position enters the residual stream other than through attention."""
+
+    kind: str
+    module: str
+
+    @property
+    def reason(self) -> str:
+        return REASONS[self.kind].format(module=self.module)
+
+
+@dataclass
+class Watch:
+    """The first module whose output differs between positions although its input does not."""
+
+    names: dict[int, str]
+    found: str | None = None
+    embedding: bool = False
+    callers: set[int] = field(default_factory=set)
+
+    def look(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self.found is not None or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            return  # a rotary module's cosines are no part of the stream
+        before = _differs(next(_along_positions([*args, *kwargs.values()]), None))
+        after = _differs(next(_along_positions([out] if isinstance(out, Tensor) else list(_values(out))), None))
+        table = isinstance(module, torch.nn.Embedding)
+        if after and (before is False or table):
+            self.found, self.embedding = self.names[id(module)], table
+
+
+def first_source(model: PreTrainedModel, token: int) -> Source | None:
+    """Where equal tokens become different states; None where they never do, as in any rotary, NoPE or ALiBi model."""
+    watch = Watch({id(module): name for name, module in model.named_modules()})
+    inner = body(model)
+    with attach(model) as probe, _watched(inner, watch):
+        out = probe.forward(torch.full((1, LENGTH), token, device=model.device))
+        attention = {watch.names[id(module)] for module in probe.modules}
+    if watch.found is None:
+        return Source(TABLE, "added in its body") if _differs(out[0]) else None
+    if watch.embedding:
+        return Source(TABLE, watch.found)
+    return Source(SINKS if watch.found in attention else RECURRENT, watch.found)
+
+
+@contextmanager
+def _watched(inner: torch.nn.Module, watch: Watch) -> Iterator[None]:
+    parts = [module for module in inner.modules() if module is not inner]
+    handles = [module.register_forward_hook(watch.look, with_kwargs=True) for module in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _values(out: Any) -> Iterator[Any]:
+    yield from out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else ()
+
+
+def _along_positions(candidates: list[Any]) -> Iterator[Tensor]:
+    """Floating tensors with exactly one axis of positions."""
+    for x in candidates:
+        if isinstance(x, Tensor) and x.is_floating_point() and list(x.shape).count(LENGTH) == 1:
+            yield x
+
+
+def _differs(x: Tensor | None) -> bool | None:
+    """Do positions differ, beyond rounding? None where there are no positions."""
+    if x is None:
+        return None
+    at = x.movedim(list(x.shape).index(LENGTH), 0).double()
+    return float((at - at[:1]).abs().max()) > 1e-3 * float(at.abs().max())
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Can position ids be given to the model? Some count tokens themselves."""
+    return "position_ids" in inspect.signature(body(model).forward).parameters

@@ -1,0 +1,119 @@
+"""What is special about a model's attention, read off its calls: how position enters, what is seen, what is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from posleak.leakage import norms_by_position
+from posleak.models import Subject
+from posleak.probe import Calibration, Call, attach
+
+from .explicit import RECURRENT, TABLE, first_source
+
+EQUAL = 1e-3
+"""Relative difference below which vectors of two positions are the same, in float32."""
+
+
+@dataclass
+class CallObserver:
+    """Traits of every attention call on a constant-token prompt; `turned`: do queries depend on position? None: as the
+    states do, so that it cannot be told."""
+
+    turned: list[bool | None] = field(default_factory=list)
+    traits: list[str] = field(default_factory=list)
+    heads: set[int] = field(default_factory=set)
+
+    def observe(self, call: Call, out: Tensor) -> None:
+        same_states = not _differ(call.value[0])
+        directions = call.query[0] / call.query[0].norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        self.turned.append(_differ(directions) if same_states else None)
+        self.heads.add(call.heads)
+        for there, trait in (
+            (call.bias is not None, "bias added to logits"),
+            (call.softcap is not None, "soft-capped logits"),
+            (call.s_aux is not None, "learned sink logits"),
+            (call.value.shape[-1] != call.key.shape[-1], "values of another width than keys"),
+            (kind := _narrowed(call), str(kind)),
+        ):
+            if there and trait not in self.traits:
+                self.traits.append(trait)
+
+
+def _differ(x: Tensor) -> bool:
+    """Do the vectors x [H, T, E] of one head differ between positions?"""
+    return float((x - x[:, :1]).abs().max()) > EQUAL * float(x.abs().max())
+
+
+def _narrowed(call: Call) -> str | None:
+    """A window has the same size for all late queries, a chunk grows until the next begins."""
+    late = torch.arange(call.query.shape[2] - 2, call.query.shape[2], device=call.query.device)
+    seen = call.visibility.rows(late)[0, 0].sum(-1).tolist()
+    if seen[1] == call.query.shape[2]:
+        return None
+    return "sliding window" if seen[0] == seen[1] else "chunked attention"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """`positions`: how absolute or relative position enters; `special`: what else a reader of results should know."""
+
+    positions: str
+    special: tuple[str, ...]
+
+
+def traits(subject: Subject, calibration: Calibration, length: int, token: int) -> Traits:
+    """Two constant-token prompts through the model, and what calibration found."""
+    model, look = subject.model, CallObserver()
+    ids = torch.full((1, length), token, device=subject.device)
+    with attach(model, [look]) as probe:
+        probe.forward(ids)
+    norms, source = norms_by_position(model, ids), first_source(model, token)
+    rotary = any("inv_freq" in name for name, _ in model.named_buffers())
+    special = list(look.traits)
+    if any(t is not None for t in norms.temperatures):
+        special.append("queries scaled by position")
+    if any(norms.unevenness):
+        special.append("weighted norm after the rotation")
+    special += _modules(calibration)
+    if len(look.heads) > 1:
+        special.append("layers with different numbers of heads")
+    if "index_topk" in model.config.get_text_config().to_dict():
+        special.append("keys selected by content in prompts longer than index_topk, which are refused")
+    other = set(calibration.unmeasured) | (
+        {source.module} if source is not None and source.kind == RECURRENT else set()
+    )
+    if other:
+        special.append(_hybrid(subject, calibration, other))
+    table = source is not None and source.kind == TABLE
+    return Traits("table of positions" if table else _positions(look.turned, rotary), tuple(special))
+
+
+def _positions(turned: list[bool | None], rotary: bool) -> str:
+    known = [rotary if turn is None else turn for turn in turned]
+    if not any(known):
+        return "none (NoPE)"
+    without = known.count(False)
+    return f"rotary, {without} of {len(known)} calls without (NoPE)" if without else "rotary"
+
+
+def _hybrid(subject: Subject, calibration: Calibration, other: set[str]) -> str:
+    """Which layers are measured, and what the others are; the innermost name where one holds another."""
+    inner = [name for name in sorted(other) if not any(child.startswith(f"{name}.") for child in other)]
+    kinds = sorted({type(subject.model.get_submodule(name)).__name__ for name in inner})
+    measured = len([name for name, _ in groupby(calibration.modules)])
+    return f"hybrid: attention in {measured} of {subject.identity.layers} layers, beside {', '.join(kinds)}"
+
+
+def _modules(calibration: Calibration) -> list[str]:
+    """Modules that call attention several times in a row, that run several times, and those that run without it."""
+    runs = [(name, len(list(calls))) for name, calls in groupby(calibration.modules)]
+    found = []
+    if (most := max(count for _, count in runs)) > 1:
+        found.append(f"{most} attention calls per layer")
+    if len(runs) > len({name for name, _ in runs}):
+        found.append("modules that run more than once")
+    return found
