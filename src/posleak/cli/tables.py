@@ -11,19 +11,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from posleak.axes import PARTS
+from posleak.axes import PARTS, SCALING
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate, Summary
+    from posleak.leakage.summary import Numbers
     from posleak.runs import Run
     from posleak.studies import Diagnosis
 
-COLOURS = {"mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73"}  # Okabe and Ito: told apart by all eyes
-GLYPHS = {"mask": "█", "drift": "▒", "sink": "·"}  # and without any colour
+# Okabe and Ito's colours: told apart by all eyes; and glyphs, for no colour at all.
+COLOURS = {"mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73", SCALING: "#cc79a7"}
+GLYPHS = {"mask": "█", "drift": "▒", "sink": "·", SCALING: "╱"}
 BAR = 8
 LEGEND = """\
 powers in nats², mean over heads, all queries, with 95% bootstrap intervals over prompts
-shares of the total: █ mask ▒ drift · sink, − cancels some; n.s.: total not clearly above 0
+shares of the total: █ mask ▒ drift · sink ╱ scaling, − cancels some; n.s.: total not clearly above 0
 at 0: attention to position 0, mean over reference queries"""
 
 
@@ -53,16 +55,22 @@ def layers_table(summary: Summary) -> Table:
     """One line a layer, in 80 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("layer", justify="right")
-    for name in ("total", *PARTS):
+    numbers = summary.layers["all"]
+    shown = parts_of(numbers)
+    for name in ("total", *shown):
         table.add_column(name, no_wrap=True)
     table.add_column("shares", no_wrap=True)
     table.add_column("at 0", justify="right")
-    numbers = summary.layers["all"]
     for layer in range(len(numbers.power["total"].value)):
-        cells = [number(numbers.power[name][layer], COLOURS.get(name, "")) for name in ("total", *PARTS)]
-        bar = share_bar({name: float(numbers.share[name][layer].value) for name in PARTS})
+        cells = [number(numbers.power[name][layer], COLOURS.get(name, "")) for name in ("total", *shown)]
+        bar = share_bar({name: float(numbers.share[name][layer].value) for name in shown})
         table.add_row(str(layer), *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
     return table
+
+
+def parts_of(numbers: Numbers) -> tuple[str, ...]:
+    """Mask, drift and sink; and scaling in models that scale their queries by position."""
+    return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
 def number(estimate: Estimate, style: str = "") -> Text:
@@ -114,7 +122,7 @@ def share_bar(shares: dict[str, float]) -> Text:
 def _shares(summary: Summary, queries: str) -> str:
     numbers = summary.model[queries]
     parts = []
-    for name in PARTS:
+    for name in parts_of(numbers):
         share = numbers.share[name]
         interval = "" if math.isnan(share.low) else f" [dim]({share.low:.0%}…{share.high:.0%})[/dim]"
         text = "–" if math.isnan(share.value) else f"{share.value:.0%}"

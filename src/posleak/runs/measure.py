@@ -195,9 +195,9 @@ def check_size(subject: Subject, spec: MeasureSpec, plan: Plan) -> None:
 
 def estimated_bytes(subject: Subject, spec: MeasureSpec, plan: Plan) -> int:
     """Activations of one batch, its sampled rows, and the parts of all prompts. An upper estimate, not a promise."""
-    identity, config = subject.identity, subject.model.config.get_text_config()
-    inner = getattr(config, "intermediate_size", None) or 4 * identity.width
-    inner = max(inner) if isinstance(inner, (list, tuple)) else inner
+    identity = subject.identity
+    inner = getattr(subject.model.config.get_text_config(), "intermediate_size", None) or 4 * identity.width
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # some families have one per layer
     item = torch.empty((), dtype=subject.model.dtype).element_size()
     activations = spec.batch * spec.length * (8 * identity.width + 3 * inner) * item
     rows = spec.batch * identity.heads * len(plan.rows) * spec.length * (2 * 4 + 2 * 8)
