@@ -68,3 +68,12 @@ def test_studies_are_well_formed() -> None:
         assert len({cell.label + str(cell.length) for cell in chosen.cells}) == len(chosen.cells)
     other = study("architectures").at(models=["a", "b", "c"], length=64)
     assert [(cell.model, cell.length) for cell in other.cells] == [("a", 64), ("b", 64), ("c", 64)]
+
+
+def test_the_markdown_table_has_a_line_for_early_and_for_all_queries(models: dict[str, str], tmp_path: Path) -> None:
+    from posleak.cli.study import study_markdown
+
+    rows = run_study(cells(models), tmp_path)
+    lines = study_markdown(rows).splitlines()
+    assert len(lines) == 2 + 2 * len(rows)
+    assert len({line.count("|") for line in lines}) == 1

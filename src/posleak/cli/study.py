@@ -31,6 +31,9 @@ def study_command(
     prompts: Annotated[int | None, typer.Option(help="Prompts, instead of the study's own.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
     root: Annotated[Path, typer.Option("--out", help="Where runs are kept and reused.")] = Path("runs"),
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown, all numbers in it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare many measurements: the balance of mask, drift and sink across architectures, knobs or lengths.
@@ -48,6 +51,8 @@ def study_command(
         rows = run_study(chosen, root, status.update)
     if as_json:
         emit({"study": chosen.name, "question": chosen.question, "rows": [plain(row.as_dict()) for row in rows]})
+    elif markdown:
+        out.print(study_markdown(rows), soft_wrap=True, highlight=False, markup=False)
     else:
         out.print(study_table(chosen, rows))
 
@@ -75,3 +80,22 @@ def study_table(chosen: Study, rows: list[Row]) -> Group:
             style="dim",
         ),
     )
+
+
+def study_markdown(rows: list[Row]) -> str:
+    """Every number of the balance, early and all queries, with its interval: a table for a document."""
+    names = ("total", "mask", "drift", "sink", "residual")
+    head = ["cell", "N", "n", "queries", *names, "mask share", "drift share", "sink share", "at 0", "slope", "removed"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        for queries in ("early", "all"):
+            numbers = row.balance.numbers[queries]
+            cells = [row.cell.label, str(row.cell.length), str(row.cell.prompts), queries]
+            cells += [number(numbers.power[name]).plain.strip() for name in names]
+            cells += [percent(numbers.share[name]).plain for name in ("mask", "drift", "sink")]
+            cells.append(number(row.balance.sink_attention).plain.strip() if queries == "all" else "")
+            slopes = [f"{kind} {number(value).plain.strip()}" for kind, value in row.balance.relative.items()]
+            cells.append("; ".join(slopes) if queries == "all" else "")
+            cells.append(percent(row.removed[f"residual, {queries}"]).plain if row.removed else "")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
