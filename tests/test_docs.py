@@ -138,3 +138,12 @@ def test_tests_named_in_the_documentation_exist() -> None:
     assert named
     for module, test in named:
         assert f"def {test}(" in (ROOT / "tests" / f"{module}.py").read_text(encoding="utf-8"), (module, test)
+
+
+def test_the_readme_states_the_number_of_families_that_the_census_found() -> None:
+    census, readme = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/families.md", "README.md"))
+    supported = re.search(r"^\*\*(\d+) families supported\*\*", census, flags=re.M)
+    of = re.search(r"has (\d+) causal-LM families", census)
+    assert supported is not None
+    assert of is not None
+    assert f"{supported[1]} of the {of[1]} causal-LM families" in readme

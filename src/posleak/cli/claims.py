@@ -97,13 +97,14 @@ def claims_table(found: ClaimsRun) -> Group:
 
 
 def effect(entry: dict[str, Any]) -> Text:
-    """`38.7% (22.5% … 50.5%) removed`, or why there is none."""
+    """`39% (22% … 50%) removed, n=16`, or why there is none."""
     if entry["effect"] is None:
         return Text(str(entry["reason"] or "could not be estimated").splitlines()[0], style="dim")
     share = entry["unit"].startswith("share")
     value, low, high = (show(entry[name], share) for name in ("effect", "low", "high"))
     text = Text(value, style="bold")
-    text.append(f" ({low} … {high}) {entry['unit'].removeprefix('share ') if share else entry['unit']}", style="dim")
+    unit = entry["unit"].removeprefix("share ") if share else entry["unit"]
+    text.append(f" ({low} … {high}) {unit}, n={entry['n']}", style="dim")
     return text
 
 
@@ -111,5 +112,5 @@ def show(value: float | None, share: bool = False) -> str:
     if value is None or math.isnan(value):
         return "–"
     if share:
-        return f"{value:.0%}"
+        return f"{value:.0%}" if abs(value) >= 0.1 else f"{value:.1%}"
     return f"{value:.1e}" if value and abs(value) < 1e-2 else f"{value:.3g}"
