@@ -5,11 +5,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?= smollm2-135m
+DEMO    = runs/demo-$(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit real format wheel wheel-check clean
+.PHONY: help venv demo test lint unit real chromium format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -23,8 +24,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## fetch the default model once, and measure it
-	$(BIN)/posleak measure $(MODEL) --length 512 --prompts 16
+demo: $(READY)  ## fetch the default model once, test every claim on it, and make its page
+	$(BIN)/posleak claims $(MODEL) --out $(DEMO)
+	-$(BIN)/posleak doctor $(MODEL) --json > $(DEMO)/doctor.json
+	$(BIN)/posleak report $(DEMO) --out $(DEMO)/report.html
 
 test: lint unit real  ## everything that must pass
 
@@ -33,8 +36,14 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Tests of the page drive a real browser: Debian's, installed here where there is none and we may.
+chromium:
+	@command -v chromium >/dev/null || { command -v apt-get >/dev/null && test "$$(id -u)" = 0 \
+		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } \
+		|| echo "no chromium, and it cannot be installed here: tests of the page are skipped"
+
 # Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
-unit: $(READY)  ## tests on tiny models, offline
+unit: $(READY) chromium  ## tests on tiny models, offline
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real"
 
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.

@@ -4,6 +4,7 @@
     subject = pl.load("smollm2-135m")
     run = pl.measure(subject, length=512, prompts=16, seed=0)
     parts = pl.split(run)
+    pl.report([run], "report.html")
 
 Names are imported when they are first used: torch is slow to load, and not every use needs it.
 """
@@ -17,6 +18,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .models import Subject, load
+    from .report.compare import compare
+    from .report.page import report
     from .runs import Run, claims, measure
     from .runs.run import split
     from .studies import doctor
@@ -28,10 +31,12 @@ _HOMES = {
     "measure": ".runs",
     "claims": ".runs",
     "split": ".runs.run",
+    "report": ".report",
+    "compare": ".report",
     "doctor": ".studies",
 }
 
-__all__ = ["Run", "Subject", "__version__", "claims", "doctor", "load", "measure", "split"]
+__all__ = ["Run", "Subject", "__version__", "claims", "compare", "doctor", "load", "measure", "report", "split"]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,8 +41,11 @@ def section(command: CommandInfo) -> Iterator[str]:
     hints = get_type_hints(command.callback, include_extras=True)
     for name, parameter in inspect.signature(command.callback).parameters.items():
         kind, about = get_args(hints[name])
-        default = "" if parameter.default is None or parameter.default is False else f"`{parameter.default}`"
-        yield f"| `{spelled(name, kind, about)}` | {default} | {cell(about.help or '')} |"
+        absent = any(parameter.default is nothing for nothing in (None, False, parameter.empty))
+        default = "" if absent else f"`{parameter.default}`"
+        written = spelled(name, kind, about)
+        written = written.strip("[]") if parameter.default is parameter.empty else written  # required
+        yield f"| `{written}` | {default} | {cell(about.help or '')} |"
     yield ""
 
 

@@ -1,9 +1,9 @@
 """The curves of every head, with intervals over prompts: what the page draws when a head is chosen.
 
-    mean        E over prompts, mean over offsets, of each component at each query; the parts add up to the total
-    power       its unbiased power at each query, mean over offsets: what opposite signs at different offsets hide
-    attention   a_i0 by query
-    early, late mean logit by offset, over the queries before 32 and over the reference queries
+mean        E over prompts, mean over offsets, of each component at each query; the parts add up to the total
+power       its unbiased power at each query, mean over offsets: what opposite signs at different offsets hide
+attention   a_i0 by query
+early, late mean logit by offset, over the queries before 32 and over the reference queries
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from posleak.axes import EARLY, LAYER, PARTS
+from posleak.axes import EARLY, LAYER, PARTS, SCALING
 from posleak.leakage import Bootstrap, Estimate, component
 from posleak.leakage.power import Array, gram_matrix
 
-SHOWN = ("total", *PARTS)
+
+def parts(data: xr.Dataset) -> tuple[str, ...]:
+    """mask, drift and sink; and scaling, for a model that scales its queries by position."""
+    return (*PARTS, SCALING) if SCALING in data else PARTS
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,12 @@ def curves(data: xr.Dataset, seed: int) -> Curves:
     """All heads, layer by layer: samples of one layer are all that is in memory at once."""
     bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
     layers = [data.isel({LAYER: [layer]}) for layer in range(data.sizes[LAYER])]
-    parts = [_parts(layer, bootstrap) for layer in layers]
+    found = [_parts(layer, bootstrap) for layer in layers]
     logits = [_logits(layer, bootstrap) for layer in layers] if "logit" in data else None
     return Curves(
         queries=data["query"].values.tolist(), offsets=data["offset"].values.tolist(),
-        mean={name: _stacked(mean[name] for mean, _ in parts) for name in SHOWN},
-        power={name: _stacked(power[name] for _, power in parts) for name in SHOWN},
+        mean={name: _stacked(mean[name] for mean, _ in found) for name in found[0][0]},
+        power={name: _stacked(power[name] for _, power in found) for name in found[0][1]},
         attention=_stacked(bootstrap.mean(layer["attention_0"].values) for layer in layers),
         early=None if logits is None else _stacked(early for early, _ in logits),
         late=None if logits is None else _stacked(late for _, late in logits),
@@ -52,7 +55,7 @@ def curves(data: xr.Dataset, seed: int) -> Curves:
 
 
 def _parts(layer: xr.Dataset, bootstrap: Bootstrap) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    x = {name: component(layer, name).values for name in SHOWN}  # [B, 1, H, Q, D]
+    x = {name: component(layer, name).values for name in ("total", *parts(layer))}  # [B, 1, H, Q, D]
     mean = {name: bootstrap.mean(nan_mean(values, -1)) for name, values in x.items()}
     return mean, {name: bootstrap.inner_product(gram_matrix(values, values)) for name, values in x.items()}
 
@@ -73,4 +76,5 @@ def nan_mean(x: Array, axis: int) -> Array:
 
 def _stacked(layers: Iterator[Estimate]) -> Estimate:
     every = list(layers)
-    return Estimate(*(np.concatenate([getattr(e, name) for e in every]) for name in ("value", "low", "high")), every[0].n)
+    value, low, high = (np.concatenate([getattr(e, name) for e in every]) for name in ("value", "low", "high"))
+    return Estimate(value, low, high, every[0].n)

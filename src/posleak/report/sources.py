@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from posleak.runs import Run
 from posleak.runs.examination import ORIGIN, ORIGIN_ARRAYS, read_claims
 from posleak.runs.folder import read_part, read_record
 from posleak.runs.spec import DEFINITIONS_VERSION
+
+from .curves import Curves, curves
 
 DOCTOR = "doctor.json"
 """`posleak doctor MODEL --json`, where somebody has put it beside the run."""
@@ -33,6 +36,11 @@ class Source:
     arrays: xr.Dataset | None = None
     doctor: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Every head's curves: the page and the tables draw on the same ones."""
+        return curves(self.run.data, self.run.record["spec"]["seed"])
 
     @property
     def prompts(self) -> int:

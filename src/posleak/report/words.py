@@ -11,6 +11,7 @@ SOURCES = {
     "mask": "the causal mask",
     "drift": "drift of the residual stream",
     "sink": "the sink at position 0",
+    "scaling": "the scaling of queries by position",
 }
 
 Cell = Mapping[str, Any]
@@ -61,17 +62,18 @@ def unit_label(unit: str) -> str:
 
 def lead(shares: Mapping[str, Cell]) -> str:
     """How the answer begins: which source is ahead, said only as strongly as the intervals allow."""
-    if any(shares[name]["value"] is None for name in SOURCES):
+    names = [name for name in SOURCES if name in shares]
+    if any(shares[name]["value"] is None for name in names):
         return "shows no leakage of absolute position that is clearly above noise"
-    order = sorted(SOURCES, key=lambda name: -shares[name]["value"])
-    first, others = shares[order[0]], [shares[name] for name in order[1:]]
-    if first["low"] is None:
-        return "gets its sense of absolute position from several sources"
+    order = sorted(names, key=lambda name: -shares[name]["value"])
+    first = shares[order[0]]
+    ahead = [SOURCES[name] for name in order if shares[name]["high"] >= first["low"]]
     if first["low"] > 0.5:
-        return f"gets its sense of absolute position mostly from {SOURCES[order[0]]}"
-    if all(first["low"] > other["high"] for other in others):
-        return f"gets its sense of absolute position more from {SOURCES[order[0]]} than from any other source"
-    return "gets its sense of absolute position from several sources, none of them clearly ahead"
+        return f"gets its sense of absolute position mostly from {ahead[0]}"
+    if len(ahead) == 1:
+        return f"gets its sense of absolute position more from {ahead[0]} than from any other source"
+    neither = "neither" if len(ahead) == 2 else "none of them"
+    return f"gets its sense of absolute position from {' and '.join(ahead)}, {neither} clearly ahead"
 
 
 def _minus(text: str) -> str:

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
 
-from posleak.axes import COMPONENTS
 from posleak.errors import RunError
-from posleak.leakage import Summary, component, summarise, tidy
+from posleak.leakage import Summary, component, components, summarise, tidy
 from posleak.leakage.summary import Numbers
 from posleak.plain import plain
 
 from .folder import HEADS, RECORD, RESULTS, read_record, sha256_of, verify_file, write_atomically
+from .notebook import compact_html
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,13 @@ class Run:
 
     def parts(self) -> xr.DataArray:
         """Mean over prompts of every component: (component, layer, head, query, offset), in nats."""
-        arrays = [component(self.data, name).mean("prompt") for name in COMPONENTS]
-        return xr.concat(arrays, dim=xr.IndexVariable("component", list(COMPONENTS))).rename("leakage")
+        names = components(self.data)
+        arrays = [component(self.data, name).mean("prompt") for name in names]
+        return xr.concat(arrays, dim=xr.IndexVariable("component", list(names))).rename("leakage")
+
+    def _repr_html_(self) -> str:
+        """In a notebook: shares with intervals, compactly."""
+        return compact_html(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `posleak measure --json` (docs/json.md)."""

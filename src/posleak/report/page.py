@@ -1,0 +1,151 @@
+"""One self-contained page: templates, style, script, plotly's bundle and the numbers, in a single file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import plotly.offline
+from markupsafe import Markup
+
+from posleak._version import __version__
+from posleak.errors import RunError
+from posleak.plain import plain
+from posleak.runs import Run
+from posleak.runs.folder import write_atomically
+
+from . import words
+from .compare import Comparison, comparison
+from .figures import Figure, comparison_figures, every_part, run_figures
+from .formats import HEADS, QUERIES, row_name, row_pieces
+from .sources import Refused, Source, gather, require_some
+from .view import MOST_CURVES, View, view
+
+MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not applicable": "–"}
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that is on the page, JSON-ready but for the comparison, which the templates read."""
+
+    views: list[View]
+    figures: list[dict[str, Figure]]
+    compared: Comparison | None
+    compared_figures: dict[str, Figure]
+    refused: list[Refused]
+
+    @classmethod
+    def of(cls, found: Sequence[Source], refused: Sequence[Refused] = ()) -> Page:
+        views = [view(source, MOST_CURVES // len(found)) for source in found]
+        several = len(found) > 1
+        return cls(
+            views, [run_figures(each) for each in views], comparison(found, refused) if several else None,
+            comparison_figures(views) if several else {}, list(refused),
+        )  # fmt: skip
+
+    def data(self) -> dict[str, Any]:
+        """What the page's script reads."""
+        runs = [
+            {"label": v.label, "length": v.length, "parts": v.parts, "windows": v.windows, "heads": v.heads,
+             "curves": v.curves, "figures": figures, "origin": _pictures(v)}
+            for v, figures in zip(self.views, self.figures, strict=True)
+        ]  # fmt: skip
+        found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})
+        return found
+
+    def html(self) -> str:
+        """The page."""
+        return str(
+            environment()
+            .get_template("page.html.j2").render(
+                page=self, version=__version__, data=script_json(self.data()), style=_static("page.css"),
+                script=_static("page.js"), plotly=Markup(plotly.offline.get_plotlyjs()), words=words,
+                marks=MARKS, heads=HEADS, queries=QUERIES, row_name=row_name, row_pieces=row_pieces,
+                all_parts=every_part(self.views),
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write_report` put where."""
+
+    page: Path
+    assets: list[Path]
+    shown: list[str]
+    partial: list[str]
+    refused: list[Refused]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak report --json` (docs/report.md)."""
+        refused = [{"run": each.name, "reason": each.reason} for each in self.refused]
+        return {
+            "page": str(self.page), "bytes": self.page.stat().st_size, "assets": [str(path) for path in self.assets],
+            "shown": self.shown, "partial": self.partial, "refused": refused,
+        }  # fmt: skip
+
+
+def write_report(runs: Iterable[Run | str | Path], out: str | Path, assets: str | Path | None = None) -> Written:
+    """Write the page of these runs to `out`, and figures and tables into `assets`.
+
+    An unfinished run is shown as partial. Runs that cannot be shown are named on the page with the reason.
+    """
+    found, refused = gather(runs)
+    require_some(found, refused, 1, "a report")
+    place = Path(out)
+    if place.is_dir():
+        raise RunError(
+            "the page needs a file name, and this is a folder", where=str(place), remedy="use --out FILE.html"
+        )
+    text = Page.of(found, refused).html()
+    write_atomically(place, lambda path: path.write_text(text, encoding="utf-8"))
+    files = list[Path]()
+    if assets is not None:
+        from .assets import write_assets
+
+        files = write_assets(found, Path(assets))
+    partial = [source.label for source in found if source.partial]
+    return Written(place, files, [source.label for source in found], partial, refused)
+
+
+def report(
+    runs: Iterable[Run | str | Path] | Run | str | Path, out: str | Path, assets: str | Path | None = None
+) -> Path:
+    """One page of one run or of several; where it is. See `write_report`."""
+    return write_report([runs] if isinstance(runs, (Run, str, Path)) else runs, out, assets).page
+
+
+def _pictures(v: View) -> dict[str, Any] | None:
+    names = ("picture", "depths", "cosine", "cosine_size", "readers")
+    if v.origin is None or v.origin["picture"] is None:
+        return None
+    return {name: v.origin[name] for name in names} | {"explained": v.origin["portrait"]["explained"],
+                                                       "among": v.origin["portrait"]["among"]}  # fmt: skip
+
+
+def script_json(value: Any) -> Markup:
+    """JSON that may stand inside a script element: no character of it can end the element or start another."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates of the package; everything that is put into them is escaped, and a misspelt name is an error."""
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("posleak.report"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return found
+
+
+def _static(name: str) -> Markup:
+    return Markup(files("posleak.report").joinpath("static", name).read_text(encoding="utf-8"))
