@@ -1,9 +1,10 @@
-"""The command line. Modules of commands register themselves on the app when they are imported."""
+"""The command line. Modules of commands register themselves on the app when they are imported, in the order of help."""
 
-from . import claims as _claims  # noqa: F401
-from . import origin as _origin  # noqa: F401
-from . import report as _report  # noqa: F401
-from . import study as _study  # noqa: F401
+from . import measure as _measure  # noqa: F401  isort: skip
+from . import claims as _claims  # noqa: F401  isort: skip
+from . import origin as _origin  # noqa: F401  isort: skip
+from . import study as _study  # noqa: F401  isort: skip
+from . import report as _report  # noqa: F401  isort: skip
 from .app import main
 
 __all__ = ["main"]

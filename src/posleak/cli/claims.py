@@ -12,23 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .app import (
-    DEFAULT_MODEL,
-    AllowPickle,
-    Device,
-    DeviceMap,
-    Dtype,
-    Json,
-    Model,
-    Revision,
-    TrustRemoteCode,
-    app,
-    emit,
-    err,
-    load_subject,
-    out,
-    spoken_warnings,
-)
+from .app import Json, emit, err, out, spoken_warnings
+from .subject import Load, model_command
 
 if TYPE_CHECKING:
     from posleak.runs import ClaimsRun
@@ -36,9 +21,9 @@ if TYPE_CHECKING:
 MARKS = {"supported": "[green]✓[/]", "contradicted": "[red]✗[/]", "inconclusive": "[yellow]?[/]", "not applicable": "–"}
 
 
-@app.command(name="claims")
+@model_command("claims")
 def claims_command(
-    model: Model = DEFAULT_MODEL,
+    load: Load,
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts; all conditions read the same ones.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
@@ -46,12 +31,6 @@ def claims_command(
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
     folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Test again what the folder has already.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:
     """Every claim of the paper on this model: effect, interval, verdict, and how it was tested.
@@ -62,10 +41,7 @@ def claims_command(
     from posleak.runs import MeasureSpec, claims, default_folder
 
     default_plan(length)
-    subject = load_subject(
-        model, device=device, dtype=dtype, device_map=device_map, revision=revision,
-        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-    )  # fmt: skip
+    subject = load()
     place = folder or default_folder(subject, MeasureSpec(inputs, bos, length, prompts, seed))
     with spoken_warnings(), err.status("claims") as status:
         found = claims(

@@ -6,40 +6,19 @@ from typing import Annotated
 
 import typer
 
-from .app import (
-    DEFAULT_MODEL,
-    AllowPickle,
-    Device,
-    DeviceMap,
-    Dtype,
-    Json,
-    Model,
-    Revision,
-    TrustRemoteCode,
-    app,
-    emit,
-    err,
-    load_subject,
-    out,
-    spoken_warnings,
-)
+from .app import Json, emit, err, out, spoken_warnings
+from .subject import Load, model_command
 
 
-@app.command(name="origin")
+@model_command("origin")
 def origin_command(
-    model: Model = DEFAULT_MODEL,
+    load: Load,
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
     prompts: Annotated[int, typer.Option(help="Prompts of random tokens; 3 or more.")] = 8,
     tokens: Annotated[int, typer.Option(help="First tokens in the portrait.")] = 1024,
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 2048 tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
-    device: Device = None,
-    dtype: Dtype = None,
-    device_map: DeviceMap = None,
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:
     """Position 0: is it closed, where does it go, who reads it, what does that tell later tokens?
@@ -52,10 +31,7 @@ def origin_command(
 
     from .origin_tables import origin_page
 
-    subject = load_subject(
-        model, device=device, dtype=dtype, device_map=device_map, revision=revision,
-        trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
-    )  # fmt: skip
+    subject = load()
     with spoken_warnings(), err.status("position 0") as status:
         found = origin(
             subject, length=length, prompts=prompts, tokens=tokens, seed=seed, bos=bos, batch=batch,

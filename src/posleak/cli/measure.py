@@ -1,0 +1,106 @@
+"""`posleak measure`, `posleak doctor` and `posleak models`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import Json, app, emit, err, out, spoken_warnings
+from .subject import Load, model_command
+
+
+@model_command("measure")
+def measure_command(
+    load: Load,
+    inputs: Annotated[str, typer.Option(help="random, constant[:ID], text:PATH or text:stdlib.")] = "random",
+    bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
+    length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 512,
+    prompts: Annotated[int, typer.Option(help="Prompts; the expectation and the intervals are over them.")] = 16,
+    batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 4096 tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
+    density: Annotated[int, typer.Option(help="Refines the plan of sampled rows.")] = 1,
+    edit: Annotated[
+        list[str] | None, typer.Option(help="What if: bos=zero, window=64, sink=cut, …; repeatable.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if the folder has this run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure absolute-position leakage and split it into mask, drift and sink.
+
+    Example: `posleak measure smollm2-135m --length 512 --prompts 16`
+    """
+    from posleak.edits import parse_edits
+    from posleak.inputs import parse
+    from posleak.probe import default_plan
+    from posleak.runs import MeasureSpec, default_folder, measure
+
+    from .progress import prompt_progress
+    from .tables import run_tables
+
+    # What can be refused without the model is refused before it is loaded.
+    edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
+    spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
+    default_plan(length, density)
+    parse(inputs)
+    subject = load()
+    with spoken_warnings(), prompt_progress(err) as progress:
+        run = measure(
+            subject, inputs, out=folder or default_folder(subject, spec), fresh=fresh, progress=progress,
+            bos=bos, length=length, prompts=prompts, seed=seed, batch=batch, density=density, edits=edits,
+        )  # fmt: skip
+    if as_json:
+        emit(run.as_dict())
+    else:
+        for item in run_tables(run):
+            out.print(item)
+
+
+@model_command("doctor")
+def doctor_command(
+    load: Load,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per prompt. Default: 96, or past the model's windows.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts for the statistical laws.")] = 12,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Can this model be measured, and are the numbers right here? Exit status 1 if a check fails.
+
+    Example: `posleak doctor smollm2-135m`
+    """
+    from posleak.probe import default_plan
+    from posleak.studies import doctor
+
+    from .tables import doctor_table
+
+    if length is not None:
+        default_plan(length)  # refuses a length that is too short before the model is loaded
+    subject = load()
+    with spoken_warnings(), err.status("checking") as status:
+        diagnosis = doctor(subject, length=length, prompts=prompts, seed=seed, progress=status.update)
+    if as_json:
+        emit(diagnosis.as_dict())
+    else:
+        out.print(doctor_table(diagnosis))
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+@app.command(name="models")
+def models_command(as_json: Json = False) -> None:
+    """Built-in models: where their weights come from, and what is in the cache.
+
+    Example: `posleak models`
+    """
+    from posleak.models import builtin
+
+    from .tables import models_table
+
+    if as_json:
+        emit({"models": [asdict(entry) for entry in builtin.listing()]})
+    else:
+        out.print(models_table(builtin.listing()))

@@ -1,0 +1,79 @@
+"""Commands about one model: which model it is, and how it is loaded, are options that all of them share.
+
+A command is written as a function of `load`, which it calls when everything that can be refused without the model has
+been refused; `model_command` adds MODEL in front of the command's own options and the loading options behind them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from .app import app, err, spoken_warnings
+
+if TYPE_CHECKING:
+    from posleak.models import Subject
+
+DEFAULT_MODEL = "smollm2-135m"
+
+Load = Callable[[], Any]
+"""Gives the Subject that the user named."""
+
+MODEL = Annotated[
+    str,
+    typer.Argument(help="A built-in name (`posleak models`), a hub id, a folder, or a .gguf file.", metavar="MODEL"),
+]
+LOADING: dict[str, tuple[Any, Any]] = {
+    "device": (str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU where there is one.")),
+    "dtype": (str | None, typer.Option(help="float32 (default on a CPU), bfloat16, float16, float64 or auto.")),
+    "device_map": (str | None, typer.Option(help="Passed on to transformers; `auto` spreads a large model.")),
+    "revision": (str | None, typer.Option(help="Branch, tag or commit of a hub id.")),
+    "trust_remote_code": (bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")),
+    "allow_pickle": (bool, typer.Option("--allow-pickle", help="Read weights that are stored as pickles.")),
+}
+"""The options of `posleak.models.load`, by their names there."""
+
+
+def model_command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command; its parameter `load` is made from MODEL and the loading options."""
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(model: str, **given: Any) -> None:
+            loading = {key: given.pop(key) for key in LOADING}
+            command(load=partial(load_subject, model, **loading), **given)
+
+        run.__signature__ = _signature(command)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in _signature(command).parameters.values()}
+        app.command(name=name)(run)
+        return command
+
+    return register
+
+
+def _signature(command: Callable[..., None]) -> inspect.Signature:
+    """MODEL, the command's own options, the loading options, and `--json` last."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "load"]
+    first, last = [_option("model", DEFAULT_MODEL, MODEL)], [p for p in own if p.name == "as_json"]
+    loading = [
+        _option(key, False if kind is bool else None, Annotated[kind, of]) for key, (kind, of) in LOADING.items()
+    ]
+    return inspect.Signature([*first, *(p for p in own if p not in last), *loading, *last])
+
+
+def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def load_subject(name: str, **options: Any) -> Subject:
+    """Load with a line of status, since the first time fetches and converts."""
+    from posleak.models import load
+
+    with spoken_warnings(), err.status(f"loading {name}") as status:
+        return load(name, progress=status.update, **options)
