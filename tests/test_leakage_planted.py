@@ -148,6 +148,20 @@ def test_parts_add_up_and_ignore_constants(
         assert torch.allclose(getattr(parts, name), getattr(moved, name), atol=1e-8, equal_nan=True)
 
 
+def test_a_constant_in_one_row_moves_drift_and_sink_but_not_the_total() -> None:
+    """A softmax does not see it, so that the total cannot change; the definitions of drift and sink do see it."""
+    generator = torch.Generator().manual_seed(0)
+    s = torch.randn(1, 1, N, N, generator=generator, dtype=torch.float64)
+    shifted = s.clone()
+    q = 8
+    shifted[:, :, PLAN.queries[q]] += 7.0
+    before, after = parts_of(s), parts_of(shifted)
+    total, same = ((p.mask + p.sink)[..., None] + p.drift for p in (before, after))
+    assert torch.allclose(total, same, atol=EXACT, equal_nan=True)
+    assert torch.allclose(before.mask, after.mask, atol=EXACT)
+    assert float((before.sink - after.sink)[0, 0, q].abs()) > 0.01
+
+
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**31), window=st.integers(2, N))
 def test_any_relative_head_has_no_drift_and_no_sink(seed: int, window: int) -> None:

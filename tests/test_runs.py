@@ -16,6 +16,7 @@ import torch
 import xarray as xr
 
 import posleak as pl
+from families import tiny
 from inputs_subject import byte_tokenizer
 from posleak.axes import COMPONENTS
 from posleak.errors import CheckError, InputError, PosleakWarning
@@ -249,3 +250,12 @@ def test_text_is_measured_and_its_hash_kept(tmp_path: Path) -> None:
     found = pl.measure(Subject.of(model, tokenizer), f"text:{tmp_path / 'book.txt'}", length=48, prompts=3)
     assert re.fullmatch("[0-9a-f]{64}", found.record["inputs"]["text_sha256"])
     assert found.data.attrs["remainder"] < 1e-9
+
+
+def test_layers_whose_drift_and_sink_cancel_are_named() -> None:
+    """Keys biased along a direction that hardly rotates put whole rows of logits on scales of their own."""
+    model: Any = tiny("qwen2", scale=3.0)
+    model.model.layers[1].self_attn.k_proj.bias[4] = 1000.0  # the slowest of five frequencies
+    with pytest.warns(PosleakWarning, match=r"drift and sink cancel each other in layers \[1\]"):
+        run = pl.measure(Subject.of(model, name="biased"), length=64, prompts=6)
+    assert any("drift and sink cancel" in note for note in run.record["warnings"])

@@ -5,7 +5,7 @@ from .measure import batches, measure_chunks
 from .observer import AttentionObserver, LeakageObserver
 from .power import Bootstrap, Estimate
 from .split import Parts, split
-from .summary import Summary, summarise, tidy
+from .summary import Summary, cancelling_layers, summarise, tidy
 from .temperature import NormObserver, norms_by_position
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Summary",
     "assemble",
     "batches",
+    "cancelling_layers",
     "component",
     "components",
     "measure_chunks",

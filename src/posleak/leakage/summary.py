@@ -98,6 +98,21 @@ def summarise(data: xr.Dataset, seed: int = 0) -> Summary:
     )
 
 
+CANCELLING = 10.0
+"""How many times larger than their sum drift and sink must both be to say nothing one by one."""
+
+
+def cancelling_layers(summary: Summary) -> list[int]:
+    """Layers where drift and sink are large and opposite, so that only their sum, the residual, means something.
+
+    Drift keeps the late query's position-0 term while the body is swapped. Where rows of logits differ by hundreds of
+    nats as a whole, which no softmax sees, that term and the body are not on one scale (docs/definitions.md).
+    """
+    power = summary.layers["all"].power
+    smaller = np.minimum(power["drift"].value, power["sink"].value)
+    return np.flatnonzero(smaller > CANCELLING * np.maximum(power["residual"].value, power["total"].value)).tolist()
+
+
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
     """One record per number and head: layer, head, queries, quantity, component, value, low, high, unit, n."""
     for queries, numbers in summary.heads.items():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from posleak.edits import NamedEdit, parse_edits, require_measurable
 from posleak.errors import InputError, PosleakWarning, RunError
 from posleak.inputs import Prompts, prepare
-from posleak.leakage import assemble, batches, measure_chunks
+from posleak.leakage import assemble, batches, cancelling_layers, measure_chunks
 from posleak.leakage.dataset import Chunk
 from posleak.models import Subject, available_bytes
 from posleak.plain import plain
@@ -146,6 +146,13 @@ def _chunks(
 def _finish(run: Run) -> Run:
     """Results first, then the record that says so, and only then the parts go."""
     record = {**run.record, "status": "finished", "finished": _now()}
+    if layers := cancelling_layers(run.summary):
+        note = (
+            f"drift and sink cancel each other in layers {layers}, where logits are very large: read their sum, the "
+            "residual, there"
+        )
+        record["warnings"] = [*record["warnings"], note]
+        warnings.warn(note, PosleakWarning, stacklevel=3)
     if run.path is not None:
         record["files"] = run.write_results(run.path)
         write_record(run.path, record)

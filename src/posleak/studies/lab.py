@@ -27,7 +27,7 @@ from posleak.probe import Calibration, Plan, calibrate, default_plan
 
 TOKENS_AT_ONCE = 4096
 ORIGIN_PROMPTS = 8
-ORIGIN_TOKENS = 256
+ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
 
