@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from families import tiny
+from families import VOCAB, tiny
 from made_up import made_up
 from models_tiny import save
 from models_tiny import tiny as small
@@ -270,3 +270,19 @@ def test_decoders_that_do_not_say_so_are_not_taken_for_encoders(tmp_path: Path) 
     """GPT-NeoX (Pythia) leaves `is_decoder` false in its config, and has always been a decoder."""
     folder = save(tiny("gpt_neox"), tmp_path / "neox")
     assert load(folder, cache=tmp_path / "cache").identity.architecture == "gpt_neox"
+
+
+def test_layers_that_accelerate_moves_between_devices_measure_the_same() -> None:
+    """What `device_map` does to a model that is spread over devices, as far as a CPU can show it.
+
+    Every layer is wrapped in accelerate's hooks, which move whatever it is given, its mask too.
+    """
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model: Any = tiny("mistral")
+    ids, plan = np.random.default_rng(0).integers(3, VOCAB, (2, 64)), default_plan(64)
+    (plain,) = measure_chunks(model, [ids], plan)
+    for layer in model.model.layers:
+        add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    (hooked,) = measure_chunks(model, [ids], plan)
+    assert all(np.array_equal(plain[name], hooked[name], equal_nan=True) for name in plain)
