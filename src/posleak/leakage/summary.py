@@ -99,7 +99,7 @@ def summarise(data: xr.Dataset, seed: int = 0) -> Summary:
 
 
 CANCELLING = 10.0
-"""How many times larger than their sum drift and sink must both be to say nothing one by one."""
+"""How many times larger than their sum drift and sink must both be, by their intervals, to say nothing one by one."""
 
 
 def cancelling_layers(summary: Summary) -> list[int]:
@@ -109,8 +109,9 @@ def cancelling_layers(summary: Summary) -> list[int]:
     nats as a whole, which no softmax sees, that term and the body are not on one scale (docs/definitions.md).
     """
     power = summary.layers["all"].power
-    smaller = np.minimum(power["drift"].value, power["sink"].value)
-    return np.flatnonzero(smaller > CANCELLING * np.maximum(power["residual"].value, power["total"].value)).tolist()
+    both = np.minimum(power["drift"].low, power["sink"].low)
+    left = np.maximum(power["residual"].high, power["total"].high)
+    return np.flatnonzero((both > CANCELLING * left) & (left > 0)).tolist()
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
