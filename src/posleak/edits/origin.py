@@ -59,9 +59,10 @@ class FreezeSink(NamedEdit):
 
 @dataclass
 class FirstKeys:
-    """Keys and values of position 0, call by call: [1, K, E]."""
+    """Keys and values of position 0, call by call: [1, K, E]; `there` [B]: prompts that have that token already."""
 
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    there: Tensor | None = None
 
     def observe(self, call: Call, out: Tensor) -> None:
         self.seen.append((call.key[:, :, 0], call.value[:, :, 0]))
@@ -96,11 +97,17 @@ class PatchOrigin(NamedEdit):
         finally:
             self._taken.seen.clear()
 
+    def reads(self, ids: Tensor) -> None:
+        self._taken.there = ids[:, 0] == self.token
+
     def edit(self, call: Call) -> Call:
-        key, value = self._taken.seen[call.index]
-        return replace(call, key=_put_first(call.key, key), value=_put_first(call.value, value))
+        (key, value), there = self._taken.seen[call.index], self._taken.there
+        if there is None or bool(there.all()):
+            return call
+        return replace(call, key=_put_first(call.key, key, there), value=_put_first(call.value, value, there))
 
 
-def _put_first(x: Tensor, first: Tensor) -> Tensor:
-    """x [B, K, T, E] with its position 0 replaced, by a copy."""
-    return torch.cat([first.to(x).expand_as(x[:, :, 0])[:, :, None], x[:, :, 1:]], dim=2)
+def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
+    """x [B, K, T, E] with its position 0 replaced, by a copy, but for the prompts to keep [B]."""
+    chosen = torch.where(keep.to(x.device)[:, None, None], x[:, :, 0], first.to(x))
+    return torch.cat([chosen[:, :, None], x[:, :, 1:]], dim=2)

@@ -105,6 +105,7 @@ class Probe:
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         for edit in self.edits:
+            edit.reads(ids)
             positions = edit.positions(moved := positions)
             if positions is not moved:
                 kwargs["position_ids"] = positions

@@ -27,6 +27,9 @@ class Edit:
         """Other tokens to read."""
         return prompts
 
+    def reads(self, ids: Tensor) -> None:
+        """Told what the next forward pass reads, ids [B, T]."""
+
     def positions(self, positions: Tensor) -> Tensor:
         """Other position ids [B, T]."""
         return positions
