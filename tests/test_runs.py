@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from importlib.metadata import version
@@ -198,8 +197,7 @@ def test_a_window_longer_than_the_text_warns() -> None:
 
 
 def test_more_memory_than_there_is_is_refused_before_any_work(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("posleak.runs.measure")  # the function of the same name hides it
-    monkeypatch.setattr(module, "available_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr("posleak.runs.memory.available_bytes", lambda device: 1_000_000)
     with counted_passes(llama.model) as passes, pytest.raises(InputError) as error:
         pl.measure(llama, length=2048, prompts=64)
     assert "needs more memory than the machine has free" in str(error.value)

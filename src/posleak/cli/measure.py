@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .app import Json, app, emit, err, out, spoken_warnings
+from .profile import process_seconds, profiled
 from .subject import Load, model_command
+
+if TYPE_CHECKING:
+    from posleak.runs import Run
 
 
 @model_command("measure")
@@ -27,36 +32,58 @@ def measure_command(
     ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if the folder has this run.")] = False,
+    max_memory: Annotated[
+        str | None, typer.Option(help="What the process may hold, model included, e.g. 8GB: batches are chosen to fit.")
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where time and memory went.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure absolute-position leakage and split it into mask, drift and sink.
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
-    from posleak.edits import parse_edits
-    from posleak.inputs import parse
-    from posleak.probe import default_plan
-    from posleak.runs import MeasureSpec, default_folder, measure
+    from posleak.stopwatch import Stopwatch, stage
 
-    from .progress import prompt_progress
-    from .tables import run_tables
+    watch = Stopwatch(before=process_seconds() if profile else 0.0)
+    with watch if profile else nullcontext():
+        from posleak.edits import parse_edits
+        from posleak.inputs import parse
+        from posleak.models import read_weights
+        from posleak.peak import PeakMemory
+        from posleak.probe import default_plan
+        from posleak.runs import MeasureSpec, default_folder, measure, parse_bytes
 
-    # What can be refused without the model is refused before it is loaded.
-    edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
-    default_plan(length, density)
-    parse(inputs)
-    subject = load()
-    with spoken_warnings(), prompt_progress(err) as progress:
-        run = measure(
-            subject, inputs, out=folder or default_folder(subject, spec), fresh=fresh, progress=progress,
-            bos=bos, length=length, prompts=prompts, seed=seed, batch=batch, density=density, edits=edits,
-        )  # fmt: skip
+        from .progress import prompt_progress
+
+        # What can be refused without the model is refused before it is loaded.
+        edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
+        default_plan(length, density)
+        parse(inputs)
+        parse_bytes(max_memory)
+        subject = load()
+        if profile:
+            read_weights(subject.model)  # or they would count as memory of the measurement
+        with stage("measure"), spoken_warnings(), prompt_progress(err) as progress, PeakMemory() as peak:
+            run = measure(
+                subject, inputs, out=folder or default_folder(subject, spec, max_memory), fresh=fresh,
+                max_memory=max_memory, progress=progress, bos=bos, length=length, prompts=prompts, seed=seed,
+                batch=batch, density=density, edits=edits,
+            )  # fmt: skip
+    spent = profiled(watch, peak, run) if profile else None
     if as_json:
-        emit(run.as_dict())
+        emit(run.as_dict() | ({} if spent is None else {"profile": spent}))
     else:
-        for item in run_tables(run):
-            out.print(item)
+        show_run(run, spent)
+
+
+def show_run(run: Run, spent: dict[str, Any] | None) -> None:
+    from .tables import profile_table, run_tables
+
+    for item in run_tables(run):
+        out.print(item)
+    if spent is not None:
+        out.print(profile_table(spent))
 
 
 @model_command("doctor")

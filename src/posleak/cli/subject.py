@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from posleak.stopwatch import stage
+
 from .app import app, err, spoken_warnings
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 def load_subject(name: str, **options: Any) -> Subject:
     """Load with a line of status, since the first time fetches and converts."""
-    from posleak.models import load
+    with stage("load"), spoken_warnings(), err.status(f"loading {name}") as status:
+        from posleak.models import load
 
-    with spoken_warnings(), err.status(f"loading {name}") as status:
         return load(name, progress=status.update, **options)

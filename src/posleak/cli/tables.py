@@ -162,3 +162,21 @@ def models_table(entries: Iterable[Any]) -> Table:
             "yes" if entry.cached else "no",
         )  # fmt: skip
     return table
+
+
+def profile_table(spent: dict[str, Any]) -> Group:
+    """Seconds by stage, the share of the model's own forward pass, and memory against its plan."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("stage", "seconds", "of all", "times"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for row in spent["stages"]:
+        table.add_row(row["stage"], f"{row['seconds']:.2f}", f"{row['share']:.1%}", str(row["entries"]))
+    table.add_row("all", f"{spent['seconds']:.2f}", "100%", "1")
+    memory, share = spent["memory"], spent["forward_share"]
+    lines = [
+        "nothing was measured: the folder had this run (--fresh measures again)" if not share
+        else f"the model's own forward pass: {share:.0%} of the {spent['measuring_seconds']:.1f} s of measuring, "
+        f"{spent['forward_share_of_command']:.0%} of the whole command",
+        f"memory above the loaded model: at most {memory['peak_mb']:.0f} MB, planned {memory['planned_mb']:.0f} MB",
+    ]  # fmt: skip
+    return Group(table, *(Text(line, style="dim") for line in lines))

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from posleak.probe import Call, call_rows, default_plan
+from posleak.probe import Call, Visibility, call_rows, default_plan
 from posleak.probe.rows import Sight, sight
 
 from .base import NamedEdit, Site
@@ -58,9 +58,13 @@ def hidden_mass(call: Call) -> Tensor:
 
 
 def queries_sight(call: Call, stop: int) -> Sight:
-    """n_i and the sight of key 0 for the queries 1 … stop − 1, in blocks of rows."""
-    parts = []
-    for positions in torch.arange(1, stop, device=call.query.device).split(BLOCK):
-        parts.append(sight(call.visibility.rows(positions)[0, 0], positions))
-    body, origin = torch.cat([part.body for part in parts]), torch.cat([part.origin for part in parts])
-    return Sight(body, origin if call.unread is None else origin & ~call.unread[:, None])
+    """n_i and the sight of key 0 for the queries 1 … stop − 1."""
+    seen = call.visibility.kept(("sight", stop), lambda: _sight(call.visibility, stop))
+    return Sight(seen.body, seen.origin if call.unread is None else seen.origin & ~call.unread[:, None])
+
+
+def _sight(visibility: Visibility, stop: int) -> Sight:
+    """In blocks of rows, so that memory grows with the length and not with its square."""
+    blocks = torch.arange(1, stop, device=visibility.device).split(BLOCK)
+    parts = [sight(visibility.rows(positions)[0, 0], positions) for positions in blocks]
+    return Sight(torch.cat([part.body for part in parts]), torch.cat([part.origin for part in parts]))

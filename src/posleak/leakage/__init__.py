@@ -1,7 +1,7 @@
 """Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
 
 from .dataset import assemble, component, components
-from .measure import batches, measure_chunks
+from .measure import FORWARD, TOKENS_AT_ONCE, batches, measure_chunks
 from .observer import AttentionObserver, LeakageObserver
 from .power import Bootstrap, Estimate
 from .split import Parts, split
@@ -9,6 +9,8 @@ from .summary import Summary, cancelling_layers, summarise, tidy
 from .temperature import NormObserver, norms_by_position
 
 __all__ = [
+    "FORWARD",
+    "TOKENS_AT_ONCE",
     "AttentionObserver",
     "Bootstrap",
     "Estimate",

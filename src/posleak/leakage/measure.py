@@ -12,10 +12,17 @@ from transformers import PreTrainedModel
 
 from posleak.errors import CheckError
 from posleak.probe import Edit, Plan, attach
+from posleak.stopwatch import stage
 
 from .dataset import Chunk, stack_layers
 from .observer import LeakageObserver
 from .temperature import norms_by_position
+
+TOKENS_AT_ONCE = 4096
+"""Enough to keep a machine busy; the default does not look at the machine, since the batch moves the last bits."""
+
+FORWARD = "forward"
+"""The stage of a model's own forward pass, attention included and looking at it not."""
 
 
 def batches(prompts: int, batch: int, start: int = 0) -> list[range]:
@@ -33,17 +40,19 @@ def measure_chunks(
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
-    One constant-token prompt goes first: does the model scale its queries by position? The model stays attached until
-    the last chunk is taken or the generator is closed.
+    A constant-token prompt goes first: does the model scale its queries by position? The model stays attached until the
+    last chunk is taken or the generator is closed.
     """
     remaining = iter(ids)
     if (first := next(remaining, None)) is None:
         return
-    norms = norms_by_position(model, torch.from_numpy(first[:1]).to(model.device), edits)
+    with stage("constant token"):
+        norms = norms_by_position(model, torch.from_numpy(first[:1]).to(model.device), edits, plan.rows)
     observer = LeakageObserver(plan, temperatures=norms.temperatures)
     with attach(model, [observer], edits) as probe:
         for batch in chain([first], remaining):
-            probe.forward(torch.from_numpy(batch).to(model.device))
+            with stage(FORWARD):
+                probe.forward(torch.from_numpy(batch).to(model.device))
             seen = observer.collect()
             if layers is not None and len(seen) != layers:
                 raise CheckError(
@@ -53,4 +62,6 @@ def measure_chunks(
                     expected=layers,
                     remedy="the model changes its layers from call to call; it cannot be measured",
                 )
-            yield stack_layers(seen)
+            with stage("arrays"):
+                chunk = stack_layers(seen)
+            yield chunk

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posleak.probe import Call, Plan, call_rows
+from posleak.stopwatch import stage
 
 from .split import Parts, split, split_scaled
 
@@ -17,7 +18,7 @@ from .split import Parts, split, split_scaled
 class LeakageObserver:
     """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding.
 
-    temperatures[l] [T]: how much layer l scales its query at each position of a prompt; None or nothing: not at all.
+    temperatures[l] [P]: how much layer l scales the queries of the plan's rows; None or nothing: not at all.
     """
 
     plan: Plan
@@ -27,18 +28,19 @@ class LeakageObserver:
 
     def observe(self, call: Call, out: Tensor) -> None:
         t = self.temperatures[call.index] if call.index < len(self.temperatures) else None
-        rows = call_rows(call, self.plan, self.start)
-        if t is None:
-            self.layers.append(split(rows))
-        else:
-            self.layers.append(split_scaled(rows, call_rows(self._even(call, t), self.plan, self.start)))
+        with stage("rows"):
+            rows = call_rows(call, self.plan, self.start)
+            even = None if t is None else call_rows(self._even(call, t), self.plan, self.start)
+        with stage("split"):
+            self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
     def _even(self, call: Call, t: Tensor) -> Call:
         """The call with every query at the references' mean temperature."""
-        common = t[list(self.plan.references)].mean()
-        factor = torch.nn.functional.pad(common / t, (self.start, 0), value=1.0)
-        wide = torch.promote_types(call.query.dtype, torch.float32)
-        return replace(call, query=call.query.to(wide) * factor[:, None].to(call.query.device, wide))
+        late = slice(len(self.plan.queries), len(self.plan.rows) - 1)
+        rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
+        query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
+        query[:, :, rows] *= (t[late].mean() / t)[:, None].to(query)
+        return replace(call, query=query)
 
     def collect(self) -> list[Parts]:
         """The layers seen since the last call of this method."""

@@ -12,18 +12,25 @@ where they are not (recurrent layers, learned positions), the scaling cannot be 
 Norms that differ from position to position, and not by one factor for all heads, mean that something acts on queries or
 keys after their rotation which does not commute with it (HunYuan: a norm with a weight per dimension). Then logits do
 not depend on offsets alone, and no part says so by itself: `unevenness`.
+
+A prompt of the full length would cost as much as a measured one. A few tokens at the positions of interest are enough
+where positions reach the model as position ids and in no other way; a model that counts its tokens itself (Llama 4)
+gets the full prompt.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from posleak.probe import Call, Edit, attach
+from posleak.probe import Call, Edit, attach, takes_positions
 from posleak.probe.attachment import Unchanging
 
 ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -35,7 +42,7 @@ Deep models amplify what the float32 rotation rounds, also where they are float6
 class NormObserver:
     """What a constant-token prompt shows of every call.
 
-    temperatures: t_p / t_0 [T]; None where it is 1 throughout, or cannot be told
+    temperatures: t_p / t_0 [T], one for each token looked at; None where it is 1 throughout, or cannot be told
     unevenness: the largest relative difference of norms between positions of a head that no common factor explains
     """
 
@@ -54,6 +61,10 @@ class NormObserver:
         self.temperatures.append(t)
         self.unevenness.append(uneven)
 
+    def at(self, rows: Sequence[int]) -> NormObserver:
+        """The same with temperatures of these tokens only."""
+        return NormObserver([None if t is None else t[list(rows)] for t in self.temperatures], self.unevenness)
+
 
 def _common_factor(x: Tensor, factor: bool = True) -> tuple[Tensor, float]:
     """x [H, T, E] -> the mean over heads of ‖x_p‖ / ‖x_0‖ [T], and how far a head is from it (without: from 1)."""
@@ -64,10 +75,44 @@ def _common_factor(x: Tensor, factor: bool = True) -> tuple[Tensor, float]:
     return common, float((ratios - common).abs().max())
 
 
-def norms_by_position(model: PreTrainedModel, ids: Tensor, edits: Sequence[Edit] = ()) -> NormObserver:
-    """One constant-token prompt of the length of ids [B, T]; of the edits, only their position ids count."""
+class Counting(TorchFunctionMode):
+    """Does anything but posleak make positions of its own, with `torch.arange`, while this is on?"""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.arange and not sys._getframe(1).f_globals.get("__name__", "").startswith("posleak."):
+            self.found = True
+        return func(*args, **(kwargs or {}))
+
+
+def norms_by_position(
+    model: PreTrainedModel, ids: Tensor, edits: Sequence[Edit] = (), rows: Sequence[int] | None = None
+) -> NormObserver:
+    """A constant-token prompt of the length of ids [B, T]; of the edits, only their position ids count.
+
+    With `rows`, temperatures are those of these positions, and the prompt is short where it can be.
+    """
     constant = ids[:1, -1:].expand(1, ids.shape[1]).contiguous()
+    if rows is not None and (found := _at_positions(model, constant, edits, rows)) is not None:
+        return found
     look = NormObserver()
     with attach(model, [look], [Unchanging(edit) for edit in edits]) as probe:
         probe.forward(constant)
-    return look
+    return look if rows is None else look.at(rows)
+
+
+def _at_positions(
+    model: PreTrainedModel, constant: Tensor, edits: Sequence[Edit], rows: Sequence[int]
+) -> NormObserver | None:
+    """One token at each of these positions, after one at position 0; None where the model counts for itself."""
+    if not takes_positions(model):
+        return None
+    positions = torch.arange(constant.shape[1], device=constant.device)[None]
+    for edit in edits:
+        positions = edit.positions(positions)
+    places = [0, *rows]
+    look = NormObserver()
+    with attach(model, [look]) as probe, Counting() as counting:
+        probe.forward(constant[:, : len(places)], position_ids=positions[:, places])
+    return None if counting.found else look.at(range(1, len(places)))

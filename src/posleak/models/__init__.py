@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from posleak.models.identity import Identity as Identity
     from posleak.models.loading import load as load
     from posleak.models.memory import available_bytes as available_bytes
+    from posleak.models.memory import read_weights as read_weights
     from posleak.models.steps import checkpoints as checkpoints
     from posleak.models.subject import Subject as Subject
 
@@ -51,6 +52,7 @@ _HOMES = {
     "Identity": "identity",
     "load": "loading",
     "available_bytes": "memory",
+    "read_weights": "memory",
     "Subject": "subject",
 }
 

@@ -13,9 +13,12 @@ from posleak.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 CGROUP = Path("/sys/fs/cgroup")
+PAGE = 4096
+"""Bytes that come into memory together, at least."""
+
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _CAST = ("F64", "F32", "F16", "BF16")
 """Header dtypes that from_pretrained(dtype=...) casts; the others (8-bit floats, integers) keep their size."""
@@ -46,6 +49,13 @@ def _container_bytes(cgroup: Path) -> int:
     except OSError:
         return 1 << 62
     return int(limit) - used + int(stat.get("inactive_file", 0))
+
+
+def read_weights(model: PreTrainedModel) -> None:
+    """Read every weight once: weights in main memory are mapped from their file, and come in when they are used."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.detach().flatten()[:: PAGE // parameter.element_size()].sum()
 
 
 def machine_bytes() -> int:

@@ -1,6 +1,6 @@
 """Stage 3, listening: the one attention function, the plan of rows, attaching and detaching, calibration."""
 
-from .attachment import Observer, Probe, attach, body
+from .attachment import Observer, Probe, attach, body, takes_positions
 from .calibration import Calibration, calibrate, relative_difference
 from .call import Call
 from .edit import Edit
@@ -24,4 +24,5 @@ __all__ = [
     "default_plan",
     "reduce_rows",
     "relative_difference",
+    "takes_positions",
 ]

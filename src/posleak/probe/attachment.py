@@ -9,6 +9,7 @@ On exit, also after an exception, the model has its own attention back and the r
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -140,6 +141,11 @@ class Unchanging(Edit):
 def body(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its language-model head."""
     return model.base_model
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Can position ids be given to the model? Some count tokens themselves."""
+    return "position_ids" in inspect.signature(body(model).forward).parameters
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,33 @@ class Call:
     @property
     def heads(self) -> int:
         return self.query.shape[1]
+
+    def among(self, start: int, stop: int) -> Call:
+        """Queries and keys start … stop − 1, among themselves."""
+        at = slice(start, stop)
+        return replace(
+            self,
+            query=self.query[:, :, at],
+            key=self.key[:, :, at],
+            value=self.value[:, :, at],
+            visibility=self.visibility.part(start, stop),
+            bias=None if self.bias is None else self.bias[..., at, at],
+        )
+
+    def of_heads(self, chosen: Tensor) -> Call:
+        """Only the heads with chosen [H] true, each with its own key head."""
+        if bool(chosen.all()):
+            return self
+        heads = chosen.nonzero().flatten()
+        shared = heads // (self.heads // self.key.shape[1])
+        return replace(
+            self,
+            query=self.query[:, heads],
+            key=self.key[:, shared],
+            value=self.value[:, shared],
+            s_aux=None if self.s_aux is None else self.s_aux[heads],
+            bias=self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, heads],
+        )
 
     def logits(self, rows: Tensor | slice, keys: slice = slice(None)) -> Tensor:
         """s_ij [B, H, R, keys] of the chosen queries: scaled, soft-capped and biased, not masked; at least float32.

@@ -5,8 +5,6 @@ Neither path holds more than (block × T) weights per head, so memory grows with
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,24 +33,28 @@ def _attend(call: Call) -> Tensor:
 
 
 def _with_origin_edited(call: Call) -> Tensor:
-    """Position 0 left out of the softmax of later queries, by leaving it out of the keys: exact, at the same cost."""
-    out = _attend(call)
-    later = replace(
-        call,
-        query=call.query[:, :, 1:],
-        key=call.key[:, :, 1:],
-        value=call.value[:, :, 1:],
-        visibility=call.visibility.without_origin(),
-        bias=None if call.bias is None else call.bias[..., 1:, 1:],
-    )
-    body, rest = _attend(later), out[:, :, 1:]
-    if call.frozen is not None:
-        share = call.frozen[..., None, None].to(out)
-        first = call.value[:, :, :1].repeat_interleave(call.heads // call.value.shape[1], dim=1)
-        rest = torch.where(share.isnan(), rest, share * first + (1 - share) * body)
+    """Position 0 left out of the softmax of later queries, by leaving it out of the keys.
+
+    Exact, and at the cost of the plain kernel: a head goes through it once, with position 0 or without. Taking a_i0 v_0
+    out of the finished output, (out − a_i0 v_0) / (1 − a_i0), loses its digits where a head reads little else.
+    """
+    B, H, T, _ = call.query.shape
+    share = call.value.new_full((B, H), torch.nan) if call.frozen is None else call.frozen.to(call.value)
     if call.unread is not None:
-        rest = torch.where(call.unread[:, None, None], body, rest)
-    return torch.cat([out[:, :, :1], rest], dim=2)
+        share = share.masked_fill(call.unread, 0)
+    kept = share.isnan()
+    out = call.value.new_empty(B, H, T, call.value.shape[-1])
+    if bool((own := kept.any(0)).any()):
+        out[:, own] = _attend(call.of_heads(own))
+    if bool((edited := ~kept.all(0)).any()):
+        some = call.of_heads(edited)
+        body, share, kept = _attend(some.among(1, T)), share[:, edited, None, None], kept[:, edited, None, None]
+        first = some.value[:, :, :1].repeat_interleave(some.heads // some.value.shape[1], dim=1)
+        # Where the share is 0 the body is left as it is, to the bit.
+        later = torch.where(share == 0, body, share * first + (1 - share) * body)
+        later = torch.where(kept, out[:, edited, 1:], later)
+        out[:, edited] = torch.cat([_attend(some.among(0, 1)), later], dim=2)
+    return out
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -67,7 +69,7 @@ def _blocks(call: Call, attend_block) -> Tensor:  # type: ignore[no-untyped-def]
     B, H, T, _ = call.query.shape
     out = call.value.new_zeros(B, H, T, call.value.shape[-1])
     for start, stop, low, high in call.visibility.spans(BLOCK):
-        seen = call.visibility.rows(torch.arange(start, stop, device=call.query.device))[..., low:high]
+        seen = call.visibility.rows(torch.arange(start, stop, device=call.query.device), slice(low, high))
         block = attend_block(call, slice(start, stop), slice(low, high), seen)
         blind = ~seen.any(-1, keepdim=True)
         out[:, :, start:stop] = block.masked_fill(blind, 0) if bool(blind.any()) else block

@@ -9,7 +9,8 @@ and the measured queries together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -65,11 +66,44 @@ def sight(visible: Tensor, positions: Tensor) -> Sight:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What the plan's rows see under one mask: the same for all layers that share the mask, and made once for them.
+
+    positions [P], offsets [D]; sight: n_p and the sight of key 0, [P]
+    summed [P, T]: body keys that are added up, measured queries over what they see and references over all before them,
+    since they are cut later;  unsummed [P, T]: −inf elsewhere
+    """
+
+    plan: Plan
+    positions: Tensor
+    offsets: Tensor
+    sight: Sight
+    summed: Tensor
+    unsummed: Tensor
+
+    @classmethod
+    def of(cls, visible: Tensor, plan: Plan) -> Frame:
+        """From the keys that the plan's rows may see, [P, T]."""
+        positions = torch.tensor(plan.rows, device=visible.device)
+        keys, Q = torch.arange(visible.shape[-1], device=visible.device), len(plan.queries)
+        summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys > 0)
+        return cls(
+            plan,
+            positions,
+            torch.tensor(plan.offsets, device=visible.device),
+            sight(visible, positions),
+            summed,
+            torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, NEVER),
+        )
+
+
+@dataclass(frozen=True)
 class References:
     """The late rows r of one layer; the last of them is the anchor, which only gives ô.
 
     positions [R + 1]; logits [B, H, R + 1, T] as they are
     weights   [B, H, R + 1, T]  e^{s − peak} of body keys, 0 elsewhere;  peak [B, H, R + 1, 1]
+    whole     [B, H, R]  log of the sum over all body keys up to r
     sight     n_r and the sight of key 0, [R]
     sigma     [B, H, R]  logit of key 0 (−inf where it is out of sight)
     o_hat     [B, H, R]  log ô: an ordinary key at offset n_r, mean of e^s over the rows later than r
@@ -80,14 +114,18 @@ class References:
     logits: Tensor
     weights: Tensor
     peak: Tensor
+    whole: Tensor
     sight: Sight
     sigma: Tensor
     o_hat: Tensor
     s_aux: Tensor | None
+    _cuts: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
 
     @cached_property
     def body(self) -> Tensor:
         """log R_{n_r} [B, H, R]"""
+        if torch.equal(self.sight.body, self.positions[:-1]):
+            return self.whole
         return torch.diagonal(self.cut(self.sight.body), dim1=-2, dim2=-1)
 
     @property
@@ -96,7 +134,12 @@ class References:
         return add(add(self.body, self.sigma), self.s_aux)
 
     def cut(self, n: Tensor) -> Tensor:
-        """log R_n of every row [B, H, R, Q] for lengths n [Q]."""
+        """log R_n of every row [B, H, R, Q] for lengths n [Q]; kept, since several parts ask for the same."""
+        if (key := tuple(n.tolist())) not in self._cuts:
+            self._cuts[key] = self._cut(n)
+        return self._cuts[key]
+
+    def _cut(self, n: Tensor) -> Tensor:
         late = slice(0, -1)
         lengths, where = n.unique(return_inverse=True)
         if len(lengths) <= FEW:
@@ -183,66 +226,77 @@ class Rows:
 def call_rows(call: Call, plan: Plan, start: int = 0) -> Rows:
     """One matmul for a call's sampled rows, then their reduction; `start` skips left padding. Errors name the layer."""
     rows = torch.tensor(plan.rows, device=call.query.device) + start
-    visible = call.visibility.rows(rows)[:, 0, :, start:]
     try:
-        if not bool((visible == visible[:1]).all()):
-            raise UnsupportedError("prompts of one batch see different keys", remedy="batch prompts of equal length")
+        frame = call.visibility.kept(("frame", plan, start), lambda: _frame(call, plan, rows, start))
         virtual = None if call.virtual is None else call.virtual[:, :, rows[: len(plan.queries)]]
         logits = call.logits(rows, slice(start, None))
-        return reduce_rows(logits, visible[0], plan, call.s_aux, call.unread, call.frozen, virtual)
+        return _reduce(logits, frame, call.s_aux, call.unread, call.frozen, virtual)
     except (CheckError, UnsupportedError) as error:
         raise error.at(f"layer {call.index}") from error
 
 
-def reduce_rows(
+def _frame(call: Call, plan: Plan, rows: Tensor, start: int) -> Frame:
+    visible = call.visibility.rows(rows)[:, 0, :, start:]
+    if not bool((visible == visible[:1]).all()):
+        raise UnsupportedError("prompts of one batch see different keys", remedy="batch prompts of equal length")
+    return Frame.of(visible[0], plan)
+
+
+def reduce_rows(logits: Tensor, visible: Tensor, plan: Plan, s_aux: Tensor | None = None) -> Rows:
+    """logits [B, H, P, T] of the plan's rows, visible [P, T] -> Rows. P runs over `plan.rows`."""
+    return _reduce(logits, Frame.of(visible, plan), s_aux)
+
+
+def _reduce(
     logits: Tensor,
-    visible: Tensor,
-    plan: Plan,
-    s_aux: Tensor | None = None,
+    frame: Frame,
+    s_aux: Tensor | None,
     unread: Tensor | None = None,
     frozen: Tensor | None = None,
     virtual: Tensor | None = None,
 ) -> Rows:
-    """logits [B, H, P, T] of the plan's rows, visible [P, T] -> Rows. P runs over `plan.rows`.
-
-    unread [H], frozen [B, H], virtual [B, H, Q]: what edits do at position 0 and to the denominator (see Call).
-    """
+    """unread [H], frozen [B, H], virtual [B, H, Q]: what edits do at position 0 and to the denominator (see Call)."""
     check_finite(logits)
-    positions = torch.tensor(plan.rows, device=logits.device)
-    seen = sight(visible, positions)
+    seen, positions, Q = frame.sight, frame.positions, len(frame.plan.queries)
     if unread is not None:
         seen = Sight(seen.body, seen.origin & ~unread[:, None])
-    Q = len(plan.queries)
-    query, late = slice(0, Q), slice(Q, len(plan.rows) - 1)
-    offsets = torch.tensor(plan.offsets, device=logits.device)
+    query, late = slice(0, Q), slice(Q, len(positions) - 1)
     aux = None if s_aux is None else s_aux.detach().double()[:, None]
-    # Measured queries are summed over what they see, references over all before them: they are cut later.
-    keys = torch.arange(logits.shape[-1], device=logits.device)
-    summed = torch.cat([visible[query], keys <= positions[Q:, None]]) & (keys > 0)
-    weights = logits.masked_fill(~summed, NEVER)
-    peak = weights.amax(-1, keepdim=True)
-    weights = weights.sub_(peak.clamp(min=torch.finfo(peak.dtype).min)).exp_()
-    body = weights[:, :, query].sum(-1, dtype=torch.float64).log() + peak[:, :, query, 0]
+    weights, peak = scaled_weights(logits, frame)
+    sums = weights.sum(-1, dtype=torch.float64).log() + peak[..., 0]
     sigma = logits[..., 0].double()
-    o_hat = ordinary_key(logits[:, :, Q:], positions[Q:], seen.body[late])
     references = References(
         positions[Q:],
         logits[:, :, Q:],
         weights[:, :, Q:],
-        peak[:, :, Q:].double(),
+        peak[:, :, Q:],
+        sums[..., late],
         seen[late],
         sigma[..., late],
-        o_hat,
+        ordinary_key(logits[:, :, Q:], positions[Q:], seen.body[late]),
         aux,
     )
+    body = sums[..., query]
     if frozen is not None:
         share = frozen.double()[..., None]
         both = torch.cat([body, references.body, references.body[..., :1]], dim=-1)
         sigma = torch.where(share.isnan(), sigma, (share / (1 - share)).log() + add(both, aux))
     sigma = sigma.masked_fill(~seen.origin, NEVER)
     references = replace(references, sigma=sigma[..., late])
-    by_delta = gather_offsets(logits[:, :, query], positions[query], offsets)
-    return Rows(offsets, seen[query], by_delta, sigma[..., query], body, references, virtual)
+    by_delta = gather_offsets(logits[:, :, query], positions[query], frame.offsets)
+    return Rows(frame.offsets, seen[query], by_delta, sigma[..., query], body, references, virtual)
+
+
+def scaled_weights(logits: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+    """e^{s − peak} [B, H, P, T] of the keys that are summed, 0 elsewhere, and peak [B, H, P, 1] in float64.
+
+    Exponents are kept above underflow, where exp is ten times slower, and what must be 0 is multiplied by 0. Terms so
+    small do not matter in a sum that has e^0 in it; shorter sums are checked against UNDERFLOW.
+    """
+    weights = logits + frame.unsummed.to(logits.dtype)
+    peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
+    least = math.ceil(math.log(torch.finfo(weights.dtype).tiny))
+    return weights.sub_(peak).clamp_(min=least).exp_().mul_(frame.summed), peak.double()
 
 
 def gather_offsets(logits: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
@@ -264,7 +318,7 @@ def nearest_sums(weights: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
     return sums.view(P, B, H, -1).permute(1, 2, 0, 3).cumsum(-1, dtype=torch.float64)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def segments(positions: tuple[int, ...], keys: int, lengths: tuple[int, ...]) -> Tensor:
     """Indicators [P, T, X]: key j of row p lies at an offset from one length up to the next. Kept: all layers ask."""
     offset = torch.tensor(positions)[:, None] - torch.arange(keys)
@@ -317,6 +371,10 @@ def _wider(aux: Tensor | None) -> Tensor | None:
 
 def check_finite(logits: Tensor) -> None:
     """Refuse logits [B, H, ...] that are no numbers, naming the heads."""
+    if all(
+        bool(torch.isfinite(extreme)) for extreme in torch.aminmax(logits)
+    ):  # NaN comes through, and is cheap to see
+        return
     bad = ~torch.isfinite(logits).flatten(2).all(-1)
     if bool(bad.any()):
         prompts, heads = bad.any(1).nonzero().flatten().tolist(), bad.any(0).nonzero().flatten().tolist()

@@ -9,12 +9,14 @@ made of it comes back through `read_mask`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function
+
+Kept = TypeVar("Kept")
 
 Rule = Callable[..., Any]
 """(batch, head, query, key) index tensors -> bool, broadcast; the form that transformers' mask functions have."""
@@ -33,8 +35,7 @@ class Visibility(torch.Tensor):
     rule: Rule
     padding: Tensor | None
     causal: bool
-    _spans: list[tuple[int, int, int, int]] | None
-    _derived: dict[object, Visibility]
+    _kept: dict[object, Any]
 
     @staticmethod
     def __new__(
@@ -55,51 +56,55 @@ class Visibility(torch.Tensor):
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rule, self.padding, self.causal, self._spans, self._derived = rule, padding, causal, None, {}
+        self.rule, self.padding, self.causal, self._kept = rule, padding, causal, {}
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "causal" if self.causal else "rule"
         return f"Visibility({kind}, shape={tuple(self.shape)}, padded={self.padding is not None})"
 
-    def rows(self, queries: Tensor) -> Tensor:
-        """bool [B or 1, 1, R, T]: the keys that the queries at these positions may see."""
-        batch, _, _, keys = self.shape
+    def rows(self, queries: Tensor, keys: slice = slice(None)) -> Tensor:
+        """bool [B or 1, 1, R, keys]: the keys that the queries at these positions may see, of all keys or a span."""
+        batch = self.shape[0]
         rule = self.rule if self.padding is None else and_masks(self.rule, padding_mask_function(self.padding))
         b = torch.arange(batch if self.padding is not None else 1, device=self.device)[:, None, None, None]
         h = torch.zeros(1, dtype=torch.long, device=self.device)[:, None, None]
-        j = torch.arange(keys, device=self.device)
+        j = torch.arange(self.shape[3], device=self.device)[keys]
         seen = rule(b, h, queries.to(self.device)[:, None], j)
-        return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), keys)
+        return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), len(j))
+
+    def kept(self, name: object, make: Callable[[], Kept]) -> Kept:
+        """What follows from the visibility alone, made once per name, since all layers of a pass ask for it."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        found: Kept = self._kept[name]
+        return found
 
     def spans(self, block: int) -> list[tuple[int, int, int, int]]:
-        """(first query, end, first key, end): blocks of queries and the keys that any of them sees; kept for reuse."""
-        if self._spans is None:
-            self._spans = []
-            for start in range(0, self.shape[2], block):
-                stop = min(start + block, self.shape[2])
-                seen = self.rows(torch.arange(start, stop)).flatten(0, 2).any(0).nonzero()
-                low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, start + 1)
-                self._spans.append((start, stop, low, high))
-        return self._spans
+        """(first query, end, first key, end): blocks of queries and the keys that any of them sees."""
+        return self.kept(("spans", block), lambda: [self._span(at, block) for at in range(0, self.shape[2], block)])
+
+    def _span(self, start: int, block: int) -> tuple[int, int, int, int]:
+        stop = min(start + block, self.shape[2])
+        seen = self.rows(torch.arange(start, stop)).flatten(0, 2).any(0).nonzero()
+        low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, start + 1)
+        return start, stop, low, high
 
     def replaced(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
-        """The same queries, keys and padding under another rule; made once per name, since all layers ask for it."""
-        if name not in self._derived:
-            plain = causal and self.padding is None
-            self._derived[name] = Visibility(self.shape, rule, self.padding, plain, device=self.device)
-        return self._derived[name]
+        """The same queries, keys and padding under another rule."""
+        plain = causal and self.padding is None
+        return self.kept(name, lambda: Visibility(self.shape, rule, self.padding, plain, device=self.device))
 
-    def without_origin(self) -> Visibility:
-        """Queries and keys after position 0."""
-        if "without origin" not in self._derived:
-            batch, _, queries, keys = self.shape
-            padding = None if self.padding is None else self.padding[:, 1:]
-            shape = (batch, 1, queries - 1, keys - 1)
-            later = Visibility(
-                shape, lambda b, h, q, k: self.rule(b, h, q + 1, k + 1), padding, self.causal, device=self.device
-            )
-            self._derived["without origin"] = later
-        return self._derived["without origin"]
+    def part(self, start: int, stop: int) -> Visibility:
+        """Queries and keys start … stop − 1, among themselves."""
+        padding = None if self.padding is None else self.padding[:, start:stop]
+        shape = (self.shape[0], 1, stop - start, stop - start)
+
+        def moved(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return self.rule(b, h, q + start, k + start)
+
+        return self.kept(
+            ("part", start, stop), lambda: Visibility(shape, moved, padding, self.causal, device=self.device)
+        )
 
     def moved(self, device: torch.device | str) -> Visibility:
         """The same rule on another device: models that are spread over several hand their mask from one to the next."""

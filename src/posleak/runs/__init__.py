@@ -2,7 +2,8 @@
 
 from .examination import ClaimsRun, claims
 from .measure import default_folder, measure
+from .memory import memory_plan, parse_bytes
 from .run import Run
 from .spec import MeasureSpec
 
-__all__ = ["ClaimsRun", "MeasureSpec", "Run", "claims", "default_folder", "measure"]
+__all__ = ["ClaimsRun", "MeasureSpec", "Run", "claims", "default_folder", "measure", "memory_plan", "parse_bytes"]

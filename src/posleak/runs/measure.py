@@ -19,9 +19,10 @@ from posleak.errors import InputError, PosleakWarning, RunError
 from posleak.inputs import Prompts, prepare
 from posleak.leakage import assemble, batches, cancelling_layers, measure_chunks
 from posleak.leakage.dataset import Chunk
-from posleak.models import Subject, available_bytes
+from posleak.models import Subject
 from posleak.plain import plain
 from posleak.probe import Calibration, Edit, Plan, calibrate, default_plan
+from posleak.stopwatch import stage
 
 from .folder import (
     FORMAT,
@@ -36,6 +37,7 @@ from .folder import (
     write_part,
     write_record,
 )
+from .memory import memory_plan, parse_bytes, within_memory
 from .run import Run
 from .spec import COMPUTED_WITH, DEFINITIONS_VERSION, SUBJECT, MeasureSpec, fingerprint, slug, versions
 
@@ -51,10 +53,14 @@ def measure(
     *,
     out: str | Path | None = None,
     fresh: bool = False,
+    max_memory: str | int | None = None,
     progress: Progress = lambda done, of: None,
     **asked: Any,
 ) -> Run:
-    """Measure a subject; `asked` are the fields of MeasureSpec (length, prompts, seed, bos, batch, density).
+    """Measure a subject; `asked` are the fields of MeasureSpec (length, prompts, seed, bos, batch, density, edits).
+
+    `max_memory` ("8GB", or bytes) is what the process may hold, the loaded model included: prompts are batched so that
+    it is kept, or the measurement is refused before it starts.
 
     With `out` the run is kept in that folder: an unfinished one there is resumed, a finished one of the same
     measurement is read back, and `fresh` measures again. Without `out` it stays in memory.
@@ -65,20 +71,25 @@ def measure(
         asked |= {"prompts": len(inputs), "length": inputs.shape[-1]}
     edits = parse_edits(asked.get("edits", ()))
     require_measurable(edits)
-    spec = MeasureSpec(inputs=named, **{**asked, "edits": tuple(edit.text for edit in edits)}).resolved()
+    spec = MeasureSpec(inputs=named, **{**asked, "edits": tuple(edit.text for edit in edits)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PosleakWarning)
         plan = default_plan(spec.length, spec.density)
-        prompts = edited_prompts(subject, inputs, spec, edits)
-        check_size(subject, spec, plan)
+        spec = within_memory(spec, subject, plan, parse_bytes(max_memory))
+        with stage("prompts"):
+            prompts = edited_prompts(subject, inputs, spec, edits)
+        check_size(subject, spec)
     notes = [str(warning.message) for warning in caught]
     for note in notes:
         warnings.warn(note, PosleakWarning, stacklevel=2)
     record = _new_record(subject, spec, {"inputs": named, **asked}, plan, prompts, notes)
+    record["memory"] = memory_plan(subject, spec, plan).as_dict()
     folder = None if out is None else Path(out)
     if folder is not None and (finished := _prepare_folder(folder, record, fresh)) is not None:
         return finished
-    record["calibration"] = plain(calibration := calibrated(subject, prompts))
+    with stage("calibration"):
+        calibration = calibrated(subject, prompts)
+    record["calibration"] = plain(calibration)
     if folder is not None:
         write_record(folder, record)
     chunks = []
@@ -99,10 +110,11 @@ def edited_prompts(
     return prompts
 
 
-def default_folder(subject: Subject, spec: MeasureSpec) -> Path:
+def default_folder(subject: Subject, spec: MeasureSpec, max_memory: str | int | None = None) -> Path:
     """runs/MODEL-FINGERPRINT: the same measurement finds the same folder."""
+    spec = within_memory(spec, subject, default_plan(spec.length, spec.density), parse_bytes(max_memory))
     prompts = edited_prompts(subject, spec.inputs, spec, parse_edits(spec.edits))
-    print_ = fingerprint(spec.resolved(), subject.identity.as_dict(), prompts.describe(), versions())
+    print_ = fingerprint(spec, subject.identity.as_dict(), prompts.describe(), versions())
     return Path("runs") / f"{slug(subject.identity.name)}-{print_[:10]}"
 
 
@@ -139,14 +151,17 @@ def _chunks(
     with closing(measure_chunks(subject.model, ids, plan, layers=calibration.layers, edits=edits)) as measured:
         for at, chunk in zip(todo, measured):
             if folder is not None:
-                write_part(folder, at, chunk)
+                with stage("write"):
+                    write_part(folder, at, chunk)
             yield at, chunk
 
 
 def _finish(run: Run) -> Run:
     """Results first, then the record that says so, and only then the parts go."""
     record = {**run.record, "status": "finished", "finished": _now()}
-    if layers := cancelling_layers(run.summary):
+    with stage("summary"):
+        layers = cancelling_layers(run.summary)
+    if layers:
         note = (
             f"drift and sink cancel each other in layers {layers}, where logits are very large: read their sum, the "
             "residual, there"
@@ -154,9 +169,10 @@ def _finish(run: Run) -> Run:
         record["warnings"] = [*record["warnings"], note]
         warnings.warn(note, PosleakWarning, stacklevel=3)
     if run.path is not None:
-        record["files"] = run.write_results(run.path)
-        write_record(run.path, record)
-        remove_parts(run.path)
+        with stage("write"):
+            record["files"] = run.write_results(run.path)
+            write_record(run.path, record)
+            remove_parts(run.path)
     return Run(record, run.data, run.path)
 
 
@@ -168,8 +184,8 @@ def calibrated(subject: Subject, prompts: Prompts) -> Calibration:
     return calibrate(subject.model, ids).require(subject.identity.name)
 
 
-def check_size(subject: Subject, spec: MeasureSpec, plan: Plan) -> None:
-    """Too long, too few, too large: said before the first forward pass."""
+def check_size(subject: Subject, spec: MeasureSpec) -> None:
+    """Too long, too short for a window, too few: said before the first forward pass."""
     context = subject.context
     if context is not None and spec.length > context:
         what = f"length {spec.length} is beyond the model's context of {context} positions"
@@ -189,27 +205,6 @@ def check_size(subject: Subject, spec: MeasureSpec, plan: Plan) -> None:
             PosleakWarning,
             stacklevel=2,
         )
-    need, have = estimated_bytes(subject, spec, plan), available_bytes(subject.device)
-    if need > have:
-        raise InputError(
-            "the measurement needs more memory than the machine has free",
-            where=subject.identity.name,
-            got=f"{need / 2**30:.1f} GiB for {spec.batch} prompts of {spec.length} tokens at once",
-            expected=f"at most {have / 2**30:.1f} GiB",
-            remedy="use a smaller --batch, fewer --prompts or a shorter --length",
-        )
-
-
-def estimated_bytes(subject: Subject, spec: MeasureSpec, plan: Plan) -> int:
-    """Activations of one batch, its sampled rows, and the parts of all prompts. An upper estimate, not a promise."""
-    identity = subject.identity
-    inner = getattr(subject.model.config.get_text_config(), "intermediate_size", None) or 4 * identity.width
-    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # some families have one per layer
-    item = torch.empty((), dtype=subject.model.dtype).element_size()
-    activations = spec.batch * spec.length * (8 * identity.width + 3 * inner) * item
-    rows = spec.batch * identity.heads * len(plan.rows) * spec.length * (2 * 4 + 2 * 8)
-    cells = identity.layers * identity.heads * len(plan.queries) * (len(plan.offsets) + 4)
-    return activations + rows + 3 * 8 * spec.prompts * cells
 
 
 def _new_record(

@@ -10,12 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from posleak.errors import InputError
+from posleak.leakage import TOKENS_AT_ONCE
 
 DEFINITIONS_VERSION = 1
 """Raised when the mathematics changes: runs with different ones cannot be compared."""
-
-TOKENS_PER_BATCH = 4096
-"""Enough to keep a machine busy; the default does not look at the machine, since the batch moves the last bits."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class MeasureSpec:
 
     def resolved(self) -> MeasureSpec:
         """With every default filled in."""
-        batch = self.batch or max(1, TOKENS_PER_BATCH // self.length)
+        batch = self.batch or max(1, TOKENS_AT_ONCE // self.length)
         return MeasureSpec(**{**asdict(self), "batch": min(batch, self.prompts), "edits": tuple(self.edits)})
 
     def as_dict(self) -> dict[str, Any]:

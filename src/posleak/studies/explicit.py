@@ -10,7 +10,6 @@ The first module that turns equal states into different ones is where position e
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,8 +106,3 @@ def _differs(x: Tensor | None) -> bool | None:
         return None
     at = x.movedim(list(x.shape).index(LENGTH), 0).double()
     return float((at - at[:1]).abs().max()) > 1e-3 * float(at.abs().max())
-
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Can position ids be given to the model? Some count tokens themselves."""
-    return "position_ids" in inspect.signature(body(model).forward).parameters

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from posleak.edits import parse_edits
 from posleak.inputs import Prompts, prepare
-from posleak.leakage import Bootstrap, Estimate, assemble, batches, measure_chunks
+from posleak.leakage import TOKENS_AT_ONCE, Bootstrap, Estimate, assemble, batches, measure_chunks
 from posleak.leakage.power import Array
 from posleak.leakage.summary import Grams
 from posleak.models import Subject, available_bytes
@@ -25,7 +25,6 @@ from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 
-TOKENS_AT_ONCE = 4096
 ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64

@@ -30,10 +30,10 @@ from posleak.leakage import (
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import gram_matrix, unbiased
 from posleak.origin import closure as closed_system
-from posleak.probe import Call, Edit, Plan, attach, body, relative_difference
+from posleak.probe import Call, Edit, Plan, attach, body, relative_difference, takes_positions
 
 from .checks import Check
-from .explicit import TABLE, Source, first_source, takes_positions
+from .explicit import TABLE, Source, first_source
 
 Ids = NDArray[np.int64]
 
@@ -72,7 +72,8 @@ class Bench:
     @cached_property
     def norms(self) -> NormObserver:
         """Does the model scale its queries by position, or change them after their rotation?"""
-        return norms_by_position(self.model, torch.from_numpy(self.constant).to(self.model.device))
+        constant = torch.from_numpy(self.constant).to(self.model.device)
+        return norms_by_position(self.model, constant, rows=self.plan.rows)
 
     @cached_property
     def source(self) -> Source | None:

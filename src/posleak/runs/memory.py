@@ -1,0 +1,118 @@
+"""How much memory a measurement will hold, computed before it starts, and the batch that keeps it within a limit.
+
+The plan is an upper bound of what is above the loaded model: `--profile` shows it beside what was used. Memory grows
+linearly with the number of tokens at once; nothing here is quadratic in the length.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from posleak.errors import InputError
+from posleak.models import Subject, available_bytes, read_weights
+from posleak.plain import plain
+from posleak.probe import Plan
+
+from .spec import MeasureSpec
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+STATES, HEADS, INNER = 6, 5, 4
+"""Tensors of one token that a decoder layer holds at the same time, at most: as wide as the residual stream, as all
+heads together, and as the inside of the feed-forward part."""
+
+SLACK = 1.5
+"""What an allocator keeps between tensors: 1.4 was seen with tensors that are too small to be given back at once."""
+
+ROWS = 3
+"""Sampled rows at the same time: logits, their exponentials, and one more in between."""
+
+ORIGIN_ROWS = 12
+"""The same for edits that reduce the reference rows at every length, of which float64 is half."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes above the loaded model: activations of a batch, its sampled rows, and the results of all prompts."""
+
+    activations: int
+    rows: int
+    results: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.rows + self.results
+
+    def as_dict(self) -> dict[str, Any]:
+        return plain({**vars(self), "total": self.total})
+
+
+def memory_plan(subject: Subject, spec: MeasureSpec, plan: Plan) -> MemoryPlan:
+    """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
+    identity, tokens = subject.identity, spec.batch * spec.length
+    item = torch.empty((), dtype=subject.model.dtype).element_size()
+    per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
+    activations = int(SLACK * tokens * per_token * item)
+    R, Q = len(plan.references), len(plan.queries)
+    copies = ROWS if not spec.edits else ORIGIN_ROWS
+    rows = tokens * identity.heads * len(plan.rows) * copies * 4
+    shared = spec.length * (len(plan.rows) * 8 + R * (Q + R) * 4 * 2)  # what rows see, and which keys are summed
+    cells = identity.layers * identity.heads * Q * (len(plan.offsets) + 4)
+    return MemoryPlan(activations, rows + shared, 3 * 8 * spec.prompts * cells)
+
+
+def _inner_width(subject: Subject) -> int:
+    """The feed-forward width of one token; of a mixture of experts, of all experts that a token goes through."""
+    config = subject.model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * subject.identity.width
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # some families have one per layer
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    return int(max(inner, experts * (getattr(config, "moe_intermediate_size", None) or inner)))
+
+
+def within_memory(spec: MeasureSpec, subject: Subject, plan: Plan, limit: int | None) -> MeasureSpec:
+    """The spec, resolved, with a batch that fits. Without a limit the batch does not depend on the machine."""
+    resolved, have = spec.resolved(), free_bytes(subject, limit)
+    while limit is not None and not spec.batch and resolved.batch > 1:
+        if memory_plan(subject, resolved, plan).total <= have:
+            break
+        resolved = replace(resolved, batch=resolved.batch // 2)
+    if (need := memory_plan(subject, resolved, plan).total) > have:
+        have_what = "the machine has free" if limit is None else "--max-memory allows"
+        raise InputError(
+            f"the measurement needs more memory than {have_what}",
+            where=subject.identity.name,
+            got=f"{need / 2**30:.1f} GiB for {resolved.batch} prompts of {resolved.length} tokens at once",
+            expected=f"at most {max(have, 0) / 2**30:.1f} GiB above the loaded model",
+            remedy=f"use {'a smaller --batch, ' if resolved.batch > 1 else ''}fewer --prompts or a shorter --length",
+        )
+    return resolved
+
+
+def free_bytes(subject: Subject, limit: int | None) -> int:
+    """What may still be taken: what the machine has free, and what the limit leaves beside the loaded model."""
+    free = available_bytes(subject.device)
+    if limit is None:
+        return free
+    read_weights(subject.model)
+    on_gpu = subject.device.type == "cuda"
+    held = torch.cuda.memory_allocated(subject.device) if on_gpu else psutil.Process().memory_info().rss
+    return min(free, limit - int(held))
+
+
+def parse_bytes(text: str | int | None) -> int | None:
+    """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
+    if not isinstance(text, str):
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None or (found[3] and not found[2]):
+        raise InputError(
+            "no amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
+        )
+    return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])

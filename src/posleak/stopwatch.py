@@ -1,0 +1,102 @@
+"""Where the time goes: code says which stage it is in, and a stopwatch, if somebody holds one, counts.
+
+    with Stopwatch() as watch:
+        with stage("forward"):
+            with stage("rows"):      # counted as rows, and no longer as forward
+                ...
+    watch.seconds                    # adds up to the whole
+
+Without a stopwatch a stage costs a microsecond. Work that a device still has to do is waited for, so that it counts in
+the stage that asked for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+OTHER = "other"
+"""What no stage claims."""
+
+_held: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds and entries of each stage, in the order of their first entry; inner stages are not counted in outer ones.
+
+    `before` seconds had passed already, in the stage `start`: what a process does until it can hold a stopwatch.
+    """
+
+    before: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    entries: dict[str, int] = field(default_factory=dict)
+    _inside: list[str] = field(default_factory=list)
+    _since: float = 0.0
+    _token: Token[Stopwatch | None] | None = None
+
+    def __enter__(self) -> Stopwatch:
+        if self.before:
+            self.seconds["start"], self.entries["start"] = self.before, 1
+        self._since, self._inside, self._token = time.perf_counter(), [OTHER], _held.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._charge()
+        if self._token is not None:
+            _held.reset(self._token)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """`stages`, of which each has its seconds, its share of the whole and how often it was entered."""
+        stages = [
+            {"stage": name, "seconds": spent, "share": spent / self.total, "entries": self.entries.get(name, 1)}
+            for name, spent in self.seconds.items()
+        ]
+        return {"seconds": self.total, "stages": stages}
+
+    def enter(self, name: str) -> None:
+        self._charge()
+        self._inside.append(name)
+        self.entries[name] = self.entries.get(name, 0) + 1
+
+    def leave(self) -> None:
+        self._charge()
+        self._inside.pop()
+
+    def _charge(self) -> None:
+        """What passed since the last change belongs to the innermost stage."""
+        _finish_devices()
+        now = time.perf_counter()
+        name = self._inside[-1]
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Inside, time counts as `name`, on the stopwatch that is held at the moment."""
+    watch = _held.get()
+    if watch is None:
+        yield
+        return
+    watch.enter(name)
+    try:
+        yield
+    finally:
+        watch.leave()
+
+
+def _finish_devices() -> None:
+    """Wait for GPUs, where torch has been loaded and uses one. Untested: no machine of ours has one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
