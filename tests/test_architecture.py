@@ -8,7 +8,20 @@ from pathlib import Path
 import posleak
 
 ROOT = Path(posleak.__file__).parent
-ORDER = ["models", "inputs", "probe", "edits", "leakage", "origin", "studies", "runs", "report", "sweep", "cli"]
+ORDER = [
+    "models",
+    "inputs",
+    "probe",
+    "edits",
+    "leakage",
+    "origin",
+    "studies",
+    "runs",
+    "report",
+    "sweep",
+    "bench",
+    "cli",
+]
 STAGES = [stage for stage in ORDER if (ROOT / stage).is_dir()]
 
 

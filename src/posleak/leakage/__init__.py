@@ -1,7 +1,7 @@
 """Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
 
 from .dataset import assemble, component, components
-from .measure import FORWARD, TOKENS_AT_ONCE, batches, measure_chunks
+from .measure import FORWARD, TOKENS_AT_ONCE, batches, leakage_observer, measure_chunks, observed_chunks
 from .observer import AttentionObserver, LeakageObserver
 from .power import Bootstrap, Estimate
 from .split import Parts, split
@@ -23,8 +23,10 @@ __all__ = [
     "cancelling_layers",
     "component",
     "components",
+    "leakage_observer",
     "measure_chunks",
     "norms_by_position",
+    "observed_chunks",
     "split",
     "summarise",
     "tidy",

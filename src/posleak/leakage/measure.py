@@ -44,13 +44,31 @@ def measure_chunks(
     last chunk is taken or the generator is closed.
     """
     remaining = iter(ids)
-    if (first := next(remaining, None)) is None:
-        return
+    if (first := next(remaining, None)) is not None:
+        observer = leakage_observer(model, first, plan, edits)
+        yield from observed_chunks(model, chain([first], remaining), observer, layers=layers, edits=edits)
+
+
+def leakage_observer(
+    model: PreTrainedModel, ids: NDArray[np.int64], plan: Plan, edits: Sequence[Edit] = ()
+) -> LeakageObserver:
+    """An observer that knows how this model scales its queries by position, in prompts of the length of ids [B, T]."""
     with stage("constant token"):
-        norms = norms_by_position(model, torch.from_numpy(first[:1]).to(model.device), edits, plan.rows)
-    observer = LeakageObserver(plan, temperatures=norms.temperatures)
+        norms = norms_by_position(model, torch.from_numpy(ids[:1]).to(model.device), edits, plan.rows)
+    return LeakageObserver(plan, temperatures=norms.temperatures)
+
+
+def observed_chunks(
+    model: PreTrainedModel,
+    ids: Iterable[NDArray[np.int64]],
+    observer: LeakageObserver,
+    *,
+    layers: int | None = None,
+    edits: Sequence[Edit] = (),
+) -> Generator[Chunk, None, None]:
+    """One chunk per batch, as this observer sees them."""
     with attach(model, [observer], edits) as probe:
-        for batch in chain([first], remaining):
+        for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))
             seen = observer.collect()

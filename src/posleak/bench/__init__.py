@@ -1,0 +1,13 @@
+"""What it costs: posleak against the plain forward pass and against its peers, in one run.
+
+statistics  what every contestant computes, and how far two are apart
+cases       the contestants
+worker      peak memory, each in a process of its own
+timing      interleaved repeats, medians and ratios
+bench       all of it
+"""
+
+from .bench import LENGTHS, PEERS_UP_TO, REPEATS, Benchmark, Result, bench, chosen_cases
+from .cases import CASES, Case
+
+__all__ = ["CASES", "LENGTHS", "PEERS_UP_TO", "REPEATS", "Benchmark", "Case", "Result", "bench", "chosen_cases"]

@@ -1,0 +1,174 @@
+"""The contestants: the plain forward pass, posleak, and the peers. Same model, same tokens, same statistics.
+
+No contestant computes the language-model head: posleak does not need it, and its logits would hide the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from posleak.edits import parse_edits
+from posleak.leakage import leakage_observer, observed_chunks
+from posleak.models import Subject
+from posleak.probe import Plan, body, calibrate
+
+from .statistics import Statistics, from_chunk, from_patterns, from_scores
+
+FORWARD = "forward"
+"""What the others are compared with."""
+
+POSLEAK = "posleak"
+ONCE = "posleak, once per run"
+
+Ids = NDArray[np.int64]
+Runner = Callable[[Ids], Statistics | None]
+"""One pass over ids [B, T]; None where there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contestant: `make` prepares a subject for prompts like ids [B, T] and gives what is timed."""
+
+    name: str
+    about: str
+    make: Callable[[Subject, Plan, Ids], Runner]
+    package: str | None = None
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name == "eager" or self.package is not None
+
+    @property
+    def missing(self) -> bool:
+        """Is the peer's package not installed?"""
+        return self.package is not None and importlib.util.find_spec(self.package.replace("-", "_")) is None
+
+    @property
+    def version(self) -> str | None:
+        return None if self.package is None or self.missing else version(self.package)
+
+
+def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    def run(ids: Ids) -> None:
+        _states(subject.model, ids)
+
+    return run
+
+
+def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
+    def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+        parsed = parse_edits(edits)
+        observer = leakage_observer(subject.model, ids, plan, parsed)
+
+        def run(ids: Ids) -> Statistics:
+            (chunk,) = observed_chunks(subject.model, [ids], observer, edits=parsed)
+            return from_chunk(chunk)
+
+        return run
+
+    return make
+
+
+def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """What a run does before its first prompt: calibration, and the look for queries scaled by position."""
+
+    def run(ids: Ids) -> None:
+        calibrate(subject.model, torch.from_numpy(ids[:1, :96]).to(subject.device)).require(subject.identity.name)
+        leakage_observer(subject.model, ids, plan)
+
+    return run
+
+
+def _eager(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    model, rows = _with_eager_attention(subject), list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        found = _states(model, ids, output_attentions=True)
+        return from_patterns([a[:, :, rows] for a in found.attentions], plan)
+
+    return run
+
+
+def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_transformers(
+        subject.identity.name,
+        hf_model=copy.deepcopy(subject.model),
+        tokenizer=subject.tokenizer,
+        dtype=subject.model.dtype,
+    )
+    rows = list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        with torch.inference_mode():
+            _, cache = bridge.run_with_cache(
+                torch.from_numpy(ids),
+                names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern")),
+                logits_to_keep=1,
+            )
+        layers = range(bridge.cfg.n_layers)
+        return from_scores([cache[f"blocks.{layer}.attn.hook_attn_scores"][:, :, rows] for layer in layers], plan)
+
+    return run
+
+
+def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    from nnsight import NNsight
+
+    traced, rows = NNsight(body(_with_eager_attention(subject))), list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        tokens = torch.from_numpy(ids)
+        with (
+            torch.inference_mode(),
+            traced.trace(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False),
+        ):
+            kept = list().save()  # type: ignore[attr-defined]  # noqa: C408  nnsight gives lists a method inside a trace
+            for layer in traced.layers:
+                kept.append(layer.self_attn.output[1][:, :, rows])
+        return from_patterns(kept, plan)
+
+    return run
+
+
+def _with_eager_attention(subject: Subject) -> PreTrainedModel:
+    model = copy.deepcopy(subject.model)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def _states(model: PreTrainedModel, ids: Ids, **asked: bool):  # type: ignore[no-untyped-def]
+    tokens = torch.from_numpy(ids).to(model.device)
+    with torch.inference_mode():
+        return body(model)(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **asked)
+
+
+CASES = (
+    Case(FORWARD, "the model's own forward pass with its fused attention (sdpa), nothing looked at", _forward),
+    Case(POSLEAK, "posleak measure: the same pass, attached, with its rows, parts and arrays", _posleak()),
+    Case(ONCE, "calibration and the constant-token look, before the first prompt", _once),
+    Case("posleak sink=cut", "the same with position 0 cut out of every softmax", _posleak("sink=cut")),
+    Case("posleak denominator=fixed", "the same with fixed denominators", _posleak("denominator=fixed")),
+    Case("eager", "transformers' eager attention with output_attentions: total leakage from the patterns", _eager),
+    Case(
+        "TransformerLens",
+        "TransformerBridge.run_with_cache, attention scores and patterns: all parts from the scores",
+        _transformer_lens,
+        "transformer-lens",
+    ),
+    Case("nnsight", "a trace over eager attention that keeps the sampled rows: total leakage", _nnsight, "nnsight"),
+)  # fmt: skip
+
+
+def case(name: str) -> Case:
+    return next(found for found in CASES if found.name == name)

@@ -1,0 +1,70 @@
+"""What every contestant must compute, and how far two of them are apart.
+
+Attention patterns alone give the total leakage and the attention to position 0; scores also give the three parts. Each
+contestant is asked for as much as it can give, at the same queries, references and offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posleak.leakage import Parts, split
+from posleak.leakage.dataset import Chunk, stack_layers
+from posleak.probe import Plan, reduce_rows
+from posleak.probe.rows import gather_offsets
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """total [B, L, H, Q, D] in nats, NaN where there is no pair; attention_0 [B, L, H, Q]; parts as far as known."""
+
+    total: Array
+    attention_0: Array
+    parts: dict[str, Array]
+
+    def gap(self, other: Statistics) -> float:
+        """The largest difference of what both have: nats, and for attention its own unit; NaN only against NaN."""
+        pairs = [(self.total, other.total), (self.attention_0, other.attention_0)]
+        pairs += [(self.parts[name], other.parts[name]) for name in self.parts.keys() & other.parts.keys()]
+        return max(_gap(x, y) for x, y in pairs)
+
+
+def _gap(x: Array, y: Array) -> float:
+    both = ~np.isnan(x) & ~np.isnan(y)
+    if x.shape != y.shape or not np.array_equal(np.isnan(x), np.isnan(y)) or not both.any():
+        return float("inf")
+    return float(np.abs(x[both] - y[both]).max())
+
+
+def from_chunk(chunk: Chunk) -> Statistics:
+    """What posleak measures."""
+    parts = {name: chunk[name] for name in ("mask", "drift", "sink")}
+    total = (parts["mask"] + parts["sink"])[..., None] + parts["drift"]
+    return Statistics(total, chunk["attention_0"], parts)
+
+
+def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
+    """Rows of masked scores [B, H, P, T] of a causal model, one per layer."""
+    visible = torch.arange(plan.length) <= torch.tensor(plan.rows)[:, None]
+    parts: list[Parts] = [split(reduce_rows(s.masked_fill(~visible, 0), visible, plan)) for s in layers]
+    return from_chunk(stack_layers(parts))
+
+
+def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
+    """Rows of attention weights [B, H, P, T] of a causal model, one per layer."""
+    positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
+    totals, firsts = [], []
+    for a in layers:
+        log_a = gather_offsets(a, positions, offsets).clamp(min=0).log()
+        log_a = log_a.masked_fill(offsets >= positions[:, None], torch.nan)
+        totals.append((log_a[:, :, :Q] - log_a[:, :, Q:-1].mean(2, keepdim=True)).numpy())
+        firsts.append(a[:, :, :Q, 0].double().numpy())
+    return Statistics(np.stack(totals, axis=1), np.stack(firsts, axis=1), {})

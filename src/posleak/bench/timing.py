@@ -1,0 +1,53 @@
+"""Interleaved repeats: in each round every contestant runs once, so that a slow minute of the machine hits them all."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of n repeats, with the smallest and the largest of them."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(float(np.median(values)), min(values), max(values), len(values))
+
+
+def interleaved(
+    work: Mapping[str, Callable[[], Any]], repeats: Mapping[str, int], progress: Callable[[str], None]
+) -> dict[str, list[float | None]]:
+    """Seconds of every contestant in every round, None where it sat out; the order turns round from one to the next."""
+    seconds: dict[str, list[float | None]] = {name: [] for name in work}
+    for round_ in range(max(repeats.values())):
+        for name in list(work) if round_ % 2 == 0 else list(work)[::-1]:
+            progress(f"round {round_ + 1}: {name}")
+            seconds[name].append(_timed(work[name]) if round_ < repeats[name] else None)
+    return seconds
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def ratios(seconds: list[float | None], to: list[float | None]) -> Spread:
+    """Round by round: both numbers of a ratio are from the same minute."""
+    return Spread.of([x / y for x, y in zip(seconds, to, strict=True) if x is not None and y is not None])
+
+
+def spread(seconds: list[float | None]) -> Spread:
+    return Spread.of([x for x in seconds if x is not None])

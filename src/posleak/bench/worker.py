@@ -1,0 +1,73 @@
+"""Peak memory of one contestant, in a process of its own: `python -m posleak.bench.worker '{"case": …}'`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import psutil
+
+from posleak.errors import CheckError
+
+MARK = "posleak-bench-worker:"
+"""Before the answer: libraries print what they like."""
+
+WARM = 64
+"""Tokens of a first pass, which makes what is made only once."""
+
+
+def peak_in_own_process(**asked: Any) -> dict[str, Any]:
+    """`peak_mb` above the loaded model, or `error`: why it could not be run."""
+    command = [sys.executable, "-m", __name__, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    answers = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if answers:
+        found: dict[str, Any] = json.loads(answers[-1].removeprefix(MARK))
+        return found
+    if done.returncode in (-9, 137):
+        return {"error": "the machine ran out of memory"}
+    raise CheckError(
+        "a contestant of the benchmark failed", where=asked["case"], got=(done.stderr.strip() or "no message")[-600:]
+    )
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    # Past what the machine has, allocations fail with a message, instead of the system killing some process.
+    import resource
+
+    limit = int(psutil.virtual_memory().available)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    answer: dict[str, Any]
+    try:
+        answer = {"peak_mb": _peak(asked) / 1e6}
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        answer = {"error": f"needs more memory than the {limit / 1e9:.0f} GB that are free"}
+    print(MARK + json.dumps(answer))
+
+
+def _peak(asked: dict[str, Any]) -> int:
+    from posleak.models import load, read_weights
+    from posleak.peak import PeakMemory
+    from posleak.probe import default_plan
+
+    from .cases import case
+
+    subject, length = load(asked["model"], **asked["loading"]), asked["length"]
+    ids = np.asarray(asked["ids"], dtype=np.int64)
+    contestant = case(asked["case"])
+    contestant.make(subject, default_plan(WARM), ids[:, :WARM])(ids[:, :WARM])
+    run = contestant.make(subject, default_plan(length), ids)
+    read_weights(subject.model)
+    with PeakMemory() as peak:
+        run(ids)
+    return peak.bytes
+
+
+if __name__ == "__main__":
+    main()
