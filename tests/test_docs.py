@@ -18,7 +18,9 @@ import pytest
 import posleak as pl
 import posleak.cli  # every module of commands registers itself
 from families import tiny
+from posleak.bench import bench
 from posleak.cli.app import app
+from posleak.cli.profile import Profile
 from posleak.models import builtin
 from posleak.origin import origin
 from posleak.plain import plain
@@ -35,6 +37,7 @@ FREE: dict[str, set[str]] = {
     "claims": {*SAME, "claims[].details"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
     "study": {"rows[].balance", "rows[].removed"},
+    "bench": {"identity"},
 }
 """Objects whose keys are the model's own, or that the page describes in words."""
 
@@ -77,13 +80,21 @@ def produced(value: Any, free: set[str], path: str = "") -> Iterator[str]:
 def outputs() -> dict[str, Any]:
     llama = subject()
     return {
-        "measure": pl.measure(llama, **SPEC).as_dict(),
+        "measure": measure_output(),
         "doctor": plain(pl.doctor(llama, length=48, prompts=4)),
         "models": {"models": plain([asdict(entry) for entry in builtin.listing()])},
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),
         "origin": plain(origin(llama, length=48, prompts=3, tokens=16)),
         "study": study_output(),
+        "bench": bench(llama, lengths=(48,), names=("posleak",), repeats=1).as_dict(),
     }
+
+
+def measure_output() -> dict[str, Any]:
+    """With its profile, as the command prints it."""
+    with Profile() as spent, spent.measuring(llama := subject()):
+        run = pl.measure(llama, **SPEC)
+    return {**run.as_dict(), "profile": spent.as_dict(run.record)}
 
 
 def study_output() -> dict[str, Any]:
@@ -101,7 +112,7 @@ def printed() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("command", ["measure", "doctor", "models", "claims", "origin", "study"])
+@pytest.mark.parametrize("command", ["measure", "doctor", "models", "claims", "origin", "study", "bench"])
 def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
     command: str, printed: dict[str, Any]
 ) -> None:
@@ -114,7 +125,17 @@ def test_the_expansion_of_braces() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/definitions.md", "docs/json.md", "docs/cli.md", "CHANGELOG.md", "LOG.md"]
+    "page",
+    [
+        "README.md",
+        "docs/definitions.md",
+        "docs/json.md",
+        "docs/cli.md",
+        "docs/cost.md",
+        "benchmarks/README.md",
+        "CHANGELOG.md",
+        "LOG.md",
+    ],
 )
 def test_links_to_files_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ timing      interleaved repeats, medians and ratios
 bench       all of it
 """
 
-from .bench import LENGTHS, PEERS_UP_TO, REPEATS, Benchmark, Result, bench, chosen_cases
 from .cases import CASES, Case
+from .contest import LENGTHS, PEERS_UP_TO, REPEATS, Benchmark, Result, bench, chosen_cases
 
 __all__ = ["CASES", "LENGTHS", "PEERS_UP_TO", "REPEATS", "Benchmark", "Case", "Result", "bench", "chosen_cases"]

@@ -35,20 +35,21 @@ def peak_in_own_process(**asked: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    # Past what the machine has, allocations fail with a message, instead of the system killing some process.
     import resource
 
+    # Past what the machine has, allocations fail with a message, instead of the system killing some process.
     limit = int(psutil.virtual_memory().available)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    answer: dict[str, Any]
+    print(MARK + json.dumps(answer(json.loads(sys.argv[1]), limit)))
+
+
+def answer(asked: dict[str, Any], limit: int) -> dict[str, Any]:
     try:
-        answer = {"peak_mb": _peak(asked) / 1e6}
+        return {"peak_mb": _peak(asked) / 1e6}
     except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+        if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
             raise
-        answer = {"error": f"needs more memory than the {limit / 1e9:.0f} GB that are free"}
-    print(MARK + json.dumps(answer))
+        return {"error": f"needs more memory than the {limit / 1e9:.0f} GB that are free"}
 
 
 def _peak(asked: dict[str, Any]) -> int:

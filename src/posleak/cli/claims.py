@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .app import Json, emit, err, out, spoken_warnings
+from .profile import Profile, ProfileOption
 from .subject import Load, model_command
+from .tables import profile_table
 
 if TYPE_CHECKING:
     from posleak.runs import ClaimsRun
@@ -31,27 +33,32 @@ def claims_command(
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
     folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Test again what the folder has already.")] = False,
+    profile: ProfileOption = False,
     as_json: Json = False,
 ) -> None:
     """Every claim of the paper on this model: effect, interval, verdict, and how it was tested.
 
     Example: `posleak claims smollm2-135m`
     """
-    from posleak.probe import default_plan
-    from posleak.runs import MeasureSpec, claims, default_folder
+    with Profile(profile) as spent:
+        from posleak.probe import default_plan
+        from posleak.runs import MeasureSpec, claims, default_folder
 
-    default_plan(length)
-    subject = load()
-    place = folder or default_folder(subject, MeasureSpec(inputs, bos, length, prompts, seed))
-    with spoken_warnings(), err.status("claims") as status:
-        found = claims(
-            subject, out=place, fresh=fresh, progress=status.update, length=length, prompts=prompts, seed=seed,
-            bos=bos, inputs=inputs,
-        )  # fmt: skip
+        default_plan(length)
+        subject = load()
+        place = folder or default_folder(subject, MeasureSpec(inputs, bos, length, prompts, seed))
+        with spent.measuring(subject), spoken_warnings(), err.status("claims") as status:
+            found = claims(
+                subject, out=place, fresh=fresh, progress=status.update, length=length, prompts=prompts, seed=seed,
+                bos=bos, inputs=inputs,
+            )  # fmt: skip
+    cost = spent.as_dict(found.run.record)
     if as_json:
-        emit(found.as_dict())
-    else:
-        out.print(claims_table(found))
+        emit(found.as_dict() | ({} if cost is None else {"profile": cost}))
+        return
+    out.print(claims_table(found))
+    if cost is not None:
+        out.print(profile_table(cost))
 
 
 def claims_table(found: ClaimsRun) -> Group:

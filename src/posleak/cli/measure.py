@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .app import Json, app, emit, err, out, spoken_warnings
-from .profile import process_seconds, profiled
+from .profile import Profile, ProfileOption
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -35,21 +34,16 @@ def measure_command(
     max_memory: Annotated[
         str | None, typer.Option(help="What the process may hold, model included, e.g. 8GB: batches are chosen to fit.")
     ] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where time and memory went.")] = False,
+    profile: ProfileOption = False,
     as_json: Json = False,
 ) -> None:
     """Measure absolute-position leakage and split it into mask, drift and sink.
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
-    from posleak.stopwatch import Stopwatch, stage
-
-    watch = Stopwatch(before=process_seconds() if profile else 0.0)
-    with watch if profile else nullcontext():
+    with Profile(profile) as spent:
         from posleak.edits import parse_edits
         from posleak.inputs import parse
-        from posleak.models import read_weights
-        from posleak.peak import PeakMemory
         from posleak.probe import default_plan
         from posleak.runs import MeasureSpec, default_folder, measure, parse_bytes
 
@@ -62,19 +56,17 @@ def measure_command(
         parse(inputs)
         parse_bytes(max_memory)
         subject = load()
-        if profile:
-            read_weights(subject.model)  # or they would count as memory of the measurement
-        with stage("measure"), spoken_warnings(), prompt_progress(err) as progress, PeakMemory() as peak:
+        with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:
             run = measure(
                 subject, inputs, out=folder or default_folder(subject, spec, max_memory), fresh=fresh,
                 max_memory=max_memory, progress=progress, bos=bos, length=length, prompts=prompts, seed=seed,
                 batch=batch, density=density, edits=edits,
             )  # fmt: skip
-    spent = profiled(watch, peak, run) if profile else None
+    found = spent.as_dict(run.record)
     if as_json:
-        emit(run.as_dict() | ({} if spent is None else {"profile": spent}))
+        emit(run.as_dict() | ({} if found is None else {"profile": found}))
     else:
-        show_run(run, spent)
+        show_run(run, found)
 
 
 def show_run(run: Run, spent: dict[str, Any] | None) -> None:

@@ -3,34 +3,72 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posleak.stopwatch import OTHER, Stopwatch, stage
 
 if TYPE_CHECKING:
-    from posleak.peak import PeakMemory
-    from posleak.runs import Run
-    from posleak.stopwatch import Stopwatch
+    from posleak.models import Subject
 
-BEFORE = ("start", "load", "other")
+ProfileOption = Annotated[bool, typer.Option("--profile", help="Show where time and memory went.")]
+
+BEFORE = ("start", "load", OTHER)
 """What happens before a measurement: Python starts, torch is imported, the model is read."""
 
 
-def process_seconds() -> float:
+class Profile:
+    """Holds a stopwatch for the time of a command, if it is `on`; `measuring` marks the work on a loaded model."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on, self.peak = on, 0
+        self.watch = Stopwatch(before=_process_seconds() if on else 0.0)
+        self._held = ExitStack()
+
+    def __enter__(self) -> Profile:
+        if self.on:
+            self._held.enter_context(self.watch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @contextmanager
+    def measuring(self, subject: Subject) -> Iterator[None]:
+        if not self.on:
+            yield
+            return
+        from posleak.models import read_weights
+        from posleak.peak import PeakMemory
+
+        read_weights(subject.model)  # or they would count as memory of the measurement
+        with stage("measure"), PeakMemory() as peak:
+            yield
+        self.peak = peak.bytes
+
+    def as_dict(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        """The JSON of a profile (docs/json.md); `record` is that of the run. None if nothing was asked for."""
+        if not self.on:
+            return None
+        from posleak.leakage import FORWARD
+
+        spent = self.watch.seconds
+        forward, measuring = spent.get(FORWARD, 0.0), sum(spent[name] for name in spent if name not in BEFORE)
+        planned = record.get("memory", {}).get("total", 0)
+        return {
+            **self.watch.as_dict(),
+            "measuring_seconds": measuring,
+            "forward_share": forward / measuring if measuring else None,
+            "forward_share_of_command": forward / self.watch.total,
+            "memory": {"planned_mb": planned / 1e6, "peak_mb": self.peak / 1e6},
+        }
+
+
+def _process_seconds() -> float:
     """How long this process has been running."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
-
-
-def profiled(watch: Stopwatch, peak: PeakMemory, run: Run) -> dict[str, Any]:
-    """The JSON of a profile (docs/json.md)."""
-    from posleak.leakage import FORWARD
-
-    forward = watch.seconds.get(FORWARD, 0.0)
-    measuring = sum(spent for name, spent in watch.seconds.items() if name not in BEFORE)
-    return {
-        **watch.as_dict(),
-        "measuring_seconds": measuring,
-        "forward_share": forward / measuring if measuring else None,
-        "forward_share_of_command": forward / watch.total,
-        "memory": {"planned_mb": run.record.get("memory", {}).get("total", 0) / 1e6, "peak_mb": peak.bytes / 1e6},
-    }

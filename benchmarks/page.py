@@ -1,0 +1,124 @@
+"""docs/cost.md and its picture, made from the results beside this file: `python benchmarks/page.py`.
+
+The prose of the page stays as it is; what stands between two markers is written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE, PICTURE = (
+    Path(__file__).parent / "results",
+    ROOT / "docs" / "cost.md",
+    ROOT / "docs" / "images" / "cost.png",
+)
+MARKERS = "<!-- {name} -->\n", "<!-- end of {name} -->"
+
+# Okabe and Ito's colours, and markers, for no colour at all.
+LOOKS = {
+    "forward": ("#000000", "o"),
+    "posleak": ("#0072b2", "s"),
+    "eager": ("#d55e00", "^"),
+    "TransformerLens": ("#e69f00", "v"),
+    "nnsight": ("#009e73", "D"),
+}
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def contest() -> dict[str, Any]:
+    """The comparison, with one length more that was run once."""
+    found, longer = results("comparison.json"), results("longer.json")
+    return {**found, "cases": found["cases"] + longer["cases"]}
+
+
+def machine(found: dict[str, Any]) -> Iterator[str]:
+    about, versions = found["machine"], found["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in versions if name != "posleak")
+    yield f"{about['processor']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gb']} GB, "
+    yield f"{about['system']}, Python {about['python']}, {named}. {found['model']}, {found['identity']['dtype']}, "
+    yield "one prompt of random tokens, the default plan.\n"
+
+
+def comparison(found: dict[str, Any]) -> Iterator[str]:
+    """One row per contestant and length."""
+    yield "| tokens | contestant | seconds | times the forward pass | peak MB above the loaded model | n |\n"
+    yield "|---:|---|---:|---:|---:|---:|\n"
+    for row in found["cases"]:
+        yield f"| {row['length']:,} | {row['name']} | " + " | ".join(cells(row)) + f" | {row['n']} |\n"
+
+
+def cells(row: dict[str, Any]) -> Iterator[str]:
+    if row["seconds"] is None:
+        yield from ("–", row["error"] or "–")
+    else:
+        yield "{:.2f} ({:.2f} – {:.2f})".format(row["seconds"], *row["seconds_range"])
+        yield "{:.3f} ({:.3f} – {:.3f})".format(row["ratio_to_forward"], *row["ratio_range"])
+    yield "–" if row["peak_mb"] is None else f"{row['peak_mb']:,.0f}"
+
+
+def long_contexts(found: dict[str, Any]) -> Iterator[str]:
+    """`posleak measure --prompts 1 --profile --json`, one row per model and length."""
+    yield "| model | tokens | seconds | in the model's own forward pass | peak MB above the model | planned MB |\n"
+    yield "|---|---:|---:|---:|---:|---:|\n"
+    for row in found["runs"]:
+        profile, memory = row["profile"], row["profile"]["memory"]
+        yield f"| {row['model']} | {row['length']:,} | {profile['measuring_seconds']:,.0f} | "
+        yield f"{profile['forward_share']:.1%} | {memory['peak_mb']:,.0f} | {memory['planned_mb']:,.0f} |\n"
+
+
+def written(page: str, name: str, text: str) -> str:
+    """The page with what stands between the markers of `name` replaced."""
+    start, end = (marker.format(name=name) for marker in MARKERS)
+    if start not in page or end not in page:
+        raise SystemExit(f"{PAGE.name} has no markers for {name}")
+    return re.sub(re.escape(start) + r".*?" + re.escape(end), lambda _: start + text + end, page, flags=re.S)
+
+
+def made() -> str:
+    found, long = contest(), results("long.json")
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in (("machine", machine(found)), ("comparison", comparison(found)), ("long", long_contexts(long))):
+        page = written(page, name, "".join(text))
+    return page
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Seconds and memory against length, both axes logarithmic; bars from the smallest to the largest repeat."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for name, (colour, marker) in LOOKS.items():
+        rows = [row for row in found["cases"] if row["name"] == name]
+        timed, sized = ([row for row in rows if row[key] is not None] for key in ("seconds", "peak_mb"))
+        look = {"color": colour, "marker": marker, "label": name, "markersize": 5, "linewidth": 1.3}
+        spans = [
+            [r["seconds"] - r["seconds_range"][0] for r in timed],
+            [r["seconds_range"][1] - r["seconds"] for r in timed],
+        ]
+        left.errorbar([r["length"] for r in timed], [r["seconds"] for r in timed], yerr=spans, capsize=2, **look)
+        right.plot([r["length"] for r in sized], [r["peak_mb"] for r in sized], **look)
+    for axes, title in ((left, "seconds, one prompt"), (right, "peak MB above the loaded model")):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        lengths = sorted({row["length"] for row in found["cases"]})
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.25, which="major")
+    left.legend(frameon=False)
+    figure.savefig(PICTURE, dpi=150)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(made(), encoding="utf-8")
+    draw(contest())
