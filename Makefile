@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit real chromium format wheel wheel-check clean
+.PHONY: help venv demo test lint unit real chromium bench format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -49,6 +49,12 @@ unit: $(READY) chromium  ## tests on tiny models, offline
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.
 real: $(READY)  ## tests on a real pretrained model, fetched once
 	$(BIN)/python -m pytest -m real
+
+# The peers bring some forty packages with them, so that they are installed only here.
+bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/test_bench.py
+	$(BIN)/posleak bench $(MODEL)
 
 format: $(READY)  ## let ruff put the files in order
 	$(BIN)/ruff check --fix

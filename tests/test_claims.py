@@ -21,7 +21,7 @@ from posleak.runs import claims
 from posleak.studies import Finding, Lab, Side, Verdict, examine, registry
 from posleak.studies.balance import depth_slope, slope
 from posleak.studies.claims import Claim
-from posleak.studies.tests_of_claims import rolled_gap
+from posleak.studies.tests_of_claims import rolled_gaps
 
 numbers = st.floats(-10, 10)
 
@@ -143,6 +143,16 @@ def test_a_planted_trend_is_found() -> None:
 def test_the_ring_needs_both_its_sides() -> None:
     """Only without the mask and with snapped frequencies does rolling commute with the model."""
     model, ids = tiny("llama", dtype=torch.float64), torch.randint(3, 101, (1, 64))
-    assert rolled_gap(model, ids, ["ring"]) < 1e-12
-    assert rolled_gap(model, ids, ["mask=off"]) > 1e-9
-    assert rolled_gap(model, ids, []) > 1e-3
+    assert max(rolled_gaps(model, ids, ["ring"])) < 1e-12
+    assert max(rolled_gaps(model, ids, ["mask=off"])) > 1e-9
+    assert max(rolled_gaps(model, ids, [])) > 1e-3
+
+
+def test_rolled_prompts_are_judged_one_by_one() -> None:
+    """A constant prompt is its own roll, also in a batch with others."""
+    model, ids = tiny("llama", dtype=torch.float64), torch.randint(3, 101, (3, 64))
+    ids[1] = 7
+    together = rolled_gaps(model, ids, ["mask=off", "rope=none"])
+    assert together[1] < 1e-12
+    masked = rolled_gaps(model, ids, [])
+    assert masked == pytest.approx([rolled_gaps(model, row[None], [])[0] for row in ids], rel=1e-6)

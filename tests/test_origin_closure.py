@@ -41,6 +41,16 @@ def test_a_mask_that_is_off_breaks_it_after_the_first_layer() -> None:
     assert found.as_dict()["worst"] == found.worst
 
 
+def test_gaps_are_told_by_depth_and_by_prompt() -> None:
+    x = torch.ones(3, 4)
+    moved = x.clone()
+    moved[1] *= 1.5
+    found = Closure.of([x, moved, x], [x, x, x], torch.float32)
+    assert found.per_layer == (0, 0.5, 0)
+    assert found.per_prompt == (0, 0.5, 0)
+    assert found.prompts == 3
+
+
 def test_a_state_that_is_not_a_number_is_not_closed() -> None:
     x = torch.ones(2, 3)
     found = Closure.of([x, x * torch.nan], [x, x], torch.float32)

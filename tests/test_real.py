@@ -12,7 +12,8 @@ import torch
 
 import posleak as pl
 from posleak.axes import COMPONENTS
-from posleak.models import Subject
+from posleak.models import Subject, read_weights
+from posleak.peak import PeakMemory
 from posleak.runs import Run
 from runs_tiny import assert_same_bits
 
@@ -116,3 +117,13 @@ def test_past_its_window_a_sliding_layer_has_no_mask_leakage(gemma: Subject) -> 
     assert float(np.abs(past.isel(layer=whole)).max()) > 0.01
     assert float(np.abs(mask.isel(layer=sliding).sel(query=mask["query"] < 512)).max()) > 0.01
     assert found.data.attrs["remainder"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "edits"), [(512, 4, ()), (2048, 1, ()), (512, 4, ("denominator=fixed",))], ids=str
+)
+def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, edits: tuple[str, ...]) -> None:
+    read_weights(smollm.model)
+    with PeakMemory() as peak:
+        run = pl.measure(smollm, length=length, prompts=batch, batch=batch, edits=edits)
+    assert peak.bytes <= run.record["memory"]["total"]

@@ -74,7 +74,7 @@ class Stopwatch:
 
     def _charge(self) -> None:
         """What passed since the last change belongs to the innermost stage."""
-        _finish_devices()
+        finish_devices()
         now = time.perf_counter()
         name = self._inside[-1]
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
@@ -95,8 +95,9 @@ def stage(name: str) -> Iterator[None]:
         watch.leave()
 
 
-def _finish_devices() -> None:
+def finish_devices() -> None:
     """Wait for GPUs, where torch has been loaded and uses one. Untested: no machine of ours has one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)

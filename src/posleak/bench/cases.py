@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from posleak.edits import parse_edits
 from posleak.leakage import leakage_observer, observed_chunks
 from posleak.models import Subject
-from posleak.probe import Plan, body, calibrate
+from posleak.probe import Plan, body
+from posleak.runs.measure import calibrated
 
 from .statistics import Statistics, from_chunk, from_patterns, from_scores
 
@@ -82,7 +83,7 @@ def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """What a run does before its first prompt: calibration, and the look for queries scaled by position."""
 
     def run(ids: Ids) -> None:
-        calibrate(subject.model, torch.from_numpy(ids[:1, :96]).to(subject.device)).require(subject.identity.name)
+        calibrated(subject, ids)
         leakage_observer(subject.model, ids, plan)
 
     return run
@@ -112,7 +113,7 @@ def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     def run(ids: Ids) -> Statistics:
         with torch.inference_mode():
             _, cache = bridge.run_with_cache(
-                torch.from_numpy(ids),
+                torch.from_numpy(ids).to(subject.device),
                 names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern")),
                 logits_to_keep=1,
             )
@@ -128,7 +129,7 @@ def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     traced, rows = NNsight(body(_with_eager_attention(subject))), list(plan.rows)
 
     def run(ids: Ids) -> Statistics:
-        tokens = torch.from_numpy(ids)
+        tokens = torch.from_numpy(ids).to(subject.device)
         with (
             torch.inference_mode(),
             traced.trace(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False),

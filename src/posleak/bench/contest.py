@@ -27,7 +27,7 @@ from .worker import peak_in_own_process
 LENGTHS = (1024, 2048, 4096, 8192)
 REPEATS, PEER_REPEATS = 5, 3
 PEERS_UP_TO = 2048
-"""Peers hold all weights of all layers: at twice this length they need four times the memory and the time."""
+"""At twice the length, eager attention takes four times the time, and peers that keep it four times the memory."""
 
 AGREE = 1e-2
 """Nats. Contestants multiply in another order; SmolLM2 in float32 gives some 1e-4, and a wrong row gives some nats."""
@@ -116,6 +116,8 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
                 "no such contestant", got=name, expected=", ".join(known), remedy=did_you_mean(name, known)
             )
     chosen = [case for case in CASES if case.name == FORWARD or (case.name in names if names else not case.missing)]
+    if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
+        return chosen_cases([*names, POSLEAK])  # whom else should they agree with?
     if missing := [case for case in chosen if case.missing]:
         raise InputError(
             "the contestant's package is not installed", got=", ".join(str(case.package) for case in missing),
@@ -137,13 +139,17 @@ class Heat:
 
     def results(self) -> list[Result]:
         memory = {case.name: self._memory(case) for case in self.cases}
+        if "error" in memory[FORWARD]:
+            raise InputError(
+                "the plain forward pass itself cannot be run", where=f"{self.ids.shape[1]} tokens",
+                got=memory[FORWARD]["error"], remedy="use a shorter --length",
+            )  # fmt: skip
         able = [case for case in self.cases if "error" not in memory[case.name]]
         runners = {case.name: case.make(self.subject, default_plan(self.ids.shape[1]), self.ids) for case in able}
         found = {}
-        if any(case.is_peer for case in able):  # else there is nobody to agree with
-            for name, run in runners.items():
-                self._say(f"{name}: what it computes")
-                found[name] = run(self.ids)
+        for name, run in runners.items():
+            self._say(f"{name}: first pass, not timed")
+            found[name] = run(self.ids)
         agreement = {case.name: self._agreement(case, found) for case in self.cases}
         times = self._times(runners)
         return [self._result(case.name, times, memory[case.name], agreement[case.name]) for case in self.cases]

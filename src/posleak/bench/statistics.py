@@ -54,7 +54,7 @@ def from_chunk(chunk: Chunk) -> Statistics:
 def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     """Rows of masked scores [B, H, P, T] of a causal model, one per layer."""
     visible = torch.arange(plan.length) <= torch.tensor(plan.rows)[:, None]
-    parts: list[Parts] = [split(reduce_rows(s.masked_fill(~visible, 0), visible, plan)) for s in layers]
+    parts: list[Parts] = [split(reduce_rows(s.cpu().masked_fill(~visible, 0), visible, plan)) for s in layers]
     return from_chunk(stack_layers(parts))
 
 
@@ -62,7 +62,7 @@ def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     """Rows of attention weights [B, H, P, T] of a causal model, one per layer."""
     positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
     totals, firsts = [], []
-    for a in layers:
+    for a in (layer.cpu() for layer in layers):
         log_a = gather_offsets(a, positions, offsets).clamp(min=0).log()
         log_a = log_a.masked_fill(offsets >= positions[:, None], torch.nan)
         totals.append((log_a[:, :, :Q] - log_a[:, :, Q:-1].mean(2, keepdim=True)).numpy())

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from posleak.stopwatch import finish_devices
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -39,8 +41,10 @@ def interleaved(
 
 def _timed(work: Callable[[], Any]) -> float:
     gc.collect()
+    finish_devices()
     start = time.perf_counter()
     work()
+    finish_devices()
     return time.perf_counter() - start
 
 

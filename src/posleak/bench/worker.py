@@ -1,4 +1,4 @@
-"""Peak memory of one contestant, in a process of its own: `python -m posleak.bench.worker '{"case": …}'`."""
+"""Peak memory of one contestant, in a process of its own, which is told on standard input what to run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WARM = 64
 
 def peak_in_own_process(**asked: Any) -> dict[str, Any]:
     """`peak_mb` above the loaded model, or `error`: why it could not be run."""
-    command = [sys.executable, "-m", __name__, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", __name__]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if answers:
         found: dict[str, Any] = json.loads(answers[-1].removeprefix(MARK))
@@ -40,7 +40,7 @@ def main() -> None:
     # Past what the machine has, allocations fail with a message, instead of the system killing some process.
     limit = int(psutil.virtual_memory().available)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    print(MARK + json.dumps(answer(json.loads(sys.argv[1]), limit)))
+    print(MARK + json.dumps(answer(json.load(sys.stdin), limit)))
 
 
 def answer(asked: dict[str, Any], limit: int) -> dict[str, Any]:

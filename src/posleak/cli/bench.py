@@ -27,7 +27,7 @@ def bench_command(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds; peers take part in the first three.")] = 5,
     peers_up_to: Annotated[
-        int, typer.Option(help="The longest prompt that peers and edits are given: they hold far more.")
+        int, typer.Option(help="The longest prompt that peers and edits are given, to save time.")
     ] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,

@@ -52,7 +52,7 @@ def claims_command(
                 subject, out=place, fresh=fresh, progress=status.update, length=length, prompts=prompts, seed=seed,
                 bos=bos, inputs=inputs,
             )  # fmt: skip
-    cost = spent.as_dict(found.run.record)
+    cost = spent.as_dict(found.run.record, planned=False)  # the plan is that of the baseline alone
     if as_json:
         emit(found.as_dict() | ({} if cost is None else {"profile": cost}))
         return

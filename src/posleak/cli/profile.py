@@ -49,21 +49,21 @@ class Profile:
             yield
         self.peak = peak.bytes
 
-    def as_dict(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """The JSON of a profile (docs/json.md); `record` is that of the run. None if nothing was asked for."""
+    def as_dict(self, record: dict[str, Any], planned: bool = True) -> dict[str, Any] | None:
+        """The JSON of a profile (docs/json.md), None if none was asked for; was all of it in the plan of the run?"""
         if not self.on:
             return None
         from posleak.leakage import FORWARD
 
         spent = self.watch.seconds
         forward, measuring = spent.get(FORWARD, 0.0), sum(spent[name] for name in spent if name not in BEFORE)
-        planned = record.get("memory", {}).get("total", 0)
+        bytes_planned = record.get("memory", {}).get("total") if planned else None
         return {
             **self.watch.as_dict(),
             "measuring_seconds": measuring,
             "forward_share": forward / measuring if measuring else None,
             "forward_share_of_command": forward / self.watch.total,
-            "memory": {"planned_mb": planned / 1e6, "peak_mb": self.peak / 1e6},
+            "memory": {"planned_mb": bytes_planned and bytes_planned / 1e6, "peak_mb": self.peak / 1e6},
         }
 
 

@@ -177,6 +177,7 @@ def profile_table(spent: dict[str, Any]) -> Group:
         "nothing was measured: the folder had this run (--fresh measures again)" if not share
         else f"the model's own forward pass: {share:.0%} of the {spent['measuring_seconds']:.1f} s of measuring, "
         f"{spent['forward_share_of_command']:.0%} of the whole command",
-        f"memory above the loaded model: at most {memory['peak_mb']:.0f} MB, planned {memory['planned_mb']:.0f} MB",
+        f"memory above the loaded model: at most {memory['peak_mb']:.0f} MB"
+        + ("" if memory["planned_mb"] is None else f", planned {memory['planned_mb']:.0f} MB"),
     ]  # fmt: skip
     return Group(table, *(Text(line, style="dim") for line in lines))

@@ -14,8 +14,9 @@ keys after their rotation which does not commute with it (HunYuan: a norm with a
 not depend on offsets alone, and no part says so by itself: `unevenness`.
 
 A prompt of the full length would cost as much as a measured one. A few tokens at the positions of interest are enough
-where positions reach the model as position ids and in no other way; a model that counts its tokens itself (Llama 4)
-gets the full prompt.
+where positions reach the model as position ids. A model that counts tokens itself (Llama 4 for its scale, mixtures of
+experts for their sorting) gets the full prompt. One that slices a ready-made table by index, without counting, would
+be taken for one that does not scale: no family does.
 """
 
 from __future__ import annotations
@@ -75,13 +76,17 @@ def _common_factor(x: Tensor, factor: bool = True) -> tuple[Tensor, float]:
     return common, float((ratios - common).abs().max())
 
 
+COUNTS = (torch.arange, torch.linspace, torch.range, torch.cumsum, Tensor.cumsum)
+"""With what a model can make positions out of nothing but the number of its tokens."""
+
+
 class Counting(TorchFunctionMode):
-    """Does anything but posleak make positions of its own, with `torch.arange`, while this is on?"""
+    """Does anything but posleak make positions of its own while this is on?"""
 
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.arange and not sys._getframe(1).f_globals.get("__name__", "").startswith("posleak."):
+        if func in COUNTS and not sys._getframe(1).f_globals.get("__name__", "").startswith("posleak."):
             self.found = True
         return func(*args, **(kwargs or {}))
 

@@ -53,9 +53,11 @@ def _container_bytes(cgroup: Path) -> int:
 
 def read_weights(model: PreTrainedModel) -> None:
     """Read every weight once: weights in main memory are mapped from their file, and come in when they are used."""
+    import torch
+
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
-            parameter.detach().flatten()[:: PAGE // parameter.element_size()].sum()
+            parameter.detach().flatten().view(torch.uint8)[::PAGE].sum()
 
 
 def machine_bytes() -> int:

@@ -25,11 +25,16 @@ BOUND = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bf
 
 @dataclass(frozen=True)
 class Closure:
-    """per_layer[d]: the gap at depth d, 0 the embedding and d the stream after d layers; over `prompts` prompts."""
+    """per_layer[d]: the largest gap of any prompt at depth d, 0 the embedding and d the stream after d layers;
+    per_prompt[b]: the largest of prompt b at any depth."""
 
     per_layer: tuple[float, ...]
-    prompts: int
+    per_prompt: tuple[float, ...]
     bound: float
+
+    @property
+    def prompts(self) -> int:
+        return len(self.per_prompt)
 
     @property
     def worst(self) -> float:
@@ -43,8 +48,9 @@ class Closure:
     @classmethod
     def of(cls, within: Sequence[Tensor], alone: Sequence[Tensor], dtype: torch.dtype) -> Closure:
         """within, alone: states of position 0 [B, W] at every depth, in context and as one-token sequences."""
-        gaps = tuple(_gap(x, x0) for x, x0 in zip(within, alone, strict=True))
-        return cls(gaps, len(within[0]), BOUND.get(dtype, BOUND[torch.bfloat16]))
+        gaps = torch.stack([_gaps(x, x0) for x, x0 in zip(within, alone, strict=True)])  # [depth, B]
+        bound = BOUND.get(dtype, BOUND[torch.bfloat16])
+        return cls(tuple(gaps.amax(1).tolist()), tuple(gaps.amax(0).tolist()), bound)
 
     def as_dict(self) -> dict[str, Any]:
         gaps = [gap if gap < float("inf") else None for gap in self.per_layer]
@@ -68,8 +74,8 @@ def _joined(batches: list[list[Tensor]]) -> list[Tensor]:
     return [torch.cat(depth) for depth in zip(*batches, strict=True)]
 
 
-def _gap(x: Tensor, x0: Tensor) -> float:
-    """NaN counts as infinite."""
-    x, x0 = x.double(), x0.double().to(x.device)
-    gap = ((x - x0).norm(dim=-1) / x0.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)).max()
-    return float(gap) if torch.isfinite(gap) else float("inf")
+def _gaps(x: Tensor, x0: Tensor) -> Tensor:
+    """[B]; NaN counts as infinite."""
+    x, x0 = x.double().cpu(), x0.double().cpu()
+    gaps = (x - x0).norm(dim=-1) / x0.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)

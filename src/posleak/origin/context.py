@@ -8,7 +8,7 @@ throughout (`same`), and the difference between the two is position 0's alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -110,8 +110,7 @@ def _closure(subject: Subject, done: list[Batch], firsts: list[NDArray[np.int64]
     different, which = torch.unique(tokens, return_inverse=True)
     single = alone(subject.model, different).states
     within = [torch.cat(depth) for depth in zip(*(b.origin for b in done), strict=True)]
-    closure = Closure.of(within, [single[which, d] for d in range(single.shape[1])], subject.model.dtype)
-    return replace(closure, prompts=len(tokens))
+    return Closure.of(within, [single[which, d] for d in range(single.shape[1])], subject.model.dtype)
 
 
 def body_positions(length: int) -> NDArray[np.int64]:

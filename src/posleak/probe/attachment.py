@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from posleak.errors import UnsupportedError
+from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
@@ -88,8 +89,10 @@ class Probe:
             raise UnsupportedError("logits are both soft-capped and biased, in an unknown order", where=where)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias)
-        for edit in self.edits:
-            call = edit.edit(call)
+        if self.edits:
+            with stage("edits"):
+                for edit in self.edits:
+                    call = edit.edit(call)
         out = attend(call)
         for observer in self.observers:
             observer.observe(call, out)

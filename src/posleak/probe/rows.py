@@ -27,8 +27,9 @@ NEVER = -torch.inf
 FEW = 64
 """Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
 
-UNDERFLOW = 1e-30
-"""Below this, terms come near the smallest normal float32 and lose their digits."""
+UNDERFLOW = 1e-24
+"""Sums below this are made in log space: a term counts for 1e-38 of its row's peak at least, and a row has up to a
+million of them, which is then 1e-8 of the sum."""
 
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 """Relative rounding of a logit, with room (rotations are float32 in any model); e^s is off by |s| times that."""
@@ -119,7 +120,7 @@ class References:
     sigma: Tensor
     o_hat: Tensor
     s_aux: Tensor | None
-    _cuts: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+    _cuts: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def body(self) -> Tensor:
@@ -291,7 +292,7 @@ def scaled_weights(logits: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     """e^{s − peak} [B, H, P, T] of the keys that are summed, 0 elsewhere, and peak [B, H, P, 1] in float64.
 
     Exponents are kept above underflow, where exp is ten times slower, and what must be 0 is multiplied by 0. Terms so
-    small do not matter in a sum that has e^0 in it; shorter sums are checked against UNDERFLOW.
+    small do not matter in a sum that has e^0 in it; sums over fewer keys are checked against UNDERFLOW.
     """
     weights = logits + frame.unsummed.to(logits.dtype)
     peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
@@ -313,17 +314,20 @@ def nearest_sums(weights: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
     positive, so that adding them up from the nearest on keeps every digit.
     """
     B, H, P, T = weights.shape
-    member = segments(tuple(positions.tolist()), T, tuple(lengths.tolist())).to(weights)
+    member = segments(tuple(positions.tolist()), T, tuple(lengths.tolist()), weights.device, weights.dtype)
     sums = torch.matmul(weights.permute(2, 0, 1, 3).reshape(P, B * H, T), member)  # [P, B·H, X]
     return sums.view(P, B, H, -1).permute(1, 2, 0, 3).cumsum(-1, dtype=torch.float64)
 
 
 @lru_cache(maxsize=4)
-def segments(positions: tuple[int, ...], keys: int, lengths: tuple[int, ...]) -> Tensor:
+def segments(
+    positions: tuple[int, ...], keys: int, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """Indicators [P, T, X]: key j of row p lies at an offset from one length up to the next. Kept: all layers ask."""
     offset = torch.tensor(positions)[:, None] - torch.arange(keys)
     segment = torch.searchsorted(torch.tensor(lengths), offset, right=True)
-    return ((segment[..., None] == torch.arange(len(lengths))) & (offset >= 0)[..., None]).float()
+    member = (segment[..., None] == torch.arange(len(lengths))) & (offset >= 0)[..., None]
+    return member.to(device, dtype)
 
 
 def by_offset(logits: Tensor, positions: Tensor) -> Tensor:

@@ -111,7 +111,10 @@ class Visibility(torch.Tensor):
         if torch.device(device) == self.device:
             return self
         padding = None if self.padding is None else self.padding.to(device)
-        return Visibility(self.shape, self.rule, padding, self.causal, device)
+        return self.kept(
+            ("moved", torch.device(device)),
+            lambda: Visibility(self.shape, self.rule, padding, self.causal, device),
+        )
 
     def dense(self) -> Tensor:
         """The real boolean tensor, for models that compute with their mask."""

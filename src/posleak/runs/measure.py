@@ -88,7 +88,7 @@ def measure(
     if folder is not None and (finished := _prepare_folder(folder, record, fresh)) is not None:
         return finished
     with stage("calibration"):
-        calibration = calibrated(subject, prompts)
+        calibration = calibrated(subject, prompts.batch([0]))
     record["calibration"] = plain(calibration)
     if folder is not None:
         write_record(folder, record)
@@ -176,12 +176,13 @@ def _finish(run: Run) -> Run:
     return Run(record, run.data, run.path)
 
 
-def calibrated(subject: Subject, prompts: Prompts) -> Calibration:
-    """Calibration on the start of the first prompts, long enough to leave every affordable window; required to hold."""
+def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
+    """Calibration on the start of the first of ids [B, T], past every affordable window; required to hold."""
     windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= 1024]
-    length = min(prompts.length, max([CALIBRATION_LENGTH, *windows]))
-    ids = torch.from_numpy(prompts.batch([0])[:, :length]).to(subject.device)
-    return calibrate(subject.model, ids).require(subject.identity.name)
+    length = max([CALIBRATION_LENGTH, *windows])
+    return calibrate(subject.model, torch.from_numpy(ids[:1, :length]).to(subject.device)).require(
+        subject.identity.name
+    )
 
 
 def check_size(subject: Subject, spec: MeasureSpec) -> None:

@@ -1,7 +1,8 @@
 """How much memory a measurement will hold, computed before it starts, and the batch that keeps it within a limit.
 
-The plan is an upper bound of what is above the loaded model: `--profile` shows it beside what was used. Memory grows
-linearly with the number of tokens at once; nothing here is quadratic in the length.
+The plan is meant as an upper bound of what is above the loaded model; `--profile` shows it beside what was used. It is
+linear in the number of tokens at once, as posleak is. Families that compute with their mask hold tokens² numbers under
+any tool, and are not planned for.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-import torch
-
+from posleak.edits.precision import DTYPES
 from posleak.errors import InputError
-from posleak.models import Subject, available_bytes, read_weights
+from posleak.models import Subject, available_bytes
 from posleak.plain import plain
 from posleak.probe import Plan
+from posleak.probe.kernel import BLOCK
 
 from .spec import MeasureSpec
 
@@ -31,7 +31,14 @@ SLACK = 1.5
 """What an allocator keeps between tensors: 1.4 was seen with tensors that are too small to be given back at once."""
 
 ROWS = 3
-"""Sampled rows at the same time: logits, their exponentials, and one more in between."""
+"""Sampled rows at the same time: logits, their exponentials, and one more in between. Models that scale their queries
+by position hold twice as many, which is little beside the slack of their activations."""
+
+EXPLICIT = 3
+"""Blocks of logits at the same time, where the softmax is written out."""
+
+LIBRARIES = 500 * 10**6
+"""What Python holds with torch and transformers imported, besides weights."""
 
 ORIGIN_ROWS = 12
 """The same for edits that reduce the reference rows at every length, of which float64 is half."""
@@ -39,7 +46,8 @@ ORIGIN_ROWS = 12
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes above the loaded model: activations of a batch, its sampled rows, and the results of all prompts."""
+    """Bytes above the loaded model: activations of a batch (with weights that an edit copies), sampled rows, and the
+    results of all prompts."""
 
     activations: int
     rows: int
@@ -56,15 +64,24 @@ class MemoryPlan:
 def memory_plan(subject: Subject, spec: MeasureSpec, plan: Plan) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
     identity, tokens = subject.identity, spec.batch * spec.length
-    item = torch.empty((), dtype=subject.model.dtype).element_size()
+    edited = [DTYPES[text.removeprefix("dtype=")] for text in spec.edits if text.startswith("dtype=")]
+    item = (edited or [subject.model.dtype])[-1].itemsize
+    weights = sum(parameter.numel() for parameter in subject.model.parameters()) * item if edited else 0
     per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
     activations = int(SLACK * tokens * per_token * item)
     R, Q = len(plan.references), len(plan.queries)
     copies = ROWS if not spec.edits else ORIGIN_ROWS
-    rows = tokens * identity.heads * len(plan.rows) * copies * 4
+    block = 0 if not _explicit(subject) else tokens * identity.heads * BLOCK * EXPLICIT
+    rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
     shared = spec.length * (len(plan.rows) * 8 + R * (Q + R) * 4 * 2)  # what rows see, and which keys are summed
     cells = identity.layers * identity.heads * Q * (len(plan.offsets) + 4)
-    return MemoryPlan(activations, rows + shared, 3 * 8 * spec.prompts * cells)
+    return MemoryPlan(activations + weights, rows + shared, 3 * 8 * spec.prompts * cells)
+
+
+def _explicit(subject: Subject) -> bool:
+    """Is the softmax written out, in blocks of queries, because no fused kernel takes it?"""
+    capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
 
 
 def _inner_width(subject: Subject) -> int:
@@ -77,12 +94,17 @@ def _inner_width(subject: Subject) -> int:
 
 
 def within_memory(spec: MeasureSpec, subject: Subject, plan: Plan, limit: int | None) -> MeasureSpec:
-    """The spec, resolved, with a batch that fits. Without a limit the batch does not depend on the machine."""
-    resolved, have = spec.resolved(), free_bytes(subject, limit)
-    while limit is not None and not spec.batch and resolved.batch > 1:
-        if memory_plan(subject, resolved, plan).total <= have:
-            break
-        resolved = replace(resolved, batch=resolved.batch // 2)
+    """The spec, resolved, with a batch that fits.
+
+    The batch depends on the limit and the model, never on what else the machine does: it moves the last bits, and a run
+    that is started again must find its own folder.
+    """
+    resolved, have = spec.resolved(), available_bytes(subject.device)
+    if limit is not None:
+        room = limit - weight_bytes(subject) - LIBRARIES
+        while not spec.batch and resolved.batch > 1 and memory_plan(subject, resolved, plan).total > room:
+            resolved = replace(resolved, batch=resolved.batch // 2)
+        have = min(have, room)
     if (need := memory_plan(subject, resolved, plan).total) > have:
         have_what = "the machine has free" if limit is None else "--max-memory allows"
         raise InputError(
@@ -95,15 +117,8 @@ def within_memory(spec: MeasureSpec, subject: Subject, plan: Plan, limit: int | 
     return resolved
 
 
-def free_bytes(subject: Subject, limit: int | None) -> int:
-    """What may still be taken: what the machine has free, and what the limit leaves beside the loaded model."""
-    free = available_bytes(subject.device)
-    if limit is None:
-        return free
-    read_weights(subject.model)
-    on_gpu = subject.device.type == "cuda"
-    held = torch.cuda.memory_allocated(subject.device) if on_gpu else psutil.Process().memory_info().rss
-    return min(free, limit - int(held))
+def weight_bytes(subject: Subject) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
 
 
 def parse_bytes(text: str | int | None) -> int | None:

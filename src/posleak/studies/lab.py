@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
+from posleak.axes import LAYER
 from posleak.edits import parse_edits
 from posleak.inputs import Prompts, prepare
 from posleak.leakage import TOKENS_AT_ONCE, Bootstrap, Estimate, assemble, batches, measure_chunks
@@ -23,7 +24,7 @@ from posleak.models import Subject, available_bytes
 from posleak.origin import Origin, alone, origin, projections
 from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
-from posleak.probe import Calibration, Plan, calibrate, default_plan
+from posleak.probe import Plan, calibrate, default_plan
 
 ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
@@ -67,9 +68,12 @@ class Lab:
         return self.tokens.batch(range(self.prompts))
 
     @cached_property
-    def calibration(self) -> Calibration:
+    def layers(self) -> int:
+        """Attention calls of one forward pass: those of the baseline, or those that calibration sees."""
+        if () in self._measured:
+            return int(self._measured[()].sizes[LAYER])
         ids = torch.from_numpy(self.ids[:1]).to(self.subject.device)
-        return calibrate(self.subject.model, ids).require(self.subject.identity.name)
+        return calibrate(self.subject.model, ids).require(self.subject.identity.name).layers
 
     @cached_property
     def bootstrap(self) -> Bootstrap:
@@ -115,7 +119,7 @@ class Lab:
         parsed = parse_edits(edits)
         key = tuple(edit.text for edit in parsed)
         if key not in self._measured:
-            layers = self.calibration.layers
+            layers = self.layers
             self.progress(", ".join(key) or "baseline")
             prompts = self.tokens
             for edit in parsed:

@@ -83,18 +83,18 @@ def ring(lab: Lab) -> Finding:
     dtype = torch.float64 if wide else model.dtype
     texts = ["dtype=float64"] if wide else []
     ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(3))).to(lab.subject.device)
-    gaps = [rolled_gap(model, row[None], [*texts, "ring"]) for row in ids]
-    masked = [rolled_gap(model, row[None], texts) for row in ids[:1]]
+    gaps, masked = rolled_gaps(model, ids, [*texts, "ring"]), rolled_gaps(model, ids[:1], texts)
     bound = RING.get(dtype, RING[torch.bfloat16])
     details = {"with the mask": max(masked), "dtype": str(dtype).removeprefix("torch.")}
     return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
 
 
-def rolled_gap(model: Any, ids: torch.Tensor, texts: list[str]) -> float:
-    """Largest relative difference between the states of the rolled input and the rolled states, over all depths."""
+def rolled_gaps(model: Any, ids: torch.Tensor, texts: list[str]) -> list[float]:
+    """Largest relative difference, over all depths, between the states of a rolled prompt and its rolled states."""
     with attach(model, edits=parse_edits(texts)) as probe:
         still, rolled = (probe.forward(x, output_hidden_states=True).hidden_states for x in (ids, ids.roll(ROLL, 1)))
-    return max(relative_difference(b, a.roll(ROLL, 1)) for a, b in zip(still, rolled, strict=True))
+    depths = [(a.roll(ROLL, 1), b) for a, b in zip(still, rolled, strict=True)]
+    return [max(relative_difference(b[row], a[row]) for a, b in depths) for row in range(len(ids))]
 
 
 @claim(
@@ -150,7 +150,7 @@ def sink_attention(lab: Lab, text: str) -> dict[str, float]:
 def closed_system(lab: Lab) -> Finding:
     model = lab.subject.model
     ids = torch.from_numpy(lab.ids[:8])
-    gaps = np.array([closure(model, row[None]).worst for row in ids])
+    gaps = np.array(closure(model, ids).per_prompt)
     bound = CLOSED.get(model.dtype, CLOSED[torch.bfloat16])
     opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
     return Finding.of(
