@@ -73,7 +73,7 @@ def bench_table(found: Benchmark) -> Group:
         Text(found.identity["name"], style="bold"),
         Text(f"{about['processor']}, {about['threads']} threads · {found.identity['dtype']}", style="dim"),
         table,
-        Text("medians of interleaved rounds (smallest – largest); MB: peak above the loaded model, alone", style="dim"),
+        Text("medians of interleaved rounds (smallest–largest); MB: peak above the loaded model, alone", style="dim"),
     )
 
 
@@ -81,8 +81,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     if row["seconds"] is None:
         return "–", row["error"] or "not timed", _megabytes(row), "0"
     (low, high), (least, most) = row["seconds_range"], row["ratio_range"]
-    seconds = f"{row['seconds']:.2f} ({low:.2f} – {high:.2f})"
-    return seconds, f"{row['ratio_to_forward']:.3f} ({least:.3f} – {most:.3f})", _megabytes(row), str(row["n"])
+    seconds = f"{row['seconds']:.2f} ({low:.2f}–{high:.2f})"
+    return seconds, f"{row['ratio_to_forward']:.3f} ({least:.3f}–{most:.3f})", _megabytes(row), str(row["n"])
 
 
 def _megabytes(row: dict[str, Any]) -> str:

@@ -106,15 +106,21 @@ def within_memory(spec: MeasureSpec, subject: Subject, plan: Plan, limit: int | 
             resolved = replace(resolved, batch=resolved.batch // 2)
         have = min(have, room)
     if (need := memory_plan(subject, resolved, plan).total) > have:
-        have_what = "the machine has free" if limit is None else "--max-memory allows"
-        raise InputError(
-            f"the measurement needs more memory than {have_what}",
-            where=subject.identity.name,
-            got=f"{need / 2**30:.1f} GiB for {resolved.batch} prompts of {resolved.length} tokens at once",
-            expected=f"at most {max(have, 0) / 2**30:.1f} GiB above the loaded model",
-            remedy=f"use {'a smaller --batch, ' if resolved.batch > 1 else ''}fewer --prompts or a shorter --length",
-        )
+        raise _too_large(subject, resolved, need, have, limited=limit is not None)
     return resolved
+
+
+def _too_large(subject: Subject, spec: MeasureSpec, need: int, have: int, *, limited: bool) -> InputError:
+    smaller = "a smaller --batch, " if spec.batch > 1 else ""
+    taken = (weight_bytes(subject) + LIBRARIES) / 2**30
+    larger = f", or a larger --max-memory: the model and its libraries take {taken:.1f} GiB of it" if limited else ""
+    return InputError(
+        f"the measurement needs more memory than {'--max-memory allows' if limited else 'the machine has free'}",
+        where=subject.identity.name,
+        got=f"{need / 2**30:.1f} GiB for {spec.batch} prompts of {spec.length} tokens at once",
+        expected=f"at most {max(have, 0) / 2**30:.1f} GiB above the loaded model",
+        remedy=f"use {smaller}fewer --prompts or a shorter --length{larger}",
+    )
 
 
 def weight_bytes(subject: Subject) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from posleak.errors import PosleakError
 from posleak.plain import plain
+from posleak.stopwatch import stage
 
 from .lab import Lab
 from .verdicts import Finding, Verdict
@@ -79,7 +80,8 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]
     for each in registry() if chosen is None else chosen:
         lab.progress(f"claim {each.number} · {each.id}")
         try:
-            finding = each.test(lab)
+            with stage(each.id):
+                finding = each.test(lab)
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
         yield Result(each, finding)
