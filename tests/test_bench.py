@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from families import tiny
 from inputs_subject import byte_tokenizer
 from posleak.bench import CASES, bench, chosen_cases, worker
 from posleak.bench.cases import case
-from posleak.bench.statistics import Statistics
+from posleak.bench.statistics import Statistics, from_scores
 from posleak.bench.timing import Spread, interleaved, ratios, spread
 from posleak.errors import CheckError, InputError
 from posleak.models import Subject
-from posleak.probe import default_plan
+from posleak.probe import Call, attach, default_plan
 
 ROOT = Path(__file__).parent.parent
 N = 64
@@ -39,12 +41,34 @@ def found(subject: Subject, name: str) -> Statistics:
     return result
 
 
-def test_eager_attention_gives_the_same_statistics(llama: Subject) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
+def test_eager_attention_gives_the_same_statistics(family: str) -> None:
+    llama = Subject.of(tiny(family, scale=3), name=family)
     ours, theirs = found(llama, "posleak"), found(llama, "eager")
     assert theirs.total.shape == ours.total.shape
     assert np.isfinite(theirs.total).sum() > 1000
     assert theirs.gap(ours) < 1e-4
     assert llama.model.config._attn_implementation == "sdpa"
+
+
+def test_scores_give_all_parts(llama: Subject) -> None:
+    """Of rows as TransformerLens caches them: hidden keys at the dtype's lowest number, windows included."""
+    windowed = Subject.of(tiny("gemma3_text", scale=3), name="gemma")
+    scores: list[Tensor] = []
+
+    class Look:
+        def observe(self, call: Call, out: Tensor) -> None:
+            rows = torch.tensor(PLAN.rows)
+            lowest = torch.finfo(torch.float32).min
+            scores.append(call.logits(rows).masked_fill(~call.visibility.rows(rows), lowest))
+
+    for subject in (llama, windowed):
+        scores.clear()
+        with attach(subject.model, [Look()]) as probe:
+            probe.forward(torch.from_numpy(IDS))
+        theirs, ours = from_scores(scores, PLAN), found(subject, "posleak")
+        assert theirs.parts.keys() == ours.parts.keys() == {"mask", "drift", "sink"}
+        assert theirs.gap(ours) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["TransformerLens", "nnsight"])

@@ -52,19 +52,21 @@ def from_chunk(chunk: Chunk) -> Statistics:
 
 
 def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
-    """Rows of masked scores [B, H, P, T] of a causal model, one per layer."""
-    visible = torch.arange(plan.length) <= torch.tensor(plan.rows)[:, None]
-    parts: list[Parts] = [split(reduce_rows(s.cpu().masked_fill(~visible, 0), visible, plan)) for s in layers]
+    """Rows of masked scores [B, H, P, T], one per layer: a hidden key has the dtype's lowest number, or −inf."""
+    parts: list[Parts] = []
+    for s in (layer.cpu() for layer in layers):
+        visible = s[0, 0] > torch.finfo(s.dtype).min / 2
+        parts.append(split(reduce_rows(s.masked_fill(~visible, 0), visible, plan)))
     return from_chunk(stack_layers(parts))
 
 
 def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
-    """Rows of attention weights [B, H, P, T] of a causal model, one per layer."""
+    """Rows of attention weights [B, H, P, T], one per layer: a hidden key has weight 0."""
     positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
     totals, firsts = [], []
     for a in (layer.cpu() for layer in layers):
         log_a = gather_offsets(a, positions, offsets).clamp(min=0).log()
-        log_a = log_a.masked_fill(offsets >= positions[:, None], torch.nan)
+        log_a = log_a.masked_fill(torch.isinf(log_a), torch.nan)
         totals.append((log_a[:, :, :Q] - log_a[:, :, Q:-1].mean(2, keepdim=True)).numpy())
         firsts.append(a[:, :, :Q, 0].double().numpy())
     return Statistics(np.stack(totals, axis=1), np.stack(firsts, axis=1), {})
