@@ -26,6 +26,16 @@ from posleak.probe import Call, attach, default_plan
 ROOT = Path(__file__).parent.parent
 N = 64
 PLAN = default_plan(N)
+MORE: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.2,
+            "original_max_position_embeddings": 8,
+        }
+    }
+}  # fmt: skip
+"""Queries scaled by position, a fourth part of the total."""
+
 IDS = np.random.default_rng(3).integers(3, 101, (2, N))
 
 
@@ -41,9 +51,9 @@ def found(subject: Subject, name: str) -> Statistics:
     return result
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3", "ministral3"])
 def test_eager_attention_gives_the_same_statistics(family: str) -> None:
-    llama = Subject.of(tiny(family, scale=3), name=family)
+    llama = Subject.of(tiny(family, scale=3, **MORE.get(family, {})), name=family)
     ours, theirs = found(llama, "posleak"), found(llama, "eager")
     assert theirs.total.shape == ours.total.shape
     assert np.isfinite(theirs.total).sum() > 1000

@@ -4,7 +4,7 @@ statistics  what every contestant computes, and how far two are apart
 cases       the contestants
 worker      peak memory, each in a process of its own
 timing      interleaved repeats, medians and ratios
-bench       all of it
+contest     all of it, length by length
 """
 
 from .cases import CASES, Case

@@ -40,7 +40,6 @@ class Case:
     """A contestant: `make` prepares a subject for prompts like ids [B, T] and gives what is timed."""
 
     name: str
-    about: str
     make: Callable[[Subject, Plan, Ids], Runner]
     package: str | None = None
 
@@ -155,20 +154,15 @@ def _states(model: PreTrainedModel, ids: Ids, **asked: bool):  # type: ignore[no
 
 
 CASES = (
-    Case(FORWARD, "the model's own forward pass with its fused attention (sdpa), nothing looked at", _forward),
-    Case(POSLEAK, "posleak measure: the same pass, attached, with its rows, parts and arrays", _posleak()),
-    Case(ONCE, "calibration and the constant-token look, before the first prompt", _once),
-    Case("posleak sink=cut", "the same with position 0 cut out of every softmax", _posleak("sink=cut")),
-    Case("posleak denominator=fixed", "the same with fixed denominators", _posleak("denominator=fixed")),
-    Case("eager", "transformers' eager attention with output_attentions: total leakage from the patterns", _eager),
-    Case(
-        "TransformerLens",
-        "TransformerBridge.run_with_cache, attention scores and patterns: all parts from the scores",
-        _transformer_lens,
-        "transformer-lens",
-    ),
-    Case("nnsight", "a trace over eager attention that keeps the sampled rows: total leakage", _nnsight, "nnsight"),
-)  # fmt: skip
+    Case(FORWARD, _forward),  # the model's own pass with its fused attention, nothing looked at
+    Case(POSLEAK, _posleak()),  # the same pass, attached, with its rows, parts and arrays
+    Case(ONCE, _once),
+    Case("posleak sink=cut", _posleak("sink=cut")),
+    Case("posleak denominator=fixed", _posleak("denominator=fixed")),
+    Case("eager", _eager),  # patterns of all layers kept: total leakage
+    Case("TransformerLens", _transformer_lens, "transformer-lens"),  # scores and patterns cached: all parts
+    Case("nnsight", _nnsight, "nnsight"),  # sampled rows of the patterns kept inside the trace: total leakage
+)
 
 
 def case(name: str) -> Case:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from posleak.axes import SCALING
 from posleak.leakage import Parts, split
 from posleak.leakage.dataset import Chunk, stack_layers
 from posleak.probe import Plan, reduce_rows
@@ -38,17 +39,17 @@ class Statistics:
 
 
 def _gap(x: Array, y: Array) -> float:
-    both = ~np.isnan(x) & ~np.isnan(y)
-    if x.shape != y.shape or not np.array_equal(np.isnan(x), np.isnan(y)) or not both.any():
+    there = ~np.isnan(x)
+    if not np.array_equal(there, ~np.isnan(y)) or not there.any():
         return float("inf")
-    return float(np.abs(x[both] - y[both]).max())
+    return float(np.abs(x[there] - y[there]).max())
 
 
 def from_chunk(chunk: Chunk) -> Statistics:
-    """What posleak measures."""
+    """What posleak measures. Where queries are scaled by position, scores alone do not give the same parts."""
     parts = {name: chunk[name] for name in ("mask", "drift", "sink")}
     total = (parts["mask"] + parts["sink"])[..., None] + parts["drift"]
-    return Statistics(total, chunk["attention_0"], parts)
+    return Statistics(total + chunk.get(SCALING, 0.0), chunk["attention_0"], {} if SCALING in chunk else parts)
 
 
 def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
