@@ -37,7 +37,7 @@ FREE: dict[str, set[str]] = {
     "claims": {*SAME, "claims[].details"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
     "study": {"rows[].balance", "rows[].removed"},
-    "bench": {"identity"},
+    "bench": {"identity", "versions"},
 }
 """Objects whose keys are the model's own, or that the page describes in words."""
 
