@@ -1,6 +1,6 @@
-"""A measurement in a process of its own, to be killed: `python killed_run.py MODEL_FOLDER OUT SECONDS`.
+"""Work in a process of its own, to be killed: `python killed_run.py measure|claims MODEL_FOLDER OUT SECONDS`.
 
-It prints a line after every batch and then sleeps, so that whoever reads the lines can choose the moment.
+It prints a line after every step and then sleeps, so that whoever reads the lines can choose the moment.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import posleak as pl
 from runs_tiny import SPEC
 
 if __name__ == "__main__":
-    model, out, seconds = sys.argv[1:]
+    work, model, out, seconds = sys.argv[1:]
     torch.set_num_threads(1)
 
-    def report(done: int, of: int) -> None:
-        print(done, of, flush=True)
+    def report(*said: object) -> None:
+        print(*said, flush=True)
         time.sleep(float(seconds))
 
-    pl.measure(pl.load(model), out=out, progress=report, **SPEC)
+    subject = pl.load(model)
+    if work == "measure":
+        pl.measure(subject, out=out, progress=report, **SPEC)
+    else:
+        pl.claims(subject, out=out, progress=report, length=48, prompts=4)
     print("finished", flush=True)

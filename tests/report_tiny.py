@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from families import VOCAB, tiny
+from posleak.claims import claims
 from posleak.models import Subject
-from posleak.runs import claims, measure
+from posleak.runs import measure
 
 HOSTILE = "<script>window.pwned=1</script>"
 NAME = f"tiny </script>{HOSTILE}<b>&amp;"

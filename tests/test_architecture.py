@@ -1,46 +1,99 @@
-"""The package reads like its pipeline: a stage imports only the stages before it."""
+"""The package reads like its pipeline: a stage imports only the stages before it. And what has one home stays there."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import posleak
 
 ROOT = Path(posleak.__file__).parent
-ORDER = [
-    "models",
-    "inputs",
-    "probe",
-    "edits",
-    "leakage",
-    "origin",
-    "studies",
-    "runs",
-    "report",
-    "sweep",
-    "bench",
-    "cli",
-]
-STAGES = [stage for stage in ORDER if (ROOT / stage).is_dir()]
+STAGES = [
+    "models", "inputs", "probe", "edits", "leakage", "show", "runs", "origin", "doctor", "claims", "studies", "report",
+    "bench", "cli", "tools",
+]  # fmt: skip
 
 
 def imported_stages(path: Path) -> set[str]:
     """Stages named in the imports of one file; a parent-relative import does not occur (ruff TID252)."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = list[str]()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         found |= {name.split(".")[1] for name in names if name.startswith("posleak.")}
     return found & set(STAGES)
 
 
-def test_every_folder_is_a_stage() -> None:
+def later_imports(root: Path) -> Iterator[str]:
+    """Every import of a later stage, in words."""
+    for stage in STAGES:
+        for path in sorted((root / stage).rglob("*.py")):
+            for other in sorted(imported_stages(path)):
+                if STAGES.index(other) > STAGES.index(stage):
+                    yield f"{stage}/{path.name} imports {other}"
+    for path in sorted(root.glob("*.py")):
+        if path.name != "__init__.py" and (found := imported_stages(path)):
+            yield f"{path.name} imports {', '.join(sorted(found))}"
+
+
+def test_every_folder_is_a_stage_and_every_stage_a_folder() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(STAGES)
 
 
 def test_a_stage_imports_only_earlier_ones() -> None:
-    for stage in STAGES:
-        for path in (ROOT / stage).rglob("*.py"):
-            later = {other for other in imported_stages(path) if STAGES.index(other) > STAGES.index(stage)}
-            assert not later, f"{path.relative_to(ROOT)} imports {later}"
+    assert list(later_imports(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from posleak.claims import Lab",
+        "import posleak.claims.lab",
+        "from posleak import claims",
+        "if TYPE_CHECKING:\n    from posleak.claims import Lab",
+        "def late():\n    from posleak.claims.lab import Lab",
+    ],
+)
+def test_the_test_above_can_fail(tmp_path: Path, line: str) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "loop.py").write_text(f"from posleak.models import Subject\n{line}\n")
+    assert list(later_imports(tmp_path)) == ["runs/loop.py imports claims"]
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+ONE_HOME = {
+    r"\brecord\[": set[str](),
+    r"\bRecord\(\n": {"runs/measure.py"},
+    r"#[0-9a-f]{6}\b": {"show/colours.py", "report/assets.py"},
+    r"torch\.bfloat16: [\d.e-]+": set[str](),
+    r"\.observe\(call": {"probe/attachment.py"},
+    r"\bprobe\.forward\(torch\.from_numpy\(batch": {"runs/loop.py"},
+}
+"""What may stand in these files only: records are typed and built once, colours and tolerances are in one table, one
+loop goes from prompts to chunks."""
+
+
+@pytest.mark.parametrize("pattern", ONE_HOME)
+def test_one_thing_has_one_home(pattern: str) -> None:
+    assert {name for name, text in sources() if re.search(pattern, text)} <= ONE_HOME[pattern]
+
+
+def test_names_mean_one_thing() -> None:
+    """Classes of one name would be two things that are called alike."""
+    names = ("Source", "Origin", "Record", "Bench", "Claim", "Fingerprint", "Plan", "Run")
+    for name in names:
+        homes = [path for path, text in sources() if re.search(rf"^class {name}\b", text, flags=re.M)]
+        assert len(homes) <= 1, (name, homes)
+    constants = [path for path, text in sources() if re.search(r"^PARTS\b", text, flags=re.M)]
+    assert constants == ["axes.py"]

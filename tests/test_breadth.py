@@ -16,16 +16,17 @@ from families import VOCAB, tiny
 from made_up import made_up
 from models_tiny import save
 from models_tiny import tiny as small
+from posleak.doctor import Check, doctor
+from posleak.doctor.doctor import Diagnosis
+from posleak.doctor.explicit import RECURRENT, TABLE, first_entrance
 from posleak.errors import ModelError, UnsupportedError
-from posleak.leakage import LeakageObserver, assemble, component, components, measure_chunks, norms_by_position
+from posleak.leakage import LeakageObserver, assemble, component, components, norms_by_position
 from posleak.models import Subject, checkpoints, load
 from posleak.probe import Call, Edit, attach, calibrate, default_plan
 from posleak.probe.visibility import read_mask
 from posleak.runs import measure
-from posleak.studies import Check, doctor
-from posleak.studies.doctor import Diagnosis
-from posleak.studies.explicit import RECURRENT, TABLE, first_source
-from posleak.studies.shrink import tiny_model
+from posleak.runs.loop import measure_chunks
+from posleak.tools.shrink import tiny_model
 
 N, B = 64, 5
 BETA, STEP = 0.2, 8
@@ -152,12 +153,12 @@ def test_learned_positions_break_law_three_and_are_named() -> None:
 
 
 def test_sources_are_found_by_watching() -> None:
-    assert first_source(tiny("llama"), 5) is None
-    assert first_source(tiny("smollm3"), 5) is None
-    table = first_source(tiny("opt", ffn_dim=41, word_embed_proj_dim=30), 5)
+    assert first_entrance(tiny("llama"), 5) is None
+    assert first_entrance(tiny("smollm3"), 5) is None
+    table = first_entrance(tiny("opt", ffn_dim=41, word_embed_proj_dim=30), 5)
     assert table is not None
     assert (table.kind, table.module) == (TABLE, "model.decoder.embed_positions")
-    conv = first_source(tiny("lfm2", layer_types=["conv", "full_attention", "conv"]), 5)
+    conv = first_entrance(tiny("lfm2", layer_types=["conv", "full_attention", "conv"]), 5)
     assert conv is not None
     assert conv.kind == RECURRENT
     assert conv.module.startswith("model.layers.0.conv")
@@ -181,7 +182,7 @@ def test_a_made_up_family_is_measured(alibi: bool) -> None:
     run = measure(subject, length=N, prompts=4)
     assert run.data.sizes["head"] == 6
     assert run.data.attrs["remainder"] < 1e-9
-    assert run.record["identity"]["architecture"] == "made_up"
+    assert run.record.identity.architecture == "made_up"
 
 
 def test_a_bias_that_is_dropped_breaks_parity() -> None:

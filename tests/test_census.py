@@ -15,8 +15,8 @@ import transformers
 from posleak.errors import ModelError
 from posleak.models import Subject
 from posleak.runs import measure
-from posleak.studies import shrink
-from posleak.studies.census import LENGTH, NOT_BUILT, SUPPORTED, Row, examine_family, families, limited, page, read_page
+from posleak.tools import shrink
+from posleak.tools.census import LENGTH, NOT_BUILT, SUPPORTED, Row, examine_family, families, limited, page, read_page
 
 SUPPORTED_AT_LEAST = 148
 PAGE = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")

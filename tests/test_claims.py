@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from families import tiny
+from posleak.claims import Claim, Finding, Lab, Side, Verdict, claims, examine, registry
+from posleak.claims.paper import rolled_gaps
 from posleak.leakage import Bootstrap
+from posleak.leakage.trend import depth_slope, slope
 from posleak.models import Subject
-from posleak.runs import claims
-from posleak.studies import Finding, Lab, Side, Verdict, examine, registry
-from posleak.studies.balance import depth_slope, slope
-from posleak.studies.claims import Claim
-from posleak.studies.tests_of_claims import rolled_gaps
+from posleak.runs import MeasureSpec
+from posleak.typed import plain
 
 numbers = st.floats(-10, 10)
 
@@ -48,11 +48,13 @@ def test_the_registry_covers_every_number_with_unique_names() -> None:
     assert [claim.number for claim in found] == sorted(claim.number for claim in found)
     assert len({claim.id for claim in found}) == len(found)
     assert all(claim.sentence.endswith(".") and claim.method for claim in found)
+    assert all(0 < len(claim.title) <= 40 and not claim.title.endswith(".") for claim in found)
+    assert len({claim.title for claim in found}) == len(found)
 
 
 def examined(model: PreTrainedModel) -> dict[str, Any]:
-    lab = Lab(Subject.of(model, name="tiny"), length=64, prompts=6)
-    return {result.claim.id: result for result in examine(lab)}
+    lab = Lab(Subject.of(model, name="tiny"), MeasureSpec(length=64, prompts=6))
+    return {result.id: result for result in examine(lab)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "gpt_neox"])
@@ -60,41 +62,41 @@ def test_every_claim_runs_on_tiny_models(family: str) -> None:
     found = examined(tiny(family))
     assert found["relative-logits"].verdict is Verdict.SUPPORTED
     assert found["mask.ring"].verdict is Verdict.SUPPORTED
-    assert found["mask.ring"].finding.details["with the mask"] > 1e-3
+    assert found["mask.ring"].details["with the mask"] > 1e-3
     assert found["closure"].verdict is Verdict.SUPPORTED
-    assert found["closure"].finding.details["with the mask off"] > 1e-3
+    assert found["closure"].details["with the mask off"] > 1e-3
     assert found["fingerprint.no-bos"].verdict is Verdict.NOT_APPLICABLE
     for result in found.values():
-        json.dumps(result.as_dict(), allow_nan=False)
-        if result.verdict is not Verdict.NOT_APPLICABLE and math.isfinite(result.finding.low):
-            assert result.finding.low <= result.finding.effect <= result.finding.high
+        json.dumps(plain(result), allow_nan=False)
+        if result.verdict is not Verdict.NOT_APPLICABLE and math.isfinite(result.low):
+            assert result.low <= result.effect <= result.high
 
 
 def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
     model: Any = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
     model.transformer.wpe.weight.mul_(10)
     found = examined(model)
-    assert "no rotary" in found["relative-logits"].finding.reason
-    assert "no rotary frequencies" in found["mask.ring"].finding.reason
+    assert "no rotary" in found["relative-logits"].reason
+    assert "no rotary frequencies" in found["mask.ring"].reason
     assert found["mask.first-layer"].verdict is not Verdict.SUPPORTED
 
 
 def test_without_a_bos_its_replacement_is_not_applicable() -> None:
-    lab = Lab(Subject.of(tiny("llama"), name="llama"), length=64, prompts=4, bos="none")
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=4, bos="none"))
     chosen = [claim for claim in registry() if claim.number == 8]
-    assert {result.finding.reason for result in examine(lab, chosen)} == {"no BOS stands at position 0"}
+    assert {result.reason for result in examine(lab, chosen)} == {"no BOS stands at position 0"}
 
 
 def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once() -> None:
     said: list[str] = []
-    lab = Lab(Subject.of(tiny("llama"), name="llama"), length=64, prompts=4, progress=said.append)
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=4), progress=said.append)
     for _ in range(2):
-        lab.removed("residual", "bos=zero", early=True)
+        lab.kept("residual", "bos=zero", early=True)
     assert said.count("baseline") == 1
     assert said.count("bos=zero") == 1
-    assert lab.removed("mask", "shift=0").value == 0
-    null = lab.removed("total", "window=1000")
-    assert (null.value, null.low, null.high) == (0, 0, 0)
+    assert lab.kept("mask", "shift=0").ratio.value == 1
+    null = lab.kept("total", "window=1000").ratio
+    assert [float(x) for x in (null.value, null.low, null.high)] == [1, 1, 1]
 
 
 def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,39 +106,41 @@ def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeyp
     def broken(lab: Lab) -> Finding:
         raise RuntimeError("out of luck")
 
-    failing = [*whole[:2], Claim(3, "broken", "It breaks.", "by breaking", broken), *whole[2:4]]
-    monkeypatch.setattr("posleak.runs.examination.registry", lambda: failing)
+    failing = [*whole[:2], Claim(3, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[2:4]]
+    monkeypatch.setattr("posleak.claims.examination.registry", lambda: failing)
     with pytest.raises(RuntimeError, match="out of luck"):
         claims(subject, out=tmp_path / "run", length=64, prompts=4)
     stored = json.loads((tmp_path / "run" / "claims.json").read_text())
     assert [entry["id"] for entry in stored["claims"]] == [claim.id for claim in whole[:2]]
 
     tested: list[str] = []
-    monkeypatch.setattr("posleak.runs.examination.registry", lambda: whole[:4])
+    monkeypatch.setattr("posleak.claims.examination.registry", lambda: whole[:4])
     found = claims(subject, out=tmp_path / "run", length=64, prompts=4, progress=tested.append)
-    assert [entry["id"] for entry in found.findings] == [claim.id for claim in whole[:4]]
-    assert not any(whole[0].id in line for line in tested)
+    assert [result.id for result in found.results] == [claim.id for claim in whole[:4]]
+    assert not any(whole[0].title in line for line in tested)
 
 
 def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
     subject = Subject.of(tiny("llama"), name="llama")
     found = claims(subject, out=tmp_path / "run", length=64, prompts=4)
     files = {path.name for path in (tmp_path / "run").iterdir()}
-    assert files == {"run.json", "results.nc", "heads.parquet", "claims.json", "origin.json", "origin.nc"}
-    assert len(found.findings) == len(registry())
+    assert files == {"run.json", "results.nc", "heads.parquet", "claims.json", "origin.json", "origin.nc", "conditions"}
+    assert len(found.results) == len(registry())
     keys = {"id", "claim", "verdict", "effect", "low", "high", "unit", "method"}
     assert all(keys <= set(entry) for entry in found.as_dict()["claims"])
     values = {"supported", "contradicted", "inconclusive", "not applicable"}
-    assert {entry["verdict"] for entry in found.findings} <= values
+    assert {result.verdict.value for result in found.results} <= values
 
 
 def test_a_planted_trend_is_found() -> None:
     """Layer l has power l / 3 in every prompt: slope 2 per relative depth over seven layers, 2 of their mean."""
-    powers = np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5))
-    plain, relative = depth_slope(powers, np.arange(7), Bootstrap.of(5, seed=0))
-    assert float(plain.value) == pytest.approx(2.0)
-    assert float(plain.low) == pytest.approx(2.0)
+    powers = Bootstrap.of(5, seed=0).inner(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5)))
+    absolute, relative = (found.estimate for found in depth_slope(powers))
+    assert float(absolute.value) == pytest.approx(2.0)
+    assert float(absolute.low) == pytest.approx(2.0)
     assert float(relative.value) == pytest.approx(2.0)
+    some, _ = depth_slope(powers, [0, 3, 6])
+    assert float(some.value) == pytest.approx(2.0)
     assert slope(np.full(7, 3.0), np.linspace(0, 1, 7)) == pytest.approx(0.0)
 
 

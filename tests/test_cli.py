@@ -102,7 +102,7 @@ def test_measure_prints_a_table_that_a_person_can_read(posleak: Posleak, models:
     header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["layer", "total"])
     assert [line.split()[0] for line in lines[header + 1 : header + 4]] == ["0", "1", "2"]
     assert lines[header].split() == ["layer", "total", "mask", "drift", "sink", "shares", "at", "0"]
-    assert "4 prompts of 48 tokens · seed 0 · token 1 in every prompt, by BOS policy 'auto'" in said.out
+    assert "4 prompts of 48 tokens · random · seed 0 · token 1 in every prompt, by BOS policy 'auto'" in said.out
     assert any(line.startswith("early queries") and "n=4" in line for line in lines)
     assert any(line.startswith("all queries") and "stabilisation" in line for line in lines)
     assert "95% bootstrap intervals" in said.out

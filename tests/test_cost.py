@@ -128,7 +128,7 @@ def test_no_amount_of_memory(text: str) -> None:
 def test_the_plan_grows_linearly_with_the_length() -> None:
     llama = subject()
     specs = [MeasureSpec(length=n, prompts=1, batch=1) for n in (2048, 4096, 8192)]
-    plans = [memory_plan(llama, spec, default_plan(spec.length)) for spec in specs]
+    plans = [memory_plan(llama, spec) for spec in specs]
     for shorter, longer in pairwise(plans):
         assert longer.activations == 2 * shorter.activations
         assert longer.rows <= 2.2 * shorter.rows
@@ -136,7 +136,7 @@ def test_the_plan_grows_linearly_with_the_length() -> None:
 
 def test_an_edit_that_copies_the_weights_is_planned_for() -> None:
     llama = subject()
-    plain, wide = (memory_plan(llama, MeasureSpec(length=N, batch=1, edits=e), PLAN) for e in ((), ("dtype=float64",)))
+    plain, wide = (memory_plan(llama, MeasureSpec(length=N, batch=1, edits=e)) for e in ((), ("dtype=float64",)))
     assert wide.activations == 2 * plain.activations + 2 * weight_bytes(llama)
 
 
@@ -149,17 +149,17 @@ def test_batches_are_chosen_to_fit_and_the_numbers_stay() -> None:
     llama = subject()
     asked: dict[str, Any] = {"length": N, "prompts": 8, "seed": 3}
     whole = pl.measure(llama, **asked)
-    assert whole.record["spec"]["batch"] == 8
-    room = memory_plan(llama, MeasureSpec(**asked, batch=2), PLAN).total
+    assert whole.record.spec.batch == 8
+    room = memory_plan(llama, MeasureSpec(**asked, batch=2)).total
     run = pl.measure(llama, max_memory=limited(llama, room), **asked)
-    assert run.record["spec"]["batch"] == 2
-    assert run.record["memory"]["total"] <= room
+    assert run.record.spec.batch == 2
+    assert run.record.memory.total <= room
     assert np.allclose(run.data["drift"], whole.data["drift"], atol=1e-5, equal_nan=True)
 
 
 def test_a_batch_that_was_asked_for_is_refused_rather_than_changed() -> None:
     llama = subject()
-    room = memory_plan(llama, MeasureSpec(length=N, prompts=8, batch=2), PLAN).total
+    room = memory_plan(llama, MeasureSpec(length=N, prompts=8, batch=2)).total
     limit = limited(llama, room)
     with counted_passes(llama.model) as passes, pytest.raises(InputError, match="--max-memory allows") as error:
         pl.measure(llama, max_memory=limit, length=N, prompts=8, batch=8)

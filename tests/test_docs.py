@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,9 +21,9 @@ from posleak.cli.app import app
 from posleak.cli.profile import Profile
 from posleak.models import builtin
 from posleak.origin import origin
-from posleak.plain import plain
-from posleak.runs.study import run_study
-from posleak.studies.cells import Cell, Study
+from posleak.studies import Cell, Study, run_study
+from posleak.tools import cli_docs, edit_docs
+from posleak.typed import plain
 from runs_tiny import SPEC, subject
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +32,7 @@ SAME = {"identity", "inputs", "calibration"}
 
 FREE: dict[str, set[str]] = {
     "measure": {"identity.rotary"},
-    "claims": {*SAME, "claims[].details"},
+    "claims": {*SAME, "claims[].details", "claims[].edited"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
     "study": {"rows[].balance", "rows[].removed"},
     "bench": {"identity", "versions"},
@@ -42,10 +40,10 @@ FREE: dict[str, set[str]] = {
 """Objects whose keys are the model's own, or that the page describes in words."""
 
 
-def test_the_command_line_page_is_current() -> None:
-    made = subprocess.run([sys.executable, "-m", "posleak.cli.docs"], capture_output=True, text=True, check=True)
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert page == made.stdout, "run `python -m posleak.cli.docs > docs/cli.md`"
+@pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md")])
+def test_pages_that_are_made_are_current(module: Any, page: str) -> None:
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == module.page(), f"run `python -m {module.__name__} > docs/{page}`"
 
 
 def documented(command: str) -> set[str]:
@@ -94,7 +92,7 @@ def measure_output() -> dict[str, Any]:
     """With its profile, as the command prints it."""
     with Profile() as spent, spent.measuring(llama := subject()):
         run = pl.measure(llama, **SPEC)
-    return {**run.as_dict(), "profile": spent.as_dict(run.record)}
+    return {**run.as_dict(), "profile": spent.as_dict(run.record.memory.total)}
 
 
 def study_output() -> dict[str, Any]:
@@ -102,8 +100,8 @@ def study_output() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         tiny("llama").save_pretrained(folder)
         chosen = Study("tiny", "Does it work?", (Cell(folder, length=48, prompts=2),))
-        rows = run_study(chosen, Path(folder) / "runs")
-        return {"study": chosen.name, "question": chosen.question, "rows": plain([row.as_dict() for row in rows])}
+        found: dict[str, Any] = plain(run_study(chosen, Path(folder) / "runs"))
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +130,9 @@ def test_the_expansion_of_braces() -> None:
         "docs/json.md",
         "docs/cli.md",
         "docs/cost.md",
+        "docs/edits.md",
+        "docs/extending.md",
+        "CONTRIBUTING.md",
         "benchmarks/README.md",
         "CHANGELOG.md",
         "LOG.md",

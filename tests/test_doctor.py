@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from families import FAMILIES, tiny
+from posleak.doctor import Check, doctor, laws
+from posleak.doctor.doctor import Diagnosis
 from posleak.models import Subject
-from posleak.studies import Check, doctor, laws
-from posleak.studies.doctor import Diagnosis
 
 
 def diagnose(family: str, **options: object) -> Diagnosis:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import eager_mask
 
 from families import VOCAB, tiny
-from posleak.edits import FORMS, Site, parse_edit, parse_edits
+from posleak.edits import KINDS, Site, parse_edit, parse_edits, register
 from posleak.edits.scope import Scope
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import prepare
-from posleak.leakage import assemble, component, measure_chunks
+from posleak.leakage import assemble, component
 from posleak.probe import attach, default_plan, relative_difference
+from posleak.runs.loop import measure_chunks
 
 B, N = 3, 67
 BOS = 1
@@ -291,6 +293,26 @@ def test_patching_the_trajectory_is_replacing_the_token(family: str) -> None:
     assert relative_difference(patched[:, 1:], replaced[:, 1:]) < 1e-5
 
 
+@pytest.mark.parametrize("other", ["rope=yarn:4", "rope=ntk:4", "shift=5", "window=9+sink"])
+def test_the_patched_token_is_read_under_the_other_edits_too(other: str) -> None:
+    """Its own run has them as well: otherwise its keys would be rotated otherwise than those of the prompt."""
+    model = tiny("llama", scale=3.0)
+    patched, replaced = (states(model, [edit, other])[:, 1:] for edit in ("patch0=9", "bos=token:9"))
+    assert relative_difference(patched, replaced) < 1e-5
+
+
+def test_the_text_of_an_edit_keeps_every_digit() -> None:
+    assert parse_edit("rope=base:1234567").text == "rope=base:1234567"
+    assert parse_edit("rope=ntk:0.1").text == "rope=ntk:0.1"
+
+
+def test_a_plugin_may_not_take_the_name_of_an_edit_of_posleak() -> None:
+    mine = replace(KINDS["window"], make=lambda value, scope: parse_edit("shift=0"))
+    with pytest.raises(InputError, match="posleak has an edit of this name"):
+        register(mine)
+    assert KINDS["window"].example == "window=64+sink"
+
+
 def test_first_embeddings_are_what_they_say() -> None:
     model = tiny("gemma3_text")
     table = model.get_input_embeddings()
@@ -400,4 +422,4 @@ def test_scopes_survive_their_text(items: list[tuple[int, int, int | None]]) -> 
 
 
 def test_every_form_is_documented_and_reachable() -> None:
-    assert {text.partition("=")[0] for text in EVERY} | {"shift"} == set(FORMS)
+    assert {text.partition("=")[0] for text in EVERY} | {"shift"} == set(KINDS)

@@ -69,11 +69,11 @@ def test_a_config_of_several_modalities_names_its_bos_in_either_part() -> None:
 
 def test_results_say_which_token_stood_there() -> None:
     described = prepare(ADDS, length=4, seed=0).describe()
-    assert (described["bos"], described["bos_id"], described["bos_token"]) == ("auto", 1, "<s>")
-    assert described["first_token"] == "token 1 '<s>' in every prompt, by BOS policy 'auto'"
+    assert (described.bos, described.bos_id, described.bos_token) == ("auto", 1, "<s>")
+    assert described.first_token == "token 1 '<s>' in every prompt, by BOS policy 'auto'"
     described = prepare(ADDS_NONE, bos="tokenizer", length=4, seed=0).describe()
-    assert (described["bos"], described["bos_id"], described["bos_token"]) == ("tokenizer", None, None)
-    assert described["first_token"] == "an ordinary token, another in each prompt; no BOS"
+    assert (described.bos, described.bos_id, described.bos_token) == ("tokenizer", None, None)
+    assert described.first_token == "an ordinary token, another in each prompt; no BOS"
 
 
 @pytest.mark.parametrize("bos", ["tokenizer", "<s>"])

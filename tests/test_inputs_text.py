@@ -90,7 +90,7 @@ def test_line_ends_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "dos.txt").write_bytes(" \r\n".join(tiny.WORDS).encode())
     one, two = (prepare(WORDS, f"text:{tmp_path / name}.txt", length=20, seed=0) for name in ("unix", "dos"))
     assert np.array_equal(one.batch(range(5)), two.batch(range(5)))
-    assert one.describe()["text_sha256"] == two.describe()["text_sha256"]
+    assert one.describe().text_sha256 == two.describe().text_sha256
 
 
 @settings(max_examples=30, deadline=None)
@@ -116,13 +116,13 @@ def test_folders_are_read_in_order_and_by_length(tmp_path: Path, book: Path) -> 
     assert (steps == steps[:, :1]).all()
     assert set(steps[:, 0]) == {1, -1}  # the short text counts downwards
     assert 0.75 < (steps[:, 0] == 1).mean() < 0.95  # about 370 places to begin at against 60
-    assert prompts.describe()["text_documents"] == 3
+    assert prompts.describe().text_documents == 3
 
 
 def test_the_hash_is_that_of_the_file(book: Path) -> None:
     described = prepare(WORDS, f"text:{book}", length=20, seed=0).describe()
-    assert described["text_sha256"] == hashlib.sha256(book.read_bytes()).hexdigest()
-    assert described["source"] == f"text:{book}"
+    assert described.text_sha256 == hashlib.sha256(book.read_bytes()).hexdigest()
+    assert described.source == f"text:{book}"
 
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_crops_of_the_standard_library() -> None:
     prompts = prepare(BYTES, "text:stdlib", length=128, seed=0)
     assert prompts.batch(range(3)).shape == (3, 128)
     described = prompts.describe()
-    assert described["text_python"] == platform.python_version()
-    assert described["source"] == "text:stdlib"
+    assert described.text_python == platform.python_version()
+    assert described.source == "text:stdlib"
 
 
 def test_library_files_leave_out_tests_and_installed_packages(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig
 
 import inputs_subject as tiny
 from posleak.errors import InputError
-from posleak.inputs import ConstantToken, RandomTokens, Source, TextCrops, parse, prepare
+from posleak.inputs import ConstantToken, InputFacts, RandomTokens, Source, TextCrops, parse, prepare
 from posleak.inputs.stream import draw
+from posleak.typed import from_json, plain
 
 WORDS_0_0 = [0xA30FEBCFD9C2825F, 0x4510BDF882D9D721, 0x0A7D3DA94ECDE8B8, 0x043B27B61342F01D, 0xD0327A782CDE513B]
 """The first raw words of PCG64(SeedSequence([0, 0])): numpy promises that these never change."""
@@ -103,8 +104,8 @@ def test_a_constant_token_fills_every_prompt() -> None:
     assert prompts.batch([0, 6]).tolist() == [[1, 7, 7, 7]] * 2
     chosen = prepare(PLAIN, "constant", bos="none", length=4, seed=0)
     assert chosen.batch([0, 6]).tolist() == [[21] * 4] * 2
-    assert chosen.describe()["constant_id"] == 21
-    assert chosen.describe()["first_token"] == "token 21 in every prompt, like every other place; no BOS"
+    assert chosen.describe().constant_id == 21
+    assert chosen.describe().first_token == "token 21 in every prompt, like every other place; no BOS"
 
 
 def test_given_ids_are_used_as_they_stand() -> None:
@@ -115,8 +116,8 @@ def test_given_ids_are_used_as_they_stand() -> None:
     assert prompts.available == 2
     assert prepare(PLAIN, length=3, seed=0).available is None
     description = prompts.describe()
-    assert (description["bos"], description["source"]) == ("as given", "ids")
-    assert description["first_token"] == "token 5 in every prompt, as given"
+    assert (description.bos, description.source) == ("as given", "ids")
+    assert description.first_token == "token 5 in every prompt, as given"
     with pytest.raises(InputError, match="there are 2 rows"):
         prompts.ids(2)
 
@@ -151,7 +152,7 @@ def test_parse_and_text_are_inverse() -> None:
     ("text", "message"),
     [
         ("randm", "did you mean 'random'"),
-        ("random:3", "unknown kind of input"),
+        ("random:3", "this kind of input is written otherwise"),
         ("constant:x", "constant:42"),
         ("constant:-1", "0 or more"),
         ("text", "text:stdlib"),
@@ -185,15 +186,15 @@ def test_a_negative_index() -> None:
         prepare(PLAIN, length=4, seed=0).ids(-1)
 
 
-def test_the_description_is_json_with_the_same_keys_for_every_source() -> None:
+def test_the_description_goes_through_json_and_has_the_same_keys_for_every_source() -> None:
     one = prepare(PLAIN, length=4, seed=9).describe()
     two = prepare(SPELLED, "constant", length=4, seed=9).describe()
-    assert json.loads(json.dumps(one)) == one
-    assert one.keys() == two.keys()
-    assert (one["seed"], one["length"], one["source"]) == (9, 4, "random")
-    assert (one["vocabulary_size"], one["vocabulary_excluded"]) == (32, 2)
+    assert from_json(InputFacts, json.dumps(plain(one))) == one
+    assert plain(one).keys() == plain(two).keys()
+    assert (one.seed, one.length, one.source) == (9, 4, "random")
+    assert (one.vocabulary_size, one.vocabulary_excluded) == (32, 2)
     allowed = np.array([0, *range(3, 32)], dtype="<i8")
-    assert one["vocabulary_sha256"] == hashlib.sha256(allowed.tobytes()).hexdigest()
+    assert one.vocabulary_sha256 == hashlib.sha256(allowed.tobytes()).hexdigest()
 
 
 def test_a_config_without_a_vocabulary() -> None:

@@ -17,8 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from families import VOCAB, tiny
-from posleak.leakage import assemble, component, measure_chunks
+from posleak.leakage import assemble, component
 from posleak.probe import Plan, default_plan
+from posleak.runs.loop import measure_chunks
 
 N, B = 53, 2
 

@@ -12,7 +12,8 @@ import transformers
 
 from models_tiny import save, tiny
 from posleak.errors import ModelError
-from posleak.models import Subject, hashing, load
+from posleak.models import Identity, Subject, hashing, load
+from posleak.typed import from_json, plain
 
 
 def test_llama_has_every_axis_right() -> None:
@@ -66,9 +67,9 @@ def test_learned_positions_have_no_rotary() -> None:
 
 def test_identity_is_json_and_one_line() -> None:
     identity = Subject.of(tiny("Mistral", sliding_window=7), name="me").identity
-    assert json.loads(json.dumps(identity.as_dict())) == identity.as_dict()
-    assert set(identity.as_dict()) == {field.name for field in dataclasses.fields(identity)}
-    assert identity.short().startswith("me: mistral, 3 layers × 4 heads, windows 7")
+    assert from_json(Identity, json.dumps(plain(identity))) == identity
+    assert set(plain(identity)) == {field.name for field in dataclasses.fields(identity)}
+    assert identity.short().startswith("me: mistral, 3 layers × 4 heads, window 7")
     assert "\n" not in repr(Subject.of(tiny()))
 
 

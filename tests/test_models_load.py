@@ -191,7 +191,10 @@ def test_hub_cache_loads_as_a_folder(tmp_path: Path, cache: Path) -> None:
 
 def run_offline(name: str, hub: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     """Load by hub id in a process of its own: huggingface_hub reads its environment when it is imported."""
-    code = f"import json, posleak.models as m; print(json.dumps(m.load({name!r}).identity.as_dict()))"
+    code = (
+        "import json, posleak.models as m; from posleak.typed import plain\n"
+        f"print(json.dumps(plain(m.load({name!r}).identity)))"
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub), "POSLEAK_CACHE": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

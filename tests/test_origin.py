@@ -87,7 +87,8 @@ def test_the_command_has_an_example() -> None:
 
 
 def test_sparklines() -> None:
-    from posleak.cli.origin_tables import size, spark
+    from posleak.show.numbers import size
+    from posleak.show.terminal import spark
 
     assert spark(np.array([0.0, 0.5, np.nan, 1.0])) == "▁▅·█"
     assert spark(np.array([2.0, 2.0])) == "▁▁"

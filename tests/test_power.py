@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posleak.leakage.power import Bootstrap, gram_matrix, unbiased
+from posleak.leakage import Bootstrap, Estimate, combined
+from posleak.leakage.power import gram_matrix, unbiased
 
 
 def sample(rng: np.random.Generator, mean: float, prompts: int, width: int) -> np.ndarray:
@@ -39,7 +40,7 @@ def test_intervals_cover(mean: float, least: float) -> None:
     bootstrap = Bootstrap.of(16, seed=0, resamples=400)
     for _ in range(trials):
         x = sample(rng, mean, 16, 11)
-        found = bootstrap.inner_product(gram_matrix(x, x))
+        found = bootstrap.inner(gram_matrix(x, x)).estimate
         inside += bool(found.low <= mean**2 <= found.high)
     assert inside / trials >= least
 
@@ -52,7 +53,7 @@ def test_a_resample_that_multiplies_a_prompt_with_itself_is_biased() -> None:
         x = sample(rng, 0.0, 8, 50)
         naive = [float(unbiased(gram_matrix(x[p], x[p]))) for p in (rng.integers(8, size=8) for _ in range(30))]
         ours = bootstrap.inner(gram_matrix(x, x))
-        shift.append((np.mean(naive), ours.mean()))
+        shift.append((np.mean(naive), ours.samples.mean()))
     naive_mean, our_mean = np.mean(shift, axis=0)
     assert naive_mean > 0.3
     assert abs(our_mean) < 0.1
@@ -71,7 +72,7 @@ def test_shares_add_up_to_one(seed: int, prompts: int) -> None:
 
 def test_one_prompt_is_nan_and_not_zero() -> None:
     x = np.ones((1, 4))
-    found = Bootstrap.of(1, seed=0).inner_product(gram_matrix(x, x))
+    found = Bootstrap.of(1, seed=0).inner(gram_matrix(x, x)).estimate
     assert np.isnan(found.value)
     assert np.isnan(found.low)
     assert np.isnan(found.high)
@@ -87,8 +88,32 @@ def test_a_ratio_over_nothing_is_nan() -> None:
     rng = np.random.default_rng(4)
     noise, signal = rng.standard_normal((8, 5)), np.full((8, 5), 3.0)
     bootstrap = Bootstrap.of(8, seed=0)
-    assert np.isnan(bootstrap.ratio(gram_matrix(signal, signal), gram_matrix(noise, noise)).value)
-    assert bootstrap.ratio(gram_matrix(signal, signal), gram_matrix(signal, signal)).value == pytest.approx(1.0)
+    clear, nothing = (bootstrap.inner(gram_matrix(x, x)) for x in (signal, noise))
+    found = clear.over(nothing).estimate
+    assert np.isnan([found.value, found.low, found.high]).all()
+    assert clear.over(clear).value == pytest.approx(1.0)
+
+
+def test_arithmetic_is_resampled_and_paired() -> None:
+    """x − x has no spread at all, whatever x is; and a sum is as wide as the sum itself is."""
+    bootstrap, x = Bootstrap.of(9, seed=0), np.random.default_rng(5).standard_normal((9, 2))
+    a, b = bootstrap.mean(x[:, 0]), bootstrap.mean(x[:, 1])
+    nothing = (a - a).estimate
+    assert [float(x) for x in (nothing.value, nothing.low, nothing.high)] == [0, 0, 0]
+    both, expected = (a + b).estimate, bootstrap.mean(x.sum(1)).estimate
+    assert np.allclose([both.value, both.low, both.high], [expected.value, expected.low, expected.high])
+    half = (a / 2).estimate
+    assert half.low == pytest.approx(a.interval[0] / 2)
+    smaller = combined(np.minimum, a, b)
+    assert smaller.value == min(a.value, b.value)
+    assert np.array_equal(smaller.samples, np.minimum(a.samples, b.samples))
+    assert a.at(level=0.5).interval[0] > a.interval[0]
+
+
+def test_an_interval_turns_round_with_its_sign() -> None:
+    removed = 1 - Estimate(np.array(0.4), np.array(0.3), np.array(0.6), 7)
+    assert (removed.value, removed.low, removed.high) == pytest.approx((0.6, 0.4, 0.7))
+    assert removed.n == 7
 
 
 def test_intervals_are_seeded() -> None:

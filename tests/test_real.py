@@ -126,4 +126,4 @@ def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, 
     read_weights(smollm.model)
     with PeakMemory() as peak:
         run = pl.measure(smollm, length=length, prompts=max(2, batch), batch=batch, edits=edits)
-    assert peak.bytes <= run.record["memory"]["total"]
+    assert peak.bytes <= run.record.memory.total

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,25 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
+from families import tiny
+from posleak.claims import Finding, Lab, claim, claims
+from posleak.claims.catalogue import CLAIMS
 from posleak.cli import main  # noqa: F401  registers the commands
 from posleak.cli.app import app
 from posleak.errors import RunError
-from posleak.leakage import split
+from posleak.leakage import Estimate, split
+from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
 from posleak.report import compare
 from posleak.report.formats import FORMATS, escape_latex
+from posleak.report.gather import gather
 from posleak.report.page import Page, script_json
-from posleak.report.sources import gather
-from posleak.report.words import lead, number, percent
 from posleak.runs import Run
-from posleak.runs.folder import read_record, write_part, write_record
+from posleak.runs.folder import write_batch
+from posleak.runs.record import read_record
+from posleak.show.numbers import effect, number, percent
+from posleak.show.words import lead
 from report_tiny import HOSTILE, hostile_run, measured
 
 
@@ -47,19 +55,18 @@ def unfinished(source: Path, place: Path, prompts: int) -> Path:
     """A run that was stopped after `prompts` prompts, one batch each."""
     record, data = read_record(source), Run.load(source).data
     place.mkdir()
-    record |= {"status": "running", "files": {}, "spec": {**record["spec"], "batch": 1}}
-    write_record(place, record)
+    replace(record, finished=None, files={}, spec=replace(record.spec, batch=1)).write(place)
     for at in range(prompts):
         chunk = {
             str(name): array.values[at : at + 1] for name, array in data.data_vars.items() if "prompt" in array.dims
         }
-        write_part(place, range(at, at + 1), {**chunk, "pairs": data["pairs"].values, "remainder": np.array(0.0)})
+        write_batch(place, range(at, at + 1), {**chunk, "pairs": data["pairs"].values, "remainder": np.array(0.0)})
     return place
 
 
 def test_runs_that_cannot_be_shown_are_named_with_the_reason(folders: dict[str, Path], tmp_path: Path) -> None:
     other, corrupt = (Path(shutil.copytree(folders["llama"], tmp_path / name)) for name in ("other", "corrupt"))
-    write_record(other, {**read_record(other), "definitions_version": 0})
+    replace(read_record(other), definitions_version=0).write(other)
     (corrupt / "results.nc").write_bytes(b"damaged")
     found, refused = gather([folders["llama"], other, corrupt, tmp_path / "nothing"])
     assert [source.label for source in found] == ["tiny-llama"]
@@ -74,7 +81,7 @@ def test_a_partial_run_is_shown_as_partial_and_not_compared(folders: dict[str, P
     part = unfinished(folders["llama"], tmp_path / "part", 3)
     (source,), refused = gather([part])
     assert not refused
-    assert (source.prompts, source.asked, source.partial) == (3, 4, True)
+    assert (source.run.prompts, source.run.record.spec.prompts, source.partial) == (3, 4, True)
     assert "3 of 4 prompts are measured" in Page.of([source]).html()
     with pytest.raises(RunError, match="3 of 4 prompts"):
         compare([folders["llama"], part])
@@ -186,9 +193,14 @@ def test_the_package_can_be_called_before_and_after_it_is_imported(folders: dict
     assert pl.report([Run.load(folders["deep"])], tmp_path / "b.html").exists()
 
 
+def estimated(cell: tuple[float, ...]) -> Estimate:
+    value, low, high = map(np.asarray, cell)
+    return Estimate(value, low, high, n=9)
+
+
 def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     def shares(**given: tuple[float, float, float]) -> dict[str, Any]:
-        return {name: dict(zip(("value", "low", "high"), cell)) for name, cell in given.items()}
+        return {name: estimated(cell) for name, cell in given.items()}
 
     clear = shares(mask=(0.1, 0.0, 0.2), drift=(0.8, 0.7, 0.9), sink=(0.1, 0.0, 0.2))
     ahead = shares(mask=(0.3, 0.2, 0.35), drift=(0.5, 0.4, 0.6), sink=(0.2, 0.1, 0.3))
@@ -196,13 +208,53 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     assert "mostly from drift" in lead(clear)
     assert "more from drift of the residual stream than" in lead(ahead)
     assert "the causal mask and drift of the residual stream, neither" in lead(level)
-    nothing = {name: {"value": None, "low": None, "high": None} for name in ("mask", "drift", "sink")}
+    nothing = shares(**dict.fromkeys(("mask", "drift", "sink"), (math.nan,) * 3))
     assert "not" in lead(nothing) or "no leakage" in lead(nothing)
 
 
 def test_numbers_as_text() -> None:
-    assert [percent(x) for x in (0.314, -0.04, 0.003, 0.0, None)] == ["31%", "−4%", "0.3%", "0%", "–"]
-    assert [number(x) for x in (0.0, 1.2345, -12345.0, 3.2e-9, None)] == ["0", "1.23", "−12345", "3.2e−9", "–"]
+    assert [percent(x) for x in (0.314, -0.04, 0.003, 0.0, math.nan)] == ["31%", "−4%", "0.3%", "0%", "–"]
+    assert [number(x) for x in (0.0, 1.2345, -12345.0, 3.2e-9, math.nan)] == ["0", "1.23", "−12345", "3.2e−9", "–"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "unit", "said"),
+    [
+        ((0.39, 0.22, 0.5), "share removed", "39% (22% … 50%) removed"),
+        ((-0.13, -0.67, 0.23), "share removed", "−13% (−67% … 23%) removed"),
+        ((-18.4, -23.8, -14.3), "share removed", "grew 19.4 (15.3 … 24.8) times"),
+        ((4.51, 4.17, 4.96), "times", "×4.51 (×4.17 … ×4.96)"),
+        ((0.83, 0.66, 1.02), "nats²", "0.83 (0.66 … 1.02) nats²"),
+    ],
+)
+def test_an_effect_is_said_in_words_that_need_no_arithmetic(cell: tuple[float, ...], unit: str, said: str) -> None:
+    assert " ".join(effect(estimated(cell), unit)) == said
+
+
+def outside(lab: Lab) -> Finding:
+    """Half of the queries see half as far."""
+    kept = lab.kept("mask", "window=9")
+    return Finding.of(kept.ratio, "times", no_effect=1.0, edited=lab.edited("window=9", "a narrow window", kept))
+
+
+def test_a_claim_from_outside_is_shown_in_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of report/ knows it: the page shows whatever claims a run has, and edits where a claim is about one."""
+    monkeypatch.setattr("posleak.claims.catalogue.CLAIMS", dict(CLAIMS))
+    claim(
+        99,
+        "outside",
+        "A title from outside",
+        "Windows lower what the mask leaks.",
+        "window=9",
+    )(outside)
+    claims(Subject.of(tiny("llama"), name="tiny"), out=tmp_path / "run", length=64, prompts=4)
+    html = Page.of(gather([tmp_path / "run"])[0]).html()
+    answer, edits = (html.split(f'data-section="{name}"')[1].split("</section>")[0] for name in ("answer", "edits"))
+    assert "<b>A title from outside</b>" in answer
+    assert "99. Windows lower what the mask leaks." in answer
+    assert "a narrow window" in edits
+    assert "A title from outside" in edits
+    assert ">outside<" not in html, "an id is nothing to show a person"
 
 
 def test_stored_parts_give_back_the_logits() -> None:

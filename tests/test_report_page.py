@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import posleak as pl
-from posleak.report.words import percent
 from posleak.runs import Run
+from posleak.show.numbers import percent
 from report_tiny import NAME, browser, hostile_run, measured, opened
 
 pytestmark = [

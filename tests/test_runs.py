@@ -22,6 +22,7 @@ from posleak.errors import CheckError, InputError, PosleakWarning
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.runs import Run
+from posleak.typed import plain
 from runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, subject
 
 
@@ -57,13 +58,13 @@ def pq_column(table: Any, name: str) -> Any:
 def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: Run, llama: Subject) -> None:
     assert run.path is not None
     record = json.loads((run.path / "run.json").read_text())
-    assert record == run.record
+    assert record == plain(run.record)
     assert record["format"] == "posleak run"
     assert record["status"] == "finished"
-    assert record["asked"] == {"inputs": "random", **SPEC}
-    assert record["spec"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "edits": []}
-    assert record["plan"] == json.loads(json.dumps(default_plan(64).as_dict()))
-    assert record["identity"] == llama.identity.as_dict()
+    assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "edits": []}
+    assert record["spec"] == record["asked"]
+    assert record["plan"] == plain(default_plan(64))
+    assert record["identity"] == plain(llama.identity)
     assert record["inputs"]["seed"] == 3
     assert record["inputs"]["first_token"] == "token 1 in every prompt, by BOS policy 'auto'"
     assert record["versions"] == {n: version(n) for n in ("posleak", "torch", "transformers", "numpy", "xarray")}
@@ -77,9 +78,8 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
 
 def test_defaults_are_filled_in_and_what_was_asked_is_kept(llama: Subject) -> None:
     record = pl.measure(llama, prompts=2, length=32).record
-    assert record["asked"] == {"inputs": "random", "prompts": 2, "length": 32}
-    assert record["spec"]["batch"] == 2
-    assert record["spec"]["seed"] == 0
+    assert (record.asked.batch, record.spec.batch) == (0, 2)
+    assert record.spec.seed == 0
 
 
 def test_a_run_reads_back_as_it_was(run: Run) -> None:
@@ -151,8 +151,8 @@ def test_each_prompt_goes_through_once(llama: Subject) -> None:
 def test_ids_can_be_given(llama: Subject) -> None:
     table = np.random.default_rng(0).integers(3, 101, (3, 40))
     found = pl.measure(llama, table)
-    assert (found.record["spec"]["inputs"], found.record["spec"]["prompts"]) == ("given", 3)
-    assert found.record["inputs"]["source"] == "ids"
+    assert (found.record.spec.inputs, found.record.spec.prompts) == ("given", 3)
+    assert found.record.inputs.source == "ids"
     assert_same_bits(found, pl.measure(llama, table.tolist()))
     with pytest.raises(InputError, match="table of whole numbers"):
         pl.measure(llama, np.arange(40))
@@ -162,7 +162,7 @@ def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
     with pytest.warns(PosleakWarning, match="one prompt: noise cannot be told from signal.*--prompts 2 or more"):
         found = pl.measure(llama, length=32, prompts=1)
     contract = found.as_dict()
-    assert contract["warnings"] == found.record["warnings"]
+    assert contract["warnings"] == list(found.record.warnings)
     assert "one prompt" in contract["warnings"][0]
     layer = contract["layers"][0]
     assert layer["total"] is None
@@ -237,8 +237,9 @@ def test_a_wrong_call_is_refused_before_any_work(llama: Subject, asked: dict[str
 
 
 def test_unknown_options_raise(llama: Subject) -> None:
+    misspelt: dict[str, Any] = {"lenght": 64}
     with pytest.raises(TypeError, match="lenght"):
-        pl.measure(llama, lenght=64)
+        pl.measure(llama, **misspelt)
 
 
 def test_text_is_measured_and_its_hash_kept(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_text_is_measured_and_its_hash_kept(tmp_path: Path) -> None:
     model = subject(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0).model
     (tmp_path / "book.txt").write_text("The position of a word in the text of the library is not its place. " * 60)
     found = pl.measure(Subject.of(model, tokenizer), f"text:{tmp_path / 'book.txt'}", length=48, prompts=3)
-    assert re.fullmatch("[0-9a-f]{64}", found.record["inputs"]["text_sha256"])
+    assert re.fullmatch("[0-9a-f]{64}", found.record.inputs.text_sha256 or "")
     assert found.data.attrs["remainder"] < 1e-9
 
 
@@ -256,4 +257,4 @@ def test_layers_whose_drift_and_sink_cancel_are_named() -> None:
     model.model.layers[1].self_attn.k_proj.bias[4] = 1000.0  # the slowest of five frequencies
     with pytest.warns(PosleakWarning, match=r"drift and sink cancel each other in layers \[1\]"):
         run = pl.measure(Subject.of(model, name="biased"), length=64, prompts=6)
-    assert any("drift and sink cancel" in note for note in run.record["warnings"])
+    assert any("drift and sink cancel" in note for note in run.record.warnings)

@@ -58,7 +58,7 @@ def interrupted(llama: Subject, tmp_path: Path) -> Path:
 
 
 def test_an_interrupted_run_keeps_what_is_finished(interrupted: Path) -> None:
-    assert files(interrupted) == ["parts/000000-000001.npz", "parts/000002-000003.npz", "run.json"]
+    assert files(interrupted) == ["batches/000000-000001.npz", "batches/000002-000003.npz", "run.json"]
     assert json.loads((interrupted / "run.json").read_text())["status"] == "running"
     with pytest.raises(RunError) as error:
         Run.load(interrupted)
@@ -77,8 +77,8 @@ def test_it_resumes_at_the_first_unfinished_prompt_with_the_same_bits(
     assert done == [(2, 7), (4, 7), (6, 7), (7, 7)]
     assert_same_bits(resumed, whole)
     assert files(interrupted) == ["heads.parquet", "results.nc", "run.json"]
-    assert resumed.record["created"] == created
-    assert resumed.record["fingerprint"] == whole.record["fingerprint"]
+    assert resumed.record.created == created
+    assert resumed.record.digest == whole.record.digest
 
 
 def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
     environment = {**os.environ, "POSLEAK_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def start(folder: Path, seconds: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", str(SCRIPT), str(model), str(folder), seconds]
+        command = [sys.executable, "-W", "error", str(SCRIPT), "measure", str(model), str(folder), seconds]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     undisturbed, victim = start(tmp_path / "whole", "0"), start(out, "600")
@@ -97,14 +97,14 @@ def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
     victim.stdout.close()
-    assert files(out) == ["parts/000000-000001.npz", "run.json"]
+    assert files(out) == ["batches/000000-000001.npz", "run.json"]
     (out / ".results.nc.1.tmp").write_bytes(b"what a process that died while writing leaves")
-    part = (out / "parts" / "000000-000001.npz").stat().st_mtime_ns
+    part = (out / "batches" / "000000-000001.npz").stat().st_mtime_ns
 
     survivor = start(out, "0.2")
     assert survivor.stdout is not None
     assert survivor.stdout.readline() == "2 7\n"
-    assert (out / "parts" / "000000-000001.npz").stat().st_mtime_ns == part, "a finished batch is not made again"
+    assert (out / "batches" / "000000-000001.npz").stat().st_mtime_ns == part, "a finished batch is not made again"
     assert survivor.communicate()[0].splitlines() == ["4 7", "6 7", "7 7", "finished"]
     assert undisturbed.communicate()[0].splitlines()[-1] == "finished"
     assert (survivor.returncode, undisturbed.returncode) == (0, 0)
@@ -146,9 +146,10 @@ def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, da
     [
         ("", "run.json is corrupt"),
         ('{"format": "posleak run", "status": "fini', "run.json is corrupt"),
-        ('{"format": "posleak run", "format_version": 1}', "no status, fingerprint"),
+        ('{"format": "posleak run", "format_version": 2}', "digest: Field required"),
         ('{"format": "posleak run", "format_version": 99}', "format version 99"),
-        ("[]", "run.json is not posleak's"),
+        ("[]", "run.json is corrupt"),
+        ('{"format": "a diary", "format_version": 2}', "run.json is not posleak's"),
     ],
 )
 def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str, what: str) -> None:
@@ -158,7 +159,16 @@ def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str,
             read()
         assert str(error.value).startswith(str(finished / "run.json"))
         assert what in str(error.value)
-    assert pl.measure(llama, out=finished, fresh=True, **SPEC).record["status"] == "finished"
+    assert pl.measure(llama, out=finished, fresh=True, **SPEC).record.finished is not None
+
+
+def test_a_run_of_a_plugin_that_is_not_there_says_so(finished: Path) -> None:
+    text = (finished / "run.json").read_text()
+    (finished / "run.json").write_text(text.replace('"edits": []', '"edits": ["temperature=2"]'))
+    with pytest.raises(RunError, match="does not know") as error:
+        Run.load(finished)
+    assert "temperature" in str(error.value)
+    assert "POSLEAK_PLUGINS" in str(error.value)
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
@@ -171,7 +181,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
     interrupted: Path, whole: Run, llama: Subject, damage: object
 ) -> None:
     assert callable(damage)
-    part = interrupted / "parts" / "000002-000003.npz"
+    part = interrupted / "batches" / "000002-000003.npz"
     damage(part)
     with pytest.raises(RunError) as error:
         pl.measure(llama, out=interrupted, **SPEC)
@@ -209,7 +219,7 @@ def test_fresh_overwrites_another_measurement(finished: Path, llama: Subject) ->
     with counted_passes(llama.model) as passes:
         run = pl.measure(llama, out=finished, fresh=True, **{**SPEC, "length": 96})
     assert full_batches(passes) == BATCHES - 1
-    assert Run.load(finished).record["spec"]["length"] == run.record["spec"]["length"] == 96
+    assert Run.load(finished).record.spec.length == run.record.spec.length == 96
 
 
 def test_fresh_does_not_take_over_the_parts_of_an_unfinished_run(interrupted: Path, llama: Subject) -> None:
@@ -253,14 +263,14 @@ def test_a_text_that_was_changed_is_another_measurement(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_files_that_are_not_of_a_run_are_left_alone(tmp_path: Path, llama: Subject, fresh: bool) -> None:
     """Somebody's own folder as --out, by mistake."""
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "engine.step").write_text("theirs")
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "engine.step").write_text("theirs")
     (tmp_path / "results.nc").write_text("theirs")
     with counted_passes(llama.model) as passes, pytest.raises(RunError) as error:
         pl.measure(llama, out=tmp_path, fresh=fresh, **SPEC)
     assert "no run.json, but files that a run would overwrite" in str(error.value)
-    assert "results.nc, parts" in str(error.value)
-    assert files(tmp_path) == ["parts/engine.step", "results.nc"]
+    assert "results.nc, batches" in str(error.value)
+    assert files(tmp_path) == ["batches/engine.step", "results.nc"]
     assert passes == []
 
 
@@ -300,7 +310,7 @@ def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
         assert "free some space or choose another place with --out; finished prompts are kept" in str(error.value)
         left = files(disk / "run")
         assert "run.json" in left
-        assert [name for name in left if name.startswith("parts/")] == left[:kept]
+        assert [name for name in left if name.startswith("batches/")] == left[:kept]
         assert len(left) == 1 + kept, "nothing half-written"
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         with counted_passes(llama.model) as passes:

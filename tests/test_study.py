@@ -10,8 +10,7 @@ import pytest
 
 from families import tiny
 from posleak.errors import InputError
-from posleak.runs.study import run_study
-from posleak.studies.cells import STUDIES, Cell, Study, study
+from posleak.studies import STUDIES, Cell, Study, run_study, study
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +29,9 @@ def cells(models: dict[str, str]) -> Study:
 
 
 def test_cells_are_measured_once_and_reused(models: dict[str, str], tmp_path: Path) -> None:
-    first = run_study(cells(models), tmp_path)
+    first = run_study(cells(models), tmp_path).rows
     said: list[str] = []
-    again = run_study(cells(models), tmp_path, said.append)
+    again = run_study(cells(models), tmp_path, said.append).rows
     assert not any("prompts" in line for line in said)
     assert [row.run.path for row in first] == [row.run.path for row in again]
     stored = json.loads((tmp_path / "study-tiny" / "study.json").read_text())
@@ -40,7 +39,7 @@ def test_cells_are_measured_once_and_reused(models: dict[str, str], tmp_path: Pa
 
 
 def test_the_table_is_paired_and_true(models: dict[str, str], tmp_path: Path) -> None:
-    base, window, null, mixed = run_study(cells(models), tmp_path)
+    base, window, null, mixed = run_study(cells(models), tmp_path).rows
     assert base.removed == {}
     assert mixed.removed == {}
     removed = null.removed["mask, all"]
@@ -53,7 +52,7 @@ def test_the_table_is_paired_and_true(models: dict[str, str], tmp_path: Path) ->
 
 
 def test_sliding_and_global_layers_have_slopes_of_their_own(models: dict[str, str], tmp_path: Path) -> None:
-    *_, mixed = run_study(cells(models), tmp_path)
+    *_, mixed = run_study(cells(models), tmp_path).rows
     assert set(mixed.balance.slopes) == {"all", "sliding"}, "one global layer has no slope"
 
 
@@ -73,7 +72,7 @@ def test_studies_are_well_formed() -> None:
 def test_the_markdown_table_has_a_line_for_early_and_for_all_queries(models: dict[str, str], tmp_path: Path) -> None:
     from posleak.cli.study import study_markdown
 
-    rows = run_study(cells(models), tmp_path)
-    lines = study_markdown(rows).splitlines()
-    assert len(lines) == 2 + 2 * len(rows)
+    found = run_study(cells(models), tmp_path)
+    lines = study_markdown(found).splitlines()
+    assert len(lines) == 2 + 2 * len(found.rows)
     assert len({line.count("|") for line in lines}) == 1

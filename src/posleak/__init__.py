@@ -17,23 +17,23 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .claims.examination import claims
+    from .doctor.doctor import doctor
     from .models import Subject, load
     from .report.compare import compare
     from .report.page import report
-    from .runs import Run, claims, measure
-    from .runs.run import split
-    from .studies import doctor
+    from .runs import Run, measure, split
 
 _HOMES = {
     "Subject": ".models",
     "load": ".models",
     "Run": ".runs",
     "measure": ".runs",
-    "claims": ".runs",
-    "split": ".runs.run",
+    "split": ".runs",
+    "claims": ".claims",
+    "doctor": ".doctor",
     "report": ".report",
     "compare": ".report",
-    "doctor": ".studies",
 }
 
 __all__ = ["Run", "Subject", "__version__", "claims", "compare", "doctor", "load", "measure", "report", "split"]

@@ -1,6 +1,6 @@
 """What can go wrong, in one form: where, what, got, expected, remedy.
 
-Every error that posleak raises on purpose is a `PosleakError`. Its leaves say which stage refused, and carry the exit
+Every error that posleak raises on purpose is a `PosleakError`. Its subclasses say what was refused, and carry the exit
 status of the command line: 2 for a call that cannot work as written, 1 for a check that failed.
 """
 
@@ -43,7 +43,11 @@ class PosleakError(Exception):
 
 
 class ModelError(PosleakError):
-    """A model cannot be found, read, trusted or held in memory."""
+    """A model cannot be found, read or trusted."""
+
+
+class TooLargeError(ModelError):
+    """A model does not fit into memory."""
 
 
 class InputError(PosleakError):
@@ -69,7 +73,7 @@ class PosleakWarning(UserWarning):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'a' or 'b'?`, or the whole list where nothing is near."""
+    """`did you mean 'a' or 'b'?`, or the list of all known names if none is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:

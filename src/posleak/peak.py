@@ -7,7 +7,8 @@
 On Linux the kernel keeps the largest resident size and can be told to start anew; elsewhere it is sampled. On a GPU it
 is what torch's allocator handed out (untested: no machine of ours has one).
 
-Weights are mapped from their file, and count only when they have been read once: `posleak.models.read_weights`.
+Weights are mapped from their file and enter memory when they are first read. Call `posleak.models.read_weights` before,
+or they count towards the peak.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Sampler(threading.Thread):
     def finish(self) -> int:
         self._over.set()
         self.join()
-        return max(self.peak, psutil.Process().memory_info().rss)
+        return max(self.peak, int(psutil.Process().memory_info().rss))
 
 
 def _forget_peak() -> bool:

@@ -1,4 +1,4 @@
-"""Where the time goes: code says which stage it is in, and a stopwatch, if somebody holds one, counts.
+"""Where the time goes: code says which stage it is in, and a stopwatch, if one is running, adds up the seconds.
 
     with Stopwatch() as watch:
         with stage("forward"):
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OTHER = "other"
-"""What no stage claims."""
+"""Time outside of all stages."""
 
 _held: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 
@@ -30,7 +30,7 @@ _held: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 class Stopwatch:
     """Seconds and entries of each stage, in the order of their first entry; inner stages are not counted in outer ones.
 
-    `before` seconds had passed already, in the stage `start`: what a process does until it can hold a stopwatch.
+    `before`: seconds that the process had run before the stopwatch started; they count as the stage `start`.
     """
 
     before: float = 0.0
@@ -83,7 +83,7 @@ class Stopwatch:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Inside, time counts as `name`, on the stopwatch that is held at the moment."""
+    """Count the time inside as `name`, on the stopwatch that is running, if any."""
     watch = _held.get()
     if watch is None:
         yield

@@ -1,8 +1,8 @@
-"""What it costs: posleak against the plain forward pass and against its peers, in one run.
+"""What a measurement costs: posleak beside the plain forward pass and its peers, the tools that could do the same.
 
 statistics  what every contestant computes, and how far two are apart
 cases       the contestants
-worker      peak memory, each in a process of its own
+worker      peak memory of one contestant, in a process of its own
 timing      interleaved repeats, medians and ratios
 contest     all of it, length by length
 """

@@ -1,6 +1,6 @@
 """The contestants: the plain forward pass, posleak, and the peers. Same model, same tokens, same statistics.
 
-No contestant computes the language-model head: posleak does not need it, and its logits would hide the difference.
+No contestant computes the language-model head: posleak does not need it, and its cost would hide the differences.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from posleak.edits import parse_edits
-from posleak.leakage import leakage_observer, observed_chunks
 from posleak.models import Subject
 from posleak.probe import Plan, body
+from posleak.runs.loop import leakage_observer, observed_chunks
 from posleak.runs.measure import calibrated
 
 from .statistics import Statistics, from_chunk, from_patterns, from_scores
@@ -32,12 +32,12 @@ ONCE = "posleak, once per run"
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
-"""One pass over ids [B, T]; None where there is nothing to compare."""
+"""One pass over ids [B, T]; returns None if it computes no statistics."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A contestant: `make` prepares a subject for prompts like ids [B, T] and gives what is timed."""
+    """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed."""
 
     name: str
     make: Callable[[Subject, Plan, Ids], Runner]
@@ -79,7 +79,7 @@ def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
 
 
 def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """What a run does before its first prompt: calibration, and the look for queries scaled by position."""
+    """What a run does before its first prompt: calibration, and the search for queries scaled by position."""
 
     def run(ids: Ids) -> None:
         calibrated(subject, ids)

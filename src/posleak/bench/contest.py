@@ -1,4 +1,4 @@
-"""The benchmark: memory in processes of their own, then agreement, and only then time, in interleaved rounds."""
+"""The benchmark: first memory, each contestant in its own process; then agreement; then time, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 
 from posleak.errors import CheckError, InputError, did_you_mean
 from posleak.inputs import prepare
-from posleak.models import Subject
+from posleak.models import Identity, Subject
 from posleak.probe import default_plan
 from posleak.runs import MeasureSpec, memory_plan
-from posleak.runs.spec import versions
+from posleak.runs.record import versions
+from posleak.typed import plain
 
 from .cases import CASES, FORWARD, ONCE, POSLEAK, Case, Ids, Runner
 from .statistics import Statistics
@@ -30,7 +31,7 @@ PEERS_UP_TO = 2048
 """At twice the length, eager attention takes four times the time, and peers that keep it four times the memory."""
 
 AGREE = 1e-2
-"""Nats. Contestants multiply in another order; SmolLM2 in float32 gives 5e-5, and a wrong row gives some nats."""
+"""Nats that a peer may differ by. Orders of sums differ: SmolLM2 in float32 gives 5e-5, a wrong row some nats."""
 
 TOO_LARGE = 0.7
 """Contestants that need more than this share of the free memory are not run beside the others."""
@@ -65,7 +66,7 @@ class Result:
 class Benchmark:
     """All results, and what they were made on."""
 
-    identity: dict[str, Any]
+    identity: Identity
     results: list[Result]
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
@@ -73,7 +74,7 @@ class Benchmark:
         """The JSON contract of `posleak bench --json` (docs/json.md)."""
         peers = {case.package: case.version for case in CASES if case.package is not None and case.version is not None}
         return {
-            "model": self.identity["name"], "identity": self.identity, "machine": self.machine,
+            "model": self.identity.name, "identity": plain(self.identity), "machine": self.machine,
             "versions": {**versions(), **peers}, "cases": [result.as_dict() for result in self.results],
         }  # fmt: skip
 
@@ -90,9 +91,10 @@ def bench(
     seed: int = 0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Benchmark:
-    """Time and memory of the contestants; `reload` ({"model", "loading"}) lets processes of their own load the model.
+    """Time and memory of the contestants.
 
-    Without `reload` peak memory is left out: it cannot be told apart in one process.
+    `reload` ({"model", "loading"}) says how another process can load the model: peak memory is measured in a process of
+    its own for each contestant, and is left out without `reload`.
     """
     chosen = chosen_cases(names)
     results = []
@@ -100,7 +102,7 @@ def bench(
         cases = [case for case in chosen if length <= peers_up_to or not _is_extra(case)]
         ids = prepare(subject, "random", bos="auto", length=length, seed=seed).batch(range(batch))
         results += Heat(subject, ids, cases, repeats, reload, progress).results()
-    return Benchmark(subject.identity.as_dict(), results)
+    return Benchmark(subject.identity, results)
 
 
 def _is_extra(case: Case) -> bool:
@@ -117,7 +119,7 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
             )
     chosen = [case for case in CASES if case.name == FORWARD or (case.name in names if names else not case.missing)]
     if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
-        return chosen_cases([*names, POSLEAK])  # whom else should they agree with?
+        return chosen_cases([*names, POSLEAK])  # peers are compared with posleak, so it must run too
     if missing := [case for case in chosen if case.missing]:
         raise InputError(
             "the contestant's package is not installed", got=", ".join(str(case.package) for case in missing),
@@ -158,7 +160,7 @@ class Heat:
         self.progress(f"{self.ids.shape[1]} tokens, {what}")
 
     def _memory(self, case: Case) -> dict[str, Any]:
-        """Peak memory in a process of its own, and an error where that process shows that there is not enough."""
+        """Peak memory in a process of its own, and an error if it is too much to run beside the others."""
         if self.reload is None or case.name == ONCE:
             return {}
         self._say(f"{case.name}: memory")
@@ -192,7 +194,7 @@ class Heat:
     ) -> Result:
         batch, length = self.ids.shape
         spec = MeasureSpec(length=length, prompts=batch, batch=batch)
-        planned = memory_plan(self.subject, spec, default_plan(length)).total / 1e6 if name == POSLEAK else None
+        planned = memory_plan(self.subject, spec).total / 1e6 if name == POSLEAK else None
         return Result(
             name, length, batch,
             spread(times[name]) if name in times else None,

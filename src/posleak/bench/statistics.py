@@ -32,7 +32,7 @@ class Statistics:
     parts: dict[str, Array]
 
     def gap(self, other: Statistics) -> float:
-        """The largest difference of what both have: nats, and for attention its own unit; NaN only against NaN."""
+        """The largest difference of what both have, in nats, or in attention; infinite if NaNs are at other places."""
         pairs = [(self.total, other.total), (self.attention_0, other.attention_0)]
         pairs += [(self.parts[name], other.parts[name]) for name in self.parts.keys() & other.parts.keys()]
         return max(_gap(x, y) for x, y in pairs)

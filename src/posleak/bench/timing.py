@@ -30,7 +30,7 @@ class Spread:
 def interleaved(
     work: Mapping[str, Callable[[], Any]], repeats: Mapping[str, int], progress: Callable[[str], None]
 ) -> dict[str, list[float | None]]:
-    """Seconds of every contestant in every round, None where it sat out; the order turns round from one to the next."""
+    """Seconds of every contestant in every round, None where it did not run; every other round is in reverse order."""
     seconds: dict[str, list[float | None]] = {name: [] for name in work}
     for round_ in range(max(repeats.values())):
         for name in list(work) if round_ % 2 == 0 else list(work)[::-1]:

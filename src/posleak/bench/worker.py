@@ -14,14 +14,14 @@ import psutil
 from posleak.errors import CheckError
 
 MARK = "posleak-bench-worker:"
-"""Before the answer: libraries print what they like."""
+"""Marks the line with the answer, since libraries may print to standard output too."""
 
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Let glibc give back every block over 1 MiB at once: what it would keep for later varies by 100 MB from run to run,
-and is no contestant's doing. Other C libraries ignore it."""
+"""Makes glibc give back every freed block over 1 MiB at once: what it would keep for later varies by 100 MB from run to
+run, whatever the contestant does. Other C libraries ignore it."""
 
 WARM = 64
-"""Tokens of a first pass, which makes what is made only once."""
+"""Tokens of a first pass, which allocates what is allocated only once."""
 
 
 def peak_in_own_process(**asked: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The handle: the app, where it prints, and how errors and warnings are said. torch only when a model is loaded."""
+"""The app, where it prints, and how it shows errors and warnings. torch is imported only when a model is loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 err = Console(stderr=True)
+RUNS = Path("runs")
+"""Where runs are kept unless `--out` says otherwise."""
+
 out = Console(width=None if sys.stdout.isatty() else 120)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
@@ -40,7 +44,7 @@ def main() -> None:
 
 def emit(value: Any) -> None:
     """JSON on standard output, and nothing else there; null for what is not a finite number."""
-    from posleak.plain import plain
+    from posleak.typed import plain
 
     sys.stdout.write(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 

@@ -1,19 +1,20 @@
-"""`posleak bench`: what a measurement costs, against the plain forward pass and against the peers."""
+"""`posleak bench`: what a measurement costs, beside the plain forward pass and the peers (other tools)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
+
+from posleak.show.numbers import NAN
 
 from .app import Json, emit, err, out, spoken_warnings
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
-    from posleak.bench import Benchmark
+    from rich.console import Group
+
+    from posleak.bench import Benchmark, Result
 
 
 @model_command("bench")
@@ -23,17 +24,15 @@ def bench_command(
         list[int] | None, typer.Option(help="Tokens of the prompt; repeatable. Default: 1024, 2048, 4096 and 8192.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="Contestants; repeatable. Default: all whose packages are installed.")
+        list[str] | None, typer.Option(help="What to run, e.g. eager; repeatable. Default: all that is installed.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds; peers take part in the first three.")] = 5,
-    peers_up_to: Annotated[
-        int, typer.Option(help="The longest prompt that peers and edits are given, to save time.")
-    ] = 2048,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the peers take part in the first three only.")] = 5,
+    peers_up_to: Annotated[int, typer.Option(help="The longest prompt for peers and for edits, to save time.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Time and memory of a measurement, as ratios to the plain forward pass, beside the peers'.
+    """Time and memory of a measurement, beside those of the plain forward pass and of the peers (other tools).
 
     Example: `posleak bench smollm2-135m --length 1024 --repeats 3`
     """
@@ -57,33 +56,34 @@ def bench_command(
 
 
 def reloading(load: Any) -> dict[str, Any]:
-    """What a process of its own needs in order to load the same model: `load` is a partial of it."""
+    """What another process needs in order to load the same model; `load` is a partial that holds it."""
     return {"model": load.args[0], "loading": load.keywords}
 
 
 def bench_table(found: Benchmark) -> Group:
-    """One line a contestant and length: medians, with the smallest and the largest repeat."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("tokens", "contestant", "seconds", "of a forward pass", "MB", "n"):
-        table.add_column(name, justify="left" if name == "contestant" else "right")
-    for row in found.as_dict()["cases"]:
-        table.add_row(str(row["length"]), row["name"], *_cells(row))
+    """One line per contestant and length: medians, with the smallest and the largest repeat."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from posleak.show.terminal import table
+
+    names = ("tokens", "contestant", "seconds", "of a forward pass", "MB", "n")
+    made = table(names, right=[name for name in names if name != "contestant"], wrap=["of a forward pass"])
+    for result in found.results:
+        made.add_row(str(result.length), result.name, *_cells(result))
     about = found.machine
     return Group(
-        Text(found.identity["name"], style="bold"),
-        Text(f"{about['processor']}, {about['threads']} threads · {found.identity['dtype']}", style="dim"),
-        table,
-        Text("medians of interleaved rounds (smallest–largest); MB: peak above the loaded model, alone", style="dim"),
+        Text(found.identity.name, style="bold"),
+        Text(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
+        made,
+        Text("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
     )
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    if row["seconds"] is None:
-        return "–", row["error"] or "not timed", _megabytes(row), "0"
-    (low, high), (least, most) = row["seconds_range"], row["ratio_range"]
-    seconds = f"{row['seconds']:.2f} ({low:.2f}–{high:.2f})"
-    return seconds, f"{row['ratio_to_forward']:.3f} ({least:.3f}–{most:.3f})", _megabytes(row), str(row["n"])
-
-
-def _megabytes(row: dict[str, Any]) -> str:
-    return "–" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
+def _cells(result: Result) -> tuple[str, str, str, str]:
+    memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
+    if result.seconds is None or result.ratio is None:
+        return NAN, result.error or "not timed", memory, "0"
+    time, ratio = result.seconds, result.ratio
+    seconds = f"{time.median:.2f} ({time.low:.2f}–{time.high:.2f})"
+    return seconds, f"{ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f})", memory, str(time.n)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from .app import Json, emit, err, out, spoken_warnings
-from .profile import Profile, ProfileOption
+from .app import RUNS, Json, emit, err, out, spoken_warnings
+from .profile import MemoryOption, Profile, ProfileOption
 from .subject import Load, model_command
-from .tables import profile_table
-
-if TYPE_CHECKING:
-    from posleak.runs import ClaimsRun
-
-MARKS = {"supported": "[green]✓[/]", "contradicted": "[red]✗[/]", "inconclusive": "[yellow]?[/]", "not applicable": "–"}
 
 
 @model_command("claims")
@@ -31,8 +20,9 @@ def claims_command(
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
-    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-DIGEST.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Test again what the folder has already.")] = False,
+    max_memory: MemoryOption = None,
     profile: ProfileOption = False,
     as_json: Json = False,
 ) -> None:
@@ -41,59 +31,22 @@ def claims_command(
     Example: `posleak claims smollm2-135m`
     """
     with Profile(profile) as spent:
-        from posleak.probe import default_plan
-        from posleak.runs import MeasureSpec, claims, default_folder
+        from posleak.claims import Lab, examined
+        from posleak.runs import MeasureSpec, parse_bytes
 
-        default_plan(length)
+        spec = MeasureSpec(inputs, bos, length, prompts, seed)
+        parse_bytes(max_memory)
         subject = load()
-        place = folder or default_folder(subject, MeasureSpec(inputs, bos, length, prompts, seed))
         with spent.measuring(subject), spoken_warnings(), err.status("claims") as status:
-            found = claims(
-                subject, out=place, fresh=fresh, progress=status.update, length=length, prompts=prompts, seed=seed,
-                bos=bos, inputs=inputs,
-            )  # fmt: skip
-    cost = spent.as_dict(found.run.record, planned=False)  # the plan is that of the baseline alone
+            lab = Lab(subject, spec, folder, fresh, max_memory, status.update)
+            lab.folder = folder or RUNS / lab.baseline.folder_name
+            found = examined(lab)
+    cost = spent.as_dict(None)  # no planned memory: each condition has a plan of its own
     if as_json:
         emit(found.as_dict() | ({} if cost is None else {"profile": cost}))
         return
+    from .tables import claims_table, profile_table
+
     out.print(claims_table(found))
     if cost is not None:
         out.print(profile_table(cost))
-
-
-def claims_table(found: ClaimsRun) -> Group:
-    """One line a claim and its number below the sentence, in 80 columns."""
-    spec, record = found.run.record["spec"], found.run.record
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name, width in (("", 1), ("claim", 44), ("effect, with its 95% interval", 31)):
-        table.add_column(name, width=width or None)
-    for entry in found.findings:
-        table.add_row(MARKS[entry["verdict"]], escape(f"{entry['number']}. {entry['claim']}"), effect(entry))
-    facts = f"{spec['prompts']} prompts of {spec['length']} tokens · {spec['inputs']} · seed {spec['seed']}"
-    return Group(
-        Text(record["identity"]["name"], style="bold"),
-        Text(f"{facts} · {record['inputs']['first_token']}", style="dim"),
-        table,
-        Text("✓ supported  ✗ contradicted  ? inconclusive  – not applicable", style="dim"),
-        Text(f"details and methods: claims.json in {found.run.path}", style="dim"),
-    )
-
-
-def effect(entry: dict[str, Any]) -> Text:
-    """`39% (22% … 50%) removed, n=16`, or why there is none."""
-    if entry["effect"] is None:
-        return Text(str(entry["reason"] or "could not be estimated").splitlines()[0], style="dim")
-    share = entry["unit"].startswith("share")
-    value, low, high = (show(entry[name], share) for name in ("effect", "low", "high"))
-    text = Text(value, style="bold")
-    unit = entry["unit"].removeprefix("share ") if share else entry["unit"]
-    text.append(f" ({low} … {high}) {unit}, n={entry['n']}", style="dim")
-    return text
-
-
-def show(value: float | None, share: bool = False) -> str:
-    if value is None or math.isnan(value):
-        return "–"
-    if share:
-        return f"{value:.0%}" if abs(value) >= 0.1 else f"{value:.1%}"
-    return f"{value:.1e}" if value and abs(value) < 1e-2 else f"{value:.3g}"

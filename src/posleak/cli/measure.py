@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import Json, app, emit, err, out, spoken_warnings
-from .profile import Profile, ProfileOption
+from .app import RUNS, Json, app, emit, err, out, spoken_warnings
+from .profile import MemoryOption, Profile, ProfileOption
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -22,18 +22,16 @@ def measure_command(
     inputs: Annotated[str, typer.Option(help="random, constant[:ID], text:PATH or text:stdlib.")] = "random",
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 512,
-    prompts: Annotated[int, typer.Option(help="Prompts; the expectation and the intervals are over them.")] = 16,
+    prompts: Annotated[int, typer.Option(help="Prompts; expectations and intervals are taken over them.")] = 16,
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 4096 tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
-    density: Annotated[int, typer.Option(help="Refines the plan of sampled rows.")] = 1,
+    density: Annotated[int, typer.Option(help="Multiplies the numbers of queries, references and offsets.")] = 1,
     edit: Annotated[
-        list[str] | None, typer.Option(help="What if: bos=zero, window=64, sink=cut, …; repeatable.")
+        list[str] | None, typer.Option(help="A what-if change: bos=zero, sink=cut, … (docs/edits.md); repeatable.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-FINGERPRINT.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-DIGEST.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if the folder has this run.")] = False,
-    max_memory: Annotated[
-        str | None, typer.Option(help="What the process may hold, model included, e.g. 8GB: batches are chosen to fit.")
-    ] = None,
+    max_memory: MemoryOption = None,
     profile: ProfileOption = False,
     as_json: Json = False,
 ) -> None:
@@ -42,27 +40,19 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     with Profile(profile) as spent:
-        from posleak.edits import parse_edits
-        from posleak.inputs import parse
-        from posleak.probe import default_plan
-        from posleak.runs import MeasureSpec, default_folder, measure, parse_bytes
+        from posleak.runs import Measurement, MeasureSpec, parse_bytes
 
         from .progress import prompt_progress
 
         # What can be refused without the model is refused before it is loaded.
-        edits = tuple(parsed.text for parsed in parse_edits(edit or ()))
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, edits)
-        default_plan(length, density)
-        parse(inputs)
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, tuple(edit or ()))
         parse_bytes(max_memory)
         subject = load()
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:
-            run = measure(
-                subject, inputs, out=folder or default_folder(subject, spec, max_memory), fresh=fresh,
-                max_memory=max_memory, progress=progress, bos=bos, length=length, prompts=prompts, seed=seed,
-                batch=batch, density=density, edits=edits,
-            )  # fmt: skip
-    found = spent.as_dict(run.record)
+            ready = Measurement.of(subject, spec, max_memory=max_memory)
+            ready.warn()
+            run = ready.run(folder or RUNS / ready.folder_name, fresh=fresh, progress=progress)
+    found = spent.as_dict(run.record.memory.total)
     if as_json:
         emit(run.as_dict() | ({} if found is None else {"profile": found}))
     else:
@@ -82,18 +72,18 @@ def show_run(run: Run, spent: dict[str, Any] | None) -> None:
 def doctor_command(
     load: Load,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per prompt. Default: 96, or past the model's windows.")
+        int | None, typer.Option(help="Tokens per prompt. Default: 96, or longer than the model's windows.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts for the statistical laws.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Can this model be measured, and are the numbers right here? Exit status 1 if a check fails.
+    """Can this model be measured, and are the numbers right on this machine? Exit status 1 if a check fails.
 
     Example: `posleak doctor smollm2-135m`
     """
+    from posleak.doctor import doctor
     from posleak.probe import default_plan
-    from posleak.studies import doctor
 
     from .tables import doctor_table
 

@@ -15,15 +15,15 @@ def origin_command(
     load: Load,
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
     prompts: Annotated[int, typer.Option(help="Prompts of random tokens; 3 or more.")] = 8,
-    tokens: Annotated[int, typer.Option(help="First tokens in the portrait.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="How many first tokens are compared in the portrait.")] = 1024,
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 2048 tokens.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Position 0: is it closed, where does it go, who reads it, what does that tell later tokens?
+    """Position 0: is it closed, how does its state change with depth, who reads it, what does that tell later tokens?
 
-    Exit status 1 if it is not closed: its state would then depend on later tokens.
+    Closed means that its state does not depend on later tokens. Exit status 1 if it is not closed.
 
     Example: `posleak origin smollm2-135m --tokens 4096`
     """

@@ -11,6 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from posleak.show.numbers import formatted, size
+from posleak.show.terminal import spark, table
+
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
     from posleak.origin import Origin
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
 COLUMNS = (
     "layer", "‖x_0‖", "alike", "body", "readers", "at 0", "writes", "spread", "along", "moved", "error", "−sink",
 )  # fmt: skip
-BLOCKS = "▁▂▃▄▅▆▇█"
 LEGEND = """\
 ‖x_0‖: before each layer; alike: mean cosine there among first tokens, and body:
   among ordinary positions, for comparison
@@ -44,14 +46,11 @@ def origin_page(found: Origin) -> Iterator[RenderableType]:
 
 
 def _heading(found: Origin) -> Iterator[Text]:
-    identity = found.identity
-    yield Text(f"{found.model}: position 0", style="bold")
-    size = f"{identity['layers']} layers × {identity['heads']} heads"
-    facts = (identity["architecture"], size, identity["dtype"], identity["quantisation"])
-    yield Text(" · ".join(fact for fact in facts if fact), style="dim")
+    yield Text(f"{found.identity.name}: position 0", style="bold")
+    yield Text(" · ".join(found.identity.facts), style="dim")
     yield Text(
         f"{found.prompts} prompts of {found.length} random tokens · {len(found.portrait.tokens)} first tokens · "
-        f"seed {found.seed}\n{found.inputs['first_token']}",
+        f"seed {found.seed}\n{found.inputs.first_token}",
         style="dim",
     )
 
@@ -68,7 +67,7 @@ def _answers(found: Origin) -> Iterator[tuple[str, Text]]:
 def _closed(found: Origin) -> Text:
     closure = found.closure
     mark = Text("✓ ", style="green") if closure.ok else Text("✗ ", style="red")
-    verdict = "in context it is what it is alone" if closure.ok else "its state depends on later tokens"
+    verdict = "its state is the same in context and alone" if closure.ok else "its state depends on later tokens"
     mark.append(f"{verdict}: within {closure.worst:.1e}, {len(closure.per_layer)} depths")
     return mark.append(f" (bound {closure.bound:.0e}, n={closure.prompts})", style="dim")
 
@@ -90,8 +89,8 @@ def _portrait(found: Origin) -> Text:
     portrait, path = found.portrait, found.trajectory
     at = int(np.argmax(portrait.among.value[path.settles : path.leaves + 1])) + path.settles
     text = Text(f"{spark(portrait.among.value, 0, 1)}  cosine among first tokens\n")
-    text.append(f"{portrait.among.value[0]:.2f} at the embedding, {cell(portrait.among[at], '.3f')} at depth {at}")
-    text.append(f"\n  to {_reference(found)} {cell(portrait.to_reference[at], '.3f')}; ")
+    text.append(f"{portrait.among.value[0]:.2f} at the embedding, {formatted(portrait.among[at], '.3f')} at depth {at}")
+    text.append(f"\n  to {_reference(found)} {formatted(portrait.to_reference[at], '.3f')}; ")
     text.append(f"among body states {path.scale.alike[at]:.3f}\n")
     text.append(f"channel {portrait.top[at]} is the largest for {portrait.top_share[at]:.0%} of them, ")
     text.append(f"massive for {portrait.massive_share[at]:.0%}")
@@ -105,12 +104,13 @@ def _reference(found: Origin) -> str:
 
 def _readers(found: Origin) -> Text:
     reading = found.reading
-    text = Text(f"{cell(reading.total, '.0f')} of {sum(reading.heads)} heads read it: mean a_r0 > {reading.epsilon}")
+    text = Text(f"{formatted(reading.total, '.0f')} of {sum(reading.heads)} heads read it: ")
+    text.append(f"mean a_r0 > {reading.epsilon}")
     text.append(f" (n={found.prompts})", style="dim")
     if reading.readers.any():
-        text.append(f"\n‖a_r0 W_O v_0‖ is {cell(reading.mean['written'], '.0%')} of the norm of their output")
-        text.append(f"\na_i0 varies over i by {cell(reading.mean['spread'], '.2f')} (standard deviation); ")
-        text.append(f"\n{cell(reading.mean['positional'], '.0%')} of that variance is the same in every prompt")
+        text.append(f"\n‖a_r0 W_O v_0‖ is {formatted(reading.mean['written'], '.0%')} of the norm of their output")
+        text.append(f"\na_i0 varies over i by {formatted(reading.mean['spread'], '.2f')} (standard deviation); ")
+        text.append(f"\n{formatted(reading.mean['positional'], '.0%')} of that variance is the same in every prompt")
     if reading.space != "output":
         text.append("\nW_O was not found: measured on value vectors", style="yellow")
     return text
@@ -122,41 +122,26 @@ def _fingerprint(found: Origin) -> Text:
         return Text("no head reads position 0", style="dim")
     text = Text(f"W_O v_0, same first token: 1 − cosine ≤ {max(marks.worst, 1e-16):.0e}")
     text.append(f" (n={marks.prompts})", style="dim")
-    text.append(f"\nanother first token: cosine {cell(marks.overall, '.3f')}")
+    text.append(f"\nanother first token: cosine {formatted(marks.overall, '.3f')}")
     text.append(f" (n={marks.overall.n})", style="dim")
-    return text.append(f", late states move by {cell(marks.carried[-1], '.0%')}")
+    return text.append(f", late states move by {formatted(marks.carried[-1], '.0%')}")
 
 
 def _position(found: Origin) -> Text:
     probe = found.position_probe
     error, best = probe.plain.error, int(np.argmin(probe.plain.error.value))
     text = Text(f"{spark(-error.value, -probe.chance, 0)}  position, read off the states\n")
-    text.append(f"off by {cell(error[best], '.1f')} tokens at depth {best}, R² {probe.plain.r2.value[best]:.2f}")
+    text.append(f"off by {formatted(error[best], '.1f')} tokens at depth {best}, R² {probe.plain.r2.value[best]:.2f}")
     text.append(f" (chance {probe.chance:.1f})", style="dim")
     if math.isnan(probe.overall.value):
         return text
-    text.append(f"\nwithout what sink-readers wrote {cell(probe.overall, '+.2f')} tokens worse than")
+    text.append(f"\nwithout what sink-readers wrote {formatted(probe.overall, '+.2f')} tokens worse than")
     return text.append(" without as many random directions, mean over depths")
 
 
 def depths_table(found: Origin) -> Table:
-    """One line a layer: the state that it reads, its heads, and the probe on that state; the last line has no heads."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in (
-        "layer",
-        "‖x_0‖",
-        "alike",
-        "body",
-        "readers",
-        "at 0",
-        "writes",
-        "spread",
-        "along",
-        "moved",
-        "error",
-        "−sink",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    """One line per layer: the state that it reads, its heads, and the probe on that state; the last has no heads."""
+    made = table(COLUMNS, right=COLUMNS, gap=1)
     depths = len(found.trajectory.norm)
     probe, marks = found.position_probe, found.fingerprint
     for depth in range(depths):
@@ -165,8 +150,8 @@ def depths_table(found: Origin) -> Table:
         moved = f"{marks.carried.value[depth]:.0%}"
         after = f"{probe.projected.error.value[depth]:.1f}" if probe.rank[depth] else "–"
         name = str(depth) if depth < depths - 1 else "end"
-        table.add_row(name, *state, *_heads(found, depth), moved, number(probe.plain.error[depth]), after)
-    return table
+        made.add_row(name, *state, *_heads(found, depth), moved, number(probe.plain.error[depth]), after)
+    return made
 
 
 def _heads(found: Origin, layer: int) -> Sequence[Text | str]:
@@ -184,29 +169,7 @@ def _heads(found: Origin, layer: int) -> Sequence[Text | str]:
     return [count, f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:.2f}", f"{means[3]:.2f}"]
 
 
-def size(norm: float) -> str:
-    """3.3, 98.7, 810, 25.1k"""
-    return f"{norm / 1000:.1f}k" if norm >= 10_000 else f"{norm:.0f}" if norm >= 100 else f"{norm:.1f}"
-
-
 def number(estimate: Estimate) -> Text:
     """23.1 22–24"""
     text = Text(f"{estimate.value:.1f}")
     return text if math.isnan(estimate.low) else text.append(f" {estimate.low:.0f}–{estimate.high:.0f}", style="dim")
-
-
-def cell(estimate: Estimate, form: str) -> str:
-    """Value and interval in one format; the value alone where there is no interval."""
-    if math.isnan(estimate.value):
-        return "–"
-    if math.isnan(estimate.low):
-        return format(estimate.value, form)
-    return f"{estimate.value:{form}} ({estimate.low:{form}}…{estimate.high:{form}})"
-
-
-def spark(values: np.ndarray, low: float | None = None, high: float | None = None) -> str:
-    """One block a value; NaN is a dot."""
-    bottom = np.nanmin(values) if low is None else low
-    top = np.nanmax(values) if high is None else high
-    scaled = np.clip((values - bottom) / ((top - bottom) or 1.0), 0, 1) * (len(BLOCKS) - 1)
-    return "".join("·" if math.isnan(x) else BLOCKS[round(x)] for x in scaled.tolist())

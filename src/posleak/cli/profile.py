@@ -14,6 +14,9 @@ from posleak.stopwatch import OTHER, Stopwatch, stage
 if TYPE_CHECKING:
     from posleak.models import Subject
 
+MemoryOption = Annotated[
+    str | None, typer.Option(help="What the process may hold, model included, e.g. 8GB: batches are chosen to fit.")
+]
 ProfileOption = Annotated[bool, typer.Option("--profile", help="Show where time and memory went.")]
 
 BEFORE = ("start", "load", OTHER)
@@ -21,7 +24,7 @@ BEFORE = ("start", "load", OTHER)
 
 
 class Profile:
-    """Holds a stopwatch for the time of a command, if it is `on`; `measuring` marks the work on a loaded model."""
+    """Runs a stopwatch during a command, if it is `on`; `measuring` marks the work on a loaded model."""
 
     def __init__(self, on: bool = True) -> None:
         self.on, self.peak = on, 0
@@ -49,21 +52,20 @@ class Profile:
             yield
         self.peak = peak.bytes
 
-    def as_dict(self, record: dict[str, Any], planned: bool = True) -> dict[str, Any] | None:
-        """The JSON of a profile (docs/json.md), None if none was asked for; was all of it in the plan of the run?"""
+    def as_dict(self, planned: int | None) -> dict[str, Any] | None:
+        """The JSON of a profile (docs/json.md), None if none was asked for; `planned` bytes, where there was a plan."""
         if not self.on:
             return None
-        from posleak.leakage import FORWARD
+        from posleak.runs.loop import FORWARD
 
         spent = self.watch.seconds
         forward, measuring = spent.get(FORWARD, 0.0), sum(spent[name] for name in spent if name not in BEFORE)
-        bytes_planned = record.get("memory", {}).get("total") if planned else None
         return {
             **self.watch.as_dict(),
             "measuring_seconds": measuring,
             "forward_share": forward / measuring if measuring else None,
             "forward_share_of_command": forward / self.watch.total,
-            "memory": {"planned_mb": bytes_planned and bytes_planned / 1e6, "peak_mb": self.peak / 1e6},
+            "memory": {"planned_mb": planned and planned / 1e6, "peak_mb": self.peak / 1e6},
         }
 
 
@@ -71,4 +73,4 @@ def _process_seconds() -> float:
     """How long this process has been running."""
     import psutil
 
-    return max(0.0, time.time() - psutil.Process().create_time())
+    return max(0.0, time.time() - float(psutil.Process().create_time()))

@@ -60,12 +60,12 @@ def compare_command(
     Example: `posleak compare runs/smollm2-135m runs/gemma3-270m --format latex`
     """
     from posleak.report import compare
-    from posleak.report.formats import FORMATS, terminal
+    from posleak.report.formats import FORMATS, as_table
 
     found = compare(runs)
     if as_json or format is Format.json:
         emit(found.as_dict())
     elif format is Format.table:
-        out.print(terminal(found))
+        out.print(as_table(found))
     else:
         typer.echo(FORMATS[format.value](found), nl=False)

@@ -1,7 +1,7 @@
 """Commands about one model: which model it is, and how it is loaded, are options that all of them share.
 
-A command is written as a function of `load`, which it calls when everything that can be refused without the model has
-been refused; `model_command` adds MODEL in front of the command's own options and the loading options behind them.
+A command is written as a function of `load`, which it calls after all checks that need no model; `model_command` adds
+MODEL in front of the command's own options and the loading options behind them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def load_subject(name: str, **options: Any) -> Subject:
-    """Load with a line of status, since the first time fetches and converts."""
+    """Load with a line of status, since the first load fetches and converts the model."""
     with stage("load"), spoken_warnings(), err.status(f"loading {name}") as status:
         from posleak.models import load
 

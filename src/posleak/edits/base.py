@@ -1,11 +1,23 @@
-"""What every edit declares: where in the equation it acts, its short text, and whom it can stand beside."""
+"""What every edit declares: where it acts, its short text, and what decides which edits it can be combined with.
+
+`register` adds an edit of your own to those that `--edit` takes (docs/extending.md); docs/edits.md is made from the
+registry.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from posleak.probe import Edit
+import torch
+from torch import Tensor
+
+from posleak.plugins import own_name
+from posleak.probe import Call, Edit
+
+from .scope import EVERYWHERE, Scope
 
 
 class Site(Enum):
@@ -15,6 +27,7 @@ class Site(Enum):
     EMBEDDING = "embedding at position 0"
     POSITIONS = "positions"
     ROTATION = "rotation"
+    LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
     DENOMINATOR = "denominator"
@@ -23,8 +36,8 @@ class Site(Enum):
 class NamedEdit(Edit):
     """An edit with a name: `text` is what `--edit` takes and what results carry.
 
-    causal: it leaves queries blind to later keys, without which leakage at equal offsets is not defined.
-    needs_causal: it is only defined where that is so.
+    causal: queries still do not see later keys under it; otherwise leakage at equal offsets is not defined.
+    needs_causal: it is only defined where queries do not see later keys.
     """
 
     site: ClassVar[Site]
@@ -34,3 +47,58 @@ class NamedEdit(Edit):
     @property
     def text(self) -> str:
         raise AssertionError(f"{type(self).__name__} has no text")
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """The dtype of the copy of the weights that the edit makes; None if it makes no copy."""
+        return None
+
+
+@dataclass(frozen=True)
+class ScopedEdit(NamedEdit):
+    """An edit of attention calls at chosen layers and heads; `name` is its text without the scope."""
+
+    scope: Scope = EVERYWHERE
+
+    name: ClassVar[str]
+
+    @property
+    def text(self) -> str:
+        return self.name + self.scope.text
+
+    def edit(self, call: Call) -> Call:
+        heads = self.scope.heads(call)
+        return self.at(call, heads) if bool(heads.any()) else call
+
+    def at(self, call: Call, heads: Tensor) -> Call:
+        """The call, changed at the heads with heads [H] true; there is at least one."""
+        raise AssertionError(f"{type(self).__name__} does nothing")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A name that `--edit` takes.
+
+    form      how it is written;  example: one that can be tried
+    changes   what it changes, and what it leaves alone;  refuses: what it cannot be used with
+    make      (text after the =, scope) -> the edit; KeyError or ValueError if the text cannot be read
+    scoped    may it be given layers and heads, as in sink=cut@3.1?
+    """
+
+    name: str
+    form: str
+    changes: str
+    refuses: str
+    example: str
+    make: Callable[[str, Scope], NamedEdit]
+    scoped: bool = False
+
+
+KINDS: dict[str, Kind] = {}
+"""Every kind of edit, by name."""
+
+
+def register(kind: Kind) -> None:
+    """Let `--edit NAME=…` make edits of this kind."""
+    own_name("edit", kind.name, KINDS.get(kind.name), kind)
+    KINDS[kind.name] = kind

@@ -5,8 +5,8 @@ gives query i that much back: virtual keys make up for the hidden ones and carry
 
     a_ij -> a_ij e^{−m_i},   out_i -> e^{−m_i} out_i + (1 − e^{−m_i}) v̄,   m_i = mean over r of mask(i, r)
 
-and the mask component is 0 by construction where it acts; what is left is not the denominator's doing. Position 0 keeps
-its own softmax over itself, and reference queries theirs.
+and the mask component is 0 by construction where the edit acts: what leakage is left has other sources than the
+denominator. Position 0 and the reference queries keep their own softmax.
 """
 
 from __future__ import annotations
@@ -20,29 +20,20 @@ from torch import Tensor
 from posleak.probe import Call, Visibility, call_rows, default_plan
 from posleak.probe.rows import Sight, sight
 
-from .base import NamedEdit, Site
-from .scope import EVERYWHERE, Scope
+from .base import Kind, ScopedEdit, Site, register
 
 BLOCK = 256
 
 
 @dataclass(frozen=True)
-class FixDenominator(NamedEdit):
-    """The denominators of early queries made those of late ones."""
+class FixDenominator(ScopedEdit):
+    """Gives early queries the denominators of late ones."""
 
-    scope: Scope = EVERYWHERE
-
+    name: ClassVar[str] = "denominator=fixed"
     site: ClassVar[Site] = Site.DENOMINATOR
     needs_causal: ClassVar[bool] = True
 
-    @property
-    def text(self) -> str:
-        return f"denominator=fixed{self.scope.text}"
-
-    def edit(self, call: Call) -> Call:
-        heads = self.scope.heads(call)
-        if not bool(heads.any()):
-            return call
+    def at(self, call: Call, heads: Tensor) -> Call:
         return replace(call, virtual=hidden_mass(call).masked_fill(~heads[:, None], 0.0))
 
 
@@ -58,13 +49,25 @@ def hidden_mass(call: Call) -> Tensor:
 
 
 def queries_sight(call: Call, stop: int) -> Sight:
-    """n_i and the sight of key 0 for the queries 1 … stop − 1."""
-    seen = call.visibility.kept(("sight", stop), lambda: _sight(call.visibility, stop))
-    return Sight(seen.body, seen.origin if call.unread is None else seen.origin & ~call.unread[:, None])
+    """For the queries 1 … stop − 1: n_i, and whether they see key 0."""
+    seen: Sight = call.visibility.kept(("sight", stop), lambda: _sight(call.visibility, stop))
+    return seen.without_first(call.unread)
 
 
 def _sight(visibility: Visibility, stop: int) -> Sight:
     """In blocks of rows, so that memory grows with the length and not with its square."""
     blocks = torch.arange(1, stop, device=visibility.device).split(BLOCK)
     parts = [sight(visibility.rows(positions)[0, 0], positions) for positions in blocks]
-    return Sight(torch.cat([part.body for part in parts]), torch.cat([part.origin for part in parts]))
+    return Sight(torch.cat([part.body for part in parts]), torch.cat([part.first for part in parts]))
+
+
+register(
+    Kind(
+        "denominator", "denominator=fixed[@LAYERS]",
+        "the denominators of early queries: virtual keys stand in for those that they cannot see, so that their "
+        "denominators are those of the reference queries, on average over these. Virtual keys carry the mean value of "
+        "all keys after position 0. Position 0 and the queries from the first reference on are left alone",
+        "`mask` and `ring`, under which nothing is hidden; a second edit of the denominator", "denominator=fixed@0",
+        lambda value, scope: {"fixed": FixDenominator(scope)}[value], scoped=True,
+    )
+)  # fmt: skip

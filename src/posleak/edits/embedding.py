@@ -16,17 +16,15 @@ from posleak.inputs.bodies import RandomFirstBody
 from posleak.inputs.bos import FirstToken
 from posleak.probe import Probe
 
-from .base import NamedEdit, Site
-
-VECTORS = ("zero", "mean", "noise", "token")
-TOKENS = ("none", "random")
+from .base import Kind, NamedEdit, Site, register
+from .scope import Scope
 
 
 @dataclass(frozen=True)
 class FirstEmbedding(NamedEdit):
     """What the model finds at position 0 before its first layer.
 
-    zero   nothing
+    zero   the zero vector
     mean   the mean embedding of the vocabulary
     noise  a random direction with the norm of what stood there; one direction for all prompts, by seed
     token  the embedding of another token (`number` is its id)
@@ -60,7 +58,7 @@ class FirstEmbedding(NamedEdit):
             hook.remove()
 
     def vector(self, table: torch.nn.Module) -> Tensor:
-        """The new embedding [E]; for noise a unit vector. Asked of the module itself, which may scale its rows."""
+        """The new embedding [W]; for noise a unit vector. Made by calling the module, which may scale its rows."""
         weight = next(table.parameters())
         rows, device = weight.shape[0], weight.device
         with torch.inference_mode():
@@ -69,14 +67,16 @@ class FirstEmbedding(NamedEdit):
                     raise InputError(
                         "no such token", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
                     )
-                return table(torch.tensor([self.number], device=device))[0]
-            like = table(torch.zeros(1, dtype=torch.long, device=device))[0]
+                found: Tensor = table(torch.tensor([self.number], device=device))[0]
+                return found
+            like: Tensor = table(torch.zeros(1, dtype=torch.long, device=device))[0]
             if self.kind == "mean":
                 ids = torch.arange(rows, device=device).split(8192)
                 return (torch.stack([table(part).double().sum(0) for part in ids]).sum(0) / rows).to(like)
             if self.kind == "noise":
                 direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(self.number))
-                return (direction / direction.norm()).to(like)
+                norm: Tensor = direction.norm()
+                return (direction / norm).to(like)
             return torch.zeros_like(like)
 
 
@@ -96,3 +96,25 @@ class FirstOrdinary(NamedEdit):
         first = FirstToken(self.kind, None, None)
         body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body
         return replace(prompts, first=first, body=body)
+
+
+def _make(value: str, scope: Scope) -> NamedEdit:
+    kind, _, number = value.partition(":")
+    if kind in ("none", "random") and not number:
+        return FirstOrdinary(kind)
+    if kind == "token" or (kind == "noise" and number):
+        return FirstEmbedding(kind, int(number))
+    return {name: FirstEmbedding(name) for name in ("zero", "mean", "noise")}[value]
+
+
+register(
+    Kind(
+        "bos", "bos=zero|mean|noise[:SEED]|token:ID|none|random",
+        "the token embedding at position 0, before the first layer. `zero`: all zeros. `mean`: the mean embedding of "
+        "the vocabulary. `noise`: a random direction with the norm of what stood there; the direction follows from "
+        "SEED (0 if left out) and is the same in all prompts. `token`: the embedding of the token ID. `none`: no BOS, "
+        "so that the prompt's own first token stands there. `random`: a random token, another in each prompt",
+        "an ID outside the vocabulary; a second edit of the embedding at position 0, which `patch0` is too",
+        "bos=mean", _make,
+    )
+)  # fmt: skip

@@ -13,45 +13,30 @@ from torch import Tensor
 from posleak.errors import InputError
 from posleak.probe import Call, Probe, call_rows, default_plan
 
-from .base import NamedEdit, Site
-from .scope import EVERYWHERE, Scope
+from .base import Kind, NamedEdit, ScopedEdit, Site, register
 
 
 @dataclass(frozen=True)
-class CutSink(NamedEdit):
+class CutSink(ScopedEdit):
     """No later query reads position 0; the rest of its attention is renormalised."""
 
-    scope: Scope = EVERYWHERE
-
+    name: ClassVar[str] = "sink=cut"
     site: ClassVar[Site] = Site.ORIGIN
     needs_causal: ClassVar[bool] = True
 
-    @property
-    def text(self) -> str:
-        return f"sink=cut{self.scope.text}"
-
-    def edit(self, call: Call) -> Call:
-        heads = self.scope.heads(call)
-        return replace(call, unread=heads) if bool(heads.any()) else call
+    def at(self, call: Call, heads: Tensor) -> Call:
+        return replace(call, unread=heads)
 
 
 @dataclass(frozen=True)
-class FreezeSink(NamedEdit):
-    """Every later query reads one share from position 0: the mean of the reference queries, per head and prompt."""
+class FreezeSink(ScopedEdit):
+    """Every later query gives position 0 the same share of attention: the references' mean, per head and prompt."""
 
-    scope: Scope = EVERYWHERE
-
+    name: ClassVar[str] = "sink=freeze"
     site: ClassVar[Site] = Site.ORIGIN
     needs_causal: ClassVar[bool] = True
 
-    @property
-    def text(self) -> str:
-        return f"sink=freeze{self.scope.text}"
-
-    def edit(self, call: Call) -> Call:
-        heads = self.scope.heads(call)
-        if not bool(heads.any()):
-            return call
+    def at(self, call: Call, heads: Tensor) -> Call:
         late = call_rows(call, default_plan(call.query.shape[2])).references
         share = (late.sigma - late.log_z).exp().mean(-1)  # [B, H]
         return replace(call, frozen=share.masked_fill(~heads, torch.nan))
@@ -59,20 +44,25 @@ class FreezeSink(NamedEdit):
 
 @dataclass
 class FirstKeys:
-    """Keys and values of position 0, call by call: [1, K, E]; `there` [B]: prompts that have that token already."""
+    """Keys and values of position 0, call by call: [1, K, E]; `there` [B]: prompts that begin with it anyway."""
 
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     there: Tensor | None = None
+    probe: Probe | None = None
 
     def observe(self, call: Call, out: Tensor) -> None:
         self.seen.append((call.key[:, :, 0], call.value[:, :, 0]))
+
+    def forget(self) -> None:
+        self.seen.clear()
+        self.there = self.probe = None
 
 
 @dataclass(frozen=True)
 class PatchOrigin(NamedEdit):
     """Later queries read another token's trajectory at position 0, taken from that token's own one-token run.
 
-    Nothing else is touched: position 0 itself goes on from the embedding it has, but nobody reads it any more.
+    Position 0 itself starts from the embedding that it has; no later query reads what becomes of that.
     """
 
     token: int
@@ -90,14 +80,18 @@ class PatchOrigin(NamedEdit):
         vocabulary = probe.model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
         if not 0 <= self.token < vocabulary:
             raise InputError("no such token", where=self.text, got=self.token, expected=f"below {vocabulary}")
-        with probe.aside(self._taken):
-            probe.forward(torch.tensor([[self.token]], device=probe.model.device))
+        self._taken.probe = probe
         try:
             yield
         finally:
-            self._taken.seen.clear()
+            self._taken.forget()
 
     def reads(self, ids: Tensor) -> None:
+        """The token's own run is made before the first pass, when all other edits are installed: it has them too."""
+        probe = self._taken.probe
+        if probe is not None and not self._taken.seen:
+            with probe.aside(self._taken):
+                probe.forward(torch.tensor([[self.token]], device=ids.device))
         self._taken.there = ids[:, 0] == self.token
 
     def edit(self, call: Call) -> Call:
@@ -111,3 +105,26 @@ def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
     """x [B, K, T, E] with its position 0 replaced, by a copy, but for the prompts to keep [B]."""
     chosen = torch.where(keep.to(x.device)[:, None, None], x[:, :, 0], first.to(x))
     return torch.cat([chosen[:, :, None], x[:, :, 1:]], dim=2)
+
+
+register(
+    Kind(
+        "sink", "sink=cut|freeze[@LAYERS.HEADS]",
+        "what queries after position 0 read there. `cut`: nothing, and the rest of their attention is renormalised. "
+        "`freeze`: all of them the same share of their attention, which is the mean share of the reference queries, "
+        "per head and prompt",
+        "`mask` and `ring`; a second edit of the read of position 0, even at other layers", "sink=cut@3-5,7.0",
+        lambda value, scope: {"cut": CutSink(scope), "freeze": FreezeSink(scope)}[value], scoped=True,
+    )
+)  # fmt: skip
+register(
+    Kind(
+        "patch0", "patch0=ID",
+        "what all queries read at position 0: in every layer the key and the value that the token ID has in a sequence "
+        "of its own. Later queries cannot tell this from the token itself (`bos=token:ID`). The state of position 0 "
+        "changes too, since it reads its own key, but no other query reads it",
+        "an ID outside the vocabulary; `mask` and `ring`; a second edit of the embedding at position 0, which `bos` is "
+        "too", "patch0=42",
+        lambda value, scope: PatchOrigin(int(value)),
+    )
+)  # fmt: skip

@@ -1,93 +1,35 @@
-"""Text -> edits, and which of them can stand beside each other."""
+"""Text -> edits, and which of them can be combined."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from posleak.errors import InputError, did_you_mean
+from posleak.plugins import load_plugins
 
-from .base import NamedEdit, Site
-from .denominator import FixDenominator
-from .embedding import TOKENS, FirstEmbedding, FirstOrdinary
-from .origin import CutSink, FreezeSink, PatchOrigin
-from .positions import Ring, Rotation, Shift
-from .precision import DTYPES, Precision
+from .base import KINDS, Kind, NamedEdit, Site
+from .positions import Ring
 from .scope import Scope
-from .visibility import MaskOff, Window
-
-FORMS = {
-    "bos": "bos=zero|mean|noise[:SEED]|token:ID|none|random",
-    "mask": "mask=off",
-    "window": "window=W|W+sink|off",
-    "ring": "ring",
-    "denominator": "denominator=fixed[@LAYERS]",
-    "sink": "sink=cut|freeze[@LAYERS.HEADS]",
-    "patch0": "patch0=ID",
-    "rope": "rope=ntk:S|linear:S|yarn:S|base:B|none",
-    "shift": "shift=K",
-    "dtype": "dtype=" + "|".join(DTYPES),
-}
 
 
 def parse_edit(text: str) -> NamedEdit:
     """One edit from its text."""
+    load_plugins()
     name, _, value = text.strip().partition("=")
-    if name not in FORMS:
-        raise InputError("unknown edit", where=f"--edit {text}", got=name, remedy=did_you_mean(name, FORMS))
+    if name not in KINDS:
+        raise InputError("unknown edit", where=f"--edit {text}", got=name, remedy=did_you_mean(name, KINDS))
     value, _, where = value.partition("@")
-    scope = Scope.parse(where or None)
-    if where and name not in ("denominator", "sink"):
-        raise _unreadable(text, name)
+    scope, kind = Scope.parse(where or None), KINDS[name]
+    if where and not kind.scoped:
+        raise _unreadable(text, kind)
     try:
-        return _MAKERS[name](value, scope)
+        return kind.make(value, scope)
     except (KeyError, ValueError) as error:
-        raise _unreadable(text, name) from error
+        raise _unreadable(text, kind) from error
 
 
-def _unreadable(text: str, name: str) -> InputError:
-    return InputError("the edit cannot be read", where=f"--edit {text}", expected=FORMS[name])
-
-
-def _bos(value: str, scope: Scope) -> NamedEdit:
-    kind, _, number = value.partition(":")
-    if kind in TOKENS and not number:
-        return FirstOrdinary(kind)
-    if kind == "token" or (kind == "noise" and number):
-        return FirstEmbedding(kind, int(number))
-    return {k: FirstEmbedding(k) for k in ("zero", "mean", "noise")}[value]
-
-
-def _window(value: str, scope: Scope) -> NamedEdit:
-    if value == "off":
-        return Window(0)
-    match = re.fullmatch(r"([1-9]\d*)(\+sink)?", value)
-    if match is None:
-        raise ValueError(value)
-    return Window(int(match[1]), match[2] is not None)
-
-
-def _rope(value: str, scope: Scope) -> NamedEdit:
-    kind, _, number = value.partition(":")
-    if kind == "none" and not number:
-        return Rotation("none")
-    if kind not in ("ntk", "linear", "yarn", "base") or not float(number) > 0:
-        raise ValueError(value)
-    return Rotation(kind, float(number))
-
-
-_MAKERS: dict[str, Callable[[str, Scope], NamedEdit]] = {
-    "bos": _bos,
-    "mask": lambda value, scope: {"off": MaskOff()}[value],
-    "window": _window,
-    "ring": lambda value, scope: {"": Ring()}[value],
-    "denominator": lambda value, scope: {"fixed": FixDenominator(scope)}[value],
-    "sink": lambda value, scope: {"cut": CutSink(scope), "freeze": FreezeSink(scope)}[value],
-    "patch0": lambda value, scope: PatchOrigin(int(value)),
-    "rope": _rope,
-    "shift": lambda value, scope: Shift(int(value)),
-    "dtype": lambda value, scope: {name: Precision(name) for name in DTYPES}[value],
-}
+def _unreadable(text: str, kind: Kind) -> InputError:
+    return InputError("the edit cannot be read", where=f"--edit {text}", expected=kind.form)
 
 
 def parse_edits(texts: Sequence[str]) -> tuple[NamedEdit, ...]:

@@ -17,7 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from posleak.errors import UnsupportedError
 from posleak.probe import Call, Probe
 
-from .base import NamedEdit, Site
+from .base import Kind, NamedEdit, Site, register
+from .scope import Scope
 
 SUFFIX = "inv_freq"
 MOVING = ("dynamic", "longrope")
@@ -59,7 +60,7 @@ class Rotation(NamedEdit):
 
     @property
     def text(self) -> str:
-        return f"rope={self.kind}" if self.kind == "none" else f"rope={self.kind}:{self.number:g}"
+        return f"rope={self.kind}" if self.kind == "none" else f"rope={self.kind}:{self.number:.15g}"
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -153,7 +154,7 @@ class Ring(NamedEdit):
 
 
 class AllDouble(TorchFunctionMode):
-    """Float64 tensors stay so: models cast to float32 and back inside their norms and softmaxes."""
+    """Keeps float64 tensors float64 where models cast to float32 and back, inside their norms and softmaxes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,3 +186,46 @@ def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Ten
 def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Every query sees every key."""
     return (query >= 0) & (key >= 0)
+
+
+def _make_rotation(value: str, scope: Scope) -> Rotation:
+    kind, _, number = value.partition(":")
+    if kind == "none" and not number:
+        return Rotation("none")
+    if kind not in ("ntk", "linear", "yarn", "base") or not float(number) > 0:
+        raise ValueError(value)
+    return Rotation(kind, float(number))
+
+
+register(
+    Kind(
+        "rope", "rope=ntk:S|linear:S|yarn:S|base:B|none",
+        "the rotary frequencies of every layer. `ntk`: the base raised as if the context were S times as long. "
+        "`linear`: all frequencies divided by S. `yarn`: transformers' YaRN with factor S, its temperature included, "
+        "in the place of the model's own scaling. `base`: the frequencies of the base B, in the place of the model's "
+        "own. `none`: no rotation at all",
+        "`ring`, or any second edit of the rotation; models without rotary frequencies, and those that "
+        "recompute them from call to call (dynamic, longrope)", "rope=ntk:4", _make_rotation,
+    )
+)  # fmt: skip
+register(
+    Kind(
+        "shift", "shift=K",
+        "position ids: K is added to each. RoPE knows differences only, so that nothing but rounding should change",
+        "a second edit of positions; `ring`. Not refused: models that take no position ids, where it has no effect, "
+        "and tables of too few positions, which end in PyTorch's IndexError", "shift=512",
+        lambda value, scope: Shift(int(value)),
+    )
+)  # fmt: skip
+register(
+    Kind(
+        "ring", "ring",
+        "visibility and rotation: no mask, and every frequency a whole number of turns per N positions, N being the "
+        "length of the prompt. Nothing but the tokens is left that tells one place from another. `claims` tests law L6 "
+        "with it. Leakage is not defined under it",
+        "`measure`; `shift`, `rope`, `window` and `mask`; `sink`, `patch0` and `denominator`, which are defined for "
+        "causal queries only; models without rotary frequencies, those that recompute them from call to call, and "
+        "those whose rotation is not by cosines and sines", "ring",
+        lambda value, scope: {"": Ring()}[value],
+    )
+)  # fmt: skip

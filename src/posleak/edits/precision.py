@@ -1,4 +1,4 @@
-"""`dtype=NAME`: the model's parameters rounded to another dtype for the time of the run, as a numerical source."""
+"""`dtype=NAME`: the model's parameters rounded to another dtype during the run: rounding as a source of leakage."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from posleak.probe import Probe
 
-from .base import NamedEdit, Site
+from .base import Kind, NamedEdit, Site, register
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Precision(NamedEdit):
-    """Parameters swapped for rounded ones, and put back to the bit. Buffers stay: rotary frequencies are no weights."""
+    """Parameters are replaced by rounded ones, and restored afterwards. Buffers, such as rotary frequencies, stay."""
 
     name: str
 
@@ -27,6 +27,10 @@ class Precision(NamedEdit):
     @property
     def text(self) -> str:
         return f"dtype={self.name}"
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return DTYPES[self.name]
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -40,3 +44,13 @@ class Precision(NamedEdit):
         finally:
             for parameter, data in kept.items():
                 parameter.data = data
+
+
+register(
+    Kind(
+        "dtype", "dtype=" + "|".join(DTYPES),
+        "the parameters, converted to this dtype for the time of the run, which holds a second copy of them. Buffers "
+        "such as rotary frequencies stay as they are", "a second dtype", "dtype=bfloat16",
+        lambda value, scope: {name: Precision(name) for name in DTYPES}[value],
+    )
+)  # fmt: skip

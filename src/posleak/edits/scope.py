@@ -48,7 +48,7 @@ class Scope:
         return "@" + ",".join(parts)
 
     def heads(self, call: Call) -> Tensor:
-        """bool [H]: the heads of this call that are meant."""
+        """bool [H]: the heads of this call that are in scope."""
         chosen = torch.full((call.heads,), self.everywhere, dtype=torch.bool, device=call.query.device)
         for first, last, head in self.items:
             if first <= call.index <= last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,8 +11,9 @@ from transformers.masking_utils import causal_mask_function
 
 from posleak.probe import Call
 
-from .base import NamedEdit, Site
+from .base import Kind, NamedEdit, Site, register
 from .positions import everything
+from .scope import Scope
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class MaskOff(NamedEdit):
 
 @dataclass(frozen=True)
 class Window(NamedEdit):
-    """Of what each query sees, its nearest `size` keys, and position 0 with `sink`. size 0: plain causal, no window."""
+    """Each query sees only the nearest `size` of its keys, and with `sink` position 0 too. size 0: no window at all."""
 
     size: int
     sink: bool = False
@@ -49,10 +51,40 @@ class Window(NamedEdit):
                 call if seen.causal else replace(call, visibility=seen.replaced("causal", causal_mask_function, True))
             )
         if self.size >= call.query.shape[2]:
-            return call  # nothing is farther away, and the kernel may go on without a mask
+            return call  # no key is farther away, so the window hides nothing, and the kernel needs no mask for it
 
         def nearest(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             near = query - key < self.size
-            return seen.rule(batch, head, query, key) & ((near | (key == 0)) if self.sink else near)
+            seen_before: Tensor = seen.rule(batch, head, query, key)
+            return seen_before & ((near | (key == 0)) if self.sink else near)
 
         return replace(call, visibility=seen.replaced(self.text, nearest))
+
+
+def _make_window(value: str, scope: Scope) -> Window:
+    if value == "off":
+        return Window(0)
+    match = re.fullmatch(r"([1-9]\d*)(\+sink)?", value)
+    if match is None:
+        raise ValueError(value)
+    return Window(int(match[1]), match[2] is not None)
+
+
+register(
+    Kind(
+        "window", "window=W|W+sink|off",
+        "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: position "
+        "0 too. `off`: all keys up to itself, whatever windows or chunks the model has of its own",
+        "a second edit of visibility, which `mask` is too; `ring`", "window=64+sink", _make_window,
+    )
+)  # fmt: skip
+register(
+    Kind(
+        "mask", "mask=off",
+        "what each query sees: every key, later ones too. `claims` shows with it that position 0 is then not closed. "
+        "Leakage is not defined under it",
+        "`measure`; `window` and `ring`; `sink`, `patch0` and `denominator`, which are defined for causal queries only",
+        "mask=off",
+        lambda value, scope: {"off": MaskOff()}[value],
+    )
+)  # fmt: skip

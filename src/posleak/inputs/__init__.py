@@ -7,20 +7,28 @@ never their starts, and position 0 decided by a policy that is written into the 
 `prepare` does all the checking, before any model runs; `Prompts` then gives prompt b, which depends on (seed, b) alone.
 """
 
+from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
-from posleak.inputs.prompts import Prompts, Readable, prepare
-from posleak.inputs.source import ConstantToken, RandomTokens, Source, TextCrops, parse
+from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
+from posleak.inputs.source import KINDS, ConstantToken, Kind, RandomTokens, Source, TextCrops, parse, register
+from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
 
 __all__ = [
+    "KINDS",
+    "Body",
     "ConstantToken",
     "FirstToken",
+    "InputFacts",
+    "Kind",
     "Prompts",
     "RandomTokens",
     "Readable",
     "Source",
     "TextCrops",
     "Vocabulary",
+    "draw",
     "parse",
     "prepare",
+    "register",
 ]

@@ -29,7 +29,7 @@ class Body(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RandomBody:
-    """The allowed ids at the places drawn: uniform, i.i.d."""
+    """I.i.d. tokens, uniform over the allowed ids."""
 
     vocabulary: Vocabulary
     _allowed: np.ndarray = field(init=False, repr=False)
@@ -38,7 +38,7 @@ class RandomBody:
         object.__setattr__(self, "_allowed", self.vocabulary.allowed)
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
-        return self._allowed[draw(seed, index, length, below=len(self._allowed))]
+        return np.asarray(self._allowed[draw(seed, index, length, below=len(self._allowed))])
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -68,7 +68,7 @@ def constant_body(token: int | None, seed: int, vocabulary: Vocabulary) -> Const
 
 @dataclass(frozen=True, eq=False)
 class RandomFirstBody:
-    """Another body, with a random ordinary token of each prompt's own at place 0: one draw past the body's last."""
+    """Another body, with a random ordinary token at place 0, another in each prompt: the draw after the body's last."""
 
     body: Body
     vocabulary: Vocabulary
@@ -92,7 +92,7 @@ class GivenBody:
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         if index >= len(self.table):
             raise InputError("no such prompt among the ids given", where="inputs", got=index, expected=self._range())
-        return self.table[index].copy()
+        return np.array(self.table[index])
 
     def describe(self) -> dict[str, Any]:
         return {"ids_sha256": hashlib.sha256(self.table.astype("<i8").tobytes()).hexdigest()}

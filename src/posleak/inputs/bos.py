@@ -20,7 +20,7 @@ _PROBE = "the position of a word"
 
 @dataclass(frozen=True)
 class FirstToken:
-    """What the BOS policy came to."""
+    """A BOS policy, and the token that it puts at position 0."""
 
     policy: str
     """`auto`, `tokenizer`, `none`, the token that was asked for, or `as given`."""
@@ -35,7 +35,7 @@ def decide(bos: str | int, configs: list[Any], vocabulary: Vocabulary) -> FirstT
 
     `auto`: what the config names as BOS (the first of `configs` that names one; of a list, its first), else none.
     `tokenizer`: what the tokenizer prepends by itself, perhaps nothing. `none`: nothing. Else one token, by its id (an
-    int, or digits) or as the tokenizer writes it. A token that is spelled like a policy or a number goes by its id.
+    int, or digits) or as the tokenizer writes it. A token that is spelled like a policy or a number needs its id.
     """
     token = _resolve(bos, configs, vocabulary)
     if token is None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posleak.errors import InputError
-from posleak.inputs.source import STDLIB
 from posleak.inputs.stdlib import standard_library_text
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
 """What counts as text in a folder; a single file may have any name."""
+
+STDLIB = "stdlib"
+"""Written instead of a path: the documentation strings of Python's standard library."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Corpus:
 
 
 def read_corpus(path: str) -> Corpus:
-    """The documents at `path`; a file or a folder that cannot be used is named, with what to do."""
+    """The documents at `path`; an error names a file or folder that cannot be used, and says what to do."""
     if path == STDLIB:
         version, text = standard_library_text()
         return Corpus((STDLIB,), (text,), python=version)

@@ -84,10 +84,10 @@ def crop_body(path: str, length: int, vocabulary: Vocabulary) -> CropBody:
 
 
 def _room(document: str, length: int, vocabulary: Vocabulary) -> tuple[int, int]:
-    """(number of characters at which a crop may begin, tokens seen): how far the end must stay away.
+    """(number of characters at which a crop may begin, tokens in the longest tail tried).
 
-    The tail is lengthened by a quarter until it holds `length` inner tokens. Its start is then the last place allowed:
-    places 1 … start, which are `start` many. A document that never holds them has no place.
+    The document's tail is lengthened by a quarter until it holds `length` inner tokens. A crop may begin where the tail
+    does, or earlier: at the characters 1 … start, which are `start` many. A document with too few tokens has none.
     """
     width = 2 * (length + 2 * DROPPED)
     while True:

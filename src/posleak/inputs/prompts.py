@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import Body, ConstantBody, GivenBody, RandomBody, constant_body, given_body
+from posleak.inputs.bodies import Body, ConstantBody, GivenBody, given_body
 from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
-from posleak.inputs.crops import crop_body
-from posleak.inputs.source import ConstantToken, RandomTokens, Source, TextCrops, parse
+from posleak.inputs.source import Source, parse
 from posleak.inputs.stream import LIMIT, METHOD, check_seed
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary
 
-_OF_BODIES = (
-    "constant_id",
-    "constant_token",
-    "text_sha256",
-    "text_documents",
-    "text_characters",
-    "text_python",
-    "ids_sha256",
-)
-"""What only some bodies have to say."""
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What a result must say about its input; None where a fact does not apply.
+
+    bos, bos_id, bos_token   the policy, and the token that it put at position 0
+    first_token              the same as a sentence
+    vocabulary_…             how many tokens it has, how many of them are special, and a hash of the ordinary ids
+    method                   how random numbers become tokens
+    ids_sha256               hash of prompts that were given as ids
+    text_…                   of the text that crops are taken from: hash, size, and the Python version of `text:stdlib`
+    other                    what a user-defined source says about itself
+    """
+
+    source: str
+    length: int
+    seed: int
+    bos: str
+    bos_id: int | None
+    bos_token: str | None
+    first_token: str
+    vocabulary_size: int
+    vocabulary_excluded: int
+    vocabulary_sha256: str
+    method: str | None
+    constant_id: int | None = None
+    constant_token: str | None = None
+    text_sha256: str | None = None
+    text_documents: int | None = None
+    text_characters: int | None = None
+    text_python: str | None = None
+    ids_sha256: str | None = None
+    other: dict[str, Any] = field(default_factory=dict)
+
+    def same_tokens(self, other: InputFacts) -> bool:
+        """Are the prompts the same, apart from position 0?"""
+        return replace(self, **NO_BOS) == replace(other, **NO_BOS)
+
+
+NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_token": "", "vocabulary_size": 0,
+                          "vocabulary_excluded": 0}  # fmt: skip
 
 
 class Readable(Protocol):
@@ -69,26 +99,20 @@ class Prompts:
 
     @property
     def available(self) -> int | None:
-        """How many prompts there are; None: no end."""
+        """How many prompts there are; None: as many as one asks for."""
         return len(self.body.table) if isinstance(self.body, GivenBody) else None
 
-    def describe(self) -> dict[str, Any]:
-        """What a result must say about its input, JSON-ready; the keys are always the same, null where not in point."""
-        return {
-            "source": self.source,
-            "length": self.length,
-            "seed": self.seed,
-            "bos": self.first.policy,
-            "bos_id": self.first.id,
-            "bos_token": self.first.token,
-            "first_token": self._first_token(),
-            "vocabulary_size": self.vocabulary.size,
-            "vocabulary_excluded": self.vocabulary.excluded,
-            "vocabulary_sha256": self.vocabulary.sha256,
-            "method": None if isinstance(self.body, GivenBody) else METHOD,
-            **dict.fromkeys(_OF_BODIES),
-            **self.body.describe(),
-        }
+    def describe(self) -> InputFacts:
+        """What a result must say about its input."""
+        said = self.body.describe()
+        known = {name: said[name] for name in InputFacts.__dataclass_fields__ if name in said}
+        return InputFacts(
+            source=self.source, length=self.length, seed=self.seed, bos=self.first.policy, bos_id=self.first.id,
+            bos_token=self.first.token, first_token=self._first_token(), vocabulary_size=self.vocabulary.size,
+            vocabulary_excluded=self.vocabulary.excluded, vocabulary_sha256=self.vocabulary.sha256,
+            method=None if isinstance(self.body, GivenBody) else METHOD, **known,
+            other={name: value for name, value in said.items() if name not in known},
+        )  # fmt: skip
 
     def _first_token(self) -> str:
         """A sentence: which token stood at position 0."""
@@ -125,27 +149,16 @@ def prepare(
     configs = _configs(subject.model.config)
     vocabulary = read_vocabulary(configs, subject.tokenizer)
     source = parse(inputs) if isinstance(inputs, str) else inputs
-    if isinstance(source, (RandomTokens, ConstantToken, TextCrops)):
+    if not isinstance(source, np.ndarray) and hasattr(source, "body"):
         first = decide(bos, configs, vocabulary)
-        return Prompts(source.text, first, vocabulary, _body(source, int(length), seed, vocabulary), int(length), seed)
+        return Prompts(source.text, first, vocabulary, source.body(int(length), seed, vocabulary), int(length), seed)
     if bos not in ("auto", AS_GIVEN):
         raise InputError(
-            "ids given directly already have their first token",
-            where="inputs",
-            got=f"bos={bos!r}",
-            expected="no BOS policy",
-            remedy="write the token into column 0, and leave bos out",
-        )
+            "ids given directly already have their first token", where="inputs", got=f"bos={bos!r}",
+            expected="no BOS policy", remedy="write the token into column 0, and leave bos out",
+        )  # fmt: skip
     body = given_body(source, int(length), vocabulary)
     return Prompts("ids", FirstToken(AS_GIVEN, None, None), vocabulary, body, int(length), seed)
-
-
-def _body(source: Source, length: int, seed: int, vocabulary: Vocabulary) -> Body:
-    if isinstance(source, RandomTokens):
-        return RandomBody(vocabulary)
-    if isinstance(source, ConstantToken):
-        return constant_body(source.token, seed, vocabulary)
-    return crop_body(source.path, length, vocabulary)
 
 
 def _configs(config: Any) -> list[Any]:

@@ -1,13 +1,75 @@
-"""The words in which a user says what the model shall read, and the values they stand for."""
+"""What `--inputs` takes, and the sources of prompts that it names.
+
+A source is a value with a `text`, which results carry, and a `body`, which makes the ids. `register` adds a kind of
+your own to those that `--inputs` takes (docs/extending.md).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
+from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body
+from posleak.inputs.crops import CropBody, crop_body
+from posleak.inputs.vocabulary import Vocabulary
+from posleak.plugins import load_plugins, own_name
 
-FORMS = ("random", "constant", "constant:ID", "text:PATH", "text:stdlib")
-STDLIB = "stdlib"
+
+class Source(Protocol):
+    """What prompts are made of."""
+
+    @property
+    def text(self) -> str:
+        """How `--inputs` names it."""
+        ...
+
+    def body(self, length: int, seed: int, vocabulary: Vocabulary) -> Body:
+        """The ids of prompts of this length, before their first token is set; refuses what it cannot make."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of source: `forms` are what a user may write, `make` turns what stands behind the colon into a source."""
+
+    name: str
+    forms: tuple[str, ...]
+    make: Callable[[str], Source]
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> None:
+    """Let `--inputs NAME` and `--inputs NAME:ARGUMENT` name sources of this kind."""
+    own_name("input", kind.name, KINDS.get(kind.name), kind)
+    KINDS[kind.name] = kind
+
+
+def forms() -> tuple[str, ...]:
+    """Everything that `parse` reads, for messages and help."""
+    return tuple(form for kind in KINDS.values() for form in kind.forms)
+
+
+def parse(text: str) -> Source:
+    """The source that `text` names; `parse(source.text) == source`."""
+    load_plugins()
+    name, colon, argument = text.partition(":")
+    kind = KINDS.get(name)
+    if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
+        raise InputError(
+            "unknown kind of input" if kind is None else "this kind of input is written otherwise",
+            where="inputs", got=repr(text), expected=" | ".join(forms() if kind is None else kind.forms),
+            remedy=did_you_mean(text, forms()),
+        )  # fmt: skip
+    try:
+        return kind.make(argument)
+    except ValueError as error:
+        raise InputError(
+            "the input cannot be read", where="inputs", got=repr(text), expected=" | ".join(kind.forms)
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -17,6 +79,9 @@ class RandomTokens:
     @property
     def text(self) -> str:
         return "random"
+
+    def body(self, length: int, seed: int, vocabulary: Vocabulary) -> RandomBody:
+        return RandomBody(vocabulary)
 
 
 @dataclass(frozen=True)
@@ -30,6 +95,9 @@ class ConstantToken:
     def text(self) -> str:
         return "constant" if self.token is None else f"constant:{self.token}"
 
+    def body(self, length: int, seed: int, vocabulary: Vocabulary) -> ConstantBody:
+        return constant_body(self.token, seed, vocabulary)
+
 
 @dataclass(frozen=True)
 class TextCrops:
@@ -42,47 +110,29 @@ class TextCrops:
     def text(self) -> str:
         return f"text:{self.path}"
 
-
-Source = RandomTokens | ConstantToken | TextCrops
-
-
-def parse(text: str) -> Source:
-    """The source that `text` names; `parse(source.text) == source`."""
-    kind, colon, argument = text.partition(":")
-    if kind == "random" and not colon:
-        return RandomTokens()
-    if kind == "constant":
-        return ConstantToken(_token_id(text, argument) if colon else None)
-    if kind == "text":
-        return TextCrops(_path(text, argument))
-    raise InputError(
-        "unknown kind of input",
-        where="inputs",
-        got=repr(text),
-        expected=" | ".join(FORMS),
-        remedy=did_you_mean(text, FORMS),
-    )
+    def body(self, length: int, seed: int, vocabulary: Vocabulary) -> CropBody:
+        return crop_body(self.path, length, vocabulary)
 
 
-def _token_id(text: str, argument: str) -> int:
-    if argument.isascii() and argument.isdigit():
-        return int(argument)
-    raise InputError(
-        "the constant token is given by its id",
-        where="inputs",
-        got=repr(text),
-        expected="constant:ID with ID a whole number, 0 or more",
-        remedy="write the id, as in constant:42, or constant alone to let the seed choose",
-    )
+def _constant(argument: str) -> ConstantToken:
+    if argument and not (argument.isascii() and argument.isdigit()):
+        raise InputError(
+            "the constant token is given by its id", where="inputs", got=repr(f"constant:{argument}"),
+            expected="constant:ID with ID a whole number, 0 or more",
+            remedy="write the id, as in constant:42, or constant alone to let the seed choose",
+        )  # fmt: skip
+    return ConstantToken(int(argument) if argument else None)
 
 
-def _path(text: str, argument: str) -> str:
-    if argument:
-        return argument
-    raise InputError(
-        "which text?",
-        where="inputs",
-        got=repr(text),
-        expected="text:PATH or text:stdlib",
-        remedy="name a file or a folder, as in text:book.txt, or use text:stdlib, which every Python has",
-    )
+def _crops(argument: str) -> TextCrops:
+    if not argument:
+        raise InputError(
+            "which text?", where="inputs", got="text", expected="text:PATH or text:stdlib",
+            remedy="name a file or a folder, as in text:book.txt, or use text:stdlib, which every Python has",
+        )  # fmt: skip
+    return TextCrops(argument)
+
+
+register(Kind("random", ("random",), lambda argument: RandomTokens()))
+register(Kind("constant", ("constant", "constant:ID"), _constant))
+register(Kind("text", ("text:PATH", "text:stdlib"), _crops))

@@ -1,7 +1,7 @@
 """English prose that every Python has: the documentation strings of its standard library.
 
-Sources are parsed, never imported. The text is the same wherever the Python version is the same, up to what a
-distribution leaves out; the hash in the result tells.
+Sources are parsed, never imported. The same Python version has the same text, unless a distribution leaves some files
+out; the hash in the result shows whether two texts are the same.
 """
 
 from __future__ import annotations

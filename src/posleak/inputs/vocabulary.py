@@ -45,7 +45,7 @@ class Vocabulary:
     def keep_ordinary(self, ids: np.ndarray) -> np.ndarray:
         """`ids` without special ones; a text that spells out `<s>` must not put a BOS into the middle of a prompt."""
         known = ids[(ids >= 0) & (ids < self.size)]
-        return known[self.ordinary[known]]
+        return np.asarray(known[self.ordinary[known]])
 
     def spell(self, token: int) -> str | None:
         """The token as the tokenizer writes it; None without a tokenizer, or for an id that it does not know."""

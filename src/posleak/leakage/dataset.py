@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 
 from posleak.axes import COMPONENTS, HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
@@ -59,7 +60,7 @@ def stack_layers(layers: Sequence[Parts]) -> Chunk:
     return chunk
 
 
-def _padded(x: torch.Tensor, heads: int) -> NDArray[np.float64]:
+def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndarray, "B {heads} *rest"]:
     array = x.double().cpu().numpy()
     missing = [(0, 0), (0, heads - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
     return np.pad(array, missing, constant_values=np.nan)
@@ -80,8 +81,8 @@ def assemble(chunks: Sequence[Chunk], plan: Plan, attributes: dict[str, Any] | N
     return xr.Dataset(data, coords, {**(attributes or {}), "remainder": remainder})
 
 
-def component(data: xr.Dataset, name: str) -> xr.DataArray:
-    """One component at every pair: (prompt, layer, head, query, offset), NaN where a pair does not exist.
+def component(data: xr.Dataset, name: str) -> Float64[xr.DataArray, "B L H Q D"]:
+    """One component at every pair, NaN where a pair does not exist.
 
     Parts that do not depend on the offset count once at every pair, so that all components share one support.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from posleak.probe import Call, Plan, call_rows
@@ -18,15 +19,15 @@ from .split import Parts, split, split_scaled
 class LeakageObserver:
     """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding.
 
-    temperatures[l] [P]: how much layer l scales the queries of the plan's rows; None or nothing: not at all.
+    temperatures[l]: how much layer l scales the queries of the plan's rows; None or nothing: not at all.
     """
 
     plan: Plan
     start: int = 0
-    temperatures: Sequence[Tensor | None] = ()
+    temperatures: Sequence[Float64[Tensor, "P"] | None] = ()
     layers: list[Parts] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         t = self.temperatures[call.index] if call.index < len(self.temperatures) else None
         with stage("rows"):
             rows = call_rows(call, self.plan, self.start)
@@ -34,7 +35,7 @@ class LeakageObserver:
         with stage("split"):
             self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
-    def _even(self, call: Call, t: Tensor) -> Call:
+    def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
         """The call with every query at the references' mean temperature."""
         late = slice(len(self.plan.queries), len(self.plan.rows) - 1)
         rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
@@ -50,12 +51,12 @@ class LeakageObserver:
 
 @dataclass
 class AttentionObserver:
-    """Collects log a_i(δ) [B, H, Q, D] of the measured queries of each layer, NaN where there is no such pair."""
+    """Collects log a_i(δ) of the measured queries of each layer, NaN where there is no such pair."""
 
     plan: Plan
-    layers: list[Tensor] = field(default_factory=list)
+    layers: list[Float64[Tensor, "B _H Q D"]] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         rows = call_rows(call, self.plan)
         log_z = rows.log_z if rows.virtual is None else rows.log_z + rows.virtual
         nowhere = rows.offsets >= rows.sight.body[:, None]

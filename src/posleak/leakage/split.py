@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from posleak.probe import Rows
@@ -28,28 +29,26 @@ from posleak.probe.rows import add
 class Parts:
     """One layer of a batch of prompts, averaged over references; NaN at pairs (i, δ) that do not exist.
 
-    mask, sink, mask_without_sink  [B, H, Q]
-    drift                          [B, H, Q, D]
-    attention_0                    [B, H, Q]   a_i0 of the measured queries
-    sink_attention                 [B, H]      mean a_r0 over the references
-    logit                          [B, H, D]   mean s_r(δ) over the references
-    renormalisation                [B, H, Q]   log(Z'_i + k) − log(R_{n_i} + k), so that s_i(δ) = drift + this + logit
-    pairs                          [Q, D]      where i and every r have a visible body key at δ
-    remainder                      max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
-    scaling                        [B, H, Q, D]  None where queries are not scaled by position
+    attention_0      a_i0 of the measured queries
+    sink_attention   mean a_r0 over the references
+    logit            mean s_r(δ) over the references
+    renormalisation  log(Z'_i + k) − log(R_{n_i} + k), so that s_i(δ) = drift + this + logit
+    pairs            where i and every r have a visible body key at δ
+    remainder        max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
+    scaling          None where queries are not scaled by position
     """
 
-    mask: Tensor
-    drift: Tensor
-    sink: Tensor
-    mask_without_sink: Tensor
-    attention_0: Tensor
-    sink_attention: Tensor
-    logit: Tensor
-    renormalisation: Tensor
-    pairs: Tensor
+    mask: Float64[Tensor, "B H Q"]
+    drift: Float64[Tensor, "B H Q D"]
+    sink: Float64[Tensor, "B H Q"]
+    mask_without_sink: Float64[Tensor, "B H Q"]
+    attention_0: Float64[Tensor, "B H Q"]
+    sink_attention: Float64[Tensor, "B H"]
+    logit: Float64[Tensor, "B H D"]
+    renormalisation: Float64[Tensor, "B H Q"]
+    pairs: Bool[Tensor, "Q D"]
     remainder: float
-    scaling: Tensor | None = None
+    scaling: Float64[Tensor, "B H Q D"] | None = None
 
 
 def split(rows: Rows) -> Parts:
@@ -107,13 +106,13 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
     )
 
 
-def log_ratio(rows: Rows, nowhere: Tensor) -> Tensor:
-    """log a_i(δ) − mean over r of log a_r(δ) [B, H, Q, D]; 0 where there is no such pair."""
+def log_ratio(rows: Rows, nowhere: Bool[Tensor, "Q D"]) -> Float64[Tensor, "B H Q D"]:
+    """log a_i(δ) − mean over r of log a_r(δ); 0 where there is no such pair."""
     log_z = rows.log_z if rows.virtual is None else rows.log_z + rows.virtual
     late = rows.references
     log_a_r = (_finite(late.at_offsets(rows.offsets)) - late.log_z[..., None]).mean(2, keepdim=True)
     return (rows.s.masked_fill(nowhere, 0) - log_z[..., None] - log_a_r).masked_fill(nowhere, 0)
 
 
-def _finite(s: Tensor) -> Tensor:
+def _finite(s: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
     return s.masked_fill(~torch.isfinite(s), 0)

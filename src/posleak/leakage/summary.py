@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from jaxtyping import Float64
 
+from posleak.arrays import Array
 from posleak.axes import EARLY, PARTS, QUERY, SCALING
 
 from .dataset import component, components
-from .power import Array, Bootstrap, Estimate, gram_matrix
+from .power import gram_matrix
+from .sampled import Bootstrap, Estimate
 
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
@@ -20,31 +23,30 @@ SHARED = (*PARTS, "residual", SCALING)
 
 @dataclass(frozen=True)
 class Grams:
-    """Gram matrices [L, H, B, B] of one set of queries: `own[c]` of c with itself, `with_total[c]` of c with the total.
+    """Gram matrices of one set of queries: `own[c]` of c with itself, `with_total[c]` of c with the total.
 
-    Everything below is arithmetic on them: a layer is the mean over its heads, a model the mean over all heads.
+    Cells are [L, H]; everything below is arithmetic on them: a layer, [L], is the mean over its heads, a model, [], the
+    mean over all heads.
     """
 
-    own: dict[str, Array]
-    with_total: dict[str, Array]
+    own: dict[str, Float64[np.ndarray, "*cells B B"]]
+    with_total: dict[str, Float64[np.ndarray, "*cells B B"]]
 
     @classmethod
-    def of(cls, data: xr.Dataset, early: bool = False, names: tuple[str, ...] | None = None) -> Grams:
-        names = components(data) if names is None else names
+    def of(cls, data: xr.Dataset, early: bool = False) -> Grams:
         if early:
             data = data.sel({QUERY: data[QUERY] < EARLY})
-        x = {name: _flat(component(data, name)) for name in names}
-        total = x["total"] if "total" in x else _flat(component(data, "total"))
-        own = {name: gram_matrix(x[name], x[name]) for name in names}
-        return cls(own, {name: gram_matrix(x[name], total) for name in names if name in SHARED})
+        x = {name: _flat(component(data, name)) for name in components(data)}
+        own = {name: gram_matrix(values, values) for name, values in x.items()}
+        return cls(own, {name: gram_matrix(x[name], x["total"]) for name in x if name in SHARED})
 
     def averaged(self, axes: tuple[int, ...]) -> Grams:
         """Mean over heads (axis 1) or over layers and heads (axes 0, 1); heads that do not exist are left out."""
         return Grams(*({n: np.nanmean(g, axis=axes) for n, g in d.items()} for d in (self.own, self.with_total)))
 
 
-def _flat(x: xr.DataArray) -> Array:
-    values = x.values
+def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H pairs=Q*D"]:
+    values: Array = x.values
     return values.reshape(*values.shape[:3], -1)
 
 
@@ -58,10 +60,13 @@ class Numbers:
 
     @classmethod
     def of(cls, grams: Grams, bootstrap: Bootstrap) -> Numbers:
+        power = {name: bootstrap.inner(gram) for name, gram in grams.own.items()}
         return cls(
-            power={name: bootstrap.inner_product(gram) for name, gram in grams.own.items()},
-            share={n: bootstrap.ratio(gram, grams.own["total"]) for n, gram in grams.with_total.items()},
-            stabilisation=bootstrap.ratio(grams.own["mask_without_sink"], grams.own["mask"]),
+            power={name: number.estimate for name, number in power.items()},
+            share={
+                name: bootstrap.inner(gram).over(power["total"]).estimate for name, gram in grams.with_total.items()
+            },
+            stabilisation=power["mask_without_sink"].over(power["mask"]).estimate,
         )
 
 
@@ -83,23 +88,22 @@ class Summary:
     prompts: int
 
 
-def summarise(data: xr.Dataset, seed: int = 0) -> Summary:
-    """All numbers of a measurement; one set of bootstrap weights, so that they are paired."""
+def summarise(data: xr.Dataset, grams: dict[str, Grams], seed: int = 0) -> Summary:
+    """All numbers of a measurement from its Gram matrices; one set of bootstrap weights, so that they are paired."""
     bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
-    grams = {"early": Grams.of(data, early=True), "all": Grams.of(data)}
     sink = data["sink_attention"].values
     return Summary(
         heads={queries: Numbers.of(g, bootstrap) for queries, g in grams.items()},
         layers={queries: Numbers.of(g.averaged((1,)), bootstrap) for queries, g in grams.items()},
         model={queries: Numbers.of(g.averaged((0, 1)), bootstrap) for queries, g in grams.items()},
-        sink_attention=bootstrap.mean(sink),
-        layer_sink_attention=bootstrap.mean(np.nanmean(sink, axis=2)),
+        sink_attention=bootstrap.mean(sink).estimate,
+        layer_sink_attention=bootstrap.mean(np.nanmean(sink, axis=2)).estimate,
         prompts=data.sizes["prompt"],
     )
 
 
 CANCELLING = 10.0
-"""How many times larger than their sum drift and sink must both be, by their intervals, to say nothing one by one."""
+"""Where drift and sink are both so many times larger than their sum, by their intervals, only the sum says much."""
 
 
 def cancelling_layers(summary: Summary) -> list[int]:

@@ -24,34 +24,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from posleak.probe import Call, Edit, attach, takes_positions
 from posleak.probe.attachment import Unchanging
-
-ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Relative differences that are rounding, with room: of values that should be equal, and of a scale that should be 1.
-Deep models amplify what the float32 rotation rounds, also where they are float64."""
+from posleak.rounding import CONSTANT
 
 
 @dataclass
 class NormObserver:
     """What a constant-token prompt shows of every call.
 
-    temperatures: t_p / t_0 [T], one for each token looked at; None where it is 1 throughout, or cannot be told
+    temperatures: t_p / t_0, one for each token looked at; None where it is 1 throughout, or cannot be told
     unevenness: the largest relative difference of norms between positions of a head that no common factor explains
     """
 
-    temperatures: list[Tensor | None] = field(default_factory=list)
+    temperatures: list[Float64[Tensor, "T"] | None] = field(default_factory=list)
     unevenness: list[float] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
-        rounding = ROUNDING.get(call.query.dtype, ROUNDING[torch.bfloat16])
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        rounding = CONSTANT.of(call.query.dtype)
         values = call.value[0].double()
         t, uneven = None, 0.0
         if float((values - values[:, :1]).abs().max()) <= rounding * float(values.abs().max()):
@@ -67,8 +65,8 @@ class NormObserver:
         return NormObserver([None if t is None else t[list(rows)] for t in self.temperatures], self.unevenness)
 
 
-def _common_factor(x: Tensor, factor: bool = True) -> tuple[Tensor, float]:
-    """x [H, T, E] -> the mean over heads of ‖x_p‖ / ‖x_0‖ [T], and how far a head is from it (without: from 1)."""
+def _common_factor(x: Float[Tensor, "H T E"], factor: bool = True) -> tuple[Float64[Tensor, "T"], float]:
+    """The mean over heads of ‖x_p‖ / ‖x_0‖, and how far a head is from it (without: from 1)."""
     norms = x.double().norm(dim=-1)
     ratios = norms / norms[:, :1].clamp(min=torch.finfo(torch.float64).tiny)
     ratios = ratios[norms[:, 0] > 0] if bool((norms[:, 0] > 0).any()) else torch.ones_like(ratios)
@@ -85,6 +83,7 @@ class Counting(TorchFunctionMode):
 
     found = False
 
+    @no_type_check  # or the check of its types, in the tests, would be the caller that it sees
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COUNTS and not sys._getframe(1).f_globals.get("__name__", "").startswith("posleak."):
             self.found = True
@@ -92,9 +91,9 @@ class Counting(TorchFunctionMode):
 
 
 def norms_by_position(
-    model: PreTrainedModel, ids: Tensor, edits: Sequence[Edit] = (), rows: Sequence[int] | None = None
+    model: PreTrainedModel, ids: Int[Tensor, "B T"], edits: Sequence[Edit] = (), rows: Sequence[int] | None = None
 ) -> NormObserver:
-    """A constant-token prompt of the length of ids [B, T]; of the edits, only their position ids count.
+    """A constant-token prompt of the length of ids; of the edits, only their position ids count.
 
     With `rows`, temperatures are those of these positions, and the prompt is short where it can be.
     """
@@ -108,7 +107,7 @@ def norms_by_position(
 
 
 def _at_positions(
-    model: PreTrainedModel, constant: Tensor, edits: Sequence[Edit], rows: Sequence[int]
+    model: PreTrainedModel, constant: Int[Tensor, "1 T"], edits: Sequence[Edit], rows: Sequence[int]
 ) -> NormObserver | None:
     """One token at each of these positions, after one at position 0; None where the model counts for itself."""
     if not takes_positions(model):

@@ -2,7 +2,7 @@
 
     cache       where posleak keeps what it fetched: one lock, one workspace, one atomic publication
     hashing     what the weights are: sha256 of files and of tensors
-    memory      whether they fit, before anything is read
+    memory      whether the weights fit, asked before any is read
     identity    what the model is, in fields that a result can carry
     subject     model + tokenizer + identity, the value that every later stage takes
     tokenizer   the tokenizer, if there is one, and what it prepends by itself

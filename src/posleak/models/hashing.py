@@ -56,7 +56,7 @@ def _remember(where: Path, record: dict[str, object]) -> None:
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The files that hold the weights, sorted by name: safetensors, or pickles where those are allowed and alone."""
+    """The weight files, sorted by name: safetensors, or pickles if they are allowed and there are no safetensors."""
     safe = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if safe or not allow_pickle:
         return safe

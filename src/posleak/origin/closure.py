@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.probe import Edit, attach
+from posleak.rounding import CLOSED
 
 from .states import states
-
-BOUND = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest gap that is rounding. The rotation is float32 even in float64 models."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,12 @@ class Closure:
         return all(gap <= self.bound for gap in self.per_layer)
 
     @classmethod
-    def of(cls, within: Sequence[Tensor], alone: Sequence[Tensor], dtype: torch.dtype) -> Closure:
-        """within, alone: states of position 0 [B, W] at every depth, in context and as one-token sequences."""
-        gaps = torch.stack([_gaps(x, x0) for x, x0 in zip(within, alone, strict=True)])  # [depth, B]
-        bound = BOUND.get(dtype, BOUND[torch.bfloat16])
-        return cls(tuple(gaps.amax(1).tolist()), tuple(gaps.amax(0).tolist()), bound)
+    def of(
+        cls, within: Sequence[Float[Tensor, "B _W"]], alone: Sequence[Float[Tensor, "B _W"]], dtype: torch.dtype
+    ) -> Closure:
+        """within, alone: states of position 0 at every depth, in context and as one-token sequences."""
+        gaps = torch.stack([_gaps(x, x0) for x, x0 in zip(within, alone, strict=True)])  # [J, B]
+        return cls(tuple(gaps.amax(1).tolist()), tuple(gaps.amax(0).tolist()), CLOSED.of(dtype))
 
     def as_dict(self) -> dict[str, Any]:
         gaps = [gap if gap < float("inf") else None for gap in self.per_layer]
@@ -60,8 +60,8 @@ class Closure:
         }  # fmt: skip
 
 
-def closure(model: PreTrainedModel, ids: Tensor, *, batch: int = 8, edits: Sequence[Edit] = ()) -> Closure:
-    """The law, asked of prompts ids [B, T]; an edit that lets position 0 see other keys is seen to break it."""
+def closure(model: PreTrainedModel, ids: Int[Tensor, "B T"], *, batch: int = 8, edits: Sequence[Edit] = ()) -> Closure:
+    """The law, asked of prompts; an edit that lets position 0 see other keys is seen to break it."""
     within, single = list[list[Tensor]](), list[list[Tensor]]()
     with attach(model, edits=edits) as probe:
         for part in ids.split(batch):
@@ -70,12 +70,12 @@ def closure(model: PreTrainedModel, ids: Tensor, *, batch: int = 8, edits: Seque
     return Closure.of(_joined(within), _joined(single), model.dtype)
 
 
-def _joined(batches: list[list[Tensor]]) -> list[Tensor]:
+def _joined(batches: list[list[Float[Tensor, "_b _W"]]]) -> list[Float[Tensor, "B _W"]]:
     return [torch.cat(depth) for depth in zip(*batches, strict=True)]
 
 
-def _gaps(x: Tensor, x0: Tensor) -> Tensor:
-    """[B]; NaN counts as infinite."""
+def _gaps(x: Float[Tensor, "B W"], x0: Float[Tensor, "B W"]) -> Float64[Tensor, "B"]:
+    """NaN counts as infinite."""
     x, x0 = x.double().cpu(), x0.double().cpu()
-    gaps = (x - x0).norm(dim=-1) / x0.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    gaps: Tensor = (x - x0).norm(dim=-1) / x0.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)

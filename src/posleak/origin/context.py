@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float64, Int, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from posleak.inputs import Prompts
-from posleak.leakage import batches
 from posleak.models import Subject
 from posleak.probe import Plan, attach
+from posleak.runs.spec import batches
 
 from .closure import Closure
 from .fingerprint import carried_difference
@@ -34,25 +35,25 @@ POSITIONS = 256
 class Batch:
     """One batch of prompts, both versions: states of position 0, a sample of body states, reading, v_0, differences."""
 
-    origin: list[Tensor]  # [2B, W] at every depth: first versions, then second
-    body: list[Tensor]  # [B, P, W]
+    origin: list[Float[Tensor, "B2 _W"]]  # at every depth; B2 = 2B: first versions, then second
+    body: list[Float[Tensor, "B=B2//2 P _W"]]
     reading: list[LayerReading]
-    values: tuple[list[Tensor], list[Tensor]]  # per call [B, K, Ev], of the two versions
-    carried: NDArray[np.float64]  # [B, D]
+    values: tuple[list[Float[Tensor, "B=B2//2 _K _Ev"]], list[Float[Tensor, "B=B2//2 _K _Ev"]]]  # of the two versions
+    carried: Float64[np.ndarray, "B=B2//2 J"]
 
 
 @dataclass(frozen=True)
 class Context:
-    """All prompts. body: [B, P, W] at every depth, at `positions`; values, same: for each call v_0 [B, K, Ev]."""
+    """All prompts. body: at every depth, at `positions`; values, same: v_0 for each call, whose K and Ev may differ."""
 
     closure: Closure
-    body: list[Tensor]
-    positions: NDArray[np.int64]
+    body: list[Float[Tensor, "B P _W"]]
+    positions: Int64[np.ndarray, "P"]
     reading: list[list[LayerReading]]
-    values: list[Tensor]
-    same: list[Tensor]
-    carried: NDArray[np.float64]
-    changed: NDArray[np.int64]
+    values: list[Float[Tensor, "B _K _Ev"]]
+    same: list[Float[Tensor, "B _K _Ev"]]
+    carried: Float64[np.ndarray, "B J"]
+    changed: Int64[np.ndarray, "B 2"]
 
 
 def read_context(
@@ -60,7 +61,7 @@ def read_context(
     prompts: Prompts,
     plan: Plan,
     found: Sequence[Projection],
-    others: NDArray[np.int64],
+    others: Int64[np.ndarray, "n"],
     count: int,
     batch: int,
     progress: Callable[[str], None] = lambda part: None,
@@ -90,7 +91,12 @@ def read_context(
 
 
 def _read(
-    subject: Subject, ids: Tensor, changed: Tensor, plan: Plan, found: Sequence[Projection], at: NDArray[np.int64]
+    subject: Subject,
+    ids: Int[Tensor, "B T"],
+    changed: Int[Tensor, "B T"],
+    plan: Plan,
+    found: Sequence[Projection],
+    at: Int64[np.ndarray, "P"],
 ) -> Batch:
     reader, values = ReadingObserver(plan, found), ValueObserver()
     with attach(subject.model, [reader]) as probe:
@@ -104,7 +110,7 @@ def _read(
     return Batch(origin, body, reading, (own, values.collect()), carried_difference(x, y))
 
 
-def _closure(subject: Subject, done: list[Batch], firsts: list[NDArray[np.int64]]) -> Closure:
+def _closure(subject: Subject, done: list[Batch], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
     """Of both versions of every prompt: their first tokens as one-token sequences, each token once."""
     tokens = torch.from_numpy(np.concatenate([first.T.reshape(-1) for first in firsts]))
     different, which = torch.unique(tokens, return_inverse=True)
@@ -113,6 +119,6 @@ def _closure(subject: Subject, done: list[Batch], firsts: list[NDArray[np.int64]
     return Closure.of(within, [single[which, d] for d in range(single.shape[1])], subject.model.dtype)
 
 
-def body_positions(length: int) -> NDArray[np.int64]:
+def body_positions(length: int) -> Int64[np.ndarray, "P"]:
     """1 … N − 1, or POSITIONS of them evenly spaced."""
     return np.unique(np.rint(np.linspace(1, length - 1, min(POSITIONS, length - 1))).astype(np.int64))

@@ -13,45 +13,45 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from posleak.leakage import Bootstrap, Estimate
-from posleak.leakage.power import Array
+from posleak.leakage import Bootstrap, Estimate, Sampled, combined
 
 from .states import unit
 
 
-def pair_cosines(x: Sequence[Tensor], bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
-    """The mean cosine among the rows of each x [n, W], and the mean of them all, resampled together.
+def pair_cosines(x: Sequence[Float[Tensor, "n _W"]], bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
+    """The mean cosine among the rows of each x, and the mean of them all, resampled together.
 
     NaN where a row has no direction.
     """
-    if not x:
-        none, nan = np.zeros(0), np.array(np.nan)
-        return Estimate(none, none, none, bootstrap.prompts), Estimate(nan, nan, nan, bootstrap.prompts)
     each = [_pair_cosine(one, bootstrap) for one in x]
-    values, samples = np.array([value for value, _ in each]), np.stack([sample for _, sample in each], axis=-1)
-    whole = Estimate(values.mean(), *bootstrap.interval(samples.mean(-1)), n=bootstrap.prompts)
-    return Estimate(values, *bootstrap.interval(samples), n=bootstrap.prompts), whole
+    if not each:
+        nan = Sampled(np.array(np.nan), np.full(len(bootstrap.weights), np.nan), bootstrap.prompts)
+        return Estimate(np.zeros(0), np.zeros(0), np.zeros(0), bootstrap.prompts), nan.estimate
+    found = combined(lambda *every: np.stack(every, axis=-1), *each)
+    return found.estimate, combined(lambda every: every.mean(-1), found).estimate
 
 
-def mean_cosine(x: Tensor) -> float:
-    """The mean cosine over pairs of different rows of x [n, W]."""
+def mean_cosine(x: Float[Tensor, "n W"]) -> float:
+    """The mean cosine over pairs of different rows."""
     u, n = unit(x), len(x)
     return (float(u.sum(0).square().sum()) - n) / (n * (n - 1)) if n > 1 else float("nan")
 
 
-def resultant(x: Tensor) -> float:
-    """R = ‖mean of the unit rows of x [n, W]‖."""
+def resultant(x: Float[Tensor, "n W"]) -> float:
+    """R = ‖mean of the unit rows‖."""
     return float(unit(x).mean(0).norm())
 
 
-def _pair_cosine(x: Tensor, bootstrap: Bootstrap) -> tuple[float, Array]:
+def _pair_cosine(x: Float[Tensor, "n W"], bootstrap: Bootstrap) -> Sampled:
     u = unit(x).to(torch.float32)
     n = len(u)
     if n < 2 or bool((u.square().sum(-1) < 0.5).any()):
-        return float("nan"), np.full(len(bootstrap.weights), np.nan)
+        return Sampled(np.array(np.nan), np.full(len(bootstrap.weights), np.nan), bootstrap.prompts)
     w = torch.from_numpy(bootstrap.weights).to(torch.float32)
     own = w.square().sum(1).double()
     sums = (w @ u).double().square().sum(1)
-    return mean_cosine(x), ((sums - own) / (w.sum(1).double().square() - own)).numpy()
+    samples = ((sums - own) / (w.sum(1).double().square() - own)).numpy()
+    return Sampled(np.array(mean_cosine(x)), samples, bootstrap.prompts)

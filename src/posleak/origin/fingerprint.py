@@ -13,37 +13,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from posleak.leakage import Bootstrap, Estimate
-from posleak.plain import plain
 
 from .cosines import pair_cosines
 from .projection import Projection
 from .states import unit
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Fingerprint:
     """Sink-reading heads in the order of `heads` = (call, head).
 
-    same       [heads]   largest 1 − cos over pairs of `prompts` prompts with the same first token
-    different  [heads]   mean cosine over pairs of n first tokens;  overall: mean over heads
-    matrices   [heads, m, m]  cosines among the first few first tokens, the reference token first (for the report)
-    carried    [D]       mean over prompts of the relative difference at late positions
-    changed    what stood first in the two versions of each prompt [B, 2]
+    same       largest 1 − cos over pairs of `prompts` prompts with the same first token
+    different  [heads]  mean cosine over pairs of n first tokens;  overall: mean over heads
+    matrices   cosines among the first few first tokens, the reference token first (for the report)
+    carried    [J]  mean over prompts of the relative difference at late positions
+    changed    what stood first in the two versions of each prompt
     """
 
     heads: tuple[tuple[int, int], ...]
-    same: Array
+    same: Float64[np.ndarray, "heads"]
     different: Estimate
     overall: Estimate
-    matrices: Array
+    matrices: Float64[np.ndarray, "heads shown shown"]
     carried: Estimate
-    changed: NDArray[np.int64]
+    changed: Int64[np.ndarray, "B 2"]
     prompts: int
 
     @property
@@ -53,12 +50,12 @@ class Fingerprint:
 
     def as_dict(self) -> dict[str, Any]:
         records = [
-            {"call": c, "head": h, "same": plain(self.same[k]), "different": plain(self.different[k])}
+            {"call": c, "head": h, "same": self.same[k], "different": self.different[k]}
             for k, (c, h) in enumerate(self.heads)
         ]
         return {
-            "same": {"worst": self.worst, "n": self.prompts}, "different": plain(self.overall),
-            "carried": plain(self.carried), "changed": plain(self.changed), "heads": records,
+            "same": {"worst": self.worst, "n": self.prompts}, "different": self.overall,
+            "carried": self.carried, "changed": self.changed, "heads": records,
         }  # fmt: skip
 
 
@@ -66,24 +63,26 @@ SHOWN = 16
 """Rows and columns of the cosine matrices that are kept."""
 
 
-def written(projection: Projection, values: Tensor, heads: Sequence[int]) -> Tensor:
-    """W_h v_0 [len(heads), n, W] for values [n, K, Ev], with the gain that follows W_O where there is one. float64."""
+def written(
+    projection: Projection, values: Float[Tensor, "n K Ev"], heads: Sequence[int]
+) -> Float64[Tensor, "{len(heads)} n W"]:
+    """W_h v_0, with the gain that follows W_O where there is one."""
     weight, group = projection.weight().double(), projection.heads // values.shape[1]
     return torch.stack([values[:, h // group].double() @ weight[h] for h in heads])
 
 
 def fingerprint(
     found: Sequence[Projection],
-    readers: NDArray[np.bool_],
-    same: Sequence[Tensor],
-    different: Sequence[Tensor],
-    carried: Array,
-    changed: NDArray[np.int64],
+    readers: Bool[np.ndarray, "L H"],
+    same: Sequence[Float[Tensor, "prompts _K _Ev"]],
+    different: Sequence[Float[Tensor, "n _K _Ev"]],
+    carried: Float64[np.ndarray, "B J"],
+    changed: Int64[np.ndarray, "B 2"],
     seed: int = 0,
 ) -> Fingerprint:
-    """readers [C, H]; same, different: for each call v_0 [n, K, Ev], of prompts with one first token, and of n tokens.
+    """same, different: for each call v_0, of prompts with one first token, and of n tokens.
 
-    carried [B, D] relative differences of each prompt.
+    carried: relative differences of each prompt.
     """
     names, gaps, directions, matrices = list[tuple[int, int]](), list[float](), list[Tensor](), list[Tensor]()
     for projection, row, alike, others in zip(found, readers, same, different, strict=True):
@@ -101,12 +100,14 @@ def fingerprint(
     return Fingerprint(
         heads=tuple(names), same=np.array(gaps), different=each, overall=overall,
         matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),
-        carried=Bootstrap.of(len(carried), seed).mean(carried), changed=changed, prompts=len(same[0]),
+        carried=Bootstrap.of(len(carried), seed).mean(carried).estimate, changed=changed, prompts=len(same[0]),
     )  # fmt: skip
 
 
-def carried_difference(x: Sequence[Tensor], other: Sequence[Tensor]) -> Array:
-    """[B, D]: mean over the last quarter of positions of ‖x' − x‖ / ‖x‖, from states [B, T, W] at every depth."""
+def carried_difference(
+    x: Sequence[Float[Tensor, "B T _W"]], other: Sequence[Float[Tensor, "B T _W"]]
+) -> Float64[np.ndarray, "B J={len(x)}"]:
+    """Mean over the last quarter of positions of ‖x' − x‖ / ‖x‖, from states at every depth."""
     late = slice(3 * x[0].shape[1] // 4, None)
     gaps = [
         ((b[:, late].float() - a[:, late].float()).norm(dim=-1) / a[:, late].float().norm(dim=-1)).mean(-1)

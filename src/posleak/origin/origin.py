@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from posleak.errors import InputError
-from posleak.inputs import prepare
+from posleak.inputs import InputFacts, prepare
 from posleak.leakage import Bootstrap
-from posleak.models import Subject
+from posleak.leakage.sampled import LEVEL
+from posleak.models import Identity, Subject
 from posleak.probe import Calibration, calibrate, default_plan
+from posleak.typed import plain
 
 from .closure import Closure
 from .context import Context, read_context
@@ -33,27 +36,11 @@ TOKENS_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything about position 0 of one model. Arrays for figures stay in the parts: `portrait.picture`,
-    `reading.attention`, `fingerprint.matrices`, `position_probe.curves`.
+    """Everything about position 0 of one model. Its JSON is `record.OriginRecord`; arrays for figures stay in the
+    parts: `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`."""
 
-    JSON (`as_dict`): model, identity, inputs, length, prompts, tokens, seed, level, reference (the token that the
-    trajectory and the portrait's cosines are about), calibration, and one object for each part:
-      closure         worst, bound, ok, per_layer[D], n
-      trajectory      settles, leaves, jump, norm[D], relative[D], step[D], final[D], middle[D], dimensions[D][], body
-      portrait        n, quantiles, norm[3][D], cosine[3][D], to_reference, among, resultant[D], top[D], top_share[D],
-                      massive_share[D], overlap[D], explained[D][2]
-      reading         epsilon, space, readers, of, mean, at_0[C][H], calls[C], heads[]: the sink-reading ones
-      fingerprint     same {worst, n}, different, carried, changed, heads[]
-      position_probe  chance, positions, groups, lambdas, rank[D], cost[D], overall,
-                      plain, projected, control: {error, r2, r2_log}
-    D counts depths: 0 the embedding, d after d layers. C counts attention calls. An estimate is {value, low, high, n},
-    the first three being lists where it has one number per depth; n counts prompts, or tokens for the portrait and for
-    `fingerprint.different`. null: not defined.
-    """
-
-    model: str
-    identity: dict[str, Any]
-    inputs: dict[str, Any]
+    identity: Identity
+    inputs: InputFacts
     length: int
     prompts: int
     seed: int
@@ -68,15 +55,17 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         token, spelled = self.trajectory.token, self.trajectory.spelled
-        return {
-            "model": self.model, "identity": self.identity, "inputs": self.inputs, "length": self.length,
-            "prompts": self.prompts, "tokens": len(self.portrait.tokens), "seed": self.seed, "level": 0.95,
-            "reference": {"token": token, "spelled": spelled, "is_bos": self.reference_is_bos},
-            "calibration": self.calibration.as_dict(), "closure": self.closure.as_dict(),
-            "trajectory": self.trajectory.as_dict(), "portrait": self.portrait.as_dict(),
-            "reading": self.reading.as_dict(), "fingerprint": self.fingerprint.as_dict(),
-            "position_probe": self.position_probe.as_dict(),
-        }  # fmt: skip
+        found: dict[str, Any] = plain(
+            {
+                "model": self.identity.name, "identity": self.identity, "inputs": self.inputs, "length": self.length,
+                "prompts": self.prompts, "tokens": len(self.portrait.tokens), "seed": self.seed, "level": LEVEL,
+                "reference": {"token": token, "spelled": spelled, "is_bos": self.reference_is_bos},
+                "calibration": self.calibration, "closure": self.closure, "trajectory": self.trajectory,
+                "portrait": self.portrait, "reading": self.reading, "fingerprint": self.fingerprint,
+                "position_probe": self.position_probe,
+            }
+        )  # fmt: skip
+        return found
 
 
 def origin(
@@ -112,9 +101,8 @@ def origin(
     scale, reading = Scale.of(context.body), Reading.of(context.reading, plan, found, Bootstrap.of(prompts, seed))
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
-        model=subject.identity.name, identity=subject.identity.as_dict(), inputs=texts.describe(), length=length,
-        prompts=prompts, seed=seed, reference_is_bos=texts.first.id is not None, calibration=calibration,
-        closure=context.closure,
+        identity=subject.identity, inputs=texts.describe(), length=length, prompts=prompts, seed=seed,
+        reference_is_bos=texts.first.id is not None, calibration=calibration, closure=context.closure,
         trajectory=Trajectory.of(single.states[0], scale, reference, texts.vocabulary.spell(reference)),
         portrait=Portrait.of(single, scale, seed),
         reading=reading,
@@ -142,8 +130,10 @@ def _probe(
     )  # fmt: skip
 
 
-def _directions(projection: Projection, readers: Any, values: Tensor, width: int) -> Tensor:
-    """W_h v_0 [k, W] of the sink-reading heads of one call; none where W_O is not known."""
+def _directions(
+    projection: Projection, readers: Bool[np.ndarray, "H"], values: Float[Tensor, "1 K Ev"], width: int
+) -> Float[Tensor, "k {width}"]:
+    """W_h v_0 of the sink-reading heads of one call; none where W_O is not known."""
     heads = np.flatnonzero(readers).tolist()
     if projection.space == "value" or not heads:
         return torch.zeros(0, width)

@@ -12,25 +12,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from posleak.inputs import Vocabulary
 from posleak.inputs.stream import LIMIT, draw
 from posleak.leakage import Bootstrap, Estimate
-from posleak.plain import plain
 
 from .cosines import pair_cosines, resultant
 from .states import Alone, unit
 from .trajectory import TOP, Scale, is_massive
 
-Array = NDArray[np.float64]
-
 QUANTILES = (0.05, 0.5, 0.95)
 
 
-def ordinary_tokens(vocabulary: Vocabulary, count: int, seed: int, without: int | None = None) -> NDArray[np.int64]:
-    """int64 [≤ count]: the first `count` different ids of an endless draw; all ordinary ids if there are not more.
+def ordinary_tokens(
+    vocabulary: Vocabulary, count: int, seed: int, without: int | None = None
+) -> Int64[np.ndarray, "n"]:
+    """The first n = `count` different ids of an endless draw; all ordinary ids if there are not more.
 
     The draw is inputs' own (`stream.draw`), under an index that no prompt has. A longer list starts with the shorter.
     """
@@ -51,29 +50,29 @@ def ordinary_tokens(vocabulary: Vocabulary, count: int, seed: int, without: int 
 class Portrait:
     """n tokens at depths 0 … L.
 
-    norm, cosine     [3, D]  5%, 50% and 95% quantiles over tokens of ‖x‖, and of the cosine to the reference token
-    to_reference     [D]     mean cosine to the reference token
-    among            [D]     mean cosine over pairs of tokens;  resultant [D]: ‖mean direction‖
-    top, top_share   [D]     the channel that is the largest for most tokens, and for which share of them
-    massive_share    [D]     share of tokens with a massive channel
-    overlap          [D]     mean overlap |A ∩ B| / TOP of the TOP largest channels with those of the reference token
-    picture          [n + 1, D, 2]  directions on their first two principal components, the reference token first
-    explained        [D, 2]  share of the directions' variance on each
+    norm, cosine     5%, 50% and 95% quantiles over tokens of ‖x‖, and of the cosine to the reference token
+    to_reference     [J]  mean cosine to the reference token
+    among            [J]  mean cosine over pairs of tokens;  resultant: ‖mean direction‖
+    top, top_share   the channel that is the largest for most tokens, and for which share of them
+    massive_share    share of tokens with a massive channel
+    overlap          mean overlap |A ∩ B| / TOP of the TOP largest channels with those of the reference token
+    picture          directions on their first two principal components, the reference token first
+    explained        share of the directions' variance on each
     """
 
-    tokens: NDArray[np.int64]
+    tokens: Int64[np.ndarray, "n"]
     reference: int
-    norm: Array
-    cosine: Array
+    norm: Float64[np.ndarray, "quantiles=3 J"]
+    cosine: Float64[np.ndarray, "quantiles=3 J"]
     to_reference: Estimate
     among: Estimate
-    resultant: Array
-    top: NDArray[np.int64]
-    top_share: Array
-    massive_share: Array
-    overlap: Array
-    picture: Array
-    explained: Array
+    resultant: Float64[np.ndarray, "J"]
+    top: Int64[np.ndarray, "J"]
+    top_share: Float64[np.ndarray, "J"]
+    massive_share: Float64[np.ndarray, "J"]
+    overlap: Float64[np.ndarray, "J"]
+    picture: Float64[np.ndarray, "n+1 J 2"]
+    explained: Float64[np.ndarray, "J 2"]
 
     @classmethod
     def of(cls, single: Alone, scale: Scale, seed: int = 0) -> Portrait:
@@ -81,7 +80,7 @@ class Portrait:
         depths = single.states.shape[1]
         bootstrap = Bootstrap.of(len(single.tokens) - 1, seed)
         u = [unit(single.states[:, d]) for d in range(depths)]
-        cosine = torch.stack([x[1:] @ x[0] for x in u], dim=1).numpy()  # [n, D]
+        cosine = torch.stack([x[1:] @ x[0] for x in u], dim=1).numpy()  # [n, J]
         among, _ = pair_cosines([x[1:] for x in u], bootstrap)
         channels = [_channels(single.states[:, d], float(scale.entry[d])) for d in range(depths)]
         top, top_share, massive, overlap = (np.array(column) for column in zip(*channels, strict=True))
@@ -91,7 +90,7 @@ class Portrait:
             reference=int(single.tokens[0]),
             norm=np.quantile(single.states[1:].double().norm(dim=-1).numpy(), QUANTILES, axis=0),
             cosine=np.quantile(cosine, QUANTILES, axis=0),
-            to_reference=bootstrap.mean(cosine),
+            to_reference=bootstrap.mean(cosine).estimate,
             among=among,
             resultant=np.array([resultant(x[1:]) for x in u]),
             top=top, top_share=top_share, massive_share=massive, overlap=overlap,
@@ -103,11 +102,11 @@ class Portrait:
         """Without the picture: `Origin` keeps it as an array."""
         names = ("norm", "cosine", "to_reference", "among", "resultant", "top", "top_share", "massive_share",
                  "overlap", "explained")  # fmt: skip
-        found = {name: plain(getattr(self, name)) for name in names}
+        found = {name: getattr(self, name) for name in names}
         return {"n": len(self.tokens), "reference": self.reference, "quantiles": list(QUANTILES), **found}
 
 
-def _channels(x: Tensor, entry: float) -> tuple[int, float, float, float]:
+def _channels(x: Float[Tensor, "tokens W"], entry: float) -> tuple[int, float, float, float]:
     """Modal largest channel, its share, share of tokens with a massive one, overlap with the reference's largest."""
     k = min(TOP, x.shape[-1])
     order = x.abs().topk(k, dim=-1).indices  # [n + 1, k]
@@ -118,8 +117,8 @@ def _channels(x: Tensor, entry: float) -> tuple[int, float, float, float]:
     return top, float(counts[top]) / n, float(massive), float(shared)
 
 
-def picture(u: Tensor) -> tuple[Array, Array]:
-    """[n, 2] and [2]: the rows of u [n, W] on their first two principal components, and the shares of variance there.
+def picture(u: Float64[Tensor, "n W"]) -> tuple[Float64[np.ndarray, "n 2"], Float64[np.ndarray, "2"]]:
+    """The rows of u on their first two principal components, and the shares of variance there.
 
     The sign of a component is that of its largest entry, so that the picture does not turn over between machines.
     """

@@ -20,16 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from posleak.errors import InputError
 from posleak.leakage import Bootstrap, Estimate
-from posleak.plain import plain
 
 from .ridge import Design, design
-
-Array = NDArray[np.float64]
 
 LAMBDAS = (1e-3, 3e-2, 1.0, 30.0)
 GROUPS = 4
@@ -38,7 +35,7 @@ VARIANTS = ("plain", "projected", "control")
 
 @dataclass(frozen=True)
 class Decoded:
-    """Errors of held-out prompts by depth [D], means and intervals over prompts.
+    """Errors of held-out prompts by depth [J], means and intervals over prompts.
 
     error   mean |predicted − true position|, in tokens;  r2, r2_log: of position and of log₂ position
     """
@@ -47,21 +44,18 @@ class Decoded:
     r2: Estimate
     r2_log: Estimate
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"error": plain(self.error), "r2": plain(self.r2), "r2_log": plain(self.r2_log)}
-
 
 @dataclass(frozen=True)
 class PositionProbe:
     """Three variants at depths 0 … L.
 
-    cost     [D]  error of projected − error of control, in tokens, paired: what those directions know beyond any others
+    cost     [J]  error of projected − error of control, in tokens, paired: what those directions know beyond any others
     overall  the mean of cost over the depths where something was taken out
-    rank     [D]  how many directions that was;  chance: the error of always saying the mean position
-    curves   [variant, D, P]  mean predicted position at each position
+    rank     [J]  how many directions that was;  chance: the error of always saying the mean position
+    curves   mean predicted position at each position
     """
 
-    positions: NDArray[np.int64]
+    positions: Int64[np.ndarray, "P"]
     plain: Decoded
     projected: Decoded
     control: Decoded
@@ -69,27 +63,27 @@ class PositionProbe:
     overall: Estimate
     rank: tuple[int, ...]
     chance: float
-    curves: Array
+    curves: Float64[np.ndarray, "variants=3 J P"]
     groups: int
 
     def as_dict(self) -> dict[str, Any]:
-        variants = {name: getattr(self, name).as_dict() for name in VARIANTS}
+        variants = {name: getattr(self, name) for name in VARIANTS}
         return {
             "chance": self.chance, "positions": len(self.positions), "groups": self.groups, "lambdas": list(LAMBDAS),
-            "rank": list(self.rank), "cost": plain(self.cost), "overall": plain(self.overall), **variants,
+            "rank": list(self.rank), "cost": self.cost, "overall": self.overall, **variants,
         }  # fmt: skip
 
 
 def position_probe(
-    states: Sequence[Tensor],
-    positions: NDArray[np.int64],
-    bases: Sequence[Tensor],
+    states: Sequence[Float[Tensor, "B P _W"]],
+    positions: Int64[np.ndarray, "P"],
+    bases: Sequence[Float[Tensor, "_W _k"]],
     *,
     seed: int = 0,
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> PositionProbe:
-    """states [B, P, W] at every depth, at `positions` [P]; bases: for each depth the orthonormal [W, k] to take out.
+    """states at every depth, at `positions`; bases: for each depth the orthonormal columns to take out.
 
     `device` is where the systems are solved, in float64; None: where the states are.
     """
@@ -109,12 +103,12 @@ def position_probe(
     true = targets.numpy()
     bootstrap, rank = Bootstrap.of(B, seed), tuple(basis.shape[1] for basis in bases)
     results = [_judged(guess, true, bootstrap) for guess in predicted]
-    _, projected, control = (np.abs(guess[..., 0] - true[:, 0]).mean(-1).T for guess in predicted)  # [B, D]
+    _, projected, control = (np.abs(guess[..., 0] - true[:, 0]).mean(-1).T for guess in predicted)  # [B, J]
     taken = (projected - control)[:, np.array(rank) > 0]
     return PositionProbe(
         positions, results[0], results[1], results[2],
-        cost=bootstrap.mean(projected - control),
-        overall=bootstrap.mean(taken.mean(1) if taken.size else np.full(B, np.nan)),
+        cost=bootstrap.mean(projected - control).estimate,
+        overall=bootstrap.mean(taken.mean(1) if taken.size else np.full(B, np.nan)).estimate,
         rank=rank,
         chance=float(np.abs(true[:, 0] - true[:, 0].mean()).mean()),
         curves=predicted[..., 0].mean(2),
@@ -122,8 +116,14 @@ def position_probe(
     )  # fmt: skip
 
 
-def _depth(x: Tensor, basis: Tensor, targets: Tensor, fold: NDArray[np.int64], seed: int) -> Array:
-    """Held-out predictions [variant, B, P, 2] from states x [B, P, W] of one depth."""
+def _depth(
+    x: Float[Tensor, "B P W"],
+    basis: Float[Tensor, "W k"],
+    targets: Float64[Tensor, "P Y=2"],
+    fold: Int64[np.ndarray, "B"],
+    seed: int,
+) -> Float64[np.ndarray, "variants=3 B P Y=2"]:
+    """Held-out predictions from the states of one depth."""
     x = x.double()
     x = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(x.dtype).tiny)
     x = x - x.flatten(0, 1).mean(0)  # only the origin of the sums: fits do not depend on it
@@ -144,7 +144,9 @@ def _depth(x: Tensor, basis: Tensor, targets: Tensor, fold: NDArray[np.int64], s
     return out
 
 
-def cross_predict(part: Design, rows: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+def cross_predict(
+    part: Design, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
+) -> list[Float64[Tensor, "_n Y"]]:
     """Predictions for each group from the others; λ is the best, target by target, on the group after it."""
     found = []
     for g in range(len(rows)):
@@ -158,18 +160,21 @@ def cross_predict(part: Design, rows: Sequence[Tensor], y: Sequence[Tensor]) -> 
     return found
 
 
-def _judged(guess: Array, true: Array, bootstrap: Bootstrap) -> Decoded:
-    """guess [D, B, P, 2], true [P, 2]."""
-    per_prompt = np.moveaxis(guess, 1, 0)  # [B, D, P, 2]
+def _judged(
+    guess: Float64[np.ndarray, "J B P Y=2"], true: Float64[np.ndarray, "P Y=2"], bootstrap: Bootstrap
+) -> Decoded:
+    per_prompt = np.moveaxis(guess, 1, 0)  # [B, J, P, 2]
     wrong = ((per_prompt - true) ** 2).mean(-2) / true.var(0)
     error = np.abs(per_prompt[..., 0] - true[:, 0]).mean(-1)
-    return Decoded(bootstrap.mean(error), bootstrap.mean(1 - wrong[..., 0]), bootstrap.mean(1 - wrong[..., 1]))
+    return Decoded(*(bootstrap.mean(x).estimate for x in (error, 1 - wrong[..., 0], 1 - wrong[..., 1])))
 
 
-def written_basis(directions: Sequence[Tensor], layers: Sequence[int], depths: int, width: int) -> list[Tensor]:
-    """For each depth d the orthonormal basis [W, k] of what layers before d have written.
+def written_basis(
+    directions: Sequence[Float[Tensor, "_k W"]], layers: Sequence[int], depths: int, width: int
+) -> list[Float64[Tensor, "{width} _k"]]:
+    """For each depth d the orthonormal basis of what layers before d have written.
 
-    directions: for each attention call [k, W]; layers: the layer that each call is part of.
+    directions: for each attention call; layers: the layer that each call is part of.
     """
     return [
         orthonormal(torch.cat([torch.zeros(0, width), *(x for x, at in zip(directions, layers) if at < d)]))
@@ -177,17 +182,19 @@ def written_basis(directions: Sequence[Tensor], layers: Sequence[int], depths: i
     ]
 
 
-def orthonormal(directions: Tensor, rounding: float = 1e-5) -> Tensor:
-    """[W, k] spanning the rows of directions; ones that others span already, to rounding, add nothing."""
+def orthonormal(directions: Float[Tensor, "n W"], rounding: float = 1e-5) -> Float64[Tensor, "W k"]:
+    """Columns that span the rows of directions; ones that others span already, to rounding, add nothing."""
     if not len(directions):
         return directions.mT.double()
     x = directions.double()
     x = x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     _, values, vectors = torch.linalg.svd(x, full_matrices=False)
-    return vectors[values > rounding * values[0]].mT
+    basis: Tensor = vectors[values > rounding * values[0]]
+    return basis.mT
 
 
-def random_basis(width: int, rank: int, seed: int) -> Tensor:
-    """Orthonormal [W, k], uniformly drawn; the same on every machine up to rounding."""
+def random_basis(width: int, rank: int, seed: int) -> Float64[Tensor, "{width} {rank}"]:
+    """Orthonormal columns, uniformly drawn; the same on every machine up to rounding."""
     normal = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, width, rank]))).standard_normal
-    return torch.linalg.qr(torch.from_numpy(normal((width, rank)))).Q
+    basis: Tensor = torch.linalg.qr(torch.from_numpy(normal((width, rank)))).Q
+    return basis

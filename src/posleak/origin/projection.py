@@ -19,13 +19,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.probe import Call, attach
-
-AFFINE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative difference between a module and the matrix that was read from it."""
+from posleak.rounding import AFFINE
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +37,14 @@ class Projection:
     size: int
     name: str | None
     module: torch.nn.Module | None
-    gain: Tensor | None
+    gain: Float[Tensor, "W"] | None
 
     @property
     def space(self) -> Literal["output", "value"]:
         return "value" if self.module is None else "output"
 
-    def weight(self) -> Tensor:
-        """W_h [H, Ev, W], so that head h writes Σ_e v_e W_h[e]; the identity in value space. float32, on the CPU."""
+    def weight(self) -> Float32[Tensor, "H Ev W"]:
+        """W_h, so that head h writes Σ_e v_e W_h[e]; the identity in value space, where W = Ev. On the CPU."""
         if self.module is None:
             return torch.eye(self.size).expand(self.heads, -1, -1)
         matrix, _ = affine(self.module, self.heads * self.size)
@@ -53,14 +52,14 @@ class Projection:
         return matrix.view(self.heads, self.size, -1).cpu()
 
     @cached_property
-    def gram(self) -> Tensor:
-        """W_h W_hᵀ [H, Ev, Ev]: lengths and angles of what is written, from values alone. float64."""
+    def gram(self) -> Float64[Tensor, "H Ev Ev"]:
+        """W_h W_hᵀ: lengths and angles of what is written, from values alone."""
         weight = self.weight().double()
         return weight @ weight.mT
 
 
-def affine(module: torch.nn.Module, size: int) -> tuple[Tensor, Tensor]:
-    """Matrix [size, W] and bias [W] of an affine module, float32: what it makes of the identity and of zero."""
+def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} W"], Float32[Tensor, "W"]]:
+    """Matrix and bias of an affine module: what it makes of the identity and of zero."""
     parameter = next(module.parameters(), torch.empty(0))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
     with torch.inference_mode():
@@ -74,7 +73,7 @@ class _Watched:
     """One attention call: what it returned, and the modules that took that, or what those made of it."""
 
     module: torch.nn.Module
-    returned: Tensor  # [B, T, H * Ev]
+    returned: Float[Tensor, "B T HEv"]  # H × Ev: the heads side by side
     shape: tuple[int, int]
     takers: list[tuple[torch.nn.Module, Tensor, Tensor]] = field(default_factory=list)
     after: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -86,7 +85,7 @@ class _Watch:
 
     calls: list[_Watched] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         self.calls.append(_Watched(call.module, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
 
     def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -115,8 +114,8 @@ def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
             handle.remove()
 
 
-def projections(model: PreTrainedModel, ids: Tensor) -> tuple[Projection, ...]:
-    """One for every attention call of a forward pass; ids [B, T] may be short."""
+def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
+    """One for every attention call of a forward pass; ids may be short."""
     watch = _Watch()
     with attach(model, [watch]) as probe, _hooked(model, watch):
         probe.forward(ids.to(model.device))
@@ -130,7 +129,7 @@ def _project(index: int, call: _Watched, names: dict[int, str]) -> Projection:
     for module, x, y in call.takers:
         matrix, bias = affine(module, heads * size)
         gap = (x.float() @ matrix + bias - y.float()).abs().max() / y.float().abs().max()
-        if gap <= AFFINE.get(y.dtype, AFFINE[torch.bfloat16]):
+        if gap <= AFFINE.of(y.dtype):
             return Projection(index, layer, heads, size, names[id(module)], module, _gain(call.after))
     return Projection(index, layer, heads, size, None, None, None)
 
@@ -141,8 +140,8 @@ def layer_of(name: str, index: int) -> int:
     return numbers[0] if numbers else index
 
 
-def _gain(after: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """gain [W] if what stands after the projection is y_tc = s_t gain_c x_tc; None if nothing does, or nothing such."""
+def _gain(after: Sequence[tuple[Tensor, Tensor]]) -> Float32[Tensor, "W"] | None:
+    """gain if what stands after the projection is y_tc = s_t gain_c x_tc; None if nothing does, or nothing such."""
     for x, y in after:
         if x.shape != y.shape:
             continue

@@ -20,30 +20,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from posleak.leakage import Bootstrap, Estimate
-from posleak.leakage.power import gram_matrix, unbiased
-from posleak.plain import plain
+from posleak.arrays import Array
+from posleak.leakage import Bootstrap, Estimate, combined
+from posleak.leakage.power import gram_matrix
+from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
 
 from .projection import Projection
-
-Array = NDArray[np.float64]
 
 EPSILON = 0.3
 
 
 @dataclass(frozen=True)
 class LayerReading:
-    """One attention call of a batch: attention [B, H, P] to position 0 of the plan's rows; written, along [B, H];
-    values [B, K, Ev]: v_0."""
+    """One attention call of a batch: attention to position 0 of the plan's rows; values: v_0."""
 
-    attention: Tensor
-    written: Tensor
-    along: Tensor
-    values: Tensor
+    attention: Float64[Tensor, "B H P"]
+    written: Float64[Tensor, "B H"]
+    along: Float64[Tensor, "B H"]
+    values: Float64[Tensor, "B K Ev"]
 
 
 @dataclass
@@ -54,7 +52,7 @@ class ReadingObserver:
     projections: Sequence[Projection]
     layers: list[LayerReading] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         self.layers.append(read(call, out, self.plan, self.projections[call.index].gram))
 
     def collect(self) -> list[LayerReading]:
@@ -63,8 +61,8 @@ class ReadingObserver:
         return layers
 
 
-def read(call: Call, out: Tensor, plan: Plan, gram: Tensor) -> LayerReading:
-    """gram [H, Ev, Ev] of what the heads write; out [B, H, T, Ev] what they return."""
+def read(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan, gram: Float64[Tensor, "H Ev Ev"]) -> LayerReading:
+    """gram of what the heads write; out: what they return."""
     rows = torch.tensor(plan.rows, device=call.query.device)
     a = attention_to_origin(call, rows)  # [B, H, P]
     v0 = call.value[:, :, 0].double()
@@ -81,8 +79,8 @@ def read(call: Call, out: Tensor, plan: Plan, gram: Tensor) -> LayerReading:
     return LayerReading(*(x.cpu() for x in (a, written, on_line / spread, v0)))
 
 
-def attention_to_origin(call: Call, rows: Tensor) -> Tensor:
-    """a_i0 [B, H, P] of the queries at `rows`, 0 where position 0 is out of sight. float64."""
+def attention_to_origin(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
+    """a_i0 of the queries at `rows`, 0 where position 0 is out of sight."""
     s = call.logits(rows).masked_fill_(~call.visibility.rows(rows).to(call.query.device), -torch.inf)
     log_z = s.logsumexp(-1)
     if call.s_aux is not None:
@@ -92,25 +90,25 @@ def attention_to_origin(call: Call, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """All heads, [C, H] for C attention calls (NaN where a call has fewer heads); B prompts, P rows of the plan.
+    """All heads, [L, H] for L attention calls (NaN where a call has fewer heads); B prompts, P rows of the plan.
 
-    attention   [B, C, H, P]  a_i0 at the plan's rows;  rows: their positions
+    attention   a_i0 at the plan's rows;  rows: their positions
     at_0        mean a_r0 over the reference queries;  written, spread, positional, along: see the module
-    readers     bool [C, H]   at_0 > epsilon
-    counts      [C]           readers of each call, resampled over prompts;  total: of all calls
+    readers     at_0 > epsilon
+    counts      [L]  readers of each call, resampled over prompts;  total: of all calls
     mean        at_0, written, spread, positional and along, each the mean over the readers
-    heads       [C]           heads of each call;  layers [C]: the layer it is part of;  spaces [C]: output | value
+    heads       [L]  heads of each call;  layers [L]: the layer it is part of;  spaces [L]: output | value
     """
 
     rows: tuple[int, ...]
     epsilon: float
-    attention: Array
+    attention: Float64[np.ndarray, "B L H P"]
     at_0: Estimate
     written: Estimate
     spread: Estimate
     positional: Estimate
     along: Estimate
-    readers: NDArray[np.bool_]
+    readers: Bool[np.ndarray, "L H"]
     counts: Estimate
     total: Estimate
     mean: dict[str, Estimate]
@@ -126,16 +124,16 @@ class Reading:
         """batches: what a ReadingObserver collected from each batch of prompts."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
         late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
-        at_0 = attention[..., late].mean(-1)  # [B, C, H]
+        at_0 = attention[..., late].mean(-1)  # [B, L, H]
         counts, total = _counts(at_0, bootstrap)
         readers = at_0.mean(0) > EPSILON
         means = {"at_0": at_0, "written": written, "along": along}
         spread, positional, varies = _variation(attention, bootstrap, readers)
         return cls(
-            rows=plan.rows, epsilon=EPSILON, attention=attention, at_0=bootstrap.mean(at_0),
-            written=bootstrap.mean(written), spread=spread, positional=positional, along=bootstrap.mean(along),
-            readers=readers, counts=counts, total=total,
-            mean={name: bootstrap.mean(_mean(x, readers)) for name, x in means.items()} | varies,
+            rows=plan.rows, epsilon=EPSILON, attention=attention, at_0=bootstrap.mean(at_0).estimate,
+            written=bootstrap.mean(written).estimate, spread=spread, positional=positional,
+            along=bootstrap.mean(along).estimate, readers=readers, counts=counts, total=total,
+            mean={name: bootstrap.mean(_mean(x, readers)).estimate for name, x in means.items()} | varies,
             heads=tuple(p.heads for p in found), layers=tuple(p.layer for p in found),
             spaces=tuple(p.space for p in found), modules=tuple(p.name for p in found),
         )  # fmt: skip
@@ -149,63 +147,54 @@ class Reading:
         """Heads as records, those that read position 0 only."""
         names = ("at_0", "written", "spread", "positional", "along")
         records = [
-            {"layer": self.layers[c], "call": c, "head": h, **{n: plain(getattr(self, n)[c, h]) for n in names}}
+            {"layer": self.layers[c], "call": c, "head": h, **{n: getattr(self, n)[c, h] for n in names}}
             for c, h in np.argwhere(self.readers).tolist()
         ]
         calls = [
-            {"call": c, "layer": self.layers[c], "heads": self.heads[c], "readers": plain(self.counts[c]),
+            {"call": c, "layer": self.layers[c], "heads": self.heads[c], "readers": self.counts[c],
              "space": self.spaces[c], "projection": self.modules[c]}
             for c in range(len(self.heads))
         ]  # fmt: skip
         return {
-            "epsilon": self.epsilon, "space": self.space, "readers": plain(self.total), "of": sum(self.heads),
-            "mean": plain(self.mean), "at_0": plain(self.at_0.value), "calls": calls, "heads": records,
+            "epsilon": self.epsilon, "space": self.space, "readers": self.total, "of": sum(self.heads),
+            "mean": self.mean, "at_0": self.at_0.value, "calls": calls, "heads": records,
         }  # fmt: skip
 
 
-def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Array:
-    """[B, C, H, …] over all batches; calls with fewer heads are filled up with NaN."""
+def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.ndarray, "B L H ..."]:
+    """Over all batches; calls with fewer heads are filled up with NaN."""
     heads = max(layer.attention.shape[1] for layer in batches[0])
 
-    def padded(layer: LayerReading) -> Array:
+    def padded(layer: LayerReading) -> Float64[np.ndarray, "b H ..."]:
         x = getattr(layer, name).numpy()
         return np.pad(x, [(0, 0), (0, heads - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=np.nan)
 
     return np.concatenate([np.stack([padded(layer) for layer in layers], axis=1) for layers in batches])
 
 
-def _counts(at_0: Array, bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
-    """Readers of each call [C], and of all calls, with every prompt's weight in the mean resampled."""
-    weights = bootstrap.weights / bootstrap.weights.sum(1, keepdims=True)
-    samples = (np.tensordot(weights, at_0, axes=(1, 0)) > EPSILON).sum(-1).astype(float)  # [S, C]
-    value, n = (at_0.mean(0) > EPSILON).sum(-1).astype(float), bootstrap.prompts
-    each = Estimate(value, *bootstrap.interval(samples), n=n)
-    return each, Estimate(value.sum(), *bootstrap.interval(samples.sum(-1)), n=n)
+def _counts(at_0: Float64[np.ndarray, "B L H"], bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
+    """Readers of each call [L], and of all calls, with every prompt's weight in the mean resampled."""
+    each = combined(lambda x: (x > EPSILON).sum(-1).astype(float), bootstrap.mean(at_0))
+    return each.estimate, combined(lambda x: x.sum(-1), each).estimate
 
 
-def _mean(x: Array, readers: NDArray[np.bool_]) -> Array:
-    """The mean over readers of x [S, C, H]: [S], NaN without any."""
-    return x[:, readers].mean(-1) if readers.any() else np.full(len(x), np.nan)
+def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]) -> Cells:
+    """The mean over readers, NaN without any."""
+    chosen: Array = x[..., readers].mean(-1) if readers.any() else np.full(x.shape[:-2], np.nan)
+    return chosen
 
 
 def _variation(
-    attention: Array, bootstrap: Bootstrap, readers: NDArray[np.bool_]
+    attention: Float64[np.ndarray, "B L H P"], bootstrap: Bootstrap, readers: Bool[np.ndarray, "L H"]
 ) -> tuple[Estimate, Estimate, dict[str, Estimate]]:
     """Standard deviation of a_i0 over rows, the share of its variance that all prompts have in common, means of both.
 
     The common variance never multiplies a prompt with itself: content that differs between prompts adds nothing to it.
     """
     centred = attention - attention.mean(-1, keepdims=True)
-    gram = gram_matrix(centred, centred)  # [C, H, B, B]
-    own = np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0)  # [B, C, H]
-    weights = bootstrap.weights / bootstrap.weights.sum(1, keepdims=True)
-    samples = np.tensordot(weights, own, axes=(1, 0))
+    gram = gram_matrix(centred, centred)  # [L, H, B, B]
+    variance = bootstrap.mean(np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0))
     with np.errstate(invalid="ignore", divide="ignore"):
-        share, shares = unbiased(gram) / own.mean(0), bootstrap.inner(gram) / samples
-    n, found = bootstrap.prompts, dict[str, tuple[Estimate, Estimate]]()
-    deviation = np.sqrt(own.mean(0))
-    for name, value, drawn in (("spread", deviation, np.sqrt(samples)), ("positional", share, shares)):
-        each = Estimate(value, *bootstrap.interval(drawn), n=n)
-        whole = Estimate(_mean(value[None], readers)[0], *bootstrap.interval(_mean(drawn, readers)), n=n)
-        found[name] = each, whole
-    return found["spread"][0], found["positional"][0], {name: whole for name, (_, whole) in found.items()}
+        found = {"spread": combined(np.sqrt, variance), "positional": bootstrap.inner(gram) / variance}
+    whole = {name: combined(lambda x: _mean(x, readers), each).estimate for name, each in found.items()}
+    return found["spread"].estimate, found["positional"].estimate, whole

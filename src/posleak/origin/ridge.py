@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
 FLAT = 1e-7
@@ -23,44 +24,44 @@ FLAT = 1e-7
 
 @dataclass(frozen=True)
 class Fit:
-    """y = x · weights + bias: weights [λ, W, Y], bias [λ, Y]."""
+    """y = x · weights + bias, for every λ."""
 
-    weights: Tensor
-    bias: Tensor
+    weights: Float64[Tensor, "λ W Y"]
+    bias: Float64[Tensor, "λ Y"]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, W] -> [λ, n, Y]"""
+    def __call__(self, x: Float64[Tensor, "n W"]) -> Float64[Tensor, "λ n Y"]:
         return x @ self.weights + self.bias[:, None]
 
 
+@runtime_checkable
 class Design(Protocol):
     """Rows in groups, which can be fitted on any of them."""
 
-    def without(self, basis: Tensor) -> Design:
-        """The same rows, with the orthonormal columns of basis [W, k] projected out."""
+    def without(self, basis: Float64[Tensor, "W k"]) -> Design:
+        """The same rows, with the orthonormal columns of basis projected out."""
         ...
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit: ...
 
 
-def design(x: Sequence[Tensor], y: Sequence[Tensor]) -> Design:
-    """Rows x [n_g, W] and targets y [n_g, Y] of each group g: sums where columns are fewer, else the rows."""
+def design(x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> Design:
+    """Rows x and targets y of each group: sums where columns are fewer, else the rows."""
     rows = sum(len(group) for group in x)
     return Sums.of(x, y) if x[0].shape[1] <= rows else Rows(tuple(x), tuple(y))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the rows of one group: n, Σx [W], Σy [Y], Σxxᵀ [W, W], Σxyᵀ [W, Y]."""
+    """Sums over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
 
     n: int
-    x: Tensor
-    y: Tensor
-    xx: Tensor
-    xy: Tensor
+    x: Float64[Tensor, "W"]
+    y: Float64[Tensor, "Y"]
+    xx: Float64[Tensor, "W W"]
+    xy: Float64[Tensor, "W Y"]
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor) -> Moments:
+    def of(cls, x: Float64[Tensor, "n W"], y: Float64[Tensor, "n Y"]) -> Moments:
         return cls(len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y)
 
     def __add__(self, other: Moments) -> Moments:
@@ -68,8 +69,8 @@ class Moments:
             self.n + other.n, self.x + other.x, self.y + other.y, self.xx + other.xx, self.xy + other.xy
         )  # fmt: skip
 
-    def without(self, basis: Tensor) -> Moments:
-        """Of the rows with the orthonormal columns of basis [W, k] projected out."""
+    def without(self, basis: Float64[Tensor, "W k"]) -> Moments:
+        """Of the rows with the orthonormal columns of basis projected out."""
         xx = self.xx - basis @ (basis.mT @ self.xx)
         return Moments(
             self.n, self.x - basis @ (basis.mT @ self.x), self.y,
@@ -84,10 +85,10 @@ class Sums:
     groups: tuple[Moments, ...]
 
     @classmethod
-    def of(cls, x: Sequence[Tensor], y: Sequence[Tensor]) -> Sums:
+    def of(cls, x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> Sums:
         return cls(tuple(Moments.of(a, b) for a, b in zip(x, y, strict=True)))
 
-    def without(self, basis: Tensor) -> Sums:
+    def without(self, basis: Float64[Tensor, "W k"]) -> Sums:
         return Sums(tuple(group.without(basis) for group in self.groups))
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit:
@@ -105,10 +106,10 @@ class Sums:
 class Rows:
     """The dual form: w = Xᵀ (XXᵀ/n + λ)⁻¹ y / n."""
 
-    x: tuple[Tensor, ...]
-    y: tuple[Tensor, ...]
+    x: tuple[Float64[Tensor, "_n W"], ...]
+    y: tuple[Float64[Tensor, "_n Y"], ...]
 
-    def without(self, basis: Tensor) -> Rows:
+    def without(self, basis: Float64[Tensor, "W k"]) -> Rows:
         return Rows(tuple(group - (group @ basis) @ basis.mT for group in self.x), self.y)
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit:
@@ -120,14 +121,16 @@ class Rows:
         return Fit(w, target - mean @ w)
 
 
-def _deviations(variance: Tensor) -> tuple[Tensor, Tensor]:
+def _deviations(variance: Float64[Tensor, "W"]) -> tuple[Float64[Tensor, "W"], Bool[Tensor, "W"]]:
     s = variance.clamp(min=0).sqrt()
     flat = s <= FLAT * s.max()
     return s.masked_fill(flat, 1.0), flat
 
 
-def _solve(system: Tensor, right: Tensor, lambdas: Sequence[float]) -> Tensor:
-    """(system + λ)⁻¹ right for every λ: [λ, n, Y]."""
+def _solve(
+    system: Float64[Tensor, "n n"], right: Float64[Tensor, "n Y"], lambdas: Sequence[float]
+) -> Float64[Tensor, "λ={len(lambdas)} n Y"]:
+    """(system + λ)⁻¹ right for every λ."""
     ridge = torch.tensor(lambdas, dtype=system.dtype, device=system.device)[:, None, None] * torch.eye(
         len(system), dtype=system.dtype, device=system.device
     )

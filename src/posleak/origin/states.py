@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.probe import Call, Edit, Observer, Probe, attach, body
 
 
-def states(probe: Probe, ids: Tensor) -> tuple[Tensor, ...]:
-    """x [B, T, W] at depths 0 … L of ids [B, T], all of them before the final norm."""
+def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W"], ...]:
+    """x at depths 0 … L, all of them before the final norm; the last is narrower where it joins several streams."""
     with _last_module(body(probe.model)) as last:
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
     return tuple(_stream(x, ids) for x in (*hidden[:-1], last.undone(hidden)))
 
 
-def _stream(x: Tensor, ids: Tensor) -> Tensor:
-    """[B, T, W]; a model with several streams at once, before or after the axes of prompts, has them side by side."""
+def _stream(x: Float[Tensor, "..."], ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
+    """A model with several streams at once, before or after the axes of prompts, has them side by side."""
     streams_first = x.ndim > 3 and x.shape[1:3] == ids.shape and x.shape[:2] != ids.shape
     return (x.movedim(0, 2) if streams_first else x).flatten(2)
 
@@ -65,14 +66,14 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
 
 @dataclass
 class ValueObserver:
-    """Collects v_0 [B, K, Ev] of every attention call; value heads are not repeated."""
+    """Collects v_0 of every attention call; value heads are not repeated."""
 
-    values: list[Tensor] = field(default_factory=list)
+    values: list[Float[Tensor, "B _K _Ev"]] = field(default_factory=list)
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         self.values.append(call.value[:, :, 0].float().cpu())
 
-    def collect(self) -> list[Tensor]:
+    def collect(self) -> list[Float[Tensor, "B _K _Ev"]]:
         values, self.values = self.values, []
         return values
 
@@ -81,20 +82,20 @@ class ValueObserver:
 class Alone:
     """One-token sequences, which are all that position 0 ever sees.
 
-    tokens [n]; states [n, D, W] at depths 0 … L; values: for each attention call v_0 [n, K, Ev]. On the CPU.
+    states at depths 0 … L; values: v_0 for each attention call, whose K and Ev may differ. On the CPU.
     """
 
-    tokens: Tensor
-    states: Tensor
-    values: tuple[Tensor, ...]
+    tokens: Int[Tensor, "n"]
+    states: Float[Tensor, "n J W"]
+    values: tuple[Float[Tensor, "n _K _Ev"], ...]
 
     def rows(self, start: int, stop: int | None = None) -> Alone:
         at = slice(start, stop)
         return Alone(self.tokens[at], self.states[at], tuple(v[at] for v in self.values))
 
 
-def alone(model: PreTrainedModel, tokens: Tensor, *, batch: int = 256, edits: Sequence[Edit] = ()) -> Alone:
-    """Every token [n] as a sequence of its own."""
+def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = 256, edits: Sequence[Edit] = ()) -> Alone:
+    """Every token as a sequence of its own."""
     look = ValueObserver()
     observers: list[Observer] = [look]
     found, values = [], []
@@ -106,7 +107,8 @@ def alone(model: PreTrainedModel, tokens: Tensor, *, batch: int = 256, edits: Se
     return Alone(tokens.cpu(), torch.cat(found), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
 
 
-def unit(x: Tensor) -> Tensor:
-    """x / ‖x‖ along the last axis, float64; zero stays zero."""
+def unit(x: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
+    """x / ‖x‖ along the last axis; zero stays zero."""
     x = x.double()
-    return x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    norm: Tensor = x.norm(dim=-1, keepdim=True)
+    return x / norm.clamp(min=torch.finfo(torch.float64).tiny)

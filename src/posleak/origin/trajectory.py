@@ -1,7 +1,7 @@
 """The trajectory: x_0 at every depth, from the one-token sequence alone.
 
     massive    |x| > 100 and ≥ 1000 × the median |x| of the layer's states (Sun et al. 2024)
-    middle     the direction of x_0 at the middle depth, D/2 of D depths
+    middle     the direction of x_0 at the middle depth, J/2 of J depths
     settles    the first depth from which on, up to the middle, cos(x_0, middle) > 0.99 without a break
     leaves     the last depth up to which it stays so after the middle
     jump       the depth where the norm grows by the largest factor over the depth before
@@ -12,20 +12,16 @@ Scales are those of body states (positions ≥ 1 of random prompts), so that a l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
-
-from posleak.plain import plain
 
 from .cosines import mean_cosine
 from .states import unit
-
-Array = NDArray[np.float64]
 
 ABSOLUTE, RELATIVE = 100.0, 1000.0
 SETTLED = 0.99
@@ -34,17 +30,17 @@ TOP = 4
 
 @dataclass(frozen=True)
 class Scale:
-    """Body states by depth [D], n of them: median |x| over positions and channels, median ‖x‖ over positions, and the
+    """Body states by depth, n of them: median |x| over positions and channels, median ‖x‖ over positions, and the
     mean cosine over pairs of them, which is far from 0 in most models."""
 
-    entry: Array
-    norm: Array
-    alike: Array
+    entry: Float64[np.ndarray, "J"]
+    norm: Float64[np.ndarray, "J"]
+    alike: Float64[np.ndarray, "J"]
     n: int
 
     @classmethod
-    def of(cls, body: Sequence[Tensor]) -> Scale:
-        """body: states [..., W] at every depth."""
+    def of(cls, body: Sequence[Float[Tensor, "... _W"]]) -> Scale:
+        """body: states at every depth."""
         flat = [x.flatten(0, -2).float() for x in body]
         entry = np.array([float(x.abs().flatten().median()) for x in flat])
         norm = np.array([float(x.norm(dim=-1).median()) for x in flat])
@@ -63,7 +59,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """x_0 of `token` at depths 0 … L; arrays [D].
+    """x_0 of `token` at depths 0 … L.
 
     norm, relative   ‖x_0‖, and the same over the median norm of body states
     step, final      cosine to the depth before (NaN at 0), and to the last depth
@@ -73,11 +69,11 @@ class Trajectory:
 
     token: int
     spelled: str | None
-    norm: Array
-    relative: Array
-    step: Array
-    final: Array
-    middle: Array
+    norm: Float64[np.ndarray, "J"]
+    relative: Float64[np.ndarray, "J"]
+    step: Float64[np.ndarray, "J"]
+    final: Float64[np.ndarray, "J"]
+    middle: Float64[np.ndarray, "J"]
     dimensions: tuple[tuple[Dimension, ...], ...]
     settles: int
     leaves: int
@@ -85,8 +81,8 @@ class Trajectory:
     scale: Scale
 
     @classmethod
-    def of(cls, x: Tensor, scale: Scale, token: int, spelled: str | None) -> Trajectory:
-        """x [D, W]: the one-token sequence."""
+    def of(cls, x: Float[Tensor, "J W"], scale: Scale, token: int, spelled: str | None) -> Trajectory:
+        """x: the one-token sequence."""
         u, norm = unit(x), x.double().norm(dim=-1).numpy()
         middle = (u @ u[len(u) // 2]).numpy()
         settles, leaves = settled(middle)
@@ -103,20 +99,16 @@ class Trajectory:
         return tuple(sum(dimension.massive for dimension in depth) for depth in self.dimensions)
 
     def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(
-            {
-                "token": self.token, "spelled": self.spelled, "settles": self.settles, "leaves": self.leaves,
-                "jump": self.jump, "norm": self.norm, "relative": self.relative, "step": self.step,
-                "final": self.final, "middle": self.middle,
-                "dimensions": [[asdict(dimension) for dimension in depth] for depth in self.dimensions],
-                "body": {"median_entry": self.scale.entry, "median_norm": self.scale.norm, "alike": self.scale.alike,
-                         "n": self.scale.n},
-            }
-        )  # fmt: skip
-        return found
+        scale = self.scale
+        return {
+            "token": self.token, "spelled": self.spelled, "settles": self.settles, "leaves": self.leaves,
+            "jump": self.jump, "norm": self.norm, "relative": self.relative, "step": self.step, "final": self.final,
+            "middle": self.middle, "dimensions": self.dimensions,
+            "body": {"median_entry": scale.entry, "median_norm": scale.norm, "alike": scale.alike, "n": scale.n},
+        }  # fmt: skip
 
 
-def settled(cosine: Array) -> tuple[int, int]:
+def settled(cosine: Float64[np.ndarray, "J"]) -> tuple[int, int]:
     """First and last depth of the unbroken run above SETTLED that holds the middle depth, whose own cosine is 1."""
     middle = len(cosine) // 2
     outside = np.flatnonzero(~(cosine > SETTLED))
@@ -125,13 +117,13 @@ def settled(cosine: Array) -> tuple[int, int]:
     return first, int(after[0]) - 1 if len(after) else len(cosine) - 1
 
 
-def is_massive(x: Tensor, entry: float) -> Tensor:
-    """bool, like x: Sun et al.'s rule, with the layer's median |x|."""
+def is_massive(x: Float[Tensor, "*shape"], entry: float) -> Bool[Tensor, "*shape"]:
+    """Sun et al.'s rule, with the layer's median |x|."""
     return (x.abs() > ABSOLUTE) & (x.abs() >= RELATIVE * entry)
 
 
-def dimensions(x: Tensor, entry: float) -> tuple[Dimension, ...]:
-    """The massive channels of one state x [W], largest first, or its TOP largest where none is massive."""
+def dimensions(x: Float[Tensor, "W"], entry: float) -> tuple[Dimension, ...]:
+    """The massive channels of one state, largest first, or its TOP largest where none is massive."""
     massive = is_massive(x, entry)
     count = int(massive.sum()) or min(TOP, len(x))
     whole = float(x.double().square().sum()) or 1.0

@@ -14,9 +14,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -48,10 +49,11 @@ HARMLESS = frozenset(
 _names = (f"posleak_{number}" for number in itertools.count())
 
 
+@runtime_checkable
 class Observer(Protocol):
-    """Looks at every attention call; `out` [B, H, T, Ev] is what the model goes on with."""
+    """Looks at every attention call; `out` is what the model goes on with."""
 
-    def observe(self, call: Call, out: Tensor) -> None: ...
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None: ...
 
 
 @dataclass
@@ -67,19 +69,19 @@ class Probe:
     def attention(
         self,
         module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
+        query: Float[Tensor, "B H T E"],
+        key: Float[Tensor, "B K keys E"],
+        value: Float[Tensor, "B K keys Ev"],
+        attention_mask: Shaped[Tensor, "#B #H T keys"] | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        indices: Tensor | None = None,
+        s_aux: Float[Tensor, "H"] | None = None,
+        position_bias: Float[Tensor, "#B #H T keys"] | None = None,
+        indices: Int[Tensor, "... chosen"] | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """The one attention function, in the form that transformers calls."""
+    ) -> tuple[Float[Tensor, "B T H Ev"], None]:
+        """The one attention function, in the form that transformers calls; other keys than T are refused by name."""
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
         _refuse_unknown(where, query, key, dropout, kwargs)
         _refuse_selection(where, key, indices)
@@ -100,8 +102,8 @@ class Probe:
         self.modules.append(module)
         return out.transpose(1, 2).contiguous(), None
 
-    def forward(self, ids: Tensor, *, padding: Tensor | None = None, **kwargs: Any) -> Any:
-        """The model's body on ids [B, T], without the head: its logits are B × T × vocabulary and nobody asked.
+    def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
+        """The model's body on ids, without the head: its logits are B × T × vocabulary and nobody asked.
 
         The 2-D mask is always passed: without it, transformers guesses packed documents from the position ids.
         Position ids are passed only where an edit or the caller gives some: not every model takes them.
@@ -137,7 +139,7 @@ class Unchanging(Edit):
 
     inner: Edit
 
-    def positions(self, positions: Tensor) -> Tensor:
+    def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
         return self.inner.positions(positions)
 
 
@@ -185,7 +187,13 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
     return [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs.values()]
 
 
-def _refuse_unknown(where: str, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(
+    where: str,
+    query: Float[Tensor, "B H T E"],
+    key: Float[Tensor, "B K keys E"],
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
     unknown = {name: value for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)}
     if unknown:
         raise UnsupportedError(
@@ -204,7 +212,7 @@ def _refuse_unknown(where: str, query: Tensor, key: Tensor, dropout: float, kwar
         )  # fmt: skip
 
 
-def _refuse_selection(where: str, key: Tensor, indices: Tensor | None) -> None:
+def _refuse_selection(where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None) -> None:
     """Sparse attention with an indexer: exact as long as the selection takes every key."""
     if indices is not None and indices.shape[-1] < key.shape[2]:
         raise UnsupportedError(
@@ -214,7 +222,9 @@ def _refuse_selection(where: str, key: Tensor, indices: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def _visible(where: str, mask: Tensor | None) -> tuple[Visibility, Tensor | None]:
+def _visible(
+    where: str, mask: Shaped[Tensor, "#B #H T keys"] | None
+) -> tuple[Visibility, Float[Tensor, "#B #H T keys"] | None]:
     """V(i), and what the mask adds to visible logits, if the model made a mask of its own out of ours."""
     if isinstance(mask, Visibility):
         return mask, None

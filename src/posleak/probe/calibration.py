@@ -18,21 +18,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import CheckError, UnsupportedError
+from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach, body
 from .call import Call
 from .kernel import attend
 from .rows import check_finite
-
-PARITY = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest relative difference to the model's own attention. The rotation is float32 even in float64 models."""
-
-PARTITION = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest difference of log Z, in nats, per nat of the row's largest logit where that is above one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class KernelObserver:
     windows: tuple[int | None, ...] = ()
     learned_sinks: bool = False
 
-    def observe(self, call: Call, out: Tensor) -> None:
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         T, width = call.query.shape[2], call.value.shape[-1]
         positions = torch.arange(T, device=call.query.device)
         keys = positions[torch.unique(torch.linspace(0, T - 1, min(12, width // 2, T)).round().long())]
@@ -99,8 +95,10 @@ class KernelObserver:
         self.windows += (None if seen == T else seen,)
 
 
-def kernel_weights(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel's own weights [B, H, T, X]: on each chosen key, and on that key and all after it together."""
+def kernel_weights(
+    call: Call, keys: Int[Tensor, "chosen"]
+) -> tuple[Float[Tensor, "B H T chosen"], Float[Tensor, "B H T chosen"]]:
+    """The kernel's own weights: on each chosen key, and on that key and all after it together."""
     B, K, T, width = call.value.shape
     positions, X = torch.arange(T, device=keys.device)[:, None], len(keys)
     indicator = call.value.new_zeros(B, K, T, width)
@@ -110,7 +108,7 @@ def kernel_weights(call: Call, keys: Tensor) -> tuple[Tensor, Tensor]:
     return weights[..., :X], weights[..., X : 2 * X]
 
 
-def partition_gap(call: Call, keys: Tensor, weights: Tensor) -> float:
+def partition_gap(call: Call, keys: Int[Tensor, "chosen"], weights: Float[Tensor, "B H T chosen"]) -> float:
     """max |log Z of the rows − (s_ij − log a_ij) of the kernel|, at its heaviest key, over the row's max |s|."""
     rows = torch.arange(0, call.query.shape[2], max(1, call.query.shape[2] // 16), device=call.query.device)
     s = call.logits(rows).double()
@@ -128,8 +126,8 @@ def partition_gap(call: Call, keys: Tensor, weights: Tensor) -> float:
     return float(gap[resolved].max()) if bool(resolved.any()) else 0.0
 
 
-def calibrate(model: PreTrainedModel, ids: Tensor) -> Calibration:
-    """All checks on ids [B, T]; the caller decides what a failure means (`Calibration.require`)."""
+def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
+    """All checks on ids; the caller decides what a failure means (`Calibration.require`)."""
     observer = KernelObserver()
     native = str(model.config._attn_implementation)
     expected = _states(model, ids)
@@ -145,19 +143,20 @@ def calibrate(model: PreTrainedModel, ids: Tensor) -> Calibration:
         learned_sinks=observer.learned_sinks,
         future=observer.future,
         parity=relative_difference(found, expected),
-        parity_bound=PARITY.get(model.dtype, PARITY[torch.bfloat16]),
+        parity_bound=PARITY.of(model.dtype),
         partition=observer.partition,
-        partition_bound=PARTITION.get(model.dtype, PARTITION[torch.bfloat16]),
+        partition_bound=PARTITION.of(model.dtype),
         native=native,
     )
 
 
-def _states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _states(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
     with torch.inference_mode():
-        return body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+        found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+    return found
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
     """max |found − expected| / max |expected|; two zeros agree, and NaN counts as infinite."""
     gap = (found.double() - expected.double()).abs().max()
     relative = gap / expected.double().abs().max() if float(gap) != 0 else gap

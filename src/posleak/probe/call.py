@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .visibility import Visibility
@@ -14,28 +15,28 @@ from .visibility import Visibility
 class Call:
     """Everything that enters the softmax of one attention call.
 
-    query [B, H, T, E] and key [B, K, T, E] arrive after rotation and normalisation; K divides H, and head h reads the
-    key head h // (H / K). s_aux [H]: a learned logit without a value, in every row's denominator. bias [B or 1, H or 1,
-    T, T]: what the model itself adds to the logits (ALiBi, learned relative positions).
+    query and key arrive after rotation and normalisation; K divides H, and head h reads the key head h // (H / K).
+    s_aux: a learned logit without a value, in every row's denominator. bias: what the model itself adds to the logits
+    (ALiBi, learned relative positions).
 
-    The last three are for edits, on queries after position 0:
-    unread [H]: heads that may not read position 0. frozen [B, H]: the share that they read there instead of their own
-    (NaN: their own). virtual [B, H, T]: how much keys that are not there add to log Z; they carry the mean value.
+    The last three are for edits, on queries after position 0, and stay whole where `among` and `of_heads` cut the rest:
+    unread: heads that may not read position 0. frozen: the share that they read there instead of their own (NaN: their
+    own). virtual: how much keys that are not there add to log Z; they carry the mean value.
     """
 
     index: int
     module: torch.nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Float[Tensor, "B H T E"]
+    key: Float[Tensor, "B K T E"]
+    value: Float[Tensor, "B K T Ev"]
     visibility: Visibility
     scaling: float
     softcap: float | None = None
-    s_aux: Tensor | None = None
-    bias: Tensor | None = None
-    unread: Tensor | None = None
-    frozen: Tensor | None = None
-    virtual: Tensor | None = None
+    s_aux: Float[Tensor, "H"] | None = None
+    bias: Float[Tensor, "#B #H T T"] | None = None
+    unread: Bool[Tensor, "_H"] | None = None
+    frozen: Float[Tensor, "B _H"] | None = None
+    virtual: Float[Tensor, "B _H _T"] | None = None
 
     @property
     def heads(self) -> int:
@@ -53,8 +54,8 @@ class Call:
             bias=None if self.bias is None else self.bias[..., at, at],
         )
 
-    def of_heads(self, chosen: Tensor) -> Call:
-        """Only the heads with chosen [H] true, each with its own key head."""
+    def of_heads(self, chosen: Bool[Tensor, "H"]) -> Call:
+        """Only the heads with chosen true, each with its own key head."""
         if bool(chosen.all()):
             return self
         heads = chosen.nonzero().flatten()
@@ -68,8 +69,8 @@ class Call:
             bias=self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, heads],
         )
 
-    def logits(self, rows: Tensor | slice, keys: slice = slice(None)) -> Tensor:
-        """s_ij [B, H, R, keys] of the chosen queries: scaled, soft-capped and biased, not masked; at least float32.
+    def logits(self, rows: Int[Tensor, "P"] | slice, keys: slice = slice(None)) -> Float[Tensor, "B H P keys"]:
+        """s_ij of the chosen queries: scaled, soft-capped and biased, not masked; at least float32.
 
         The query heads of one key head are stacked along the rows, so that one matmul serves them and no key is copied.
         """
@@ -81,8 +82,10 @@ class Call:
         return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
 
 
-def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
-    """[B, H, R, X] @ [B, K, X, Y] -> [B, H, R, Y], where H / K consecutive heads share one of the K."""
+def grouped_matmul(
+    rows: Float[Tensor, "B H P inner"], shared: Float[Tensor, "B K inner outer"]
+) -> Float[Tensor, "B H P outer"]:
+    """rows @ shared, where H / K consecutive heads share one of the K."""
     B, H, R, X = rows.shape
     K = shared.shape[1]
     return (rows.reshape(B, K, (H // K) * R, X) @ shared).view(B, H, R, shared.shape[-1])

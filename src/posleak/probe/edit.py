@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from jaxtyping import Int
 from torch import Tensor
 
 from posleak.inputs import Prompts
@@ -27,11 +28,11 @@ class Edit:
         """Other tokens to read."""
         return prompts
 
-    def reads(self, ids: Tensor) -> None:
-        """Told what the next forward pass reads, ids [B, T]."""
+    def reads(self, ids: Int[Tensor, "B T"]) -> None:
+        """Told what the next forward pass reads."""
 
-    def positions(self, positions: Tensor) -> Tensor:
-        """Other position ids [B, T]."""
+    def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+        """Other position ids."""
         return positions
 
     @contextmanager

@@ -5,8 +5,11 @@ Neither path holds more than (block × T) weights per head, so memory grows with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .call import Call, grouped_matmul
@@ -14,9 +17,9 @@ from .call import Call, grouped_matmul
 BLOCK = 256
 
 
-def attend(call: Call) -> Tensor:
-    """softmax(s) v, [B, H, T, Ev], in the dtype of the values; edits of it in closed form."""
-    out = _with_origin_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
+def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
+    """softmax(s) v, in the dtype of the values; edits of it in closed form."""
+    out = _with_first_key_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
     if call.virtual is None:
         return out
     kept = torch.exp(-call.virtual)[..., None].to(out)
@@ -24,7 +27,7 @@ def attend(call: Call) -> Tensor:
     return kept * out + (1 - kept) * mean.repeat_interleave(call.heads // mean.shape[1], dim=1)
 
 
-def _attend(call: Call) -> Tensor:
+def _attend(call: Call) -> Float[Tensor, "B H T Ev"]:
     if call.softcap is not None or call.s_aux is not None or call.bias is not None:
         return _blocks(call, _explicit)
     if call.visibility.causal:
@@ -32,7 +35,7 @@ def _attend(call: Call) -> Tensor:
     return _blocks(call, _fused_block)
 
 
-def _with_origin_edited(call: Call) -> Tensor:
+def _with_first_key_edited(call: Call) -> Float[Tensor, "B H T Ev"]:
     """Position 0 left out of the softmax of later queries, by leaving it out of the keys.
 
     Exact, and at the cost of the plain kernel: a head goes through it once, with position 0 or without. Taking a_i0 v_0
@@ -57,14 +60,20 @@ def _with_origin_edited(call: Call) -> Tensor:
     return out
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def _fused(
+    query: Float[Tensor, "B H P E"],
+    key: Float[Tensor, "B K keys E"],
+    value: Float[Tensor, "B K keys Ev"],
+    mask: Bool[Tensor, "#B 1 P keys"] | None,
+    scaling: float,
+) -> Float[Tensor, "B H P Ev"]:
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
     )
 
 
-def _blocks(call: Call, attend_block) -> Tensor:  # type: ignore[no-untyped-def]
+def _blocks(call: Call, attend_block: Callable[[Call, slice, slice, Tensor], Tensor]) -> Float[Tensor, "B H T Ev"]:
     """Blocks of queries against the span of keys that any of them sees; a query that sees nothing returns zeros."""
     B, H, T, _ = call.query.shape
     out = call.value.new_zeros(B, H, T, call.value.shape[-1])
@@ -76,11 +85,13 @@ def _blocks(call: Call, attend_block) -> Tensor:  # type: ignore[no-untyped-def]
     return out
 
 
-def _fused_block(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tensor:
+def _fused_block(
+    call: Call, queries: slice, keys: slice, seen: Bool[Tensor, "#B 1 P keys"]
+) -> Float[Tensor, "B H P Ev"]:
     return _fused(call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys], seen, call.scaling)
 
 
-def _explicit(call: Call, queries: slice, keys: slice, seen: Tensor) -> Tensor:
+def _explicit(call: Call, queries: slice, keys: slice, seen: Bool[Tensor, "#B 1 P keys"]) -> Float[Tensor, "B H P Ev"]:
     """The softmax written out, for soft-caps, learned sink logits and biases, which fused kernels do not all take."""
     s = call.logits(queries, keys).masked_fill_(~seen, -torch.inf)
     if call.s_aux is not None:

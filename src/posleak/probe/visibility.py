@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function
@@ -27,13 +28,13 @@ MOVES = (torch.ops.aten._to_copy, torch.ops.aten.to)
 
 
 class Visibility(torch.Tensor):
-    """The visible keys of every query: `rule`, restricted to the keys that `padding` [B, T] keeps.
+    """The visible keys of every query: `rule`, restricted to the keys that `padding` keeps.
 
     `causal` says that the rule is the plain causal one without padding, for which kernels need no mask at all.
     """
 
     rule: Rule
-    padding: Tensor | None
+    padding: Bool[Tensor, "B keys"] | None
     causal: bool
     _kept: dict[object, Any]
 
@@ -42,7 +43,7 @@ class Visibility(torch.Tensor):
         cls,
         shape: Sequence[int],
         rule: Rule = causal_mask_function,
-        padding: Tensor | None = None,
+        padding: Bool[Tensor, "B keys"] | None = None,
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> Visibility:
@@ -52,7 +53,7 @@ class Visibility(torch.Tensor):
         self,
         shape: Sequence[int],
         rule: Rule = causal_mask_function,
-        padding: Tensor | None = None,
+        padding: Bool[Tensor, "B keys"] | None = None,
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -62,14 +63,14 @@ class Visibility(torch.Tensor):
         kind = "causal" if self.causal else "rule"
         return f"Visibility({kind}, shape={tuple(self.shape)}, padded={self.padding is not None})"
 
-    def rows(self, queries: Tensor, keys: slice = slice(None)) -> Tensor:
-        """bool [B or 1, 1, R, keys]: the keys that the queries at these positions may see, of all keys or a span."""
+    def rows(self, queries: Int[Tensor, "P"], keys: slice = slice(None)) -> Bool[Tensor, "#B 1 P keys"]:
+        """The keys that the queries at these positions may see, of all keys or a span."""
         batch = self.shape[0]
         rule = self.rule if self.padding is None else and_masks(self.rule, padding_mask_function(self.padding))
         b = torch.arange(batch if self.padding is not None else 1, device=self.device)[:, None, None, None]
         h = torch.zeros(1, dtype=torch.long, device=self.device)[:, None, None]
         j = torch.arange(self.shape[3], device=self.device)[keys]
-        seen = rule(b, h, queries.to(self.device)[:, None], j)
+        seen: Tensor = rule(b, h, queries.to(self.device)[:, None], j)
         return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), len(j))
 
     def kept(self, name: object, make: Callable[[], Kept]) -> Kept:
@@ -116,7 +117,7 @@ class Visibility(torch.Tensor):
             lambda: Visibility(self.shape, self.rule, padding, self.causal, device),
         )
 
-    def dense(self) -> Tensor:
+    def dense(self) -> Bool[Tensor, "B 1 T keys"]:
         """The real boolean tensor, for models that compute with their mask."""
         return self.rows(torch.arange(self.shape[2])).expand(self.shape[0], 1, -1, -1)
 
@@ -132,8 +133,10 @@ class Visibility(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-def read_mask(mask: Tensor) -> tuple[Visibility, Tensor | None] | None:
-    """A mask that the model computed, (B, 1 or H, T, T): the visible keys, and what it adds to the logits of others.
+def read_mask(
+    mask: Shaped[Tensor, "B #H T keys"],
+) -> tuple[Visibility, Float[Tensor, "B #H T keys"] | None] | None:
+    """A mask that the model computed, one or one per head: the visible keys, and what it adds to the logits of others.
 
     Boolean: visible or not. Floating: the dtype's lowest number hides a key, and anything else is a bias. None where
     heads of one layer see different keys, which has no rule.
@@ -159,7 +162,7 @@ def visibility_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Rule = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Bool[Tensor, "B keys"] | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     device: torch.device | str = "cpu",

@@ -18,18 +18,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from posleak.leakage import Estimate
 from posleak.runs.folder import write_atomically
-from posleak.runs.spec import slug
+from posleak.runs.record import slug
+from posleak.show.colours import LIGHT
 
-from .figures import RATIOS, defined, every_part
-from .sources import Source
+from .figures import RATIOS, every_part, forest_rows
+from .gather import Shown
 from .tables import tables
 from .view import View, view
 
-COLOURS = {
-    "total": "#40474e", "mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73", "residual": "#a05a00",
-    "scaling": "#d55e00",
-}  # fmt: skip
 STYLE: Any = {
     "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
     "legend.frameon": False, "lines.linewidth": 1.2, "svg.fonttype": "none", "svg.hashsalt": "posleak",
@@ -39,14 +37,14 @@ WIDTH = 6.75
 """Inches: the text width of most two-column papers."""
 
 
-def write_assets(found: Sequence[Source], folder: Path) -> list[Path]:
+def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
     """All figures and tables; the files that were written."""
     written = list[Path]()
     for name, rows in tables(found).items():
         table = pa.Table.from_pylist(rows)
         written.append(_write(folder / f"{name}.csv", partial(_csv, table)))
         written.append(_write(folder / f"{name}.parquet", partial(_parquet, table)))
-    for name, figure in figures([view(source, 0) for source in found]):
+    for name, figure in figures([view(shown, 0) for shown in found]):
         written += [_write(folder / f"{name}.{suffix}", partial(_save, figure, suffix)) for suffix in FORMATS]
     return written
 
@@ -70,15 +68,15 @@ def _save(figure: Figure, suffix: str, path: Path) -> None:
 
 
 def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
-    """Names and figures; with several runs the name ends with the run's."""
+    """Names and figures; with several runs each name ends with the run's number and label."""
     for k, each in enumerate(views):
         suffix = f"-{k + 1}-{slug(each.label)}" if len(views) > 1 else ""
         yield f"depth{suffix}", _figure(depth, each, (WIDTH, 4.6))
         yield f"heads{suffix}", _figure(heads, each, (WIDTH, 1.2 + 0.09 * each.heads["shape"][0]))
         if each.origin is not None:
             yield f"position-0{suffix}", _figure(position_0, each, (WIDTH, 2.4))
-        if each.edits:
-            yield f"edits{suffix}", _figure(edits, each, (WIDTH, 0.8 + 0.42 * len(each.edits)))
+        if each.edited:
+            yield f"edits{suffix}", _figure(edits, each, (WIDTH, 0.8 + 0.42 * len(each.edited)))
     if len(views) > 1:
         with matplotlib.rc_context(STYLE):
             figure = _blank((WIDTH, 0.8 + 0.5 * len(views)))
@@ -105,22 +103,22 @@ def depth(figure: Figure, each: View) -> None:
     top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
     axes = top.subplots()
     for name in ("total", *each.parts):
-        _band(axes, each.layers["all"]["power"][name], COLOURS[name], name)
+        _band(axes, each.layers.numbers["all"].power[name], LIGHT[name], name)
     axes.axhline(0, color="#999999", linewidth=0.5)
     axes.set(
         xlabel="layer", ylabel="power, nats²", title=_text(f"{each.label}, n = {each.prompts}, {each.length} tokens")
     )
     axes.legend(ncols=5, loc="upper right")
     left, right = below.subplots(1, 2)
-    _band(left, each.layers["all"]["stabilisation"], COLOURS["sink"], no_effect=1.0)
+    _band(left, each.layers.numbers["all"].stabilisation, LIGHT["sink"], no_effect=1.0)
     left.axhline(1, color="#999999", linewidth=0.5, linestyle=":")
     left.set(xlabel="layer", ylabel="stabilisation, times", yscale="log")
-    _band(right, each.layers["sink_attention"], COLOURS["sink"])
+    _band(right, each.layers.sink_attention, LIGHT["sink"])
     right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
 
 
-def _band(axes: Axes, estimate: dict[str, Any], colour: str, label: str | None = None, no_effect: float = 0.0) -> None:
-    value, low, high = (np.array(estimate[name], dtype=float) for name in ("value", "low", "high"))
+def _band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, no_effect: float = 0.0) -> None:
+    value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value))
     axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(x, value, color=colour, label=label)
@@ -137,7 +135,7 @@ def heads(figure: Figure, each: View) -> None:
     names = ("total", *each.parts)
     for axes, name in zip(figure.subplots(1, len(names), sharey=True), names, strict=True):
         value, low, high = np.moveaxis(numbers[columns.index(("all", "power", name))], -1, 0)
-        ramp = matplotlib.colors.LinearSegmentedColormap.from_list(name, ["#f5f6f7", COLOURS[name]])
+        ramp = matplotlib.colors.LinearSegmentedColormap.from_list(name, ["#f5f6f7", LIGHT[name]])
         top = float(np.nanquantile(value, 0.98)) if np.isfinite(value).any() else 1.0
         shown = axes.imshow(value, cmap=ramp, norm=matplotlib.colors.PowerNorm(0.5, 0, max(top, 1e-12)), aspect="auto")
         unsure = np.argwhere((low <= 0) & (high >= 0))
@@ -152,18 +150,17 @@ def heads(figure: Figure, each: View) -> None:
 def position_0(figure: Figure, each: View) -> None:
     assert each.origin is not None
     left, right = figure.subplots(1, 2)
-    path, portrait = each.origin["trajectory"], each.origin["portrait"]
-    x = np.arange(len(path["norm"]))
-    left.fill_between(x, portrait["norm"][0], portrait["norm"][2], color=COLOURS["mask"], alpha=0.25, linewidth=0)
-    left.plot(x, portrait["norm"][1], color=COLOURS["mask"], label=f"{portrait['n']} first tokens")
-    left.plot(x, path["norm"], color=COLOURS["sink"], label=_text(path["spelled"] or f"token {path['token']}"))
-    left.plot(x, path["body"]["median_norm"], ":", color="#777777", label="ordinary positions")
+    path, many, body = each.origin.trajectory, each.origin.portrait, each.origin.trajectory.body
+    x = np.arange(len(path.norm))
+    left.fill_between(x, many.norm[0], many.norm[2], color=LIGHT["mask"], alpha=0.25, linewidth=0)
+    left.plot(x, many.norm[1], color=LIGHT["mask"], label=f"{many.n} first tokens")
+    left.plot(x, path.norm, color=LIGHT["sink"], label=_text(path.spelled or f"token {path.token}"))
+    left.plot(x, body.median_norm, ":", color="#777777", label="ordinary positions")
     left.set(yscale="log", xlabel="depth", ylabel="norm of the state")
     left.legend()
-    among = {name: np.array(portrait["among"][name], dtype=float) for name in ("value", "low", "high")}
-    right.fill_between(x, among["low"], among["high"], color=COLOURS["mask"], alpha=0.25, linewidth=0)
-    right.plot(x, among["value"], color=COLOURS["mask"], label="among first tokens")
-    right.plot(x, path["body"]["alike"], ":", color="#777777", label="among ordinary positions")
+    right.fill_between(x, many.among.low, many.among.high, color=LIGHT["mask"], alpha=0.25, linewidth=0)
+    right.plot(x, many.among.value, color=LIGHT["mask"], label="among first tokens")
+    right.plot(x, body.alike, ":", color="#777777", label="among ordinary positions")
     right.set(ylim=(-0.05, 1.05), xlabel="depth", ylabel="mean cosine")
     right.legend(loc="lower right")
 
@@ -172,23 +169,23 @@ def edits(figure: Figure, each: View) -> None:
     """The forest plot: power after / before, on a log axis around no change."""
     axes = figure.subplots()
     seen = set[str]()
-    for row, edit in enumerate(each.edits):
-        for rank, (name, cell) in enumerate(defined(edit["ratios"]).items()):
-            colour, y = COLOURS[name.split(",")[0]], row + 0.18 * (rank - (len(edit["ratios"]) - 1) / 2)
-            ends = [max(x, 0.02) for x in (cell["low"], cell["high"]) if x is not None]
-            axes.plot(ends, [y] * len(ends), color=colour, linewidth=1)
-            mark = "<" if cell["value"] < 0.02 else "D" if "early" in name else "o"
-            face = colour if "early" in name else "white"
-            label = name if name not in seen else None
-            axes.plot(max(cell["value"], 0.02), y, mark, color=colour, markerfacecolor=face, markersize=4, label=label)
-            seen.add(name)
+    for y, _, kept in forest_rows(each):
+        ratio, early, colour = kept.ratio, kept.queries == "early", LIGHT[kept.component]
+        if not np.isnan(ratio.low):
+            axes.plot(np.maximum([ratio.low, ratio.high], 0.02), [y, y], color=colour, linewidth=1)
+        mark = "<" if ratio.value < 0.02 else "D" if early else "o"
+        label = kept.name if kept.name not in seen else None
+        face = colour if early else "white"
+        axes.plot(np.maximum(ratio.value, 0.02), y, mark, color=colour, markerfacecolor=face, markersize=4, label=label)
+        seen.add(kept.name)
     axes.axvline(1, color="#777777", linewidth=0.6, linestyle=":")
-    axes.set(xscale="log", xlabel="power after / before the edit", ylim=(len(each.edits) - 0.4, -0.6))
+    axes.set(xscale="log", xlabel="power after / before the edit", ylim=(len(each.edited) - 0.4, -0.6))
     low, high = axes.get_xlim()
     ticks = {x: text for x, text in RATIOS.items() if low <= x <= high}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xticks([], minor=True)
-    axes.set_yticks(range(len(each.edits)), [edit["about"] for edit in each.edits])
+    names = [_text(result.edited.about) for result in each.edited if result.edited is not None]
+    axes.set_yticks(range(len(names)), names)
     if seen:
         figure.legend(ncols=4, loc="outside upper center")
 
@@ -201,13 +198,12 @@ def balance(figure: Figure, views: Sequence[View]) -> None:
             if name not in each.parts:
                 continue
             cell, y = each.answer["all"][name], k + 0.2 * (rank - 1)
-            if cell["value"] is None:
-                axes.text(0, y, "n.s.", fontsize=6, color=COLOURS[name], va="center")
+            if np.isnan(cell.value):
+                axes.text(0, y, "n.s.", fontsize=6, color=LIGHT[name], va="center")
                 continue
-            axes.plot([cell["low"], cell["high"]], [y, y], color=COLOURS[name])
-            axes.plot(
-                cell["value"], y, "o", color=COLOURS[name], markersize=4, label=name if name not in seen else None
-            )
+            axes.plot([cell.low, cell.high], [y, y], color=LIGHT[name])
+            label = name if name not in seen else None
+            axes.plot(cell.value, y, "o", color=LIGHT[name], markersize=4, label=label)
             seen.add(name)
     axes.axvline(0, color="#777777", linewidth=0.6)
     axes.set(xlabel="share of the total, all queries", ylim=(len(views) - 0.5, -0.5))
@@ -218,5 +214,5 @@ def balance(figure: Figure, views: Sequence[View]) -> None:
 
 
 def _text(text: str) -> str:
-    """matplotlib reads $ as mathematics: shown as it is. Characters that no font has are spelled out."""
+    """Text for matplotlib, which reads $ as mathematics: $ is escaped, and unprintable characters are spelled out."""
     return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))

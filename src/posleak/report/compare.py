@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import PARTS
-from posleak.leakage import Bootstrap, Estimate
-from posleak.leakage.power import Array, unbiased
+from posleak.leakage import Bootstrap, Estimate, Sampled
 from posleak.leakage.summary import Grams
-from posleak.plain import plain
 from posleak.runs import Run
+from posleak.typed import plain
 
-from .sources import Refused, Source, gather, require_some
+from .gather import Refused, Shown, gather, require_some
 
 QUERIES = ("all", "early")
 QUANTITIES = {
@@ -28,12 +27,7 @@ QUANTITIES = {
     "stabilisation": "times", "sink_attention": "share",
 }  # fmt: skip
 """Columns of the balance and their units; `total` and `residual` are powers, mask, drift and sink shares of the total,
-`sink_attention` the mean attention of reference queries to position 0 (it has no early queries)."""
-
-SAME_PROMPTS = ("source", "length", "seed", "vocabulary_sha256", "method", "constant_id", "text_sha256", "ids_sha256")
-
-Samples = tuple[float, Array]
-"""A number, and the same number of every resample; NaN where it is not defined."""
+`sink_attention` the mean attention of reference queries to position 0 (not defined for early queries)."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,14 @@ class Comparison:
         """The JSON contract of `posleak compare --json` (docs/report.md)."""
         records = [
             {"run": self.labels[row.run], "minus": None if row.minus is None else self.labels[row.minus],
-             "queries": row.queries, "paired": row.paired, **{n: plain(cell) for n, cell in row.cells.items()}}
+             "queries": row.queries, "paired": row.paired, **row.cells}
             for row in self.rows
         ]  # fmt: skip
         refused = [{"run": each.name, "reason": each.reason} for each in self.refused]
-        return {"runs": self.facts, "units": QUANTITIES, "rows": records, "refused": refused, "notes": self.notes}
+        found: dict[str, Any] = plain(
+            {"runs": self.facts, "units": QUANTITIES, "rows": records, "refused": refused, "notes": self.notes}
+        )
+        return found
 
 
 def compare(runs: Iterable[Run | str | Path]) -> Comparison:
@@ -80,99 +77,64 @@ def compare(runs: Iterable[Run | str | Path]) -> Comparison:
     return comparison(found, refused)
 
 
-def comparison(found: Sequence[Source], refused: Sequence[Refused] = ()) -> Comparison:
+def comparison(found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Comparison:
     """The first run is what the others are compared with."""
     first, others = found[0], found[1:]
-    rows, grams = list[Row](), [{q: _grams(s, q == "early") for q in QUERIES} for s in found]
+    rows, grams = list[Row](), [{q: s.run.grams[q].averaged((0, 1)) for q in QUERIES} for s in found]
     for queries in QUERIES:
-        own = [_numbers(s, grams[k][queries], queries, 0) for k, s in enumerate(found)]
-        rows += [Row(k, queries, _estimates(numbers, found[k].prompts)) for k, numbers in enumerate(own)]
+        own = [_numbers(s.run, grams[k][queries], queries, 0) for k, s in enumerate(found)]
+        rows += [Row(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
         for k, other in enumerate(others, start=1):
-            paired = same_prompts(first, other)
-            drawn = own[k] if paired else _numbers(other, grams[k][queries], queries, k)
-            differences = {name: _minus(drawn[name], own[0][name]) for name in drawn}
-            rows.append(Row(k, queries, _estimates(differences, min(first.prompts, other.prompts)), 0, paired))
+            paired = same_prompts(first.run, other.run)
+            drawn = own[k] if paired else _numbers(other.run, grams[k][queries], queries, k)
+            differences = {name: drawn[name] - own[0][name] for name in drawn}
+            rows.append(Row(k, queries, _estimates(differences), 0, paired))
     return Comparison([s.label for s in found], [facts(s) for s in found], rows, list(refused), _notes(found))
 
 
-def same_prompts(one: Source, other: Source) -> bool:
-    """Did the two runs read the same tokens, but for what stands at position 0?"""
-    a, b = one.run.record, other.run.record
-    if one.prompts != other.prompts or a["spec"]["seed"] != b["spec"]["seed"]:
-        return False
-    return all(a["inputs"].get(name) == b["inputs"].get(name) for name in SAME_PROMPTS)
+def same_prompts(one: Run, other: Run) -> bool:
+    """Did the two runs read the same tokens, apart from position 0?"""
+    return one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
 
 
-def facts(source: Source) -> dict[str, Any]:
-    record, spec = source.run.record, source.run.record["spec"]
-    identity = record["identity"]
+def facts(shown: Shown) -> dict[str, Any]:
+    run, identity, spec = shown.run, shown.run.record.identity, shown.run.record.spec
     return {
-        "label": source.label, "model": identity["name"], "architecture": identity["architecture"],
-        "layers": source.run.data.sizes["layer"], "heads": identity["heads"], "dtype": identity["dtype"],
-        "quantisation": identity["quantisation"], "windows": sorted({w for w in identity["windows"] if w is not None}),
-        "inputs": spec["inputs"], "first_token": record["inputs"]["first_token"], "length": spec["length"],
-        "prompts": source.prompts, "seed": spec["seed"], "edits": spec["edits"], "partial": source.partial,
-        "run": None if source.run.path is None else str(source.run.path),
+        "label": shown.label, "model": identity.name, "architecture": identity.architecture,
+        "layers": run.data.sizes["layer"], "heads": identity.heads, "dtype": identity.dtype,
+        "quantisation": identity.quantisation, "windows": identity.spans, "inputs": spec.inputs,
+        "first_token": run.record.inputs.first_token, "length": spec.length, "prompts": run.prompts,
+        "seed": spec.seed, "edits": list(spec.edits), "partial": shown.partial,
+        "run": None if run.path is None else str(run.path),
     }  # fmt: skip
 
 
-def _grams(source: Source, early: bool) -> Grams:
-    return Grams.of(source.run.data, early).averaged((0, 1))
-
-
-def _numbers(source: Source, grams: Grams, queries: str, stream: int) -> dict[str, Samples]:
-    """Every quantity with its resamples; `stream` 0 is the run's own, so that its intervals are those of the run."""
-    bootstrap = Bootstrap.of(source.prompts, source.run.record["spec"]["seed"] + 7919 * stream)
-    own, shared = grams.own, grams.with_total
+def _numbers(run: Run, grams: Grams, queries: str, stream: int) -> dict[str, Sampled]:
+    """Every quantity with its resamples; with `stream` 0 they are the run's own, with others they are independent."""
+    bootstrap = Bootstrap.of(run.prompts, run.record.spec.seed + 7919 * stream)
+    power = {name: bootstrap.inner(gram) for name, gram in grams.own.items()}
     found = {
-        "total": _power(bootstrap, own["total"]),
-        "residual": _power(bootstrap, own["residual"]),
-        **{name: _ratio(bootstrap, shared[name], own["total"]) for name in PARTS},
-        "stabilisation": _ratio(bootstrap, own["mask_without_sink"], own["mask"]),
+        "total": power["total"],
+        "residual": power["residual"],
+        **{name: bootstrap.inner(grams.with_total[name]).over(power["total"]) for name in PARTS},
+        "stabilisation": power["mask_without_sink"].over(power["mask"]),
     }
     if queries == "all":
-        found["sink_attention"] = _mean(bootstrap, source)
+        found["sink_attention"] = bootstrap.mean(np.nanmean(run.data["sink_attention"].values, axis=(1, 2)))
     return found
 
 
-def _power(bootstrap: Bootstrap, gram: Array) -> Samples:
-    return float(unbiased(gram)), bootstrap.inner(gram)
+def _estimates(numbers: dict[str, Sampled]) -> dict[str, Estimate]:
+    return {name: number.estimate for name, number in numbers.items()}
 
 
-def _ratio(bootstrap: Bootstrap, above: Array, below: Array) -> Samples:
-    """As `Bootstrap.ratio` does it: NaN where the denominator is not clearly above 0."""
-    estimate = bootstrap.ratio(above, below)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        samples = bootstrap.inner(above) / bootstrap.inner(below)
-    clear = np.isfinite(estimate.value)
-    return float(estimate.value), np.where(np.isfinite(samples), samples, 0.0) if clear else np.full_like(
-        samples, np.nan
-    )
-
-
-def _mean(bootstrap: Bootstrap, source: Source) -> Samples:
-    x = np.nanmean(source.run.data["sink_attention"].values, axis=(1, 2))  # [B]
-    return float(x.mean()), bootstrap.weights @ x / bootstrap.weights.sum(1)
-
-
-def _minus(one: Samples, other: Samples) -> Samples:
-    return one[0] - other[0], one[1] - other[1]
-
-
-def _estimates(numbers: dict[str, Samples], n: int) -> dict[str, Estimate]:
-    blank = Bootstrap.of(n, 0, resamples=2)
-    return {
-        name: Estimate(np.asarray(value), *blank.interval(samples), n=n) for name, (value, samples) in numbers.items()
-    }
-
-
-def _notes(found: Sequence[Source]) -> list[str]:
+def _notes(found: Sequence[Shown]) -> list[str]:
     """What a reader of differences must know: powers depend on where they were measured."""
-    specs = [s.run.record["spec"] for s in found]
+    specs = [s.run.record.spec for s in found]
     notes = [
-        f"{name} differ{'s' if name != 'prompts' else ''} between the runs ({', '.join(str(v) for v in values)})"
+        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(str(v) for v in values)})"
         for name in ("length", "inputs", "density")
-        if len(values := sorted({spec[name] for spec in specs})) > 1
+        if len(values := sorted({getattr(spec, name) for spec in specs})) > 1
     ]
-    dtypes = sorted({s.run.record["identity"]["dtype"] for s in found})
+    dtypes = sorted({s.run.record.identity.dtype for s in found})
     return [*notes, *([f"dtype differs between the runs ({', '.join(dtypes)})"] if len(dtypes) > 1 else [])]

@@ -1,22 +1,22 @@
 """The curves of every head, with intervals over prompts: what the page draws when a head is chosen.
 
 mean        E over prompts, mean over offsets, of each component at each query; the parts add up to the total
-power       its unbiased power at each query, mean over offsets: what opposite signs at different offsets hide
+power       unbiased power of each component at each query, mean over offsets: shows also what cancels in the mean
 attention   a_i0 by query
 early, late mean logit by offset, over the queries before 32 and over the reference queries
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
 
+from posleak.arrays import Array
 from posleak.axes import EARLY, LAYER, PARTS, SCALING
 from posleak.leakage import Bootstrap, Estimate, component
-from posleak.leakage.power import Array, gram_matrix
+from posleak.leakage.power import gram_matrix
 
 
 def parts(data: xr.Dataset) -> tuple[str, ...]:
@@ -26,16 +26,15 @@ def parts(data: xr.Dataset) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Curves:
-    """mean, power: for each shown component [L, H, Q]; attention [L, H, Q]; early, late [L, H, D], None where the run
-    has no logits (a run that an earlier posleak wrote)."""
+    """mean, power: for each shown component [L, H, Q]; attention [L, H, Q]; early, late [L, H, D]."""
 
     queries: list[int]
     offsets: list[int]
     mean: dict[str, Estimate]
     power: dict[str, Estimate]
     attention: Estimate
-    early: Estimate | None
-    late: Estimate | None
+    early: Estimate
+    late: Estimate
 
 
 def curves(data: xr.Dataset, seed: int) -> Curves:
@@ -43,38 +42,32 @@ def curves(data: xr.Dataset, seed: int) -> Curves:
     bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
     layers = [data.isel({LAYER: [layer]}) for layer in range(data.sizes[LAYER])]
     found = [_parts(layer, bootstrap) for layer in layers]
-    logits = [_logits(layer, bootstrap) for layer in layers] if "logit" in data else None
+    logits = [_logits(layer, bootstrap) for layer in layers]
     return Curves(
         queries=data["query"].values.tolist(), offsets=data["offset"].values.tolist(),
-        mean={name: _stacked(mean[name] for mean, _ in found) for name in found[0][0]},
-        power={name: _stacked(power[name] for _, power in found) for name in found[0][1]},
-        attention=_stacked(bootstrap.mean(layer["attention_0"].values) for layer in layers),
-        early=None if logits is None else _stacked(early for early, _ in logits),
-        late=None if logits is None else _stacked(late for _, late in logits),
+        mean={name: Estimate.concatenate([mean[name] for mean, _ in found]) for name in found[0][0]},
+        power={name: Estimate.concatenate([power[name] for _, power in found]) for name in found[0][1]},
+        attention=Estimate.concatenate([bootstrap.mean(layer["attention_0"].values).estimate for layer in layers]),
+        early=Estimate.concatenate([early for early, _ in logits]),
+        late=Estimate.concatenate([late for _, late in logits]),
     )  # fmt: skip
 
 
 def _parts(layer: xr.Dataset, bootstrap: Bootstrap) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     x = {name: component(layer, name).values for name in ("total", *parts(layer))}  # [B, 1, H, Q, D]
-    mean = {name: bootstrap.mean(nan_mean(values, -1)) for name, values in x.items()}
-    return mean, {name: bootstrap.inner_product(gram_matrix(values, values)) for name, values in x.items()}
+    mean = {name: bootstrap.mean(nan_mean(values, -1)).estimate for name, values in x.items()}
+    return mean, {name: bootstrap.inner(gram_matrix(values, values)).estimate for name, values in x.items()}
 
 
 def _logits(layer: xr.Dataset, bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
     """s_i(δ) = drift + renormalisation + logit, averaged over the early queries that have a key there; and s_r(δ)."""
     s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
     s = s.transpose("prompt", "layer", "head", "query", "offset").sel(query=layer["query"] < EARLY)
-    return bootstrap.mean(nan_mean(s.values, -2)), bootstrap.mean(layer["logit"].values)
+    return bootstrap.mean(nan_mean(s.values, -2)).estimate, bootstrap.mean(layer["logit"].values).estimate
 
 
 def nan_mean(x: Array, axis: int) -> Array:
-    """The mean of what is there; NaN where nothing is."""
+    """The mean of the finite numbers; NaN where there is none."""
     there = np.isfinite(x)
     with np.errstate(invalid="ignore"):
-        return np.where(there, x, 0.0).sum(axis) / there.sum(axis)
-
-
-def _stacked(layers: Iterator[Estimate]) -> Estimate:
-    every = list(layers)
-    value, low, high = (np.concatenate([getattr(e, name) for e in every]) for name in ("value", "low", "high"))
-    return Estimate(value, low, high, every[0].n)
+        return np.asarray(np.where(there, x, 0.0).sum(axis) / there.sum(axis))

@@ -6,35 +6,31 @@ import re
 from collections.abc import Callable
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from posleak.leakage import Estimate
-from posleak.plain import plain
+from posleak.show import numbers, terminal
+from posleak.show.words import QUERIES as TITLES
 
-from . import words
-from .compare import QUANTITIES, Comparison, Row
+from .compare import QUANTITIES, QUERIES, Comparison, Row
 
 HEADS = {
     "total": "total, nats²", "residual": "residual, nats²", "mask": "mask", "drift": "drift", "sink": "sink",
     "stabilisation": "stabilisation", "sink_attention": "attention to 0",
 }  # fmt: skip
-QUERIES = {"all": "all queries", "early": "early queries (i < 32)"}
 LEGEND = (
     "mask, drift and sink are shares of the total; 95% bootstrap intervals over prompts; – not defined or not clearly "
     "above 0; * the interval of a difference does not contain 0"
 )
 
 
-def terminal(found: Comparison) -> RenderableType:
+def as_table(found: Comparison) -> RenderableType:
     """Two blocks, all and early queries; the interval stands below its number, so that it fits a terminal."""
     parts: list[RenderableType] = []
-    for queries, title in QUERIES.items():
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title=title)
-        table.title_justify = "left"
-        table.add_column("run")
-        for name in HEADS.values():
-            table.add_column(name.replace(", ", "\n"), justify="right", no_wrap=True)
+    heads = [name.replace(", ", "\n") for name in HEADS.values()]
+    for queries in QUERIES:
+        table = terminal.table(["run", *heads], right=heads, wrap=["run"])
+        table.title, table.title_justify = TITLES[queries], "left"
         for row in rows_of(found, queries):
             cells = [_two_lines(row, name) for name in HEADS]
             table.add_row(Text(row_name(found, row), style="" if row.minus is None else "italic"), *cells)
@@ -89,12 +85,11 @@ def _clear(row: Row, cell: Estimate) -> bool:
 def row_pieces(row: Row, name: str) -> tuple[str, str]:
     """The number, signed and starred in a difference, and its interval."""
     if name not in row.cells:
-        return words.NAN, ""
+        return numbers.NAN, ""
     cell, unit = row.cells[name], "" if row.minus is not None and QUANTITIES[name] == "times" else QUANTITIES[name]
-    record = plain(cell)
-    sign = "+" if row.minus is not None and (record["value"] or 0) > 0 else ""
+    sign = "+" if row.minus is not None and cell.value > 0 else ""
     star = "*" if _clear(row, cell) else ""
-    return f"{sign}{words.shown(record['value'], unit)}{star}", words.interval(record, unit)
+    return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
 
 
 def _text(row: Row, name: str) -> str:

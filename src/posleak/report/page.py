@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,18 +17,17 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
-from posleak.plain import plain
 from posleak.runs import Run
 from posleak.runs.folder import write_atomically
+from posleak.show import numbers, words
+from posleak.show.colours import style_sheet
+from posleak.typed import plain
 
-from . import words
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, run_figures
-from .formats import HEADS, QUERIES, row_name, row_pieces
-from .sources import Refused, Source, gather, require_some
+from .formats import HEADS, row_name, row_pieces
+from .gather import Refused, Shown, gather, require_some
 from .view import MOST_CURVES, View, view
-
-MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not applicable": "–"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Page:
     refused: list[Refused]
 
     @classmethod
-    def of(cls, found: Sequence[Source], refused: Sequence[Refused] = ()) -> Page:
-        views = [view(source, MOST_CURVES // len(found)) for source in found]
+    def of(cls, found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Page:
+        views = [view(shown, MOST_CURVES // len(found)) for shown in found]
         several = len(found) > 1
         return cls(
             views, [run_figures(each) for each in views], comparison(found, refused) if several else None,
@@ -52,8 +52,8 @@ class Page:
     def data(self) -> dict[str, Any]:
         """What the page's script reads."""
         runs = [
-            {"label": v.label, "length": v.length, "parts": v.parts, "windows": v.windows, "heads": v.heads,
-             "curves": v.curves, "figures": figures, "origin": _pictures(v)}
+            {"label": v.label, "length": v.length, "parts": v.parts, "windows": v.record.calibration.windows,
+             "heads": v.heads, "curves": v.curves, "figures": figures, "origin": _origin(v)}
             for v, figures in zip(self.views, self.figures, strict=True)
         ]  # fmt: skip
         found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})
@@ -61,14 +61,12 @@ class Page:
 
     def html(self) -> str:
         """The page."""
-        return str(
-            environment()
-            .get_template("page.html.j2").render(
-                page=self, version=__version__, data=script_json(self.data()), style=_static("page.css"),
-                script=_static("page.js"), plotly=Markup(plotly.offline.get_plotlyjs()), words=words,
-                marks=MARKS, heads=HEADS, queries=QUERIES, row_name=row_name, row_pieces=row_pieces,
-                all_parts=every_part(self.views),
-            )
+        template = environment().get_template("page.html.j2")
+        return template.render(
+            page=self, version=__version__, data=script_json(self.data()),
+            style=Markup(style_sheet()) + _static("page.css"), script=_static("page.js"),
+            plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
+            row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views),
         )  # fmt: skip
 
 
@@ -110,23 +108,21 @@ def write_report(runs: Iterable[Run | str | Path], out: str | Path, assets: str 
         from .assets import write_assets
 
         files = write_assets(found, Path(assets))
-    partial = [source.label for source in found if source.partial]
-    return Written(place, files, [source.label for source in found], partial, refused)
+    partial = [shown.label for shown in found if shown.partial]
+    return Written(place, files, [shown.label for shown in found], partial, refused)
 
 
 def report(
     runs: Iterable[Run | str | Path] | Run | str | Path, out: str | Path, assets: str | Path | None = None
 ) -> Path:
-    """One page of one run or of several; where it is. See `write_report`."""
+    """Write one page of one run or of several; returns its path. See `write_report`."""
     return write_report([runs] if isinstance(runs, (Run, str, Path)) else runs, out, assets).page
 
 
-def _pictures(v: View) -> dict[str, Any] | None:
-    names = ("picture", "depths", "cosine", "cosine_size", "readers")
-    if v.origin is None or v.origin["picture"] is None:
+def _origin(v: View) -> dict[str, Any] | None:
+    if v.origin is None or v.pictures is None:
         return None
-    return {name: v.origin[name] for name in names} | {"explained": v.origin["portrait"]["explained"],
-                                                       "among": v.origin["portrait"]["among"]}  # fmt: skip
+    return {**vars(v.pictures), "explained": v.origin.portrait.explained, "among": v.origin.portrait.among}
 
 
 def script_json(value: Any) -> Markup:
@@ -144,6 +140,7 @@ def environment() -> jinja2.Environment:
         loader=jinja2.PackageLoader("posleak.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    found.tests["nan"] = lambda value: math.isnan(value)
     return found
 
 

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, tidy
-from posleak.plain import plain
+from posleak.typed import plain
 
 from .compare import QUANTITIES, comparison
-from .sources import Source
-from .view import edited
+from .gather import Shown
 
 Record = dict[str, Any]
 
 
-def tables(found: Sequence[Source]) -> dict[str, list[Record]]:
-    """Tables by name, those without a line left out. `run` is the run's label on the page."""
+def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
+    """Tables by name, empty ones left out. `run` is the run's label on the page."""
     makers = {
         "model": _model, "layers": _layers, "heads": _heads, "queries": _queries, "offsets": _offsets,
         "claims": _claims, "edits": _edits, "sink_heads": _sink_heads, "trajectory": _trajectory, "portrait": _portrait,
@@ -29,8 +28,8 @@ def tables(found: Sequence[Source]) -> dict[str, list[Record]]:
     return {name: rows for name, rows in made.items() if rows}
 
 
-def _model(source: Source) -> Iterator[Record]:
-    for queries, numbers in source.run.summary.model.items():
+def _model(shown: Shown) -> Iterator[Record]:
+    for queries, numbers in shown.run.summary.model.items():
         for name, estimate in numbers.power.items():
             yield _row(estimate, queries=queries, quantity="power", component=name, unit="nats²")
         for name, estimate in numbers.share.items():
@@ -38,8 +37,8 @@ def _model(source: Source) -> Iterator[Record]:
         yield _row(numbers.stabilisation, queries=queries, quantity="stabilisation", component=None, unit="1")
 
 
-def _layers(source: Source) -> Iterator[Record]:
-    summary = source.run.summary
+def _layers(shown: Shown) -> Iterator[Record]:
+    summary = shown.run.summary
     for queries, numbers in summary.layers.items():
         for layer in range(len(numbers.stabilisation.value)):
             for name, estimate in numbers.power.items():
@@ -55,13 +54,13 @@ def _layers(source: Source) -> Iterator[Record]:
         yield _row(cell, layer=layer, queries="reference", quantity="sink_attention", component=None, unit="1")
 
 
-def _heads(source: Source) -> Iterator[Record]:
-    yield from tidy(source.run.summary)
+def _heads(shown: Shown) -> Iterator[Record]:
+    yield from tidy(shown.run.summary)
 
 
-def _queries(source: Source) -> Iterator[Record]:
+def _queries(shown: Shown) -> Iterator[Record]:
     """The head panel's curves by query."""
-    found = source.curves
+    found = shown.curves
     kinds: list[tuple[str, str | None, Estimate, str]] = [("attention_0", None, found.attention, "1")]
     kinds += [("mean", name, estimate, "nats") for name, estimate in found.mean.items()]
     kinds += [("power", name, estimate, "nats²") for name, estimate in found.power.items()]
@@ -69,12 +68,11 @@ def _queries(source: Source) -> Iterator[Record]:
         yield from _cells(estimate, found.queries, "query", quantity=quantity, component=name, unit=unit)
 
 
-def _offsets(source: Source) -> Iterator[Record]:
+def _offsets(shown: Shown) -> Iterator[Record]:
     """The head panel's logits by offset."""
-    found = source.curves
+    found = shown.curves
     for queries, estimate in (("early", found.early), ("reference", found.late)):
-        if estimate is not None:
-            yield from _cells(estimate, found.offsets, "offset", queries=queries, quantity="logit", unit="nats")
+        yield from _cells(estimate, found.offsets, "offset", queries=queries, quantity="logit", unit="nats")
 
 
 def _cells(estimate: Estimate, places: list[int], axis: str, **more: Any) -> Iterator[Record]:
@@ -82,67 +80,56 @@ def _cells(estimate: Estimate, places: list[int], axis: str, **more: Any) -> Ite
         yield _row(estimate[layer, head, k], layer=layer, head=head, **{axis: places[k]}, **more)
 
 
-def _claims(source: Source) -> Iterator[Record]:
-    names = (
-        "number",
-        "id",
-        "claim",
-        "verdict",
-        "effect",
-        "low",
-        "high",
-        "unit",
-        "n",
-        "no_effect",
-        "side",
-        "method",
-        "reason",
-    )
-    for entry in source.claims or []:
-        yield {name: entry[name] for name in names}
+def _claims(shown: Shown) -> Iterator[Record]:
+    for result in shown.claims or ():
+        yield {name: value for name, value in plain(result).items() if name not in ("details", "edited")}
 
 
-def _edits(source: Source) -> Iterator[Record]:
+def _edits(shown: Shown) -> Iterator[Record]:
     """Power after / before each edit."""
-    for edit in edited(source.claims):
-        for name, cell in edit["ratios"].items():
+    chosen = [(result, result.edited) for result in shown.claims or () if result.edited is not None]
+    for result, edited in chosen:
+        for kept in edited.kept:
             yield {
-                "edit": edit["id"], "about": edit["about"], "power": name, "ratio": cell["value"], "low": cell["low"],
-                "high": cell["high"], "n": edit["n"], "attention_before": edit["attention"][0],
-                "attention_after": edit["attention"][1],
+                "claim": result.id, "edit": edited.edit, "about": edited.about, "component": kept.component,
+                "queries": kept.queries, "layers": kept.layers, **plain(kept.ratio),
+                "attention_before": plain(edited.attention_before), "attention_after": plain(edited.attention_after),
             }  # fmt: skip
 
 
-def _sink_heads(source: Source) -> Iterator[Record]:
-    for head in source.origin["reading"]["heads"] if source.origin else []:
+def _sink_heads(shown: Shown) -> Iterator[Record]:
+    for head in shown.origin.record.reading.heads if shown.origin is not None else ():
         for name in ("at_0", "written", "spread", "positional", "along"):
-            yield {"layer": head["layer"], "call": head["call"], "head": head["head"], "quantity": name, **head[name]}
+            yield _row(getattr(head, name), layer=head.layer, call=head.call, head=head.head, quantity=name)
 
 
-def _trajectory(source: Source) -> Iterator[Record]:
-    if source.origin is None:
+def _trajectory(shown: Shown) -> Iterator[Record]:
+    if shown.origin is None:
         return
-    path, portrait = source.origin["trajectory"], source.origin["portrait"]
-    for depth, norm in enumerate(path["norm"]):
-        yield {
-            "depth": depth, "norm": norm, "relative": path["relative"][depth],
-            "cosine_to_middle": path["middle"][depth], "body_norm": path["body"]["median_norm"][depth],
-            "body_cosine": path["body"]["alike"][depth],
-            "first_tokens_cosine": portrait["among"]["value"][depth], "low": portrait["among"]["low"][depth],
-            "high": portrait["among"]["high"][depth], "to_reference": portrait["to_reference"]["value"][depth],
-        }  # fmt: skip
+    path, many = shown.origin.record.trajectory, shown.origin.record.portrait
+    for depth, norm in enumerate(path.norm.tolist()):
+        among = many.among[depth]
+        yield plain(
+            {
+                "depth": depth, "norm": norm, "relative": path.relative[depth], "cosine_to_middle": path.middle[depth],
+                "body_norm": path.body.median_norm[depth], "body_cosine": path.body.alike[depth],
+                "first_tokens_cosine": among.value, "low": among.low, "high": among.high,
+                "to_reference": many.to_reference.value[depth],
+            }
+        )  # fmt: skip
 
 
-def _portrait(source: Source) -> Iterator[Record]:
-    if source.arrays is None:
+def _portrait(shown: Shown) -> Iterator[Record]:
+    if shown.origin is None:
         return
-    picture = source.arrays["picture"].values
-    for k, (token, spelled) in enumerate(zip(source.arrays["token"].values, source.arrays["spelled"].values)):
+    arrays = shown.origin.arrays
+    picture = arrays["picture"].values
+    for k, (token, spelled) in enumerate(zip(arrays["token"].values, arrays["spelled"].values)):
         for depth, (x, y) in enumerate(picture[k].tolist()):
             yield {"token": int(token), "spelled": str(spelled), "reference": k == 0, "depth": depth, "x": x, "y": y}
 
 
-def _comparison(found: Sequence[Source]) -> Iterator[Record]:
+def _comparison(found: Sequence[Shown]) -> Iterator[Record]:
     compared = comparison(found)
     for row in compared.rows:
         for name, cell in row.cells.items():

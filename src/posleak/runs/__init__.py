@@ -1,9 +1,28 @@
-"""Stage 8, what remains: self-describing run folders; atomic, verifiable, resumable."""
+"""Stage 7, the one measuring path: request, record, loop and folder; atomic, verifiable, resumable.
 
-from .examination import ClaimsRun, claims
-from .measure import default_folder, measure
+spec      what is asked for, checked before a model is loaded
+record    run.json as dataclasses
+folder    files that are whole or not there
+memory    what a measurement will hold, and the batch that keeps it within a limit
+loop      prompts -> results batch by batch, each written as soon as it is measured
+measure   one measurement from beginning to end
+run       the result: a record and labelled arrays
+"""
+
+from .measure import Measurement, measure
 from .memory import memory_plan, parse_bytes
-from .run import Run
+from .record import DEFINITIONS_VERSION, Record
+from .run import Run, split
 from .spec import MeasureSpec
 
-__all__ = ["ClaimsRun", "MeasureSpec", "Run", "claims", "default_folder", "measure", "memory_plan", "parse_bytes"]
+__all__ = [
+    "DEFINITIONS_VERSION",
+    "MeasureSpec",
+    "Measurement",
+    "Record",
+    "Run",
+    "measure",
+    "memory_plan",
+    "parse_bytes",
+    "split",
+]

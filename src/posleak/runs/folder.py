@@ -1,9 +1,9 @@
 """A run folder on disk: written atomically, verified when read, and never half there.
 
-run.json        what was asked, of what, with what, and how it ended; sha256 of the files beside it
+run.json        what was asked, of which model, with which software, and how it ended; sha256 of the files beside it
 results.nc      labelled per-prompt arrays (netCDF)
 heads.parquet   tidy per-head numbers
-parts/          finished batches of an unfinished run; gone when it is finished
+batches/        finished batches of an unfinished run; gone when it is finished
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.errors import RunError
+from posleak.errors import PosleakError, RunError
+from posleak.typed import from_json, plain
 
-RECORD, RESULTS, HEADS, PARTS = "run.json", "results.nc", "heads.parquet", "parts"
-FORMAT, FORMAT_VERSION = "posleak run", 1
-REQUIRED = ("status", "fingerprint", "spec", "identity", "versions", "inputs", "created", "files")
-"""Keys of run.json that reading relies on."""
+T = TypeVar("T")
+
+RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -44,7 +44,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except OSError as error:
         raise RunError(
             "the run cannot be written", where=str(path), got=error.strerror or str(error),
-            remedy="free some space or choose another place with --out; finished prompts are kept, start it again",
+            remedy="free some space or choose another place with --out; finished prompts are kept: start it again",
         ) from error  # fmt: skip
     finally:
         with contextlib.suppress(OSError):
@@ -56,36 +56,23 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(folder / RECORD, lambda path: path.write_text(text + "\n", encoding="utf-8"))
+def write_json(path: Path, value: Any) -> None:
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    path = folder / RECORD
-    if not path.is_file():
-        raise RunError(
-            "this is no run folder: it has no run.json", where=str(folder), remedy="give a folder that `measure` wrote"
-        )
+def read_json(kind: type[T], path: Path, remedy: str) -> T:
+    """A JSON file as the dataclass it was written from, or an error that names it and what is wrong."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return from_json(kind, path.read_bytes())
+    except PosleakError as error:
         raise RunError(
-            "run.json is corrupt", where=str(path), got=str(error), remedy="measure again with --fresh"
-        ) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise RunError("run.json is not posleak's", where=str(path), remedy="give a folder that `measure` wrote")
-    if record.get("format_version") != FORMAT_VERSION:
-        raise RunError(
-            "the run was written by another version of posleak", where=str(path),
-            got=f"format version {record.get('format_version')}", expected=f"format version {FORMAT_VERSION}",
-            remedy="read it with that version, or measure again with --fresh",
-        )  # fmt: skip
-    if missing := [name for name in REQUIRED if name not in record]:
-        raise RunError(
-            "run.json is corrupt", where=str(path), got=f"no {', '.join(missing)}", remedy="measure again with --fresh"
-        )
-    return record
+            f"{path.name} names something that this posleak does not know", where=str(path),
+            got=f"{error.what}: {error.got}" if error.got is not None else error.what,
+            remedy=f"if it came from a plugin, name the plugin in POSLEAK_PLUGINS; else {remedy}",
+        ) from error  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path.name} is corrupt", where=str(path), got=str(error), remedy=remedy) from error
 
 
 def verify_file(folder: Path, name: str, expected: str) -> Path:
@@ -101,23 +88,23 @@ def verify_file(folder: Path, name: str, expected: str) -> Path:
     return path
 
 
-def part_path(folder: Path, prompts: range) -> Path:
-    return folder / PARTS / f"{prompts.start:06d}-{prompts.stop - 1:06d}.npz"
+def batch_path(folder: Path, prompts: range) -> Path:
+    return folder / BATCHES / f"{prompts.start:06d}-{prompts.stop - 1:06d}.npz"
 
 
-def write_part(folder: Path, prompts: range, arrays: dict[str, NDArray[Any]]) -> None:
+def write_batch(folder: Path, prompts: range, arrays: dict[str, NDArray[Any]]) -> None:
     """One finished batch. Zip members carry checksums, so that damage is seen when it is read."""
 
     def save(path: Path) -> None:
         with path.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
 
-    write_atomically(part_path(folder, prompts), save)
+    write_atomically(batch_path(folder, prompts), save)
 
 
-def read_part(folder: Path, prompts: range) -> dict[str, NDArray[Any]] | None:
+def read_batch(folder: Path, prompts: range) -> dict[str, NDArray[Any]] | None:
     """A finished batch, or None where there is none yet."""
-    path = part_path(folder, prompts)
+    path = batch_path(folder, prompts)
     if not path.exists():
         return None
     try:
@@ -130,27 +117,27 @@ def read_part(folder: Path, prompts: range) -> dict[str, NDArray[Any]] | None:
         ) from error  # fmt: skip
 
 
-def remove_parts(folder: Path) -> None:
-    shutil.rmtree(folder / PARTS, ignore_errors=True)
+def remove_batches(folder: Path) -> None:
+    shutil.rmtree(folder / BATCHES, ignore_errors=True)
 
 
 def remove_run(folder: Path) -> None:
-    """Remove a run's own files and nothing else; the record goes last, since it says whose the others are."""
-    remove_parts(folder)
+    """Remove a run's own files and nothing else; run.json goes last: without it the other files belong to no run."""
+    remove_batches(folder)
     for name in (RESULTS, HEADS, RECORD):
         (folder / name).unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process was about to put in place."""
-    for pattern in (*(f".{name}.*.tmp" for name in (RECORD, RESULTS, HEADS)), f"{PARTS}/.*.tmp"):
+    """Remove temporary files that a killed process left behind."""
+    for pattern in (*(f".{name}.*.tmp" for name in (RECORD, RESULTS, HEADS)), f"{BATCHES}/.*.tmp"):
         for leftover in folder.glob(pattern):
             leftover.unlink(missing_ok=True)
 
 
 def require_unused(folder: Path) -> None:
     """Refuse a place where a run would overwrite files that no run.json accounts for: they are somebody else's."""
-    taken = [name for name in (RESULTS, HEADS, PARTS) if (folder / name).exists()]
+    taken = [name for name in (RESULTS, HEADS, BATCHES) if (folder / name).exists()]
     if taken:
         raise RunError(
             "the folder has no run.json, but files that a run would overwrite", where=str(folder),

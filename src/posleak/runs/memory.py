@@ -1,21 +1,17 @@
 """How much memory a measurement will hold, computed before it starts, and the batch that keeps it within a limit.
 
-The plan is meant as an upper bound of what is above the loaded model; `--profile` shows it beside what was used. It is
-linear in the number of tokens at once, as posleak is. Families that compute with their mask hold tokens² numbers under
-any tool, and are not planned for.
+The plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. It
+is linear in the number of tokens per batch, as posleak's memory is. Families whose own code computes with the full mask
+hold tokens² numbers under any tool; the plan does not include that.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from posleak.edits.precision import DTYPES
 from posleak.errors import InputError
 from posleak.models import Subject, available_bytes
-from posleak.plain import plain
-from posleak.probe import Plan
 from posleak.probe.kernel import BLOCK
 
 from .spec import MeasureSpec
@@ -28,11 +24,11 @@ STATES, HEADS, INNER = 6, 5, 4
 heads together, and as the inside of the feed-forward part."""
 
 SLACK = 1.5
-"""What an allocator keeps between tensors: 1.4 was seen with tensors that are too small to be given back at once."""
+"""Factor for memory that the allocator keeps between tensors: 1.4 was seen with tensors too small to be given back."""
 
 ROWS = 3
-"""Sampled rows at the same time: logits, their exponentials, and one more in between. Models that scale their queries
-by position hold twice as many, which is little beside the slack of their activations."""
+"""Copies of the sampled rows at the same time: logits, their exponentials, and one in between. Models that scale their
+queries by position hold twice as many, which is little beside the slack of their activations."""
 
 EXPLICIT = 3
 """Blocks of logits at the same time, where the softmax is written out."""
@@ -40,8 +36,8 @@ EXPLICIT = 3
 LIBRARIES = 500 * 10**6
 """What Python holds with torch and transformers imported, besides weights."""
 
-ORIGIN_ROWS = 12
-"""The same for edits that reduce the reference rows at every length, of which float64 is half."""
+EDITED_ROWS = 12
+"""The same under edits: some sum the reference rows up to each number of keys, in float64."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +53,20 @@ class MemoryPlan:
     def total(self) -> int:
         return self.activations + self.rows + self.results
 
-    def as_dict(self) -> dict[str, Any]:
-        return plain({**vars(self), "total": self.total})
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "total": self.total}
 
 
-def memory_plan(subject: Subject, spec: MeasureSpec, plan: Plan) -> MemoryPlan:
+def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
-    identity, tokens = subject.identity, spec.batch * spec.length
-    edited = [DTYPES[text.removeprefix("dtype=")] for text in spec.edits if text.startswith("dtype=")]
+    identity, plan, tokens = subject.identity, spec.plan, spec.batch * spec.length
+    edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
     item = (edited or [subject.model.dtype])[-1].itemsize
     weights = sum(parameter.numel() for parameter in subject.model.parameters()) * item if edited else 0
     per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
     activations = int(SLACK * tokens * per_token * item)
     R, Q = len(plan.references), len(plan.queries)
-    copies = ROWS if not spec.edits else ORIGIN_ROWS
+    copies = ROWS if not spec.edits else EDITED_ROWS
     block = 0 if not _explicit(subject) else tokens * identity.heads * BLOCK * EXPLICIT
     rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
     shared = spec.length * (len(plan.rows) * 8 + R * (Q + R) * 4 * 2)  # what rows see, and which keys are summed
@@ -79,7 +75,7 @@ def memory_plan(subject: Subject, spec: MeasureSpec, plan: Plan) -> MemoryPlan:
 
 
 def _explicit(subject: Subject) -> bool:
-    """Is the softmax written out, in blocks of queries, because no fused kernel takes it?"""
+    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it?"""
     capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
 
@@ -93,19 +89,19 @@ def _inner_width(subject: Subject) -> int:
     return int(max(inner, experts * (getattr(config, "moe_intermediate_size", None) or inner)))
 
 
-def within_memory(spec: MeasureSpec, subject: Subject, plan: Plan, limit: int | None) -> MeasureSpec:
+def within_memory(spec: MeasureSpec, subject: Subject, limit: int | None) -> MeasureSpec:
     """The spec, resolved, with a batch that fits.
 
-    The batch depends on the limit and the model, never on what else the machine does: it moves the last bits, and a run
-    that is started again must find its own folder.
+    The batch size depends on the limit and the model, never on what else the machine does. It affects the last bits, so
+    it is part of the digest, and a run that is started again must find its own folder.
     """
     resolved, have = spec.resolved(), available_bytes(subject.device)
     if limit is not None:
         room = limit - weight_bytes(subject) - LIBRARIES
-        while not spec.batch and resolved.batch > 1 and memory_plan(subject, resolved, plan).total > room:
+        while not spec.batch and resolved.batch > 1 and memory_plan(subject, resolved).total > room:
             resolved = replace(resolved, batch=resolved.batch // 2)
         have = min(have, room)
-    if (need := memory_plan(subject, resolved, plan).total) > have:
+    if (need := memory_plan(subject, resolved).total) > have:
         raise _too_large(subject, resolved, need, have, limited=limit is not None)
     return resolved
 
@@ -134,6 +130,6 @@ def parse_bytes(text: str | int | None) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if found is None or (found[3] and not found[2]):
         raise InputError(
-            "no amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
+            "not an amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
         )
     return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])

@@ -1,70 +1,68 @@
-"""What was asked: a measurement as a frozen value, as passed and as defaulted."""
+"""What is asked for: one measurement as a frozen value that has checked itself, before any model is loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
+from posleak.edits import NamedEdit, parse_edits, require_measurable
 from posleak.errors import InputError
-from posleak.leakage import TOKENS_AT_ONCE
+from posleak.inputs import parse
+from posleak.probe import Plan, default_plan
 
-DEFINITIONS_VERSION = 1
-"""Raised when the mathematics changes: runs with different ones cannot be compared."""
+LENGTH, PROMPTS = 512, 16
+GIVEN = "given"
+"""In the place of `inputs`: the prompts were handed over as ids."""
+
+TOKENS_AT_ONCE = 4096
+"""Enough to keep a machine busy; the same on every machine, since the batch size affects the last bits."""
 
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """One measurement. `batch` prompts go through the model at once; `density` refines the plan of rows."""
+    """One measurement. `batch` prompts go through the model at once (0: chosen); `density` refines the plan of rows."""
 
     inputs: str = "random"
-    bos: str = "auto"
-    length: int = 512
-    prompts: int = 16
+    bos: str | int = "auto"
+    length: int = LENGTH
+    prompts: int = PROMPTS
     seed: int = 0
     batch: int = 0
     density: int = 1
     edits: tuple[str, ...] = ()
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
     def __post_init__(self) -> None:
-        for name, least in (("length", 2), ("prompts", 1), ("seed", 0), ("batch", 0), ("density", 1)):
+        for name, least in (("prompts", 1), ("seed", 0), ("batch", 0), ("density", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is too small", got=getattr(self, name), expected=f"at least {least}")
+        if self.inputs != GIVEN:
+            parse(self.inputs)
+        require_measurable(self.parsed_edits)
+        object.__setattr__(self, "edits", tuple(edit.text for edit in self.parsed_edits))
+        _ = self.plan  # refuses a length that is too short
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which rows are looked at."""
+        return default_plan(self.length, self.density)
+
+    @cached_property
+    def parsed_edits(self) -> tuple[NamedEdit, ...]:
+        """In the order in which they are applied."""
+        return parse_edits(self.edits)
 
     def resolved(self) -> MeasureSpec:
         """With every default filled in."""
         batch = self.batch or max(1, TOKENS_AT_ONCE // self.length)
-        return MeasureSpec(**{**asdict(self), "batch": min(batch, self.prompts), "edits": tuple(self.edits)})
+        return replace(self, batch=min(batch, self.prompts))
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "edits": list(self.edits)}
-
-
-def versions() -> dict[str, str]:
-    """What computed the numbers."""
-    return {name: version(name) for name in ("posleak", "torch", "transformers", "numpy", "xarray")}
+    def batches(self) -> list[range]:
+        """Prompts 0 … prompts − 1 in consecutive batches."""
+        return batches(self.prompts, self.batch)
 
 
-COMPUTED_WITH = ("posleak", "torch", "transformers")
-SUBJECT = ("weights_sha256", "config_sha256", "architecture", "dtype", "device")
-
-
-def fingerprint(
-    spec: MeasureSpec, identity: dict[str, Any], inputs: dict[str, Any], computed_with: dict[str, str]
-) -> str:
-    """Runs with the same fingerprint give the same numbers: what was asked, of which model, on which tokens, with what.
-
-    `inputs` is what `Prompts.describe` says: a text that was changed under the same name has another hash there.
-    """
-    subject = {name: identity[name] for name in SUBJECT}
-    bits = {name: computed_with[name] for name in COMPUTED_WITH}
-    text = json.dumps([DEFINITIONS_VERSION, spec.as_dict(), subject, inputs, bits], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def slug(name: str) -> str:
-    """A model's name as a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+def batches(prompts: int, batch: int) -> list[range]:
+    return [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]

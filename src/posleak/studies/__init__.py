@@ -1,21 +1,11 @@
-"""Stage 7, a question asked: named experiments that compose the earlier stages."""
+"""Stage 11, many measurements compared: across architectures, rotations and windows, lengths, first tokens, dtypes.
 
-from .checks import Check
-from .claims import Claim, Result, examine, registry
-from .doctor import Diagnosis, doctor
-from .lab import Lab
-from .verdicts import Finding, Side, Verdict
+cells     named studies: a question, and the cells (measurements) that answer it
+balance   shares of mask, drift and sink in one measurement, and how the residual changes with depth
+run       measures cell by cell, into run folders that are kept and reused
+"""
 
-__all__ = [
-    "Check",
-    "Claim",
-    "Diagnosis",
-    "Finding",
-    "Lab",
-    "Result",
-    "Side",
-    "Verdict",
-    "doctor",
-    "examine",
-    "registry",
-]
+from .cells import STUDIES, Cell, Study, study
+from .run import Row, Table, run_study
+
+__all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study"]

@@ -1,4 +1,4 @@
-"""Named studies that compare many measurements: which cells to measure, and what to read off them.
+"""Named studies that compare many measurements: a question, and which cells to measure.
 
 A cell is one measurement: a model, what it reads, and the edits it runs under. Cells of one study share length, prompts
 and seed, so that cells of one model are paired.
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posleak.errors import InputError, did_you_mean
+from posleak.runs import MeasureSpec
 
 BEYOND_WINDOW = 768
 """Longer than the 512 tokens that Gemma's sliding layers see."""
@@ -30,6 +31,10 @@ class Cell:
     inputs: str = "random"
     bos: str = "auto"
     dtype: str | None = None
+
+    @property
+    def spec(self) -> MeasureSpec:
+        return MeasureSpec(self.inputs, self.bos, self.length, self.prompts, self.seed, edits=self.edits)
 
     @property
     def label(self) -> str:
@@ -68,7 +73,7 @@ STUDIES = {
     for study in (
         Study(
             "architectures",
-            "The balance of mask, drift and sink in three architectures, and how the residual goes with depth",
+            "The balance of mask, drift and sink in three architectures, and how the residual changes with depth",
             tuple(Cell(model, length=BEYOND_WINDOW) for model in (SMOLLM, GEMMA, QWEN)),
         ),
         Study(
@@ -86,12 +91,12 @@ STUDIES = {
         ),
         Study(
             "first-token",
-            "Natural text with and without a token of its own at position 0",
+            "Natural text with a BOS token at position 0, and without one",
             tuple(Cell(m, inputs="text:stdlib", bos=bos) for m in (SMOLLM, GEMMA) for bos in ("auto", "none")),
         ),
         Study(
             "dtypes",
-            "Rounding as a source: the same prompts in float32, bfloat16 and float16",
+            "Rounding as a source of leakage: the same prompts in float32, bfloat16 and float16",
             _knobs(SMOLLM, ("dtype=bfloat16", "dtype=float16")),
         ),
     )

@@ -3,7 +3,7 @@
 With one token repeated and no BOS, a causal model with relative positions computes the same state at every position.
 The first module that turns equal states into different ones is where position enters:
 
-    a table of positions (learned or sinusoidal), an embedding or the model's body itself
+    a table of positions (learned or sinusoidal), added by an embedding module or by the model's body itself
     a recurrent or convolutional layer, whose state starts empty at position 0
     attention with a learned sink logit, whose weights do not add up to one
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from posleak.probe import attach, body
 
 LENGTH = 37
-"""A prime: no other axis of a model has this size, so that the axis of positions is known by it."""
+"""A prime that no other axis of a model has as its size: the axis of positions is recognised by it."""
 
 TABLE, RECURRENT, SINKS = "position table", "recurrent layer", "learned sink logits"
 
@@ -34,7 +34,7 @@ REASONS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class Entrance:
     """The first place where position enters the residual stream other than through attention."""
 
     kind: str
@@ -52,7 +52,6 @@ class Watch:
     names: dict[int, str]
     found: str | None = None
     embedding: bool = False
-    callers: set[int] = field(default_factory=set)
 
     def look(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if self.found is not None or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
@@ -64,7 +63,7 @@ class Watch:
             self.found, self.embedding = self.names[id(module)], table
 
 
-def first_source(model: PreTrainedModel, token: int) -> Source | None:
+def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     """Where equal tokens become different states; None where they never do, as in any rotary, NoPE or ALiBi model."""
     watch = Watch({id(module): name for name, module in model.named_modules()})
     inner = body(model)
@@ -72,10 +71,10 @@ def first_source(model: PreTrainedModel, token: int) -> Source | None:
         out = probe.forward(torch.full((1, LENGTH), token, device=model.device))
         attention = {watch.names[id(module)] for module in probe.modules}
     if watch.found is None:
-        return Source(TABLE, "added in its body") if _differs(out[0]) else None
+        return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
     if watch.embedding:
-        return Source(TABLE, watch.found)
-    return Source(SINKS if watch.found in attention else RECURRENT, watch.found)
+        return Entrance(TABLE, watch.found)
+    return Entrance(SINKS if watch.found in attention else RECURRENT, watch.found)
 
 
 @contextmanager

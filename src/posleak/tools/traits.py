@@ -8,11 +8,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from posleak.doctor.explicit import RECURRENT, TABLE, first_entrance
 from posleak.leakage import norms_by_position
 from posleak.models import Subject
 from posleak.probe import Calibration, Call, attach
-
-from .explicit import RECURRENT, TABLE, first_source
 
 EQUAL = 1e-3
 """Relative difference below which vectors of two positions are the same, in float32."""
@@ -20,8 +19,8 @@ EQUAL = 1e-3
 
 @dataclass
 class CallObserver:
-    """Traits of every attention call on a constant-token prompt; `turned`: do queries depend on position? None: as the
-    states do, so that it cannot be told."""
+    """Traits of every attention call on a constant-token prompt; `turned`: do queries depend on position? None if the
+    states already do, so that it cannot be told."""
 
     turned: list[bool | None] = field(default_factory=list)
     traits: list[str] = field(default_factory=list)
@@ -71,7 +70,7 @@ def traits(subject: Subject, calibration: Calibration, length: int, token: int) 
     ids = torch.full((1, length), token, device=subject.device)
     with attach(model, [look]) as probe:
         probe.forward(ids)
-    norms, source = norms_by_position(model, ids), first_source(model, token)
+    norms, entrance = norms_by_position(model, ids), first_entrance(model, token)
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
     special = list(look.traits)
     if any(t is not None for t in norms.temperatures):
@@ -84,11 +83,11 @@ def traits(subject: Subject, calibration: Calibration, length: int, token: int) 
     if "index_topk" in model.config.get_text_config().to_dict():
         special.append("keys selected by content in prompts longer than index_topk, which are refused")
     other = set(calibration.unmeasured) | (
-        {source.module} if source is not None and source.kind == RECURRENT else set()
+        {entrance.module} if entrance is not None and entrance.kind == RECURRENT else set()
     )
     if other:
         special.append(_hybrid(subject, calibration, other))
-    table = source is not None and source.kind == TABLE
+    table = entrance is not None and entrance.kind == TABLE
     return Traits("table of positions" if table else _positions(look.turned, rotary), tuple(special))
 
 
@@ -109,7 +108,7 @@ def _hybrid(subject: Subject, calibration: Calibration, other: set[str]) -> str:
 
 
 def _modules(calibration: Calibration) -> list[str]:
-    """Modules that call attention several times in a row, that run several times, and those that run without it."""
+    """Are there modules that call attention several times in a row, or that run several times?"""
     runs = [(name, len(list(calls))) for name, calls in groupby(calibration.modules)]
     found = []
     if (most := max(count for _, count in runs)) > 1:

@@ -1,8 +1,8 @@
-"""The laws of docs/definitions.md, asked of one model on one short input. Each returns a Check.
+"""The laws of docs/definitions.md, checked on one model and one short input. Each function returns a Check.
 
 They hold for any rotary, NoPE or ALiBi causal model. A model that writes absolute position on purpose breaks some of
-them, and is meant to: a table of positions L2, L3 and L5, a recurrent layer L2 and L3, queries scaled by position L5.
-The check then names the cause (explicit.py).
+them, as it should: a table of positions breaks L2, L3 and L5; a recurrent layer L2 and L3; queries scaled by position
+L5. The check then names the cause (explicit.py).
 """
 
 from __future__ import annotations
@@ -28,28 +28,23 @@ from posleak.leakage import (
     norms_by_position,
 )
 from posleak.leakage.dataset import assemble, stack_layers
-from posleak.leakage.power import gram_matrix, unbiased
+from posleak.leakage.power import gram_matrix
 from posleak.origin import closure as closed_system
 from posleak.probe import Call, Edit, Plan, attach, body, relative_difference, takes_positions
+from posleak.rounding import AGREE, EXACT
 
-from .checks import Check
-from .explicit import TABLE, Source, first_source
+from .check import Check
+from .explicit import TABLE, Entrance, first_entrance
 
 Ids = NDArray[np.int64]
 
 SHIFT = 512
-"""By how many positions L5 moves."""
-
-EXACT = {torch.float64: 1e-9, torch.float32: 1e-6, torch.float16: 1e-1, torch.bfloat16: 1.0}
-"""Power, in nats², that counts as zero: rounding of the logits, squared."""
-
-AGREE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-1, torch.bfloat16: 1.0}
-"""Relative difference of two computations of the same thing that differ in the order of their sums only."""
+"""By how many positions the check of L5 moves the prompt."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model on the bench: its plan, random prompts ids [B, T] and one constant token, no BOS."""
+    """What the laws are checked on: a model, its plan, random prompts ids [B, T], one token repeated without BOS."""
 
     model: PreTrainedModel
     plan: Plan
@@ -76,14 +71,14 @@ class Bench:
         return norms_by_position(self.model, constant, rows=self.plan.rows)
 
     @cached_property
-    def source(self) -> Source | None:
+    def entrance(self) -> Entrance | None:
         """Where the model writes position into the residual stream by itself, if it does."""
-        return first_source(self.model, int(self.constant[0, 0]))
+        return first_entrance(self.model, int(self.constant[0, 0]))
 
     @property
     def cause(self) -> str | None:
         """What in the model itself makes equal tokens differ from position to position."""
-        return self.source.reason if self.source is not None else self.uneven
+        return self.entrance.reason if self.entrance is not None else self.uneven
 
     @property
     def uneven(self) -> str | None:
@@ -97,16 +92,13 @@ class Bench:
 
     @cached_property
     def measured(self) -> list[Parts]:
-        """The parts of the random prompts, which several laws ask about."""
+        """The parts of the random prompts, which several laws need."""
         return self.parts(self.ids)
 
     @property
     def few(self) -> Ids:
         """Prompts for the laws that hold for each one, where more would only cost time."""
         return self.ids[:2]
-
-    def bound(self, bounds: dict[torch.dtype, float]) -> float:
-        return bounds.get(self.model.dtype, bounds[torch.bfloat16])
 
 
 def additivity(bench: Bench) -> Check:
@@ -123,7 +115,7 @@ def constant_token(bench: Bench) -> Check:
         parts, why = parts[:1], f"{why} (first layer: learned sink logits break it after that)"
     data = assemble([stack_layers(parts)], bench.plan)
     powers = [np.nanmax(np.nanmean(component(data, name).values[0] ** 2, axis=(-1, -2))) for name in ("drift", "sink")]
-    check = Check("L2 constant token", float(max(powers)), bench.bound(EXACT), "nats²", why)
+    check = Check("L2 constant token", float(max(powers)), EXACT.of(bench.model.dtype), "nats²", why)
     return check if check.ok else check.because(bench.cause)
 
 
@@ -132,14 +124,12 @@ def first_layer(bench: Bench) -> Check:
     data = assemble([stack_layers(bench.measured[:1])], bench.plan)
     drift = component(data, "drift").values
     gram = np.nanmean(gram_matrix(x := drift.reshape(*drift.shape[:3], -1), x), axis=(0, 1))
-    low, _ = Bootstrap.of(len(bench.ids), seed=0, level=0.999).interval(
-        Bootstrap.of(len(bench.ids), seed=0).inner(gram)
-    )
+    power = Bootstrap.of(len(bench.ids), seed=0).inner(gram).at(level=0.999)
     why = (
         f"i.i.d. tokens meet no position before the first attention: drift is 0 within its interval, n={len(bench.ids)}"
     )
-    unit = f"nats² (lower end; value {unbiased(gram):.2g})"
-    check = Check("L3 first layer", float(low), bench.bound(EXACT), unit, why)
+    unit = f"nats² (lower end; value {power.value:.2g})"
+    check = Check("L3 first layer", float(power.interval[0]), EXACT.of(bench.model.dtype), unit, why)
     return check if check.ok else check.because(bench.cause)
 
 
@@ -163,7 +153,7 @@ def zero_queries(bench: Bench) -> Check:
 
 
 class Sizes:
-    """Counts visible keys straight off the visibility: what L4 predicts for every layer."""
+    """What L4 predicts for every layer, from counting the keys that each query sees."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.expected = plan, list[Tensor]()
@@ -192,16 +182,16 @@ def shift_floor(model: PreTrainedModel, plan: Plan, ids: Ids, shift: int) -> flo
 def shifted_positions(bench: Bench, shift: int) -> Check:
     why = f"only offsets enter rotated logits: moving all position ids by {shift} changes nothing beyond rounding"
     if not takes_positions(bench.model):
-        return Check("L5 shift", 0.0, None, "nats rms", f"{why}: not asked, the model takes no position ids")
+        return Check("L5 shift", 0.0, None, "nats rms", f"{why}; not checked: the model takes no position ids")
     check = Check(
-        "L5 shift", shift_floor(bench.model, bench.plan, bench.few, shift), bench.bound(AGREE), "nats rms", why
+        "L5 shift", shift_floor(bench.model, bench.plan, bench.few, shift), AGREE.of(bench.model.dtype), "nats rms", why
     )
     return check if check.ok else check.because(_shift_cause(bench))
 
 
 def _shift_cause(bench: Bench) -> str | None:
-    if bench.source is not None and bench.source.kind == TABLE:
-        return bench.source.reason
+    if bench.entrance is not None and bench.entrance.kind == TABLE:
+        return bench.entrance.reason
     scaled = [float(t.max()) for t in bench.norms.temperatures if t is not None]
     if scaled:
         return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
@@ -210,7 +200,7 @@ def _shift_cause(bench: Bench) -> str | None:
 
 def closure(bench: Bench) -> Check:
     found = closed_system(bench.model, torch.from_numpy(bench.few))
-    why = f"position 0 sees only itself: its states at all {len(found.per_layer)} depths are the one-token sequence's"
+    why = f"position 0 sees only itself: its states at all {len(found.per_layer)} depths are those of the token alone"
     return Check("L7 closure", found.worst, found.bound, "relative", why)
 
 
@@ -223,7 +213,8 @@ def batching(bench: Bench) -> Check:
         for layer, parts in enumerate(together)
         for name in ("mask", "drift")
     )
-    return Check("L8 batch", worst, bench.bound(AGREE), "relative", "a prompt's parts do not depend on its batch")
+    why = "a prompt's parts do not depend on its batch"
+    return Check("L8 batch", worst, AGREE.of(bench.model.dtype), "relative", why)
 
 
 def padding(bench: Bench) -> Check:
@@ -233,12 +224,12 @@ def padding(bench: Bench) -> Check:
         for parts, p in zip(plain, padded, strict=True)
         for name in ("mask", "drift")
     )
-    check = Check("L8 padding", worst, bench.bound(AGREE), "relative", "left padding changes nothing")
+    check = Check("L8 padding", worst, AGREE.of(bench.model.dtype), "relative", "left padding changes nothing")
     return check if check.ok else check.because(_padding_cause(bench))
 
 
 def _padding_cause(bench: Bench, padding: int = 5) -> str | None:
-    """Asked of the model's own attention: does left padding change its states? posleak itself never pads."""
+    """Does left padding change the model's states under its own attention too? posleak itself never pads."""
     ids = torch.from_numpy(bench.ids[:2]).to(bench.model.device)
     padded = torch.nn.functional.pad(ids, (padding, 0), value=int(ids[0, 0]))
     keep = torch.ones_like(padded)
@@ -249,5 +240,5 @@ def _padding_cause(bench: Bench, padding: int = 5) -> str | None:
     with torch.inference_mode():
         plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]
-    changed = relative_difference(moved, plain) > bench.bound(AGREE)
+    changed = relative_difference(moved, plain) > AGREE.of(bench.model.dtype)
     return "the model's own states change with left padding, under its own attention too" if changed else None

@@ -1,9 +1,11 @@
-"""A measurement in memory: prompts through the model, batch by batch, one chunk of parts for each."""
+"""The loop over prompts: batch by batch through the model; each batch gives a chunk, written as soon as it is there."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,23 +13,34 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from posleak.errors import CheckError
+from posleak.inputs import Prompts
+from posleak.leakage import LeakageObserver, norms_by_position
+from posleak.leakage.dataset import Chunk, stack_layers
 from posleak.probe import Edit, Plan, attach
 from posleak.stopwatch import stage
 
-from .dataset import Chunk, stack_layers
-from .observer import LeakageObserver
-from .temperature import norms_by_position
-
-TOKENS_AT_ONCE = 4096
-"""Enough to keep a machine busy; the default does not look at the machine, since the batch moves the last bits."""
+from .folder import read_batch, write_batch
 
 FORWARD = "forward"
-"""The stage of a model's own forward pass, attention included and looking at it not."""
+"""The stage of a model's own forward pass, attention included, without the time that measuring adds."""
 
 
-def batches(prompts: int, batch: int, start: int = 0) -> list[range]:
-    """Prompts start … prompts − 1 in consecutive batches; boundaries do not depend on where one starts."""
-    return [range(first, min(first + batch, prompts)) for first in range(start, prompts, batch)]
+def kept_chunks(
+    model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
+    layers: int | None = None, edits: Sequence[Edit] = (),
+) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
+    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured."""
+    todo = list(at)
+    while folder is not None and todo and (chunk := read_batch(folder, todo[0])) is not None:
+        yield todo.pop(0), chunk
+    ids = (prompts.batch(batch) for batch in todo)
+    # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
+    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits)) as measured:
+        for batch, chunk in zip(todo, measured):
+            if folder is not None:
+                with stage("write"):
+                    write_batch(folder, batch, chunk)
+            yield batch, chunk
 
 
 def measure_chunks(
@@ -40,8 +53,8 @@ def measure_chunks(
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
-    A constant-token prompt goes first: does the model scale its queries by position? The model stays attached until the
-    last chunk is taken or the generator is closed.
+    A constant-token prompt goes first, to see whether the model scales its queries by position. The model stays
+    attached until the last chunk is taken or the generator is closed.
     """
     remaining = iter(ids)
     if (first := next(remaining, None)) is not None:

@@ -128,7 +128,7 @@ def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(name, size, names[name])}
     if (
         "qk_rope_head_dim" in names
-    ):  # latent attention: rotated width alone in the rotary module, one key per query head
+    ):  # latent attention: head_dim is the rotated width only, and every query head has a key of its own
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= one_of_each_kind(default)
     for name in config_class.sub_configs:
@@ -187,4 +187,5 @@ def sharpened(model: PreTrainedModel) -> PreTrainedModel:
                     0, 1.0 if name.endswith("sinks") else 0.1, generator=generator
                 )
                 parameter.add_(noise)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model

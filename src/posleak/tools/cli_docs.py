@@ -1,4 +1,4 @@
-"""docs/cli.md, made from the commands themselves: `python -m posleak.cli.docs > docs/cli.md`."""
+"""docs/cli.md, made from the commands themselves: `python -m posleak.tools.cli_docs > docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
-from .app import app
+import posleak.cli  # noqa: F401  every module of commands registers itself
+from posleak.cli.app import app
 
 HEAD = """\
 # Command line
 
-Made by `python -m posleak.cli.docs`, and checked by a test to be current. Every command prints a table for people on
-standard output, or JSON with `--json` ([json.md](json.md)); progress, warnings and errors go to standard error.
+Made by `python -m posleak.tools.cli_docs`, and checked by a test to be current. Every command prints a table for people
+on standard output, or JSON with `--json` ([json.md](json.md)); progress, warnings and errors go to standard error.
 
 | exit status | means |
 |---|---|
@@ -53,7 +54,7 @@ def spelled(name: str, kind: Any, about: ParameterInfo) -> str:
     """How it is written: `[MODEL]`, `--json`, `--length INT`, `--edit STR …`."""
     if isinstance(about, ArgumentInfo):
         return f"[{about.metavar or name.upper()}]"
-    # In an annotation there is no default, and typer takes what stands in its place for the first spelling.
+    # Inside Annotated an option has no default: typer keeps its first spelling in that place.
     spellings = [text for text in (about.default, *(about.param_decls or ())) if isinstance(text, str)]
     written = ", ".join(spellings) or f"--{name.replace('_', '-')}"
     plain = next((item for item in get_args(kind) if item is not type(None)), kind)  # `X | None` -> X
@@ -69,6 +70,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    import posleak.cli  # noqa: F401  every module of commands registers itself
-
     sys.stdout.write(page())

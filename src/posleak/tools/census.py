@@ -1,11 +1,11 @@
 """Which families can be measured? Every causal-LM family of the installed transformers, as a tiny random model.
 
-    python -m posleak.studies.census --write docs/families.md
+    python -m posleak.tools.census --write docs/families.md
 
 Each family is built from its config class without code of its own (shrink.py), goes through the short form of doctor,
 and gives one row: supported, refused (with posleak's own words), fails (which check), or cannot be built here (why).
-A law that a model breaks on purpose, with the cause found by watching it, does not make it unsupported: the instrument
-must be right (parity, partition, additivity, zero queries, closure, batches), the law need not be the model's.
+A family stays supported if its model breaks a law on purpose, and the cause was found by watching the model. What must
+hold in every family are the checks of posleak itself: parity, partition, additivity, zero queries, closure, batches.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from posleak.doctor import Diagnosis, doctor
 from posleak.errors import CheckError, PosleakError, UnsupportedError
 from posleak.models import Subject
 from posleak.models.pretrained import quiet
 from posleak.probe import body
 
-from .doctor import Diagnosis, doctor
 from .shrink import tiny_model
 from .traits import Traits, traits
 
@@ -77,7 +77,7 @@ def families() -> list[str]:
 
 
 def examine_family(family: str) -> Row:
-    """Build, run alone, diagnose; each step that does not work is an answer."""
+    """Build, run alone, diagnose; a step that does not work decides the row."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     # The one broad guard: constructors and forward passes of 183 foreign classes may raise anything, and what they
     # raise is the answer. posleak's own code runs outside of it.
@@ -162,7 +162,7 @@ def page(rows: Sequence[Row]) -> str:
     parts = [
         "# Families",
         "",
-        "Written by `python -m posleak.studies.census --write docs/families.md`; do not edit. A test runs the census "
+        "Written by `python -m posleak.tools.census --write docs/families.md`; do not edit. A test runs the census "
         "again and compares.",
         "",
         f"transformers {transformers.__version__} has {len(rows)} causal-LM families. Each was built as a tiny random "

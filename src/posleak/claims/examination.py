@@ -1,0 +1,129 @@
+"""Tests every claim on one subject, into a folder. The baseline and each condition are ordinary runs; what the folder
+has already is not done again.
+
+run.json …    the baseline;  conditions/: a run for every edit
+claims.json   findings so far
+origin.json   position 0 of the same subject, and origin.nc with the arrays that figures need
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posleak.errors import PosleakError
+from posleak.models import Subject
+from posleak.origin import write_origin
+from posleak.origin.store import JSON as ORIGIN
+from posleak.runs import MeasureSpec, Run
+from posleak.runs.folder import read_json, write_json
+from posleak.stopwatch import stage
+from posleak.typed import plain
+
+from .catalogue import Claim, Result, registry
+from .finding import Finding
+from .lab import Lab
+
+CLAIMS = "claims.json"
+LENGTH, PROMPTS = 256, 16
+
+
+@dataclass(frozen=True)
+class Findings:
+    """claims.json: what was found about the run with this digest."""
+
+    digest: str
+    claims: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class ClaimsRun:
+    """The baseline, and what was found."""
+
+    run: Run
+    results: tuple[Result, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak claims --json`."""
+        record = self.run.record
+        found: dict[str, Any] = plain(
+            {
+                "model": self.run.name, "identity": record.identity, "inputs": record.inputs,
+                "length": record.spec.length, "prompts": record.spec.prompts, "seed": record.spec.seed,
+                "calibration": record.calibration, "claims": self.results, "warnings": record.warnings,
+                "run": None if self.run.path is None else str(self.run.path),
+            }
+        )  # fmt: skip
+        return found
+
+
+def claims(
+    subject: Subject,
+    *,
+    length: int = LENGTH,
+    prompts: int = PROMPTS,
+    seed: int = 0,
+    bos: str | int = "auto",
+    inputs: str = "random",
+    out: str | Path | None = None,
+    fresh: bool = False,
+    max_memory: str | int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> ClaimsRun:
+    """Test every claim. With `out`, findings that the folder has are kept, and each new one is written at once."""
+    spec, folder = MeasureSpec(inputs, bos, length, prompts, seed), None if out is None else Path(out)
+    return examined(Lab(subject, spec, folder, fresh, max_memory, progress))
+
+
+def examined(lab: Lab) -> ClaimsRun:
+    """Test every claim that the lab's folder has no finding of yet; returns all findings."""
+    lab.baseline.warn()
+    folder, run = lab.folder, lab.run()
+    if lab.fresh:
+        lab.remove_conditions()
+    earlier = () if folder is None or lab.fresh else read_findings(folder, run.record.digest)
+    kept = {result.id: result for result in earlier}
+    for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
+        kept[result.id] = result
+        if folder is not None:
+            write_json(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept))))
+    if folder is not None and (lab.fresh or not (folder / ORIGIN).is_file()):
+        _keep_origin(lab, folder)
+    return ClaimsRun(run, tuple(_ordered(kept)))
+
+
+def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
+    """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
+    not applicable, and the refusal is the reason."""
+    for each in registry() if chosen is None else chosen:
+        lab.progress(f"claim {each.number}: {each.title}")
+        try:
+            with stage(each.id):
+                finding = each.test(lab)
+        except PosleakError as error:
+            finding = Finding.not_applicable(str(error))
+        yield Result.about(each, finding)
+
+
+def _ordered(found: dict[str, Result]) -> list[Result]:
+    return [found[claim.id] for claim in registry() if claim.id in found]
+
+
+def read_findings(folder: Path, digest: str) -> tuple[Result, ...]:
+    """The findings that a folder has about the run with this digest; none where it has none."""
+    if not (folder / CLAIMS).is_file():
+        return ()
+    found = read_json(Findings, folder / CLAIMS, remedy="delete it and start `posleak claims` again")
+    return found.claims if found.digest == digest else ()
+
+
+def _keep_origin(lab: Lab, folder: Path) -> None:
+    """Write what is found at position 0 beside the run; left out if posleak cannot read it in this model."""
+    try:
+        found = lab.origin
+    except PosleakError as error:
+        lab.progress(f"position 0 is left out: {error.what}")
+        return
+    write_origin(folder, found, lab.tokens.vocabulary.spell)

@@ -1,0 +1,147 @@
+"""What a report is made from: run folders as they are found, each whole, partial, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from posleak.claims import Result, read_findings
+from posleak.doctor import Diagnosis
+from posleak.errors import PosleakError, RunError
+from posleak.origin import StoredOrigin, read_origin
+from posleak.runs import DEFINITIONS_VERSION, Run
+from posleak.runs.folder import read_json
+from posleak.runs.record import read_record
+
+from .curves import Curves, curves
+
+DOCTOR = "doctor.json"
+"""`posleak doctor MODEL --json`, where somebody has put it beside the run."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why."""
+
+    run: Run
+    label: str
+    claims: tuple[Result, ...] | None = None
+    origin: StoredOrigin | None = None
+    doctor: Diagnosis | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Every head's curves: the page and the tables draw on the same ones."""
+        return curves(self.run.data, self.run.record.spec.seed)
+
+    @property
+    def partial(self) -> bool:
+        return self.run.prompts < self.run.record.spec.prompts
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A run that is not shown."""
+
+    name: str
+    reason: str
+
+
+def gather(runs: Iterable[Run | str | Path], *, partial: bool = True) -> tuple[list[Shown], list[Refused]]:
+    """Every run that can be shown, in order, and every one that cannot. Without `partial` an unfinished run cannot."""
+    found, refused = list[Shown](), list[Refused]()
+    for given in runs:
+        name = str(given.path or given.name) if isinstance(given, Run) else str(given)
+        try:
+            run = given if isinstance(given, Run) else _load(Path(given), partial)
+            _require_same_definitions(run.record.definitions_version)
+            found.append(_beside(run))
+        except PosleakError as error:
+            refused.append(Refused(name, _reason(error)))
+        except (OSError, ValueError, KeyError) as error:
+            refused.append(Refused(name, f"the run cannot be read: {type(error).__name__}: {error}"))
+    return _labelled(found), refused
+
+
+def require_some(found: Sequence[Shown], refused: Sequence[Refused], least: int, what: str) -> None:
+    """Refuse to go on with fewer than `least` runs, naming those that were refused."""
+    if len(found) < least:
+        raise RunError(
+            f"{what} needs {least} run{'s' if least > 1 else ''} that can be read", got=f"{len(found)}",
+            expected="; ".join(f"{each.name}: {each.reason}" for each in refused) or None,
+            remedy="give folders that `posleak measure` or `posleak claims` wrote",
+        )  # fmt: skip
+
+
+def _load(folder: Path, partial: bool) -> Run:
+    _require_same_definitions(read_record(folder).definitions_version)
+    return Run.load_partial(folder) if partial else Run.load(folder)
+
+
+def _require_same_definitions(version: int) -> None:
+    if version != DEFINITIONS_VERSION:
+        raise RunError(
+            f"its numbers follow version {version} of the definitions, this posleak follows {DEFINITIONS_VERSION}: "
+            "they cannot be compared",
+            remedy="measure again, or read it with the posleak that wrote it",
+        )  # fmt: skip
+
+
+def _reason(error: PosleakError) -> str:
+    """One line: what, got, and the remedy; the place is in the name already."""
+    parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
+    return "; ".join(part for part in parts if part)
+
+
+def _beside(run: Run) -> Shown:
+    """The run with what its folder has besides; a damaged file is left out, with a note."""
+    if run.path is None:
+        return Shown(run, run.name)
+    folder, notes = run.path, list[str]()
+
+    def read(name: str, reader: Callable[[], T]) -> T | None:
+        try:
+            return reader()
+        except PosleakError as error:
+            notes.append(f"{name} is left out: {_reason(error)}")
+            return None
+
+    claims = read("claims.json", lambda: read_findings(folder, run.record.digest)) or None
+    origin = read("origin.json", lambda: read_origin(folder))
+    if origin is not None and origin.record.identity.weights_sha256 != run.record.identity.weights_sha256:
+        notes.append("origin.json is left out: it is about other weights")
+        origin = None
+    doctor = None
+    if (folder / DOCTOR).is_file():
+        remedy = f"write it again with `posleak doctor {run.name} --json`"
+        doctor = read(DOCTOR, lambda: read_json(Diagnosis, folder / DOCTOR, remedy))
+    return Shown(run, run.name, claims, origin, doctor, tuple(notes))
+
+
+def _labelled(found: list[Shown]) -> list[Shown]:
+    """Names that tell the runs of one page apart: the model, then its edits, then its length, then a number."""
+
+    def names(*parts: str) -> list[str]:
+        return [" · ".join([s.label, *(text for part in parts if (text := _part(s.run, part)))]) for s in found]
+
+    for parts in ((), ("edits",), ("edits", "length"), ("edits", "length", "folder")):
+        labels = names(*parts)
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        labels = [f"{label} ({k + 1})" for k, label in enumerate(labels)]
+    return [replace(shown, label=label) for shown, label in zip(found, labels, strict=True)]
+
+
+def _part(run: Run, part: str) -> str:
+    if part == "edits":
+        return ", ".join(run.record.spec.edits)
+    if part == "length":
+        return f"{run.record.spec.length} tokens"
+    return run.path.name if run.path is not None else ""

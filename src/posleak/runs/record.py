@@ -1,0 +1,173 @@
+"""run.json as dataclasses: what was asked, of which model, on which tokens, with which software, and how it ended.
+
+This is the one place that writes and reads run.json. All other code uses the fields of `Record`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posleak.errors import RunError
+from posleak.inputs import InputFacts
+from posleak.models import Identity, Subject
+from posleak.probe import Calibration, Plan
+from posleak.typed import plain
+
+from .folder import RECORD, read_json, write_json
+from .memory import MemoryPlan
+from .spec import MeasureSpec
+
+DEFINITIONS_VERSION = 1
+"""Increased when the mathematics changes: runs with different versions cannot be compared."""
+
+FORMAT, FORMAT_VERSION = "posleak run", 2
+
+AGAIN = "measure again with --fresh"
+
+COMPUTED_WITH = ("posleak", "torch", "transformers")
+SUBJECT = ("weights_sha256", "config_sha256", "architecture", "dtype", "device")
+"""Of all that is recorded about software and model, what decides the numbers."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that computed the numbers."""
+    return {name: version(name) for name in (*COMPUTED_WITH, "numpy", "xarray")}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the numbers were computed on."""
+
+    platform: str
+    python: str
+    device: str
+    threads: int
+
+    @classmethod
+    def of(cls, subject: Subject) -> Machine:
+        return cls(platform.platform(), platform.python_version(), str(subject.device), torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run.
+
+    digest      the hash of everything that decides its numbers: runs with the same digest have the same numbers
+    asked       the measurement as it was asked for;  spec: with every default filled in
+    finished    when it was finished; None while it runs
+    files       sha256 of the files beside run.json, by name
+    """
+
+    digest: str
+    asked: MeasureSpec
+    spec: MeasureSpec
+    plan: Plan
+    identity: Identity
+    inputs: InputFacts
+    calibration: Calibration
+    memory: MemoryPlan
+    versions: dict[str, str]
+    machine: Machine
+    warnings: tuple[str, ...]
+    created: str
+    finished: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    definitions_version: int = DEFINITIONS_VERSION
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def facts(self) -> list[str]:
+        """What was measured, in words, without the model."""
+        spec = self.spec
+        prompts = f"{spec.prompts} prompts of {spec.length} tokens"
+        return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *spec.edits]
+
+    def ended(self, files: dict[str, str], notes: list[str]) -> Record:
+        """The record of the finished run."""
+        return replace(self, finished=now(), files=files, warnings=(*self.warnings, *notes))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"status": "running" if self.finished is None else "finished", **vars(self)}
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / RECORD, self)
+
+
+def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str]) -> str:
+    """Hash of what was asked, of which model, on which tokens, with which software.
+
+    A text that was changed under the same name has another hash in `inputs`.
+    """
+    subject = {name: getattr(identity, name) for name in SUBJECT}
+    bits = {name: computed_with[name] for name in COMPUTED_WITH}
+    text = json.dumps(plain([DEFINITIONS_VERSION, spec, subject, inputs, bits]), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What tells whether a run.json can be read at all."""
+
+    format: str
+    format_version: int
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a run folder, checked field by field."""
+    path = folder / RECORD
+    if not path.is_file():
+        raise RunError(
+            "this is no run folder: it has no run.json", where=str(folder), remedy="give a folder that `measure` wrote"
+        )
+    header = read_json(_Header, path, AGAIN)
+    if header.format != FORMAT:
+        raise RunError("run.json is not posleak's", where=str(path), remedy="give a folder that `measure` wrote")
+    if header.format_version != FORMAT_VERSION:
+        raise RunError(
+            "the run was written by another version of posleak", where=str(path),
+            got=f"format version {header.format_version}", expected=f"format version {FORMAT_VERSION}",
+            remedy="read it with that version, or measure again with --fresh",
+        )  # fmt: skip
+    return read_json(Record, path, AGAIN)
+
+
+def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:
+    """Refuse a folder that holds another measurement, saying what differs."""
+    if earlier.digest == digest(spec, identity, inputs, versions()):
+        return
+    pairs: Iterator[tuple[str, Any, Any]] = (
+        (name, there, asked)
+        for one, other, names in (
+            (plain(earlier.spec), plain(spec), None), (plain(earlier.identity), plain(identity), SUBJECT),
+            (plain(earlier.inputs), plain(inputs), None), (earlier.versions, versions(), COMPUTED_WITH),
+        )
+        for name in names or other
+        if (there := one.get(name)) != (asked := other.get(name))
+    )  # fmt: skip
+    differing = "; ".join(f"{name} {there!r} there, {asked!r} asked for" for name, there, asked in pairs)
+    raise RunError(
+        "the folder holds another measurement", where=str(folder),
+        got=differing or "another version of the definitions",
+        remedy="choose another --out, or --fresh to measure again and overwrite it",
+    )  # fmt: skip
+
+
+def slug(name: str) -> str:
+    """A name as a folder's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
