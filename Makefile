@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit real chromium bench format wheel wheel-check clean
+.PHONY: help venv demo test lint unit shapes real chromium bench format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -29,7 +29,7 @@ demo: $(READY)  ## fetch the default model once, test every claim on it, and mak
 	-$(BIN)/posleak doctor $(MODEL) --json > $(DEMO)/doctor.json
 	$(BIN)/posleak report $(DEMO) --out $(DEMO)/report.html
 
-test: lint unit real  ## everything that must pass
+test: lint unit shapes real  ## everything that must pass
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check
@@ -45,6 +45,13 @@ chromium:
 # Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
 unit: $(READY) chromium  ## tests on tiny models, offline
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real"
+
+# The shapes in signatures are only checked here: it makes these tests half as slow again.
+shapes: $(READY)  ## tests of probe, leakage and origin, with every shape checked as it runs
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real" \
+		--jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype \
+		tests/test_probe.py tests/test_leakage_*.py tests/test_power.py tests/test_breadth.py tests/test_edits.py \
+		tests/test_origin*.py tests/test_doctor.py
 
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.
 real: $(READY)  ## tests on a real pretrained model, fetched once
