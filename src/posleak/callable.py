@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,5 +12,6 @@ from typing import Any
 
 def call_as(module: str, function: Callable[..., Any]) -> None:
     """Let the package be called: `posleak.report(runs, "page.html")` is `posleak.report.report(runs, "page.html")`."""
-    kind = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(function)})
-    sys.modules[module].__class__ = kind
+    package: Any = sys.modules[module]
+    package.__class__ = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(function)})
+    package.__signature__ = inspect.signature(function)
