@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,17 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str]) -> 
     )
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["measure", "claims"])
+def test_a_warning_about_the_numbers_reaches_the_terminal_once(posleak: Posleak, tmp_path: Path, command: str) -> None:
+    """It is known only after the measurement; conditions of `claims` do not repeat it."""
+    model: Any = tiny("qwen2", scale=3.0)
+    model.model.layers[1].self_attn.k_proj.bias[4] = 1000.0
+    model.save_pretrained(str(tmp_path / "biased"))
+    said = posleak(command, tmp_path / "biased", "--length", "64", "--prompts", "6", "--out", tmp_path / "run")
+    assert said.status == 0
+    assert said.err.count("drift and sink cancel each other in layers [1]") == 1
 
 
 def test_version(posleak: Posleak) -> None:

@@ -79,7 +79,6 @@ def claims(
 
 def examined(lab: Lab) -> ClaimsRun:
     """Test every claim that the lab's folder has no finding of yet; returns all findings."""
-    lab.baseline.warn()
     folder, run = lab.folder, lab.run()
     if lab.fresh:
         lab.remove_conditions()

@@ -26,6 +26,7 @@ from posleak.origin.fingerprint import written
 from posleak.probe import Plan
 from posleak.runs import Measurement, MeasureSpec, Run
 from posleak.runs.folder import RECORD, remove_run
+from posleak.runs.measure import Progress
 from posleak.runs.record import slug
 
 from .finding import Edited, Kept
@@ -83,20 +84,20 @@ class Lab:
         if key not in self._runs:
             name = ", ".join(key) or "baseline"
             self.progress(name)
-            ready = self.baseline
-            if key:
-                spec = replace(self.spec, edits=key)
-                ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
-            self._runs[key] = ready.run(
-                self._place(key), fresh=self.fresh, calibration=self.run().record.calibration if key else None,
-                progress=lambda done, of: self.progress(f"{name}: {done} of {of} prompts"),
-            )  # fmt: skip
+            self._runs[key] = self._measured(key, lambda done, of: self.progress(f"{name}: {done} of {of} prompts"))
         return self._runs[key]
 
+    def _measured(self, key: Edits, progress: Progress) -> Run:
+        """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
+        if not key:
+            return self.baseline.run_with_warnings(self.folder, fresh=self.fresh, progress=progress)
+        spec = replace(self.spec, edits=key)
+        ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
+        known = self.run().record.calibration
+        return ready.run(self._place(key), fresh=self.fresh, calibration=known, progress=progress)
+
     def _place(self, key: Edits) -> Path | None:
-        if self.folder is None:
-            return None
-        return self.folder / CONDITIONS / slug("+".join(key)) if key else self.folder
+        return None if self.folder is None else self.folder / CONDITIONS / slug("+".join(key))
 
     def remove_conditions(self) -> None:
         """Remove the runs of conditions that the folder has from earlier, and no other files."""

@@ -172,7 +172,7 @@ def sink_heads(lab: Lab) -> Finding:
 
 
 @claim(
-    7, "sink-heads.writes", "They write what stands there",
+    7, "sink-heads.writes", "Sink heads write what stands there",
     "What sink-reading heads write comes from position 0.",
     "norm of a_i0 · W_O v_0 as a share of the norm of the head's output, mean over sink-reading heads; "
     "claimed to be more than one of N equal positions would give, 1 / N",
@@ -338,7 +338,7 @@ def window_accumulates(lab: Lab) -> Finding:
 
 
 @claim(
-    13, "window.with-sink", "So does a window with position 0",
+    13, "window.with-sink", "A window that keeps position 0 does too",
     "A sliding window that keeps position 0 in sight lets the residual component accumulate with depth, too.",
     "a window of a quarter of the prompt that also shows position 0: slope after − before, as for the plain window",
 )  # fmt: skip

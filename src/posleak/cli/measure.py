@@ -50,8 +50,7 @@ def measure_command(
         subject = load()
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:
             ready = Measurement.of(subject, spec, max_memory=max_memory)
-            ready.warn()
-            run = ready.run(folder or RUNS / ready.folder_name, fresh=fresh, progress=progress)
+            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, progress=progress)
     found = spent.as_dict(run.record.memory.total)
     if as_json:
         emit(run.as_dict() | ({} if found is None else {"profile": found}))

@@ -67,11 +67,7 @@ def measure(
     named, texts = inputs if isinstance(inputs, str) else GIVEN, (edits,) if isinstance(edits, str) else tuple(edits)
     spec = MeasureSpec(named, bos, length, prompts, seed, batch, density, texts)
     ready = Measurement.of(subject, spec, ids, max_memory)
-    ready.warn()
-    run = ready.run(None if out is None else Path(out), fresh=fresh, progress=progress)
-    for note in run.record.warnings[len(ready.notes) :]:
-        warnings.warn(note, PosleakWarning, stacklevel=2)
-    return run
+    return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -129,11 +125,6 @@ class Measurement:
         """MODEL-DIGEST: the same measurement finds the same folder."""
         return f"{slug(self.subject.identity.name)}-{self.digest[:10]}"
 
-    def warn(self) -> None:
-        """Issue the notes as warnings."""
-        for note in self.notes:
-            warnings.warn(note, PosleakWarning, stacklevel=3)
-
     def run(
         self,
         folder: Path | None = None,
@@ -165,6 +156,18 @@ class Measurement:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
         return _finished(Run(record, assemble(chunks, plan), folder))
+
+    def run_with_warnings(
+        self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None
+    ) -> Run:
+        """`run`, with its notes issued as warnings: those known beforehand at once, those about numbers after it."""
+        for note in self.notes:
+            warnings.warn(note, PosleakWarning, stacklevel=3)
+        run = self.run(folder, fresh=fresh, progress=progress)
+        for note in run.record.warnings:
+            if note not in self.notes:
+                warnings.warn(note, PosleakWarning, stacklevel=3)
+        return run
 
     def _earlier(self, folder: Path, fresh: bool) -> Record | None:
         """The record of the same measurement that is there already; else None, with the folder ready to be filled."""

@@ -64,8 +64,7 @@ def _measured(cells: list[Cell], root: Path, progress: Say) -> Iterator[tuple[Ce
     subject = _load(cells[0], progress)
     for cell in cells:
         ready = Measurement.of(subject, cell.spec)
-        ready.warn()
-        yield cell, ready.run(root / ready.folder_name, progress=_said(cell, progress))
+        yield cell, ready.run_with_warnings(root / ready.folder_name, progress=_said(cell, progress))
 
 
 def _said(cell: Cell, progress: Say) -> Callable[[int, int], None]:
