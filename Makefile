@@ -24,7 +24,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## fetch the default model once, test every claim on it, and make its page
+demo: $(READY)  ## fetch the default model once, trace its sense of position, test every claim, and make its page
+	$(BIN)/posleak trace $(MODEL) --out $(DEMO)
 	$(BIN)/posleak claims $(MODEL) --out $(DEMO)
 	-$(BIN)/posleak doctor $(MODEL) --json > $(DEMO)/doctor.json
 	$(BIN)/posleak report $(DEMO) --out $(DEMO)/report.html
@@ -50,7 +51,8 @@ unit: $(READY) chromium  ## tests on tiny models, offline
 shapes: $(READY)  ## tests of probe, leakage and origin, with every shape checked as it runs
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real" \
 		--jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype \
-		tests/test_probe.py tests/test_leakage_*.py tests/test_power.py tests/test_breadth.py tests/test_edits.py \
+		tests/test_probe.py tests/test_placement.py tests/test_leakage_*.py tests/test_power.py tests/test_laws.py \
+		tests/test_context.py tests/test_breadth.py tests/test_edits.py \
 		tests/test_origin*.py tests/test_doctor.py
 
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.

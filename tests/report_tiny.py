@@ -15,9 +15,11 @@ from families import VOCAB, tiny
 from posleak.claims import claims
 from posleak.models import Subject
 from posleak.runs import measure
+from posleak.trace import trace
 
 HOSTILE = "<script>window.pwned=1</script>"
 NAME = f"tiny </script>{HOSTILE}<b>&amp;"
+PROMPTS = 8
 ARGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -56,10 +58,18 @@ def hostile_run(folder: Path) -> Path:
     return folder
 
 
+def traced(folder: Path) -> Path:
+    """A trace of a model with a sink, whose name and tokens are scripts, with contexts lent up to some layers."""
+    trace(
+        Subject.of(with_sink(), hostile_tokenizer(), name=NAME), out=folder, length=64, prompts=PROMPTS, by_layer=True
+    )
+    return folder
+
+
 def measured(folder: Path, family: str = "llama", **asked: Any) -> Path:
     """A measurement; `layers`, `heads` change the model's shape."""
     shape = {"num_hidden_layers": asked.pop("layers", 3), "num_attention_heads": asked.pop("heads", 3)}
-    measure(subject(family, **shape), out=folder, **{"length": 64, "prompts": 4, **asked})
+    measure(subject(family, **shape), out=folder, **{"length": 64, "prompts": PROMPTS, **asked})
     return folder
 
 

@@ -13,8 +13,8 @@ import posleak
 
 ROOT = Path(posleak.__file__).parent
 STAGES = [
-    "models", "inputs", "probe", "edits", "leakage", "show", "runs", "origin", "doctor", "claims", "studies", "report",
-    "bench", "cli", "tools",
+    "models", "inputs", "probe", "edits", "leakage", "show", "runs", "trace", "origin", "doctor", "claims", "studies",
+    "report", "bench", "cli", "tools",
 ]  # fmt: skip
 
 

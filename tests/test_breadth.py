@@ -19,10 +19,10 @@ from models_tiny import tiny as small
 from posleak.doctor import Check, doctor
 from posleak.doctor.doctor import Diagnosis
 from posleak.doctor.explicit import RECURRENT, TABLE, first_entrance
-from posleak.errors import ModelError, UnsupportedError
-from posleak.leakage import LeakageObserver, assemble, component, components, norms_by_position
+from posleak.errors import ModelError, PosleakWarning, UnsupportedError
+from posleak.leakage import LeakageObserver, assemble, component, components
 from posleak.models import Subject, checkpoints, load
-from posleak.probe import Call, Edit, attach, calibrate, default_plan
+from posleak.probe import Call, Edit, attach, calibrate, default_plan, read_placements
 from posleak.probe.visibility import read_mask
 from posleak.runs import measure
 from posleak.runs.loop import measure_chunks
@@ -51,26 +51,15 @@ def check(diagnosis: Diagnosis, start: str) -> Check:
 # Queries scaled by position: a fourth part
 
 
-def test_the_scale_of_queries_is_the_models_own_formula() -> None:
-    found = norms_by_position(tiny("ministral3", **SCALED), torch.from_numpy(tokens())).temperatures
-    expected = [1 + BETA * math.log(1 + p // STEP) for p in range(N)]
-    for t in found:
-        assert t is not None
-        assert torch.allclose(t, torch.tensor(expected, dtype=torch.float64), rtol=1e-5)
-
-
 def test_llama4_scales_only_the_layers_without_rotation() -> None:
     layers: dict[str, Any] = {
         "no_rope_layers": [1, 0], "num_hidden_layers": 2, "floor_scale": STEP, "attn_scale": BETA, "hidden_size": 32,
         "intermediate_size": 48, "intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 16,
     }  # fmt: skip
-    found = norms_by_position(tiny("llama4_text", **layers), torch.from_numpy(tokens())).temperatures
-    assert [t is not None for t in found] == [False, True]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "smollm3", "gpt_oss", "diffllama", "gpt2"])
-def test_other_models_have_no_scale(family: str) -> None:
-    assert set(norms_by_position(tiny(family), torch.from_numpy(tokens())).temperatures) == {None}
+    found = read_placements(tiny("llama4_text", **layers), torch.from_numpy(tokens()), default_plan(N))
+    assert [(place.moves, place.temperature is not None) for place in found] == [
+        ("rotation", False), ("no rotation", True),
+    ]  # fmt: skip
 
 
 def test_four_parts_add_up_and_have_shares() -> None:
@@ -103,7 +92,9 @@ def test_the_other_three_parts_are_those_of_the_model_without_its_scaling() -> N
         def edit(self, call: Call) -> Call:
             return replace(call, scaling=call.scaling * common)
 
-    with attach(even, [look := LeakageObserver(plan)], [Warmer()]) as probe:
+    places = read_placements(even, torch.from_numpy(tokens()), plan)
+    assert {place.temperature for place in places} == {None}
+    with attach(even, [look := LeakageObserver(plan, placements=places)], [Warmer()]) as probe:
         probe.forward(torch.from_numpy(tokens()))
     found = next(iter(measure_chunks(scaled, [tokens()], plan)))
     for name in ("mask", "drift", "sink"):
@@ -145,9 +136,11 @@ def test_learned_positions_break_law_three_and_are_named() -> None:
         assert not check(diagnosis, law).ok, law
         assert "table of absolute positions (transformer.wpe)" in str(check(diagnosis, law).cause), law
         assert "Not so here" in check(diagnosis, law).why
-    for id in ("parity", "partition", "L1", "L4", "L7", "L8 batch"):
+    for id in ("parity", "partition", "L1", "L4", "L7", "L8 batch", "L9"):
         assert check(diagnosis, id).ok, id
-    run = measure(Subject.of(model, name="gpt2"), length=N, prompts=24)
+    assert "the origin stays where it is" in check(diagnosis, "L10").why
+    with pytest.warns(PosleakWarning, match="the origin's keys cannot be moved in every layer"):
+        run = measure(Subject.of(model, name="gpt2"), length=N, prompts=24)
     residual = run.summary.layers["all"].power["residual"]
     assert residual.low[0] > 0, "positions are in the residual stream before the first layer"
 

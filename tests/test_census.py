@@ -16,7 +16,18 @@ from posleak.errors import ModelError
 from posleak.models import Subject
 from posleak.runs import measure
 from posleak.tools import shrink
-from posleak.tools.census import LENGTH, NOT_BUILT, SUPPORTED, Row, examine_family, families, limited, page, read_page
+from posleak.tools.census import (
+    FAILS,
+    LENGTH,
+    NOT_BUILT,
+    SUPPORTED,
+    Row,
+    examine_family,
+    families,
+    limited,
+    page,
+    read_page,
+)
 
 SUPPORTED_AT_LEAST = 148
 PAGE = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")
@@ -48,7 +59,7 @@ def test_the_page_has_every_family() -> None:
 def test_the_number_supported_does_not_fall() -> None:
     stated = re.search(r"^\*\*(\d+) families supported\*\*", PAGE, re.MULTILINE)
     assert stated is not None
-    counted = sum(status == SUPPORTED for _, status, _, _ in WRITTEN.values())
+    counted = sum(status == SUPPORTED for _, status, *_ in WRITTEN.values())
     assert int(stated[1]) == counted >= SUPPORTED_AT_LEAST
 
 
@@ -59,9 +70,23 @@ def test_every_refusal_has_its_reason() -> None:
 
 
 def test_a_page_is_read_as_it_was_written() -> None:
-    rows = [Row("a", "A", SUPPORTED, "rotary", ("x", "y | z"), ("L2: why",)), Row("b", "B", NOT_BUILT, why="no timm")]
-    assert read_page(page([rows[1]])) == {"b": rows[1].key}
-    assert read_page(page(rows))["a"][:3] == rows[0].key[:3]
+    rows = [
+        Row("a", "A", SUPPORTED, "rotary", "no: why", ("x", "y | z"), ("L2: why",)),
+        Row("b", "B", NOT_BUILT, why="no timm"),
+        Row("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
+    ]
+    found = read_page(page(rows))
+    assert found["a"][:4] == rows[0].key[:4]
+    assert (found["b"], found["c"]) == (rows[1].key, rows[2].key)
+
+
+def test_the_page_says_of_every_family_whether_its_origin_can_be_moved() -> None:
+    moved = {family: row[3] for family, row in WRITTEN.items() if row[1] == SUPPORTED}
+    assert {answer.partition(":")[0].partition(" ")[0] for answer in moved.values()} <= {"yes", "no", "in"}
+    assert moved["llama"] == "yes"
+    assert moved["deepseek_v3"] == "yes"
+    assert moved["gpt2"].startswith("no: its states depend on absolute position")
+    assert "after their rotation" in moved["hunyuan_v1_dense"]
 
 
 def test_a_large_model_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:

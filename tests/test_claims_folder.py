@@ -53,7 +53,7 @@ def test_findings_go_through_json_as_they_are(folder: Path) -> None:
     found = from_json(Findings, text)
     assert plain(found) == json.loads(text)
     edited = {result.edited.edit for result in found.claims if result.edited is not None}
-    assert {"bos=mean", "sink=cut", "rope=ntk:4", "denominator=fixed@0"} <= edited
+    assert {"bos=mean", "sink=cut", "rope=ntk:4", "context=borrowed", "bos=noise, 8 draws"} <= edited
 
 
 def test_a_finished_folder_is_read_back(folder: Path, llama: Subject) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -95,12 +94,10 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str]) -> 
 @pytest.mark.parametrize("command", ["measure", "claims"])
 def test_a_warning_about_the_numbers_reaches_the_terminal_once(posleak: Posleak, tmp_path: Path, command: str) -> None:
     """It is known only after the measurement; conditions of `claims` do not repeat it."""
-    model: Any = tiny("qwen2", scale=3.0)
-    model.model.layers[1].self_attn.k_proj.bias[4] = 1000.0
-    model.save_pretrained(str(tmp_path / "biased"))
-    said = posleak(command, tmp_path / "biased", "--length", "64", "--prompts", "6", "--out", tmp_path / "run")
+    tiny("gpt2", n_embd=30, n_layer=2, n_head=3, n_inner=41, n_positions=2048).save_pretrained(str(tmp_path / "table"))
+    said = posleak(command, tmp_path / "table", "--length", "64", "--prompts", "6", "--out", tmp_path / "run")
     assert said.status == 0
-    assert said.err.count("drift and sink cancel each other in layers [1]") == 1
+    assert said.err.count("the origin's keys cannot be moved in every layer") == 1
 
 
 def test_version(posleak: Posleak) -> None:
@@ -116,11 +113,33 @@ def test_measure_prints_a_table_that_a_person_can_read(posleak: Posleak, models:
     assert lines[header].split() == ["layer", "total", "mask", "drift", "sink", "shares", "at", "0"]
     assert "4 prompts of 48 tokens · random · seed 0 · token 1 in every prompt, by BOS policy 'auto'" in said.out
     assert any(line.startswith("early queries") and "n=4" in line for line in lines)
-    assert any(line.startswith("all queries") and "stabilisation" in line for line in lines)
-    assert "95% bootstrap intervals" in said.out
+    assert any(line.startswith("stabilisation") and "all ×" in line and "n=4" in line for line in lines)
+    assert "heads by the width of their sink, in tokens" in said.out
+    assert "95% jackknife intervals" in said.out
     assert lines[-1].startswith("remainder ")
     assert " nats · run " in lines[-1]
     assert max(map(len, lines[:-1])) <= 120
+
+
+def test_trace_ends_with_the_answer_and_reads_back_what_it_has(posleak: Posleak, models: Path, tmp_path: Path) -> None:
+    asked = (models / "llama", "--length", "48", "--prompts", "4", "--by-layer", "--out", tmp_path / "trace")
+    said = posleak("trace", *asked)
+    assert said.status == 0
+    lines = said.out.splitlines()
+    header = next(line for line in lines if line.startswith("layer"))
+    assert header.split()[:5] == ["layer", "total", "earlier", "here", "origin"]
+    assert [line.split()[0] for line in lines if line.startswith(("early queries", "all queries"))] == ["early", "all"]
+    assert "lent up to layer" in said.out
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*"))
+    found = json.loads(posleak("trace", *asked, "--json").out)
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*")) == before
+    assert found["definitions"] == 2
+    assert found["origin"] == 4
+    assert found["remainder"] < 1e-9
+    assert found["by_layer"]["lent_up_to"] == [-1, 0, 1, 2]
+    for layer in found["layers"]:
+        shares = list(layer["share"].values())
+        assert None in shares or sum(shares) == pytest.approx(1)
 
 
 def test_measure_json_is_json_and_nothing_else(posleak: Posleak, models: Path, tmp_path: Path) -> None:
@@ -148,7 +167,7 @@ def test_measure_resumes_and_refuses_by_folder(posleak: Posleak, models: Path, t
 def test_one_prompt_shows_dashes_and_warns(posleak: Posleak, models: Path) -> None:
     said = posleak("measure", models / "llama", "--length", "48", "--prompts", "1")
     assert said.status == 0
-    assert said.err.startswith("warning one prompt: noise cannot be told from signal")
+    assert said.err.startswith("warning too few prompts, 1: noise cannot be told from signal")
     assert "–" in next(line for line in said.out.splitlines() if line.split()[:1] == ["0"])
     assert "nan" not in said.out.lower()
     contract = json.loads(posleak("measure", models / "llama", "--length", "48", "--prompts", "1", "--json").out)

@@ -32,6 +32,7 @@ SAME = {"identity", "inputs", "calibration"}
 
 FREE: dict[str, set[str]] = {
     "measure": {"identity.rotary"},
+    "trace": {*SAME, "by_layer"},
     "claims": {*SAME, "claims[].details", "claims[].edited"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
     "study": {"rows[].balance", "rows[].removed"},
@@ -79,6 +80,7 @@ def outputs() -> dict[str, Any]:
     llama = subject()
     return {
         "measure": measure_output(),
+        "trace": pl.trace(llama, length=48, prompts=4).as_dict(),
         "doctor": plain(pl.doctor(llama, length=48, prompts=4)),
         "models": {"models": plain([asdict(entry) for entry in builtin.listing()])},
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),
@@ -99,7 +101,7 @@ def study_output() -> dict[str, Any]:
     """Of a tiny model in a folder: studies load their models by name."""
     with tempfile.TemporaryDirectory() as folder:
         tiny("llama").save_pretrained(folder)
-        chosen = Study("tiny", "Does it work?", (Cell(folder, length=48, prompts=2),))
+        chosen = Study("tiny", "Does it work?", (Cell(folder, length=48, prompts=4),))
         found: dict[str, Any] = plain(run_study(chosen, Path(folder) / "runs"))
         return found
 
@@ -110,7 +112,7 @@ def printed() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("command", ["measure", "doctor", "models", "claims", "origin", "study", "bench"])
+@pytest.mark.parametrize("command", ["measure", "trace", "doctor", "models", "claims", "origin", "study", "bench"])
 def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
     command: str, printed: dict[str, Any]
 ) -> None:

@@ -69,6 +69,29 @@ def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.Monke
     assert not laws.shifted_positions(bench, 64).ok
 
 
+def test_law_nine_sees_a_logit_that_misses_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved logits are of the late query's row, and have to move with it."""
+    from dataclasses import replace
+
+    from posleak.probe.placement import moved_logits
+
+    bench = laws.Bench(tiny("llama"), _plan(), _ids(), _ids(constant=True))
+    assert laws.gauge(bench).ok
+    still = "posleak.probe.rows.moved_logits"
+    monkeypatch.setattr(still, lambda call, *more: moved_logits(replace(call, bias=None), *more))
+    assert laws.gauge(bench).value > 1
+
+
+def test_law_ten_is_judged_by_keys_and_says_where_they_stay() -> None:
+    found = laws.moved_keys(laws.Bench(tiny("llama"), _plan(), _ids(), _ids(constant=True)))
+    assert found.ok
+    assert found.bound is not None
+    assert 0 < found.value < found.bound
+    stays = laws.moved_keys(laws.Bench(tiny("gpt2"), _plan(), _ids(), _ids(constant=True)))
+    assert stays.bound is None
+    assert "in 3 of 3 layers the origin stays where it is" in stays.why
+
+
 def test_law_seven_sees_a_mask_that_is_off() -> None:
     from dataclasses import replace
 

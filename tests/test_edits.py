@@ -21,7 +21,6 @@ from posleak.edits import KINDS, Site, parse_edit, parse_edits, register
 from posleak.edits.scope import Scope
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import prepare
-from posleak.leakage import assemble, component
 from posleak.probe import attach, default_plan, relative_difference
 from posleak.runs.loop import measure_chunks
 
@@ -65,7 +64,6 @@ NULL = [
     "window=67",
     "window=1000+sink",
     "window=off",
-    "denominator=fixed@9",
     "sink=cut@7",
     "sink=freeze@2.8",
     "rope=ntk:1",
@@ -86,7 +84,7 @@ def test_an_edit_that_changes_nothing_changes_no_bit(text: str) -> None:
 
 EVERY = [
     "bos=zero", "bos=mean", "bos=noise", "bos=noise:3", "bos=token:7", "mask=off", "window=9", "window=9+sink", "ring",
-    "denominator=fixed", "sink=cut", "sink=freeze", "patch0=9", "rope=ntk:4", "rope=linear:2", "rope=yarn:4",
+    "sink=cut", "sink=freeze", "patch0=9", "rope=ntk:4", "rope=linear:2", "rope=yarn:4",
     "rope=base:500", "rope=none", "dtype=bfloat16", "sink=cut@1.2",
 ]  # fmt: skip
 
@@ -149,46 +147,6 @@ def test_freezing_makes_attention_to_position_zero_equal_at_all_queries() -> Non
     assert np.ptp(shares, axis=-1).max() < 1e-12
 
 
-def test_the_fixed_denominator_adds_virtual_keys_with_the_mean_value() -> None:
-    """By hand: grow every early query's denominator by what hiding its unseen keys takes from the references."""
-    plan = default_plan(N)
-
-    def by_hand(s: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        a, e = torch.softmax(s, -1), s.exp()
-        late = [*plan.references, plan.anchor]
-        mass = torch.zeros(*s.shape[:3], dtype=s.dtype)
-        for i in range(1, plan.references[0]):
-            logs = []
-            for r in plan.references:
-                R = e[:, :, r, r - i + 1 : r + 1].sum(-1)
-                o_hat = torch.stack([e[:, :, x, x - r] for x in late if x > r]).mean(0)
-                k = (e[:, :, r, r - i] + e[:, :, r, 0] - o_hat).clamp(min=0)
-                logs.append(e[:, :, r].sum(-1).log() - (R + k).log())
-            mass[:, :, i] = torch.stack(logs).mean(0)
-        kept = torch.exp(-mass)[..., None]
-        return kept * (a @ v) + (1 - kept) * v[:, :, 1:].mean(2, keepdim=True)
-
-    model = tiny("llama", dtype=torch.float64, scale=3.0)
-    assert relative_difference(states(model, ["denominator=fixed"]), plain_states(model, by_hand)) < 1e-9
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_under_the_fixed_denominator_the_mask_leaks_exactly_nothing(family: str) -> None:
-    model, plan = tiny(family, dtype=torch.float64), default_plan(N)
-    chunks = list(measure_chunks(model, [tokens().numpy()], plan, edits=parse_edits(["denominator=fixed"])))
-    data = assemble(chunks, plan)
-    assert float(abs(data["mask"]).max()) < 1e-12
-    assert data.attrs["remainder"] < 1e-9
-    assert float(abs(component(data, "drift")).max()) > 0.1
-
-
-def test_a_constant_token_under_the_fixed_denominator_does_not_leak_at_all() -> None:
-    model, plan = tiny("llama", dtype=torch.float64), default_plan(N)
-    ids = np.full((2, N), 5)
-    data = assemble(list(measure_chunks(model, [ids], plan, edits=parse_edits(["denominator=fixed"]))), plan)
-    assert float(abs(component(data, "total")).max()) < 1e-4
-
-
 @pytest.mark.parametrize("window", [5, 13, 40])
 def test_a_window_is_the_models_own_sliding_attention(window: int) -> None:
     full = tiny("llama")
@@ -208,8 +166,10 @@ def test_a_window_with_sink_keeps_the_first_key() -> None:
     model = tiny("llama", dtype=torch.float64)
     assert relative_difference(states(model, ["window=9+sink"]), plain_states(model, windowed)) < 1e-12
     chunks = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits(["window=9+sink"])))
+    assert chunks[0]["attention_0"].min() > 0
+    hidden_now = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits(["window=9"])))
     behind = np.array(default_plan(N).queries) >= 9
-    assert np.all(chunks[0]["mask"][..., behind] == 0), "what sees equally much hides nothing"
+    assert np.all(hidden_now[0]["attention_0"][..., behind] == 0)
 
 
 def test_a_window_can_be_taken_away() -> None:
@@ -369,12 +329,14 @@ def test_on_the_ring_rolling_the_input_rolls_every_state(family: str) -> None:
 
 def test_edits_compose_in_one_order() -> None:
     model = tiny("llama")
-    one = states(model, ["bos=zero", "denominator=fixed"])
-    assert torch.equal(one, states(model, ["denominator=fixed", "bos=zero"]))
-    for alone in ("bos=zero", "denominator=fixed"):
+    one = states(model, ["bos=zero", "window=9"])
+    assert torch.equal(one, states(model, ["window=9", "bos=zero"]))
+    for alone in ("bos=zero", "window=9"):
         assert relative_difference(one, states(model, [alone])) > 1e-4
-    sites = [edit.site for edit in parse_edits(["denominator=fixed", "sink=cut", "window=9", "shift=3", "bos=mean"])]
-    assert sites == [Site.EMBEDDING, Site.POSITIONS, Site.VISIBILITY, Site.ORIGIN, Site.DENOMINATOR]
+    sites = [edit.site for edit in parse_edits(["sink=cut", "window=9", "shift=3", "bos=mean"])]
+    assert sites == [Site.EMBEDDING, Site.POSITIONS, Site.VISIBILITY, Site.ORIGIN]
+    sites = [edit.site for edit in parse_edits(["rope=ntk:2", "context=borrowed@0-2", "shift=3", "dtype=float64"])]
+    assert sites == [Site.DTYPE, Site.CONTEXT, Site.POSITIONS, Site.ROTATION]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +345,14 @@ def test_edits_compose_in_one_order() -> None:
         (["bos=zero", "bos=mean"], "both change the embedding at position 0"),
         (["patch0=3", "bos=zero"], "both change the embedding at position 0"),
         (["sink=cut", "sink=freeze"], "both change the read of position 0"),
-        (["mask=off", "denominator=fixed"], "denominator=fixed is defined by what causal queries do not see"),
+        (["mask=off", "sink=freeze"], "sink=freeze is defined by what causal queries do not see"),
+        (["mask=off", "context=borrowed"], "context=borrowed is defined by what causal queries do not see"),
+        (["ring", "context=borrowed"], "context=borrowed is defined by what causal queries do not see"),
+        (["context=borrowed", "context=borrowed@2"], "both change the context before the prompt"),
+        (["context=borrowed", "window=9"], "window=9 acts by place in the prompt"),
+        (["context=borrowed", "sink=cut"], "sink=cut acts by place in the prompt"),
+        (["context=borrowed", "bos=random"], "bos=random acts by place in the prompt"),
+        (["patch0=3", "context=borrowed"], "patch0=3 acts by place in the prompt"),
         (["ring", "window=9"], "ring sets positions and visibility itself"),
         (["rope=none", "rope=ntk:2"], "both change the rotation"),
     ],
@@ -394,7 +363,19 @@ def test_nonsense_combinations_are_refused_with_the_reason(texts: list[str], rea
 
 
 @pytest.mark.parametrize(
-    "text", ["bos=seven", "window=-3", "window=0", "rope=ntk", "rope=ntk:0", "sink=cut@x", "shift=a", "bos=zero@3"]
+    "text",
+    [
+        "bos=seven",
+        "window=-3",
+        "window=0",
+        "rope=ntk",
+        "rope=ntk:0",
+        "sink=cut@x",
+        "shift=a",
+        "bos=zero@3",
+        "context=lent",
+        "context=borrowed@3.1",
+    ],
 )
 def test_unreadable_edits_show_their_form(text: str) -> None:
     with pytest.raises(InputError, match=r"expected:"):
@@ -422,4 +403,4 @@ def test_scopes_survive_their_text(items: list[tuple[int, int, int | None]]) -> 
 
 
 def test_every_form_is_documented_and_reachable() -> None:
-    assert {text.partition("=")[0] for text in EVERY} | {"shift"} == set(KINDS)
+    assert {text.partition("=")[0] for text in EVERY} | {"shift", "context"} == set(KINDS)

@@ -10,7 +10,7 @@ import torch
 
 from families import FAMILIES, VOCAB, tiny
 from posleak.origin import Closure, alone, closure, states
-from posleak.probe import Call, Edit, attach, body
+from posleak.probe import Call, Edit, attach, body, relative_difference
 
 B, N = 5, 37
 
@@ -31,6 +31,18 @@ def test_position_zero_is_closed(family: str) -> None:
     assert found.worst <= 1e-5
     assert len(found.per_layer) == 4
     assert found.prompts == B
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_tokens_are_closed_too(family: str) -> None:
+    """L7: the states of the first k tokens, at every depth, are those of the sequence of k tokens."""
+    model, ids = tiny(family), tokens(2)
+    with attach(model) as probe:
+        whole = probe.forward(ids, output_hidden_states=True).hidden_states
+        for k in (1, 4, 13):
+            cut = probe.forward(ids[:, :k], output_hidden_states=True).hidden_states
+            gaps = [relative_difference(a[:, :k], b) for a, b in zip(whole, cut, strict=True)]
+            assert max(gaps) < 1e-4, (k, gaps)
 
 
 def test_a_mask_that_is_off_breaks_it_after_the_first_layer() -> None:

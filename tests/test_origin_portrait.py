@@ -8,7 +8,7 @@ import torch
 
 from families import VOCAB, tiny
 from posleak.inputs import Vocabulary
-from posleak.leakage import Bootstrap
+from posleak.leakage import Jackknife
 from posleak.origin import Alone, Portrait, Scale, Trajectory, alone, fingerprint, ordinary_tokens, projections
 from posleak.origin.cosines import mean_cosine, pair_cosines, resultant
 from posleak.origin.fingerprint import carried_difference
@@ -59,27 +59,27 @@ def test_mean_cosines_by_the_full_matrix() -> None:
     gram = u @ u.T
     expected = float((gram.sum() - 20) / (20 * 19))
     assert mean_cosine(x) == pytest.approx(expected, abs=1e-6)
-    each, whole = pair_cosines([x, -x], Bootstrap.of(20, 0))
+    each, whole = pair_cosines([x, -x], Jackknife(20))
     assert each.value.tolist() == pytest.approx([expected, expected])
     assert each.low[0] < expected < each.high[0]
     assert (whole.value, whole.low) == pytest.approx((expected, each.low[0]))
     assert resultant(x) == pytest.approx(float(u.mean(0).norm()))
 
 
-def test_the_interval_of_a_mean_cosine_agrees_with_the_gram_matrix_bootstrap() -> None:
-    x, bootstrap = torch.randn(15, 6) + 0.3, Bootstrap.of(15, 3)
+def test_the_interval_of_a_mean_cosine_agrees_with_that_of_its_gram_matrix() -> None:
+    x, jackknife = torch.randn(15, 6) + 0.3, Jackknife(15)
     u = (x / x.norm(dim=-1, keepdim=True)).double().numpy()
-    expected = bootstrap.inner(u @ u.T).estimate
-    found, _ = pair_cosines([x], bootstrap)
+    expected = jackknife.inner(u @ u.T).estimate
+    found, _ = pair_cosines([x], jackknife)
     ends = [expected.value, expected.low, expected.high]
     assert np.allclose([found.value[0], found.low[0], found.high[0]], ends, atol=1e-5)
 
 
 def test_random_directions_are_not_alike_and_equal_ones_are() -> None:
-    each, _ = pair_cosines([torch.randn(300, 50), torch.ones(300, 50)], Bootstrap.of(300, 0))
+    each, _ = pair_cosines([torch.randn(300, 50), torch.ones(300, 50)], Jackknife(300))
     assert abs(each.value[0]) < 0.01
     assert each.value[1] == pytest.approx(1)
-    assert np.isnan(pair_cosines([torch.zeros(3, 5)], Bootstrap.of(3, 0))[0].value[0]), "no direction, no cosine"
+    assert np.isnan(pair_cosines([torch.zeros(3, 5)], Jackknife(3))[0].value[0]), "no direction, no cosine"
 
 
 def test_the_draw_of_tokens_is_stable_distinct_and_ordinary() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import FAMILIES, VOCAB, tiny
-from posleak.leakage import Bootstrap
+from posleak.leakage import Jackknife
 from posleak.origin import Reading, ReadingObserver, projections
 from posleak.origin.projection import Projection, layer_of
 from posleak.origin.reading import LayerReading, attention_to_origin
@@ -141,7 +141,7 @@ def test_a_planted_reader_is_found_and_its_position_signal_told_from_content() -
     shares = torch.stack([(0.9 - 0.4 * i / T).expand(B, T), 0.7 + 0.1 * torch.randn(B, T), torch.full((B, T), 0.01)], 1)
     batch = [_layer(shares[b : b + 1], plan) for b in range(B)]
     p = Projection(0, 0, 3, 4, None, None, None)
-    reading = Reading.of(batch, plan, [p], Bootstrap.of(B, 0))
+    reading = Reading.of(batch, plan, [p], Jackknife(B))
     assert reading.readers.tolist() == [[True, True, False]]
     assert reading.counts.value.tolist() == [2]
     assert reading.counts.low.tolist() == reading.counts.high.tolist() == [2]
@@ -172,7 +172,7 @@ def test_the_layer_of_a_module(name: str, layer: int) -> None:
 
 def _plan(length: int) -> Plan:
     references = tuple(range(3 * length // 4, length - 1, 2))
-    return Plan(length, tuple(range(2, 3 * length // 4, 3)), references, length - 1, (0, 1, 2))
+    return Plan(length, tuple(range(2, 3 * length // 4, 3)), references, (0, 1, 2), origin=1)
 
 
 def _call(shares: torch.Tensor) -> Call:

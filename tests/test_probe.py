@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from families import FAMILIES, VOCAB, WINDOW, tiny
 from posleak.errors import CheckError, InputError, UnsupportedError
-from posleak.probe import Call, Edit, Visibility, attach, calibrate, default_plan, relative_difference
+from posleak.probe import Call, Edit, Plan, Visibility, attach, calibrate, default_plan, relative_difference
 from posleak.probe.kernel import attend
 from posleak.probe.visibility import visibility_mask
 
@@ -218,15 +218,39 @@ def test_dropout_is_refused() -> None:
 
 def test_the_default_plan_is_the_one_in_the_definitions() -> None:
     plan = default_plan(256)
-    assert plan.queries[:7] == (2, 4, 6, 8, 10, 12, 14)
-    assert plan.queries[7] == 16
+    assert plan.origin == 4
+    assert plan.queries[:6] == (5, 7, 9, 11, 13, 15)
+    assert plan.queries[6] == 16
     assert plan.queries[-1] == 191
-    assert len(plan.queries) == 27
+    assert len(plan.queries) == 26
     assert plan.references[0] == 192
-    assert plan.references[-1] == 254
+    assert plan.references[-1] == 255
     assert len(plan.references) == 15
-    assert plan.anchor == 255
     assert plan.offsets == (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+
+
+def test_queries_begin_after_the_origin_however_wide_it_is() -> None:
+    assert default_plan(256, origin=1).queries[:8] == (2, 4, 6, 8, 10, 12, 14, 16)
+    wide = default_plan(256, origin=40)
+    assert wide.queries[0] == 41
+    assert wide.references == default_plan(256).references
+
+
+@pytest.mark.parametrize("origin", [0, -1, 65])
+def test_an_origin_that_leaves_no_room_is_refused(origin: int) -> None:
+    with pytest.raises(InputError, match=r"the origin must be at least one token[\s\S]*1 to 64"):
+        default_plan(256, origin=origin)
+
+
+@pytest.mark.parametrize(
+    "rows", [{"queries": (4, 9)}, {"queries": (9, 9)}, {"references": (48, 64)}, {"references": (40,)}, {"origin": 0}]
+)
+def test_rows_that_are_no_plan_are_refused(rows: dict[str, Any]) -> None:
+    """In the origin, twice, past the end, a reference before a query, no origin at all."""
+    good: dict[str, Any] = {"length": 64, "queries": (9, 47), "references": (48, 63), "offsets": (0, 1), "origin": 5}
+    assert Plan(**good).rows == (9, 47, 48, 63)
+    with pytest.raises(InputError, match="increasing positions after the origin, queries before references"):
+        Plan(**{**good, **rows})
 
 
 def test_a_denser_plan_holds_the_default_offsets() -> None:

@@ -24,21 +24,24 @@ from posleak.claims import Finding, Lab, claim, claims
 from posleak.claims.catalogue import CLAIMS
 from posleak.cli import main  # noqa: F401  registers the commands
 from posleak.cli.app import app
-from posleak.errors import RunError
+from posleak.errors import PosleakWarning, RunError
 from posleak.leakage import Estimate, split
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
 from posleak.report import compare
+from posleak.report.figures import power_range
 from posleak.report.formats import FORMATS, escape_latex
 from posleak.report.gather import gather
 from posleak.report.page import Page, script_json
+from posleak.report.tables import tables
 from posleak.runs import Run
 from posleak.runs.folder import write_batch
 from posleak.runs.record import read_record
-from posleak.show.numbers import effect, number, percent
+from posleak.show.numbers import effect, interval, number, percent
 from posleak.show.words import lead
-from report_tiny import HOSTILE, hostile_run, measured
+from posleak.trace import SOURCES, Trace
+from report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gemma": measured(place / "gemma", "gemma3_text", layers=3, heads=5, seed=1),
         "deep": measured(place / "deep", layers=2, heads=5),
         "hostile": hostile_run(place / "hostile"),
+        "traced": traced(place / "traced"),
     }
 
 
@@ -68,7 +72,7 @@ def unfinished(source: Path, place: Path, prompts: int) -> Path:
 
 def test_runs_that_cannot_be_shown_are_named_with_the_reason(folders: dict[str, Path], tmp_path: Path) -> None:
     other, corrupt = (Path(shutil.copytree(folders["llama"], tmp_path / name)) for name in ("other", "corrupt"))
-    replace(read_record(other), definitions_version=0).write(other)
+    replace(read_record(other), definitions_version=9).write(other)
     (corrupt / "results.nc").write_bytes(b"damaged")
     found, refused = gather([folders["llama"], other, corrupt, tmp_path / "nothing"])
     assert [source.label for source in found] == ["tiny-llama"]
@@ -79,16 +83,40 @@ def test_runs_that_cannot_be_shown_are_named_with_the_reason(folders: dict[str, 
     assert all(f"{each.name}" in Page.of(found, refused).html() for each in refused)
 
 
+def of_version_1(source: Path, place: Path) -> Path:
+    """A run folder as version 1 of the definitions left it: another format, other fields."""
+    Path(shutil.copytree(source, place))
+    record = json.loads((place / "run.json").read_text())
+    del record["motion"], record["plan"]["origin"], record["spec"]["origin"]
+    (place / "run.json").write_text(json.dumps(record | {"definitions_version": 1, "format_version": 2}))
+    return place
+
+
+def test_a_run_of_version_1_is_refused_with_the_reason_and_the_remedy(folders: dict[str, Path], tmp_path: Path) -> None:
+    old = of_version_1(folders["llama"], tmp_path / "old")
+    reason = "version 1 of the definitions, this posleak follows 2"
+    with pytest.raises(RunError, match=reason):
+        compare([folders["llama"], old])
+    with pytest.raises(RunError, match=reason):
+        pl.report(old, tmp_path / "page.html")
+    found = compare([folders["llama"], old, folders["deep"]])
+    assert len(found.labels) == 2
+    assert reason in found.refused[0].reason
+    assert "--fresh" in found.refused[0].reason
+    html = pl.report([folders["llama"], old], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert reason in html
+
+
 def test_a_partial_run_is_shown_as_partial_and_not_compared(folders: dict[str, Path], tmp_path: Path) -> None:
     part = unfinished(folders["llama"], tmp_path / "part", 3)
     (source,), refused = gather([part])
     assert not refused
-    assert (source.run.prompts, source.run.record.spec.prompts, source.partial) == (3, 4, True)
-    assert "3 of 4 prompts are measured" in Page.of([source]).html()
-    with pytest.raises(RunError, match="3 of 4 prompts"):
+    assert (source.run.prompts, source.run.record.spec.prompts, source.partial) == (3, PROMPTS, True)
+    assert f"3 of {PROMPTS} prompts are measured" in Page.of([source]).html()
+    with pytest.raises(RunError, match=f"3 of {PROMPTS} prompts"):
         compare([folders["llama"], part])
     (_, refused) = gather([unfinished(folders["llama"], tmp_path / "one", 1)])
-    assert "1 of 4 prompts" in refused[0].reason
+    assert f"1 of {PROMPTS} prompts" in refused[0].reason
 
 
 def test_nothing_to_show_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -171,6 +199,9 @@ def test_assets_are_figures_and_every_table(folders: dict[str, Path], tmp_path: 
     assert written.exit_code == 0, written.output
     names = {Path(path).name for path in json.loads(written.stdout)["assets"]}
     assert {"heads.csv", "heads.parquet", "layers.csv", "claims.csv", "edits.csv", "portrait.csv"} <= names
+    assert {"sink_profile.csv", "trace.csv", "trace_heads.parquet"} <= names
+    assert any(name.startswith("sink-profile-1") for name in names)
+    assert any(name.startswith("both-1") and name.endswith(".png") for name in names)
     assert {"comparison.csv", "comparison.parquet", "balance.png", "balance.svg", "queries.parquet"} <= names
     assert {Path(name).suffix for name in names} == {".csv", ".parquet", ".png", ".svg"}
     heads = pq.read_table(tmp_path / "a" / "heads.parquet")
@@ -214,11 +245,136 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     clear = shares(mask=(0.1, 0.0, 0.2), drift=(0.8, 0.7, 0.9), sink=(0.1, 0.0, 0.2))
     ahead = shares(mask=(0.3, 0.2, 0.35), drift=(0.5, 0.4, 0.6), sink=(0.2, 0.1, 0.3))
     level = shares(mask=(0.5, 0.4, 0.6), drift=(0.46, 0.4, 0.52), sink=(0.04, 0.0, 0.1))
-    assert "mostly from drift" in lead(clear)
-    assert "more from drift of the residual stream than" in lead(ahead)
-    assert "the causal mask and drift of the residual stream, neither" in lead(level)
-    nothing = shares(**dict.fromkeys(("mask", "drift", "sink"), (math.nan,) * 3))
-    assert "not" in lead(nothing) or "no leakage" in lead(nothing)
+    wide = shares(mask=(0.5, 0.1, 0.9), drift=(0.4, -0.1, 0.9), sink=(0.1, -0.4, 0.6))
+    assert lead(clear) == "leaks absolute position mostly through drift of the residual stream"
+    assert "more through drift of the residual stream than through anything else" in lead(ahead)
+    assert "through the causal mask and drift of the residual stream, neither clearly ahead" in lead(level)
+    assert "perhaps drift of the residual stream and perhaps the sink at the first tokens, none of them" in lead(wide)
+    assert "no share is clearly above 0" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (0.3, -0.2, 0.8))))
+    assert "no leakage" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (math.nan,) * 3)))
+
+    cancelling = shares(earlier=(0.54, 0.51, 0.56), here=(0.52, 0.51, 0.53), origin=(-0.06, -0.1, -0.02))
+    assert lead(cancelling).endswith(
+        "from masks of earlier layers (through the residual stream) and each layer’s own mask, neither clearly ahead"
+    )
+    mostly = shares(earlier=(0.8, 0.7, 0.9), here=(0.15, 0.1, 0.2), origin=(0.05, 0.0, 0.1))
+    assert lead(mostly).startswith("gets its sense of absolute position mostly from masks of earlier layers")
+    behind = shares(earlier=(0.9, 0.85, 0.95), here=(0.6, 0.55, 0.65), origin=(-0.5, -0.6, -0.4))
+    assert "more from masks of earlier layers" in lead(behind), "two shares above one half: neither is most of it"
+
+
+def test_without_an_interval_the_answer_claims_nothing_but_what_does_not_vary() -> None:
+    alike = {"earlier": (0.0, 0.0, 0.0), "here": (1.0, math.nan, math.nan), "origin": (0.0, 0.0, 0.0)}
+    same = {name: estimated(cell) for name, cell in alike.items()}
+    assert "mostly from each layer’s own mask" in lead(same)
+    few = {name: replace(share, n=2) for name, share in same.items()}
+    assert "measured on 2 prompts, too few for intervals" in lead(few)
+
+
+def section(html: str, name: str) -> str:
+    return html.split(f'data-section="{name}"')[1].split("</section>")[0]
+
+
+def test_a_page_with_a_trace_begins_with_where_position_comes_from(folders: dict[str, Path]) -> None:
+    (source,), _ = gather([folders["traced"]])
+    assert source.trace is not None
+    assert source.notes == ()
+    html = Page.of([source]).html()
+    answer = section(html, "answer")
+    assert HOSTILE not in html
+    assert answer.index(lead(source.trace.model["all"].share)) < answer.index("And where is it read?")
+    for name in SOURCES:
+        share = source.trace.model["all"].share[name]
+        assert f'<b>{percent(share.value)}</b> <span class="ci">{interval(share, "share")}' in answer
+    assert "posleak trace" not in answer
+    assert "posleak trace" in section(html, "method"), "the command that measures it again"
+    assert "--by-layer" in section(html, "method")
+    assert "lent to 0–1" in section(html, "depth")
+
+
+def test_a_page_without_a_trace_says_how_to_get_one(folders: dict[str, Path]) -> None:
+    html = Page.of(gather([folders["llama"]])[0]).html()
+    answer = section(html, "answer")
+    assert "posleak trace tiny-llama" in answer
+    assert "earlier" not in answer
+    assert lead(Run.load(folders["llama"]).summary.model["all"].share) in answer
+    assert 'data-figure="both-all"' not in html
+
+
+@pytest.mark.parametrize("missing", ["finished", "files"])
+def test_a_trace_that_cannot_be_read_is_left_out_with_a_note(
+    folders: dict[str, Path], tmp_path: Path, missing: str
+) -> None:
+    folder = Path(shutil.copytree(folders["traced"], tmp_path / "run"))
+    second = folder / "conditions" / "context-borrowed"
+    if missing == "finished":
+        replace(read_record(second), finished=None).write(second)
+    else:
+        (second / "results.nc").write_bytes(b"damaged")
+    (source,), refused = gather([folder])
+    assert not refused
+    assert source.trace is None
+    assert source.notes[0].startswith("the trace is left out")
+    assert "posleak trace" in section(Page.of([source]).html(), "answer")
+
+
+def test_a_trace_in_memory_can_be_reported(folders: dict[str, Path]) -> None:
+    loaded = Trace.load(folders["traced"])
+    assert loaded is not None
+    memory = replace(loaded, ordinary=replace(loaded.ordinary, path=None))
+    (source,), _ = gather([memory])
+    assert source.trace is memory
+    assert source.label == NAME
+
+
+def test_a_run_under_a_borrowed_context_says_what_its_numbers_are(folders: dict[str, Path]) -> None:
+    (source,), _ = gather([folders["traced"] / "conditions" / "context-borrowed"])
+    assert "its numbers are of rows without the lent keys" in section(Page.of([source]).html(), "answer")
+
+
+def test_tables_of_the_trace_have_its_numbers(folders: dict[str, Path]) -> None:
+    found, _ = gather([folders["traced"], folders["llama"]])
+    trace, made = found[0].trace, tables(found)
+    assert trace is not None
+    rows = {(r["layer"], r["queries"], r["quantity"], r["component"]): r for r in made["trace"]}
+    assert {r["run"] for r in made["trace"]} == {found[0].label}
+    assert {component for *_, component in rows} == {"total", "direct", *SOURCES}
+    for name in ("earlier", "here", "origin", "direct"):
+        assert rows[None, "early", "power", name]["value"] == trace.model["early"].power[name].value
+        np.testing.assert_array_equal(
+            [rows[k, "all", "power", name]["high"] for k in range(3)], trace.layers["all"].power[name].high
+        )
+    assert rows[2, "all", "share", "here"]["value"] == trace.layers["all"].share["here"].value[2]
+    assert len(made["trace_heads"]) == 2 * (5 + 3) * trace.layers["all"].power["total"].value.size * 3
+    ladder = {(r["lent_up_to"], r["layer"]): r["value"] for r in made["trace_by_layer"]}
+    assert trace.ladder is not None
+    assert [ladder[k, 1] for k in trace.ladder.upto] == trace.ladder.left.value[:, 1].tolist()
+    profile = [r for r in made["sink_profile"] if (r["run"], r["layer"], r["head"]) == (found[1].label, 1, 2)]
+    summary = found[1].run.summary
+    assert [r["value"] for r in profile] == summary.profile.value[1, 2].tolist()
+    assert {r["width"] for r in profile} == {int(summary.width[1, 2])}
+
+
+def test_an_axis_fits_the_values_and_not_the_widest_band() -> None:
+    def powers(high: float) -> dict[str, Any]:
+        return {"total": Estimate(np.array([0.0, 1.0]), np.array([-0.1, -50.0]), np.array([0.1, high]), 8)}
+
+    assert power_range(powers(50.0), ["total"]) == pytest.approx([-0.55, 2.05])
+    assert power_range(powers(1.2), ["total"])[1] == pytest.approx(1.25)
+    nan = np.full(2, np.nan)
+    assert power_range({"total": Estimate(nan, nan, nan, n=1)}, ["total"]) == [0.0, 1.0]
+
+
+def test_one_prompt_has_no_numbers_and_still_a_page(tmp_path: Path) -> None:
+    with pytest.warns(PosleakWarning, match="too few prompts"):
+        folder = measured(tmp_path / "one", prompts=1)
+    html = Page.of(gather([folder])[0]).html()
+    assert "n = 1 prompts, without intervals" in section(html, "answer")
+
+
+def test_differences_of_runs_with_different_origins_are_noted(folders: dict[str, Path], tmp_path: Path) -> None:
+    found = compare([folders["llama"], measured(tmp_path / "narrow", origin=1)])
+    assert "origin differs between the runs (1, 4)" in found.notes
 
 
 def test_numbers_as_text() -> None:

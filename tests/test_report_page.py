@@ -16,8 +16,9 @@ import pytest
 
 import posleak as pl
 from posleak.runs import Run
-from posleak.show.numbers import percent
-from report_tiny import NAME, browser, hostile_run, measured, opened
+from posleak.show.numbers import number, percent
+from posleak.trace import SOURCES, Trace
+from report_tiny import NAME, browser, hostile_run, measured, opened, traced
 
 pytestmark = [
     pytest.mark.page,
@@ -39,6 +40,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(run: Path) -> Path:
     return pl.report(run, run.parent / "page.html")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return traced(tmp_path_factory.mktemp("traced") / "run")
+
+
+@pytest.fixture(scope="module")
+def traced_page(trace: Path) -> Path:
+    return pl.report(trace, trace.parent / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +79,113 @@ def test_no_request_no_error_and_small(chromium: Any, page: Path) -> None:
     assert page.stat().st_size < 10e6
 
 
-def test_the_first_sentence_is_the_runs(chromium: Any, page: Path, run: Path) -> None:
+def said(shares: Any, names: tuple[str, ...]) -> list[str]:
+    """How a page says these shares; those that are not defined are left out."""
+    return [
+        f"{name} {percent(share['value'])} ({percent(share['low'])} … {percent(share['high'])})"
+        for name in names
+        if (share := shares[name])["value"] is not None
+    ]
+
+
+def spoken(page: Any) -> list[str]:
+    """The sentences of the run that is shown."""
+    return [" ".join(text.split()) for text in page.locator("article:visible .sentence").all_inner_texts()]
+
+
+def test_the_first_sentence_is_the_runs(chromium: Any, several: Path) -> None:
+    run = several.parent / "llama"
     record, numbers = json.loads((run / "run.json").read_text()), Run.load(run).as_dict()
-    seen = opened(chromium, page)
-    sentence = " ".join(seen.page.locator(".sentence").inner_text().split())
+    seen = opened(chromium, several)
+    (sentence,) = spoken(seen.page)
     assert sentence.startswith(record["identity"]["name"])
     for queries in ("early", "all"):
-        for part in ("mask", "drift", "sink"):
-            share = numbers[queries]["share"][part]
-            if share["value"] is not None:
-                expected = f"{part} {percent(share['value'])} ({percent(share['low'])} … {percent(share['high'])})"
-                assert expected in sentence
-    facts = seen.page.locator(".facts").inner_text()
+        assert all(text in sentence for text in said(numbers[queries]["share"], ("mask", "drift", "sink")))
+    facts = seen.page.locator("article:visible .facts").inner_text()
     assert f"n = {record['spec']['prompts']} prompts of {record['spec']['length']} tokens" in facts
     assert record["inputs"]["first_token"] in facts
-    assert seen.page.locator(".verdicts li").count() == len(json.loads((run / "claims.json").read_text())["claims"])
+
+
+def test_with_a_trace_the_first_sentence_is_about_where_it_comes_from(
+    chromium: Any, traced_page: Path, trace: Path
+) -> None:
+    seen = opened(chromium, traced_page)
+    assert seen.errors == []
+    assert seen.requests == []
+    loaded = Trace.load(trace)
+    assert loaded is not None
+    first, second = spoken(seen.page)
+    assert first.startswith(f"{NAME} gets its sense of absolute position")
+    assert len(said(loaded.as_dict()["all"]["share"], SOURCES)) == 3
+    assert all(text in first for text in said(loaded.as_dict()["all"]["share"], SOURCES))
+    assert all(text in second for text in said(loaded.ordinary.as_dict()["all"]["share"], ("mask", "drift", "sink")))
+    shown = seen.page.locator(".balance").first.inner_text()
+    assert all(name in shown for name in SOURCES)
+
+
+def test_both_splits_are_drawn_over_one_axis_and_switch_queries(chromium: Any, traced_page: Path, trace: Path) -> None:
+    loaded = Trace.load(trace)
+    assert loaded is not None
+    page = opened(chromium, traced_page).page
+    drawn = (
+        "[...document.querySelector('[data-base=both]').data].filter((t) => t.name)"
+        ".map((t) => [t.name, t.yaxis || 'y', Array.from(t.y)])"
+    )
+    for queries in ("all", "early"):
+        page.locator(f'[data-switch="depth"] input[value="{queries}"]').check()
+        found = {(name, axis): y for name, axis, y in page.evaluate(drawn)}
+        for name in ("total", *SOURCES):
+            np.testing.assert_allclose(found[name, "y"], loaded.layers[queries].power[name].value)
+        for name in ("total", "mask", "drift", "sink"):
+            np.testing.assert_allclose(found[name, "y2"], loaded.ordinary.summary.layers[queries].power[name].value)
+    page.locator("details", has_text="In numbers: all queries, by layer").locator("summary").click()
+    table = page.locator("details", has_text="In numbers: all queries, by layer").locator("tbody tr")
+    assert table.count() == 3
+    assert number(loaded.layers["all"].power["earlier"].value[2]) in table.nth(2).inner_text()
+
+
+@pytest.mark.parametrize("figure", ["ladder", "sink-profile"])
+def test_a_map_shows_its_values_on_hover_and_in_a_table(
+    chromium: Any, traced_page: Path, trace: Path, figure: str
+) -> None:
+    loaded = Trace.load(trace)
+    assert loaded is not None
+    assert loaded.ladder is not None
+    value = loaded.ladder.left.value[1, 2] if figure == "ladder" else loaded.ordinary.summary.layer_profile.value[1, 2]
+    page = opened(chromium, traced_page).page
+    spot = page.locator(f'[data-figure="{figure}"]')
+    spot.scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        "(name) => { const spot = document.querySelector(`[data-figure=${name}]`), box = spot.getBoundingClientRect(),"
+        " { xaxis, yaxis } = spot._fullLayout;"
+        " return [box.x + xaxis._offset + xaxis.l2p(2), box.y + yaxis._offset + yaxis.l2p(1)]; }",
+        figure,
+    )
+    page.mouse.move(x, y)
+    page.wait_for_function("(name) => document.querySelector(`[data-figure=${name}] .hovertext`)", arg=figure)
+    text = spot.locator(".hoverlayer").text_content()
+    assert text.startswith("lent to 0, layer 2" if figure == "ladder" else "layer 1, position 2")
+    assert float(re.search(r": (\S+) \(", text)[1].replace("−", "-")) == pytest.approx(value, rel=0.01)  # type: ignore[index]
+    table = page.locator("figure", has=spot).locator("xpath=following-sibling::details[1]")
+    table.locator("summary").click()
+    assert number(value) in table.locator("tbody").inner_text()
+
+
+def test_the_map_of_heads_shows_sources_too(chromium: Any, traced_page: Path, trace: Path) -> None:
+    loaded = Trace.load(trace)
+    assert loaded is not None
+    page = opened(chromium, traced_page, "#head=L2.H1&component=earlier").page
+    assert page.locator("select.component").input_value() == "earlier"
+    title = page.locator('.grid button[data-layer="2"][data-head="1"]').get_attribute("title")
+    value = float(re.search(r": (\S+) \(", title)[1].replace("−", "-"))  # type: ignore[index]
+    assert value == pytest.approx(loaded.heads["all"].power["earlier"].value[2, 1], rel=0.06)
+    assert "origin" in page.locator(".headrow").inner_text()
+    assert opened(chromium, traced_page, "#component=sink&quantity=share").errors == []
+
+
+def test_every_claim_has_its_verdict(chromium: Any, page: Path, run: Path) -> None:
+    seen = opened(chromium, page).page
+    assert seen.locator(".verdicts li").count() == len(json.loads((run / "claims.json").read_text())["claims"])
 
 
 def test_a_head_is_chosen_by_click_and_by_keyboard(chromium: Any, page: Path) -> None:
@@ -161,8 +264,8 @@ def test_hostile_names_and_tokens_are_text(chromium: Any, page: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_nothing_overflows(chromium: Any, page: Path, several: Path, width: int) -> None:
-    for path in (page, several):
+def test_nothing_overflows(chromium: Any, page: Path, several: Path, traced_page: Path, width: int) -> None:
+    for path in (page, several, traced_page):
         seen = opened(chromium, path, width=width).page
         assert seen.evaluate("document.documentElement.scrollWidth") <= width
         wide = seen.evaluate(
@@ -193,7 +296,7 @@ def test_text_is_readable_in_light_and_dark(chromium: Any, page: Path, scheme: s
         assert contrast(seen.evaluate(colour.format("color"), selector), background) >= 4.5, selector
     for mark in ("supported", "contradicted", "inconclusive"):
         assert contrast(seen.evaluate(colour.format("color"), f".mark.v-{mark}"), background) >= 4.5, mark
-    text = seen.evaluate("getComputedStyle(document.querySelector('[data-figure=depth-all] .xtick text')).fill")
+    text = seen.evaluate("getComputedStyle(document.querySelector('[data-base] .xtick text')).fill")
     assert contrast(text, background) >= 4.5
     seen.locator("#theme").click()
     assert luminance(seen.evaluate(colour.format("backgroundColor"), "body")) > 0.5 or scheme == "light"
@@ -205,7 +308,7 @@ def test_every_number_is_the_parquets(chromium: Any, page: Path, run: Path) -> N
     numbers = np.frombuffer(base64.b64decode(heads["numbers"]), dtype="<f8").reshape(-1, layers, count, 3)
     columns = [tuple(column) for column in heads["columns"]]
     rows = pq.read_table(run / "heads.parquet").to_pylist()
-    assert len(rows) == numbers[..., 0].size
+    assert len(rows) == sum(column[2] not in SOURCES for column in columns) * layers * count
     for row in rows:
         at = columns.index((row["queries"], row["quantity"], row["component"]))
         expected = [row["value"], row["low"], row["high"]]
@@ -270,5 +373,6 @@ def test_what_is_absent_says_so(chromium: Any, several: Path) -> None:
     page = opened(chromium, several).page
     notes = " ".join(page.locator("article:visible .absent-note:visible").all_inner_texts())
     assert "claims were not tested" in notes
-    assert "Not looked at in this run" in notes
+    assert "was not looked at in this run" in notes
+    assert "posleak trace tiny-llama" in notes
     assert "No edit was tested" in notes

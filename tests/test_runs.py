@@ -15,13 +15,13 @@ import torch
 import xarray as xr
 
 import posleak as pl
-from families import tiny
 from inputs_subject import byte_tokenizer
 from posleak.axes import COMPONENTS
 from posleak.errors import CheckError, InputError, PosleakWarning
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.runs import Run
+from posleak.runs.measure import _narrow_note
 from posleak.typed import plain
 from runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, subject
 
@@ -61,7 +61,7 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     assert record == plain(run.record)
     assert record["format"] == "posleak run"
     assert record["status"] == "finished"
-    assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "edits": []}
+    assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "origin": 4, "edits": []}
     assert record["spec"] == record["asked"]
     assert record["plan"] == plain(default_plan(64))
     assert record["identity"] == plain(llama.identity)
@@ -70,6 +70,10 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     assert record["versions"] == {n: version(n) for n in ("posleak", "torch", "transformers", "numpy", "xarray")}
     assert record["calibration"]["ok"]
     assert record["calibration"]["layers"] == 3
+    assert record["motion"]["layers"] == ["rotation"] * 3
+    assert record["motion"]["why"] is None
+    assert record["motion"]["gap"] < record["motion"]["bound"]
+    assert record["definitions_version"] == 2
     assert set(record["machine"]) == {"platform", "python", "device", "threads"}
     assert record["warnings"] == []
     assert record["created"] <= record["finished"]
@@ -77,8 +81,8 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
 
 
 def test_defaults_are_filled_in_and_what_was_asked_is_kept(llama: Subject) -> None:
-    record = pl.measure(llama, prompts=2, length=32).record
-    assert (record.asked.batch, record.spec.batch) == (0, 2)
+    record = pl.measure(llama, prompts=4, length=32).record
+    assert (record.asked.batch, record.spec.batch) == (0, 4)
     assert record.spec.seed == 0
 
 
@@ -107,9 +111,9 @@ def test_split_is_labelled_and_adds_up(run: Run) -> None:
     assert float(np.abs(total - parts.sel(component="total")).max()) < 1e-9
     residual = parts.sel(component=["drift", "sink"]).sum("component", skipna=False)
     assert float(np.abs(residual - parts.sel(component="residual")).max()) < 1e-12
-    # query 2 sees one body key besides itself: offsets 0 and 1 exist, offset 2 would be position 0
-    assert np.isfinite(parts.sel(query=2, offset=1)).all()
-    assert np.isnan(parts.sel(query=2, offset=2)).all()
+    # query 5 sees one body key besides itself: offsets 0 and 1 exist, offset 2 would be the origin
+    assert np.isfinite(parts.sel(query=5, offset=1)).all()
+    assert np.isnan(parts.sel(query=5, offset=2)).all()
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_does_not(llama: Subject, run: Run) -> None:
@@ -145,13 +149,14 @@ def test_each_prompt_goes_through_once(llama: Subject) -> None:
     with counted_passes(llama.model) as passes:
         pl.measure(llama, **SPEC)
     assert passes[-BATCHES:] == [2, 2, 2, 1]
-    assert set(passes[:-BATCHES]) == {1}, "calibration"
+    alone = 3 * (1 + len(default_plan(64).rows) + 6)
+    assert set(passes[:-BATCHES]) == {1, alone}, "calibration, and tokens that each stand alone at a place"
 
 
 def test_ids_can_be_given(llama: Subject) -> None:
-    table = np.random.default_rng(0).integers(3, 101, (3, 40))
+    table = np.random.default_rng(0).integers(3, 101, (4, 40))
     found = pl.measure(llama, table)
-    assert (found.record.spec.inputs, found.record.spec.prompts) == ("given", 3)
+    assert (found.record.spec.inputs, found.record.spec.prompts) == ("given", 4)
     assert found.record.inputs.source == "ids"
     assert_same_bits(found, pl.measure(llama, table.tolist()))
     with pytest.raises(InputError, match="table of whole numbers"):
@@ -159,11 +164,11 @@ def test_ids_can_be_given(llama: Subject) -> None:
 
 
 def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
-    with pytest.warns(PosleakWarning, match="one prompt: noise cannot be told from signal.*--prompts 2 or more"):
+    with pytest.warns(PosleakWarning, match="too few prompts, 1: .* no powers and intervals; use --prompts 4"):
         found = pl.measure(llama, length=32, prompts=1)
     contract = found.as_dict()
     assert contract["warnings"] == list(found.record.warnings)
-    assert "one prompt" in contract["warnings"][0]
+    assert "too few prompts" in contract["warnings"][0]
     layer = contract["layers"][0]
     assert layer["total"] is None
     assert layer["ci"]["total"] == [None, None]
@@ -177,14 +182,14 @@ def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
 def test_beyond_the_context_a_rotary_model_warns(tmp_path: Path) -> None:
     short = subject(max_position_embeddings=48)
     with pytest.warns(PosleakWarning, match="length 64 is beyond the model's context of 48 positions.*extrapolation"):
-        found = pl.measure(short, length=64, prompts=2)
+        found = pl.measure(short, length=64, prompts=4)
     assert "extrapolation" in found.as_dict()["warnings"][0]
 
 
 def test_beyond_the_context_learned_positions_are_refused() -> None:
     short = subject("gpt2", n_embd=30, n_layer=2, n_head=3, n_inner=41, max_position_embeddings=48)
     with counted_passes(short.model) as passes, pytest.raises(InputError) as error:
-        pl.measure(short, length=64, prompts=2)
+        pl.measure(short, length=64, prompts=4)
     assert "length 64 is beyond the model's context of 48" in str(error.value)
     assert "remedy: use --length 48 or less" in str(error.value)
     assert passes == []
@@ -193,7 +198,7 @@ def test_beyond_the_context_learned_positions_are_refused() -> None:
 def test_a_window_longer_than_the_text_warns() -> None:
     windowed = subject("mistral", sliding_window=64)
     with pytest.warns(PosleakWarning, match="sliding window of 64 tokens is longer than the prompts.*--length 128"):
-        pl.measure(windowed, length=64, prompts=2)
+        pl.measure(windowed, length=64, prompts=4)
 
 
 def test_more_memory_than_there_is_is_refused_before_any_work(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +216,7 @@ def test_weights_that_are_no_numbers_name_layer_and_head() -> None:
     weight = broken.model.get_parameter("model.layers.1.self_attn.q_proj.weight")
     weight[20:30] = torch.nan  # rows of head 2: a head has 10
     with pytest.raises(CheckError) as error:
-        pl.measure(broken, length=64, prompts=2)
+        pl.measure(broken, length=64, prompts=4)
     assert str(error.value).startswith("layer 1: the attention logits are NaN or infinite")
     assert "got: heads [2]" in str(error.value)
     assert "--dtype float32" in str(error.value)
@@ -246,15 +251,48 @@ def test_text_is_measured_and_its_hash_kept(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     model = subject(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0).model
     (tmp_path / "book.txt").write_text("The position of a word in the text of the library is not its place. " * 60)
-    found = pl.measure(Subject.of(model, tokenizer), f"text:{tmp_path / 'book.txt'}", length=48, prompts=3)
+    found = pl.measure(Subject.of(model, tokenizer), f"text:{tmp_path / 'book.txt'}", length=48, prompts=4)
     assert re.fullmatch("[0-9a-f]{64}", found.record.inputs.text_sha256 or "")
     assert found.data.attrs["remainder"] < 1e-9
 
 
-def test_layers_whose_drift_and_sink_cancel_are_named() -> None:
-    """Keys biased along a direction that hardly rotates put whole rows of logits on scales of their own."""
-    model: Any = tiny("qwen2", scale=3.0)
-    model.model.layers[1].self_attn.k_proj.bias[4] = 1000.0  # the slowest of five frequencies
-    with pytest.warns(PosleakWarning, match=r"drift and sink cancel each other in layers \[1\]"):
-        run = pl.measure(Subject.of(model, name="biased"), length=64, prompts=6)
-    assert any("drift and sink cancel" in note for note in run.record.warnings)
+def test_the_width_of_the_origin_is_asked_for_recorded_and_another_measurement(llama: Subject, run: Run) -> None:
+    narrow = pl.measure(llama, **SPEC, origin=1)
+    assert (narrow.record.spec.origin, narrow.record.plan.origin, narrow.as_dict()["origin"]) == (1, 1, 1)
+    assert (run.as_dict()["origin"], run.as_dict()["definitions"]) == (4, 2)
+    assert narrow.record.digest != run.record.digest
+    common = {"query": [16, 47], "offset": [0, 8]}
+    one, four = (pl.split(found).sel(common) for found in (narrow, run))
+    assert np.allclose(one.sel(component="total"), four.sel(component="total"), atol=1e-5)
+    assert not np.allclose(one.sel(component="sink"), four.sel(component="sink"), atol=1e-2)
+    for origin in (0, 17):
+        with pytest.raises(InputError, match="the origin must be at least one token"):
+            pl.measure(llama, **SPEC, origin=origin)
+
+
+def test_an_origin_that_is_too_narrow_is_named_with_one_that_would_do(run: Run) -> None:
+    """Late queries look at positions up to 6, in layer 1, as if they were a sink."""
+    assert _narrow_note(run) == []
+    data = run.data.copy(deep=True)
+    data["profile"][:, 1, :, 4:7] = 0.8
+    (note,) = _narrow_note(Run(run.record, data))
+    assert note.startswith("the origin of 4 tokens is too narrow in layer 1:")
+    assert note.endswith("use --origin 7")
+
+
+def test_where_the_origin_cannot_be_moved_is_said() -> None:
+    learned = subject("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=256)
+    with pytest.warns(PosleakWarning, match="cannot be moved in every layer and stay where they are in the crop: its"):
+        found = pl.measure(learned, length=64, prompts=4)
+    assert found.record.motion.layers == ("stays",) * 3
+    assert any("cannot be moved" in note for note in found.as_dict()["warnings"])
+
+
+def test_the_sink_profile_is_in_every_run(run: Run) -> None:
+    layer = run.as_dict()["layers"][0]
+    assert len(layer["profile"]["value"]) == 20
+    assert layer["profile"]["value"][0] == layer["sink_attention"]
+    assert len(layer["sink_width"]) == 3
+    assert run.data["profile"].dims == ("prompt", "layer", "head", "position")
+    shares = run.data["profile"].sum("position")
+    assert float(shares.max()) <= 1 + 1e-9

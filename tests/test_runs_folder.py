@@ -146,10 +146,12 @@ def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, da
     [
         ("", "run.json is corrupt"),
         ('{"format": "posleak run", "status": "fini', "run.json is corrupt"),
-        ('{"format": "posleak run", "format_version": 2}', "digest: Field required"),
+        ('{"format": "posleak run", "format_version": 3}', "digest: Field required"),
+        ('{"format": "posleak run", "format_version": 2}', "format version 2"),
+        ('{"format": "posleak run", "format_version": 3, "definitions_version": 1}', "version 1 of the definitions"),
         ('{"format": "posleak run", "format_version": 99}', "format version 99"),
         ("[]", "run.json is corrupt"),
-        ('{"format": "a diary", "format_version": 2}', "run.json is not posleak's"),
+        ('{"format": "a diary", "format_version": 3}', "run.json is not posleak's"),
     ],
 )
 def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str, what: str) -> None:
@@ -243,7 +245,7 @@ def test_the_same_weights_under_another_config_are_another_measurement(tmp_path:
 
 
 def test_other_ids_are_another_measurement(tmp_path: Path, llama: Subject) -> None:
-    table = np.random.default_rng(0).integers(3, 101, (3, 40))
+    table = np.random.default_rng(0).integers(3, 101, (4, 40))
     pl.measure(llama, table, out=tmp_path / "run")
     with pytest.raises(RunError, match="ids_sha256"):
         pl.measure(llama, table[::-1], out=tmp_path / "run")
@@ -252,7 +254,7 @@ def test_other_ids_are_another_measurement(tmp_path: Path, llama: Subject) -> No
 def test_a_text_that_was_changed_is_another_measurement(tmp_path: Path) -> None:
     tokenizer, book = byte_tokenizer(), tmp_path / "book.txt"
     reader = Subject.of(tiny("llama", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0), tokenizer)
-    asked: dict[str, Any] = {"inputs": f"text:{book}", "out": tmp_path / "run", "length": 40, "prompts": 2}
+    asked: dict[str, Any] = {"inputs": f"text:{book}", "out": tmp_path / "run", "length": 40, "prompts": 4}
     book.write_text("The position of a word in the text of the library. " * 60)
     pl.measure(reader, **asked)
     book.write_text("The position of a book in the text of the library. " * 60)

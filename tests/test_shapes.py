@@ -20,7 +20,12 @@ from posleak.origin.cosines import mean_cosine
 from posleak.probe.rows import gather_offsets
 
 WRONG: dict[Callable[..., Any], tuple[Any, ...]] = {
-    gather_offsets: (torch.zeros(1, 2, 3, 8), torch.tensor([5]), torch.tensor([0, 1])),  # one position for three rows
+    gather_offsets: (
+        torch.zeros(1, 2, 3, 8),
+        torch.tensor([5]),
+        torch.tensor([0, 1]),
+        4,
+    ),  # one position for three rows
     gram_matrix: (np.ones((4, 2, 5)), np.ones((4, 1, 5))),  # the cells of x and y differ
     mean_cosine: (torch.ones(2, 3, 4),),  # not the rows of one matrix
 }

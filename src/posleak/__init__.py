@@ -4,6 +4,7 @@
     subject = pl.load("smollm2-135m")
     run = pl.measure(subject, length=512, prompts=16, seed=0)
     parts = pl.split(run)
+    sources = pl.trace(subject)
     pl.report([run], "report.html")
 
 Names are imported when they are first used: torch is slow to load, and not every use needs it.
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .report.compare import compare
     from .report.page import report
     from .runs import Run, measure, split
+    from .trace.trace import trace
 
 _HOMES = {
     "Subject": ".models",
@@ -30,13 +32,26 @@ _HOMES = {
     "Run": ".runs",
     "measure": ".runs",
     "split": ".runs",
+    "trace": ".trace",
     "claims": ".claims",
     "doctor": ".doctor",
     "report": ".report",
     "compare": ".report",
 }
 
-__all__ = ["Run", "Subject", "__version__", "claims", "compare", "doctor", "load", "measure", "report", "split"]
+__all__ = [
+    "Run",
+    "Subject",
+    "__version__",
+    "claims",
+    "compare",
+    "doctor",
+    "load",
+    "measure",
+    "report",
+    "split",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

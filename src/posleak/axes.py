@@ -7,30 +7,34 @@ Axes (letters in shapes; names of dimensions in results)
     H  head       query heads
     K             key and value heads; K divides H, and they are never repeated in memory
     T             positions 0 … N−1 of one prompt; N is its length
-    P             sampled positions: rows of a plan (queries, references, the last row), or those whose states are kept
+    P             sampled positions: rows of a plan (queries, references), or those whose states are kept
     Q  query      measured query positions i
     R  reference  late query positions r that i is compared with
     D  offset     offsets δ = i − j at which two queries are compared
     E, Ev         width of one head's keys and queries, and of its values
     W             width of the residual stream
     J  depth      places of the residual stream: 0 the embedding, j after j layers
+    X             tokens that are looked at alone, at several places
     Y             targets of a regression
-    S             resamples of the bootstrap
+    S             replicates: a number without one prompt, or without two
 
 Symbols (docs/definitions.md derives them)
 
     s_ij      logit that enters the softmax: after scaling, soft-cap and bias, before the mask
-    V(i)      keys that query i may see;  n_i: how many of them are body keys (j ≥ 1)
-    Z_i       Σ_{V(i)} e^{s_ij}, plus e^{s_aux} for a head with a learned sink logit;  Z'_i: without key 0
-    sigma     σ_i = s_i0, where key 0 is visible
-    R_n       Σ_{δ<n} e^{s_r(δ)}: the late query's denominator if it saw only its nearest n keys
-    kappa     κ = e^{σ_r} − ô: how much more position 0 weighs for r than an ordinary key at its place (ô) would
-    o         e^{s_r(n_i)}: an ordinary key of r at the offset where key 0 stands for i
-    k         max(o + κ, 0): the term of position 0 in r's denominator, moved to the offset where i has position 0
+    m         width of the origin: its keys are 0 … m−1, and those from m on are the body
+    V(i)      keys that query i may see;  n_i: how many of them are body keys;  m_i: how many of the origin
+    B_i       Σ of e^{s_ij} over visible body keys, plus e^{s_aux} for a head with a learned sink logit
+    S_i       the same over visible origin keys;  Z_i = B_i + S_i
+    R_n       Σ_{δ<n} e^{s_r(δ)} (+ e^{s_aux}): the late query's denominator if it saw only its nearest n body keys
+    s̃_rj      logit of query r with the origin's key j moved to r − i + j, where i has it
+    k         Σ of e^{s̃_rj} over the origin keys that i sees: the origin in the crop
+    φ(p)      angles by which position p turns the pairs of dimensions of a key
 
 Words
 
-    origin       position 0, and what later tokens read there
+    origin       the first m tokens, and what later tokens read there
+    crop         a late query as if the text between an early one and it had been cut out
+    donor        the document that a borrowed context is taken from;  lent keys: those of it that a query is shown
     provenance   where a model's weights came from
     fingerprint  W_O v_0: what a sink-reading head writes of position 0
     digest       the hash of everything that decides a run's numbers
@@ -46,15 +50,19 @@ LAYER = "layer"
 HEAD = "head"
 QUERY = "query"
 OFFSET = "offset"
+POSITION = "position"
 
 PARTS = ("mask", "drift", "sink")
 """The three steps that turn the late query into the early one; they add up to the total, exactly."""
 
 COMPONENTS = ("total", *PARTS, "residual", "mask_without_sink")
-"""All that is reported: the total, its parts, residual = drift + sink, and the mask's part if key 0 were ordinary."""
+"""All that is reported: the total, its parts, residual = drift + sink, and the mask's part if nothing were a sink."""
 
 SCALING = "scaling"
 """A fourth part, only of models that scale their queries by absolute position: what that scaling does."""
+
+LENT, LEFT = "lent", "left"
+"""Only under a borrowed context: what its keys take away from the total, and the total that is left with them."""
 
 EARLY = 32
 """Queries before this position are summarised as `early`."""

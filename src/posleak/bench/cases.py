@@ -15,12 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
 
 from posleak.edits import parse_edits
+from posleak.edits.context import borrowed
+from posleak.inputs.prompts import UNLENT
+from posleak.leakage import LeakageObserver
 from posleak.models import Subject
-from posleak.probe import Plan, body
-from posleak.runs.loop import leakage_observer, observed_chunks
+from posleak.probe import Plan, Visibility, body
+from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import calibrated
+from posleak.trace import BORROWED
 
 from .statistics import Statistics, from_chunk, from_patterns, from_scores
 
@@ -29,6 +34,8 @@ FORWARD = "forward"
 
 POSLEAK = "posleak"
 ONCE = "posleak, once per run"
+TWO_PASSES, TRACE = "two passes", "posleak trace"
+"""The plain pass and one over a borrowed context, with the same mask; and posleak's trace, compared with both."""
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
@@ -37,11 +44,15 @@ Runner = Callable[[Ids], Statistics | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed."""
+    """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed.
+
+    base: what its time is divided by.
+    """
 
     name: str
     make: Callable[[Subject, Plan, Ids], Runner]
     package: str | None = None
+    base: str = FORWARD
 
     @property
     def is_peer(self) -> bool:
@@ -67,7 +78,7 @@ def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
     def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
         parsed = parse_edits(edits)
-        observer = leakage_observer(subject.model, ids, plan, parsed)
+        observer = LeakageObserver(plan, placements=placements_of(subject.model, ids, plan, parsed))
 
         def run(ids: Ids) -> Statistics:
             (chunk,) = observed_chunks(subject.model, [ids], observer, edits=parsed)
@@ -78,12 +89,40 @@ def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
     return make
 
 
+def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    T = after_donor(ids).shape[1]
+    mask = Visibility((1, 1, T, T), borrowed(causal_mask_function, ids.shape[1]), device=subject.device).dense()
+
+    def run(ids: Ids) -> None:
+        _states(subject.model, ids)
+        tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
+        with torch.inference_mode():
+            body(subject.model)(input_ids=tokens, attention_mask=mask, use_cache=False)
+
+    return run
+
+
+def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    plain, second = _posleak()(subject, plan, ids), _posleak(BORROWED)(subject, plan, after_donor(ids))
+
+    def run(ids: Ids) -> None:
+        plain(ids)
+        second(after_donor(ids))
+
+    return run
+
+
+def after_donor(ids: Ids) -> Ids:
+    """Each prompt after a longer document made of its own tokens: what is read does not matter here."""
+    return np.concatenate([ids, ids[:, -UNLENT:], ids], axis=1)
+
+
 def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """What a run does before its first prompt: calibration, and the search for queries scaled by position."""
+    """What a run does before its first prompt: calibration, and reading what positions do to queries and keys."""
 
     def run(ids: Ids) -> None:
         calibrated(subject, ids)
-        leakage_observer(subject.model, ids, plan)
+        placements_of(subject.model, ids, plan)
 
     return run
 
@@ -158,7 +197,8 @@ CASES = (
     Case(POSLEAK, _posleak()),  # the same pass, attached, with its rows, parts and arrays
     Case(ONCE, _once),
     Case("posleak sink=cut", _posleak("sink=cut")),
-    Case("posleak denominator=fixed", _posleak("denominator=fixed")),
+    Case(TWO_PASSES, _two_passes),  # the plain pass, and one over a borrowed context with the trace's mask
+    Case(TRACE, _trace, base=TWO_PASSES),
     Case("eager", _eager),  # patterns of all layers kept: total leakage
     Case("TransformerLens", _transformer_lens, "transformer-lens"),  # scores and patterns cached: all parts
     Case("nnsight", _nnsight, "nnsight"),  # sampled rows of the patterns kept inside the trace: total leakage

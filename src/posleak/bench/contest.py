@@ -39,7 +39,8 @@ TOO_LARGE = 0.7
 
 @dataclass(frozen=True)
 class Result:
-    """One contestant at one length; `error` says why a number is missing."""
+    """One contestant at one length: `ratio` to the plain forward pass, `beside` to the contestant `base`, where that is
+    another; `error` says why a number is missing."""
 
     name: str
     length: int
@@ -50,13 +51,17 @@ class Result:
     planned_mb: float | None = None
     agreement: float | None = None
     error: str | None = None
+    base: str = FORWARD
+    beside: Spread | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        time, ratio = self.seconds, self.ratio
+        time, ratio, beside = self.seconds, self.ratio, self.beside or self.ratio
         return {
             "name": self.name, "length": self.length, "batch": self.batch,
             "seconds": time and time.median, "seconds_range": time and [time.low, time.high],
             "ratio_to_forward": ratio and ratio.median, "ratio_range": ratio and [ratio.low, ratio.high],
+            "base": self.base, "ratio_to_base": beside and beside.median,
+            "ratio_to_base_range": beside and [beside.low, beside.high],
             "n": time.n if time else 0, "peak_mb": self.peak_mb, "planned_mb": self.planned_mb,
             "agreement_nats": self.agreement, "error": self.error,
         }  # fmt: skip
@@ -117,7 +122,8 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
             raise InputError(
                 "no such contestant", got=name, expected=", ".join(known), remedy=did_you_mean(name, known)
             )
-    chosen = [case for case in CASES if case.name == FORWARD or (case.name in names if names else not case.missing)]
+    bases = {FORWARD, *(case.base for case in CASES if case.name in names)}
+    chosen = [case for case in CASES if case.name in bases or (case.name in names if names else not case.missing)]
     if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
         return chosen_cases([*names, POSLEAK])  # peers are compared with posleak, so it must run too
     if missing := [case for case in chosen if case.missing]:
@@ -154,7 +160,7 @@ class Heat:
             found[name] = run(self.ids)
         agreement = {case.name: self._agreement(case, found) for case in self.cases}
         times = self._times(runners)
-        return [self._result(case.name, times, memory[case.name], agreement[case.name]) for case in self.cases]
+        return [self._result(case, times, memory[case.name], agreement[case.name]) for case in self.cases]
 
     def _say(self, what: str) -> None:
         self.progress(f"{self.ids.shape[1]} tokens, {what}")
@@ -190,16 +196,18 @@ class Heat:
         return interleaved(work, repeats, self._say)
 
     def _result(
-        self, name: str, times: dict[str, list[float | None]], memory: dict[str, Any], agreement: float | None
+        self, case: Case, times: dict[str, list[float | None]], memory: dict[str, Any], agreement: float | None
     ) -> Result:
-        batch, length = self.ids.shape
+        batch, length, name = *self.ids.shape, case.name
         spec = MeasureSpec(length=length, prompts=batch, batch=batch)
         planned = memory_plan(self.subject, spec).total / 1e6 if name == POSLEAK else None
+        other = case.base != FORWARD and name in times and case.base in times
         return Result(
             name, length, batch,
             spread(times[name]) if name in times else None,
             ratios(times[name], times[FORWARD]) if name in times else None,
-            memory.get("peak_mb"), planned, agreement, memory.get("error"),
+            memory.get("peak_mb"), planned, agreement, memory.get("error"), case.base,
+            ratios(times[name], times[case.base]) if other else None,
         )  # fmt: skip
 
 

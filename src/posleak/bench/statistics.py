@@ -1,13 +1,14 @@
 """What every contestant must compute, and how far two of them are apart.
 
-Attention patterns alone give the total leakage and the attention to position 0; scores also give the three parts. Each
-contestant is asked for as much as it can give, at the same queries, references and offsets.
+Attention patterns alone give the total leakage and the attention to position 0; scores also give drift. Mask and sink
+need queries and keys, since the origin's keys are moved. Each contestant is asked for as much as it can give, at the
+same queries, references and offsets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,7 +59,8 @@ def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     for s in (layer.cpu() for layer in layers):
         visible = s[0, 0] > torch.finfo(s.dtype).min / 2
         parts.append(split(reduce_rows(s.masked_fill(~visible, 0), visible, plan)))
-    return from_chunk(stack_layers(parts))
+    found = from_chunk(stack_layers(parts))
+    return replace(found, parts={"drift": found.parts["drift"]})
 
 
 def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
@@ -66,8 +68,8 @@ def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
     totals, firsts = [], []
     for a in (layer.cpu() for layer in layers):
-        log_a = gather_offsets(a, positions, offsets).clamp(min=0).log()
+        log_a = gather_offsets(a, positions, offsets, plan.origin).clamp(min=0).log()
         log_a = log_a.masked_fill(torch.isinf(log_a), torch.nan)
-        totals.append((log_a[:, :, :Q] - log_a[:, :, Q:-1].mean(2, keepdim=True)).numpy())
+        totals.append((log_a[:, :, :Q] - log_a[:, :, Q:].mean(2, keepdim=True)).numpy())
         firsts.append(a[:, :, :Q, 0].double().numpy())
     return Statistics(np.stack(totals, axis=1), np.stack(firsts, axis=1), {})

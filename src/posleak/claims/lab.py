@@ -1,33 +1,25 @@
-"""One subject under many conditions: the same prompts under different edits, each an ordinary run, measured once.
+"""What claims are tested with: one subject under many conditions, and the numbers that compare them.
 
-Everything is paired: every condition reads the same prompts, and all intervals come from the same resamples. With a
-folder, conditions are kept below it as runs, and are read back when the work is started again.
+All intervals come from the same prompts, so that conditions are paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from posleak.arrays import Array
-from posleak.edits import parse_edits
-from posleak.inputs import Prompts, prepare
-from posleak.leakage import Bootstrap, Estimate, Sampled
-from posleak.models import Subject, available_bytes
+from posleak.inputs import prepare
+from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.models import available_bytes
 from posleak.origin import Origin, alone, origin, projections
 from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
-from posleak.probe import Plan
-from posleak.runs import Measurement, MeasureSpec, Run
-from posleak.runs.folder import RECORD, remove_run
-from posleak.runs.measure import Progress
-from posleak.runs.record import slug
+from posleak.runs.conditions import Conditions
+from posleak.trace import Trace
 
 from .finding import Edited, Kept
 
@@ -35,101 +27,60 @@ ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
-CONDITIONS = "conditions"
-"""Where a folder keeps the runs of its conditions."""
-
 LATER = slice(1, None)
 """The layers after the first."""
 
-Edits = tuple[str, ...]
+
+def drawn(edit: str, draws: int) -> list[str]:
+    """The texts of an edit that draws something at random, by number; the edit itself if it does not."""
+    return [edit] if draws == 1 else [f"{edit}:{draw}" for draw in range(draws)]
 
 
 @dataclass
-class Lab:
-    """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with."""
-
-    subject: Subject
-    spec: MeasureSpec
-    folder: Path | None = None
-    fresh: bool = False
-    max_memory: str | int | None = None
-    progress: Callable[[str], None] = lambda what: None
-    _runs: dict[Edits, Run] = field(default_factory=dict)
+class Lab(Conditions):
+    """Conditions of one subject, compared."""
 
     @cached_property
-    def baseline(self) -> Measurement:
-        """The measurement without edits, made ready."""
-        return Measurement.of(self.subject, self.spec, max_memory=self.max_memory)
-
-    @property
-    def plan(self) -> Plan:
-        return self.spec.plan
-
-    @property
-    def tokens(self) -> Prompts:
-        return self.baseline.base
+    def jackknife(self) -> Jackknife:
+        return Jackknife(self.spec.prompts)
 
     @cached_property
-    def ids(self) -> NDArray[np.int64]:
-        """The baseline's prompts [B, T]."""
-        return self.tokens.batch(range(self.spec.prompts))
-
-    @cached_property
-    def bootstrap(self) -> Bootstrap:
-        return Bootstrap.of(self.spec.prompts, self.spec.seed)
-
-    def run(self, *edits: str) -> Run:
-        """The run under these edits: from memory, from its folder, or measured now."""
-        key = tuple(edit.text for edit in parse_edits(edits))
-        if key not in self._runs:
-            name = ", ".join(key) or "baseline"
-            self.progress(name)
-            self._runs[key] = self._measured(key, lambda done, of: self.progress(f"{name}: {done} of {of} prompts"))
-        return self._runs[key]
-
-    def _measured(self, key: Edits, progress: Progress) -> Run:
-        """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
-        if not key:
-            return self.baseline.run_with_warnings(self.folder, fresh=self.fresh, progress=progress)
-        spec = replace(self.spec, edits=key)
-        ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
-        known = self.run().record.calibration
-        return ready.run(self._place(key), fresh=self.fresh, calibration=known, progress=progress)
-
-    def _place(self, key: Edits) -> Path | None:
-        return None if self.folder is None else self.folder / CONDITIONS / slug("+".join(key))
-
-    def remove_conditions(self) -> None:
-        """Remove the runs of conditions that the folder has from earlier, and no other files."""
-        for record in sorted((self.folder / CONDITIONS).glob(f"*/{RECORD}")) if self.folder is not None else ():
-            remove_run(record.parent)
-            if not any(record.parent.iterdir()):
-                record.parent.rmdir()
+    def trace(self) -> Trace:
+        """Where position comes from: the ordinary pass beside the one over a borrowed context."""
+        return Trace.of(self)
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """One component's power by layer [L], mean over heads."""
-        return self.bootstrap.inner(np.nanmean(self.run(*edits).grams["all"].own[name], axis=1))
+        return self.jackknife.inner(np.nanmean(self.run(*edits).grams["all"].own[name], axis=1))
 
     def power(self, name: str, *edits: str, early: bool = False, layers: slice = slice(None)) -> Sampled:
         """One component's power, mean over heads and the chosen layers."""
         gram = self.run(*edits).grams["early" if early else "all"].own[name][layers]
-        return self.bootstrap.inner(np.nanmean(gram, axis=(0, 1)))
+        return self.jackknife.inner(np.nanmean(gram, axis=(0, 1)))
 
-    def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False) -> Kept:
-        """How much of a component's power an edit leaves, paired; `later`: in the layers after the first."""
+    def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False, draws: int = 1) -> Kept:
+        """How much of a component's power an edit leaves, paired; `later`: in the layers after the first.
+
+        `draws`: an edit that draws something at random is run so often, as EDIT:0, EDIT:1, …; the mean is taken, and
+        its interval has the spread of prompts and that of draws.
+        """
         at = LATER if later else slice(None)
-        after, before = (self.power(name, *edits, early=early, layers=at) for edits in ((edit,), ()))
-        layers = "after the first" if later else "all"
-        return Kept(name, after.over(before).estimate, "early" if early else "all", layers)
+        before = self.power(name, early=early, layers=at)
+        ratios = [self.power(name, text, early=early, layers=at).over(before) for text in drawn(edit, draws)]
+        mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
+        if draws > 1:
+            mean = mean.widened(self.mean(np.array([float(ratio.value) for ratio in ratios])))
+        return Kept(name, mean, "early" if early else "all", "after the first" if later else "all")
 
-    def edited(self, edit: str, about: str, *kept: Kept) -> Edited:
+    def edited(self, edit: str, about: str, *kept: Kept, draws: int = 1) -> Edited:
         """The condition, with mean attention of reference queries to position 0 before and after."""
-        before, after = (float(self.run(*edits).data["sink_attention"].mean()) for edits in ((), (edit,)))
-        return Edited(edit, about, kept, before, after)
+        conditions = [(), *((text,) for text in drawn(edit, draws))]
+        before, *after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in conditions)
+        return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
 
     def mean(self, x: Array) -> Estimate:
-        """The mean of numbers [n], one per prompt or head, with a bootstrap interval over them."""
-        return Bootstrap.of(len(x), self.spec.seed).mean(np.asarray(x, dtype=float)).estimate
+        """The mean of numbers [n], one per prompt or head, with an interval over them."""
+        return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @cached_property
     def origin(self) -> Origin:
@@ -156,7 +107,7 @@ class Lab:
             if heads.any()
             for row in written(projection, v, np.flatnonzero(heads).tolist())
         ]
-        return pair_cosines(wrote, Bootstrap.of(TEXT_CROPS, self.spec.seed))[1] if wrote else None
+        return pair_cosines(wrote, Jackknife(TEXT_CROPS))[1] if wrote else None
 
     def fits_float64(self) -> bool:
         """Is there room for a second copy of the weights in float64?"""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.arrays import Array
+from posleak.axes import LEFT
 from posleak.doctor import laws
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
@@ -22,9 +23,10 @@ from posleak.origin import closure
 from posleak.probe import attach, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING
 from posleak.show.numbers import REMOVED
+from posleak.trace import BORROWED
 
 from .catalogue import claim
-from .finding import Finding, Side
+from .finding import Finding, Kept, Side
 from .lab import LATER, Lab
 
 FIRST_LAYER = 0.05
@@ -88,7 +90,7 @@ def ring(lab: Lab) -> Finding:
     model, wide = lab.subject.model, lab.fits_float64()
     dtype = torch.float64 if wide else model.dtype
     texts = ["dtype=float64"] if wide else []
-    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(3))).to(lab.subject.device)
+    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(4))).to(lab.subject.device)
     gaps, masked = rolled_gaps(model, ids, [*texts, "ring"]), rolled_gaps(model, ids[:1], texts)
     details = {"with the mask": max(masked), "dtype": str(dtype).removeprefix("torch.")}
     return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=RING.of(dtype), side=Side.BELOW, details=details)
@@ -111,38 +113,42 @@ def residual_leaks(lab: Lab) -> Finding:
     return Finding.of(lab.power("residual", layers=LATER).estimate, "nats²")
 
 
-def isolation(lab: Lab, component: str, edit: str, about: str, *, later: bool = False) -> Finding:
-    """How much of a component goes away when denominators are fixed."""
-    found, early = (lab.kept(component, edit, early=queries, later=later) for queries in (False, True))
-    return Finding.of(1 - found.ratio, REMOVED, edited=lab.edited(edit, about, found, early))
-
-
 @claim(
-    5, "isolation.total", "Fixed denominators lower leakage",
-    "Controlled isolation: with the denominator fixed in every layer, leakage goes down.",
-    "denominator=fixed: 1 − total power after / before, paired",
+    5, "isolation.total", "Equally many keys, no leakage",
+    "Controlled isolation: where every query sees equally many keys, leakage goes away.",
+    "context=borrowed, keys of another document in the place of those that a query lacks: 1 − total power with the "
+    "lent keys / ordinary total power, paired",
 )  # fmt: skip
 def isolation_total(lab: Lab) -> Finding:
-    return isolation(lab, "total", "denominator=fixed", "denominator fixed")
+    def left(early: bool) -> Kept:
+        ratio = lab.power(LEFT, BORROWED, early=early).over(lab.power("total", early=early))
+        return Kept("total", ratio.estimate, "early" if early else "all")
+
+    kept = [left(early) for early in (False, True)]
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(BORROWED, "borrowed context", *kept))
 
 
 @claim(
-    5, "isolation.downstream", "Drift is downstream of the denominator",
-    "The residual component of later layers is downstream of the mask's denominator.",
-    "denominator=fixed: 1 − drift power after / before in the layers after the first, paired",
+    5, "isolation.downstream", "Earlier masks make the residual",
+    "The residual component of later layers is the imprint of earlier layers' masks.",
+    "context=borrowed, this layer's rows without the lent keys: 1 − residual power after / before in the layers after "
+    "the first, paired",
 )  # fmt: skip
 def isolation_downstream(lab: Lab) -> Finding:
-    return isolation(lab, "drift", "denominator=fixed", "denominator fixed (later layers)", later=True)
+    found, early = (lab.kept("residual", BORROWED, early=queries, later=True) for queries in (False, True))
+    edited = lab.edited(BORROWED, "borrowed context, rows without it", found, early)
+    return Finding.of(1 - found.ratio, REMOVED, edited=edited)
 
 
 @claim(
-    5, "isolation.first-layer", "The first denominator alone lowers drift",
-    "Fixing the denominator of the first layer alone lowers the drift of later layers.",
-    "denominator=fixed@0, which leaves the sinks of later layers alive: 1 − drift power after / before in the layers "
-    "after the first, paired",
+    5, "isolation.origin", "Position 0 is a source of its own",
+    "Position 0 is a source of its own: it leaks position where nothing is hidden.",
+    "context=borrowed: share of the leakage that is left with the lent keys in the total, paired",
 )  # fmt: skip
-def isolation_first_layer(lab: Lab) -> Finding:
-    return isolation(lab, "drift", "denominator=fixed@0", "denominator fixed in the first layer", later=True)
+def isolation_origin(lab: Lab) -> Finding:
+    shares = lab.trace.model["all"].share
+    details = {name: share for name, share in shares.items() if name != "origin"}
+    return Finding.of(shares["origin"], "share", details=details)
 
 
 @claim(
@@ -187,20 +193,24 @@ def sink_writes(lab: Lab) -> Finding:
     return Finding.of(share, "share of norm", no_effect=1 / lab.spec.length, details={"space": reading.space})
 
 
+DRAWS = 8
+"""How often noise is drawn."""
+
+
 def replacement(lab: Lab, edit: str, about: str) -> Finding:
     """Removed share of the residual power at early queries, and what happens to the rest."""
     if lab.tokens.first.id is None:
         return Finding.not_applicable("no BOS stands at position 0")
-    found = lab.kept("residual", edit, early=True)
-    rest = (lab.kept("residual", edit), lab.kept("mask", edit, early=True), lab.kept("total", edit, early=True))
-    return Finding.of(1 - found.ratio, REMOVED, edited=lab.edited(edit, about, found, *rest))
+    draws = DRAWS if edit == "bos=noise" else 1
+    parts = (("residual", True), ("residual", False), ("mask", True), ("total", True))
+    kept = [lab.kept(name, edit, early=early, draws=draws) for name, early in parts]
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(edit, about, *kept, draws=draws))
 
 
 REPLACEMENTS = {
     "zero": ("bos=zero", "a zero vector", "BOS → zero"),
     "mean": ("bos=mean", "the mean embedding", "BOS → mean embedding"),
-    "noise": ("bos=noise", "noise of the same norm", "BOS → noise, same norm"),
-    "noise-2": ("bos=noise:1", "another draw of noise", "BOS → noise, another draw"),
+    "noise": ("bos=noise", f"noise of the same norm, {DRAWS} times", "BOS → noise, same norm"),
     "token": ("bos=token", "another token's embedding", "BOS → another token"),
     "none": ("bos=none", "whatever the text has there", "no BOS"),
     "random": ("bos=random", "a random token for each prompt", "BOS → a random token per prompt"),
@@ -229,7 +239,7 @@ for _name, (_edit, _what, _about) in REPLACEMENTS.items():
 @claim(
     9, "stabiliser.factor", "Sinks damp the mask",
     "Sinks are stabilisers: they damp the mask's leakage.",
-    "mask power if position 0 were an ordinary key, divided by mask power; 1 is no effect",
+    "mask power if the origin's keys were ordinary ones, divided by mask power; 1 is no effect",
 )  # fmt: skip
 def stabilisation(lab: Lab) -> Finding:
     return Finding.of(lab.power("mask_without_sink").over(lab.power("mask")).estimate, "times", no_effect=1.0)
@@ -266,7 +276,7 @@ def fingerprint_fixed(lab: Lab) -> Finding:
 @claim(
     10, "fingerprint.varies", "Another token, another fingerprint",
     "The fingerprint varies with the first token.",
-    "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads, bootstrap over tokens",
+    "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads, interval over tokens",
 )  # fmt: skip
 def fingerprint_varies(lab: Lab) -> Finding:
     found = lab.origin.fingerprint

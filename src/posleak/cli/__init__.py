@@ -1,6 +1,7 @@
 """The command line. Modules of commands register themselves on the app when they are imported, in the order of help."""
 
 from . import measure as _measure  # noqa: F401  isort: skip
+from . import trace as _trace  # noqa: F401  isort: skip
 from . import claims as _claims  # noqa: F401  isort: skip
 from . import origin as _origin  # noqa: F401  isort: skip
 from . import study as _study  # noqa: F401  isort: skip

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from posleak.bench import Benchmark, Result
+    from posleak.bench.timing import Spread
 
 
 @model_command("bench")
@@ -71,12 +72,18 @@ def bench_table(found: Benchmark) -> Group:
     made = table(names, right=[name for name in names if name != "contestant"], wrap=["of a forward pass"])
     for result in found.results:
         made.add_row(str(result.length), result.name, *_cells(result))
+    beside = [result for result in found.results if result.beside is not None]
     about = found.machine
     return Group(
         Text(found.identity.name, style="bold"),
         Text(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
         made,
         Text("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
+        *(
+            Text(f"{each.name} at {each.length}: {_spread(each.beside)} of {each.base}, n={each.beside.n}")
+            for each in beside
+            if each.beside is not None
+        ),
     )
 
 
@@ -86,4 +93,8 @@ def _cells(result: Result) -> tuple[str, str, str, str]:
         return NAN, result.error or "not timed", memory, "0"
     time, ratio = result.seconds, result.ratio
     seconds = f"{time.median:.2f} ({time.low:.2f}–{time.high:.2f})"
-    return seconds, f"{ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f})", memory, str(time.n)
+    return seconds, _spread(ratio), memory, str(time.n)
+
+
+def _spread(ratio: Spread) -> str:
+    return f"{ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"

@@ -17,7 +17,7 @@ def claims_command(
     load: Load,
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts; all conditions read the same ones.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
     folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-DIGEST.")] = None,

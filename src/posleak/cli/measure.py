@@ -24,7 +24,8 @@ def measure_command(
     length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 512,
     prompts: Annotated[int, typer.Option(help="Prompts; expectations and intervals are taken over them.")] = 16,
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 4096 tokens.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    origin: Annotated[int, typer.Option(help="Width of the origin: how many first tokens count as it.")] = 4,
     density: Annotated[int, typer.Option(help="Multiplies the numbers of queries, references and offsets.")] = 1,
     edit: Annotated[
         list[str] | None, typer.Option(help="A what-if change: bos=zero, sink=cut, … (docs/edits.md); repeatable.")
@@ -45,7 +46,7 @@ def measure_command(
         from .progress import prompt_progress
 
         # What can be refused without the model is refused before it is loaded.
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, tuple(edit or ()))
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, tuple(edit or ()))
         parse_bytes(max_memory)
         subject = load()
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:

@@ -18,7 +18,7 @@ def origin_command(
     tokens: Annotated[int, typer.Option(help="How many first tokens are compared in the portrait.")] = 1024,
     bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 2048 tokens.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Position 0: is it closed, how does its state change with depth, who reads it, what does that tell later tokens?

@@ -10,7 +10,9 @@ import typer
 
 from .app import Json, app, emit, err, out
 
-Runs = Annotated[list[Path], typer.Argument(help="Run folders that `measure` or `claims` wrote.", metavar="RUN...")]
+Runs = Annotated[
+    list[Path], typer.Argument(help="Run folders that `measure`, `trace` or `claims` wrote.", metavar="RUN...")
+]
 
 
 class Format(StrEnum):

@@ -25,7 +25,7 @@ def study_command(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the study's own.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts, instead of the study's own.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     root: Annotated[Path, typer.Option("--out", help="Where runs are kept and reused.")] = RUNS,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table with all numbers.")] = False,
     as_json: Json = False,
@@ -75,7 +75,7 @@ def study_table(found: Table) -> Group:
         Text(
             "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change "
             "of the residual per relative depth, divided by its mean; removed: 1 − residual power / that of the "
-            "model's first cell; 95% bootstrap intervals over prompts; early queries are in study.json",
+            "model's first cell; 95% jackknife intervals over prompts; early queries are in study.json",
             style="dim",
         ),
     )

@@ -11,21 +11,23 @@ from rich.markup import escape
 from rich.text import Text
 
 from posleak.show.colours import LIGHT
-from posleak.show.numbers import NAN, effect, percent
+from posleak.show.numbers import NAN, effect, percent, short
 from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import MARKS, QUERIES
 
 if TYPE_CHECKING:
     from posleak.claims import ClaimsRun, Result
     from posleak.doctor import Diagnosis
-    from posleak.leakage import Summary
+    from posleak.leakage import Estimate, Summary
     from posleak.models import Listed
     from posleak.runs import Run
 
 LEGEND = """\
-powers in nats², mean over heads, all queries, with 95% bootstrap intervals over prompts
+powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
 shares of the total: █ mask ▒ drift · sink ╱ scaling, − cancels some; n.s.: total not clearly above 0
 at 0: attention to position 0, mean over reference queries"""
+
+WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
 
 STYLES = {"supported": "green", "contradicted": "red", "inconclusive": "yellow", "not applicable": "dim"}
 
@@ -45,8 +47,10 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     yield heading(run)
     yield layers_table(summary)
     yield Text(LEGEND, style="dim")
+    yield sink_line(summary, run.record.plan.origin)
     for queries, label in QUERIES.items():
         yield Text.from_markup(f"{label:<24} {_shares(summary, queries)}")
+    yield Text.from_markup(_stabilisation(summary))
     yield Text.from_markup(f"[dim]remainder {run.remainder:.1e} nats · run[/dim] {escape(str(run.path))}")
 
 
@@ -62,6 +66,19 @@ def layers_table(summary: Summary) -> RenderableType:
     return made
 
 
+def sink_line(summary: Summary, origin: int) -> Text:
+    """Attention to the first positions, and how wide the sinks of heads are."""
+    import numpy as np
+
+    there = np.isfinite(summary.profile.value[..., 0])
+    means = [short(float(summary.profile.value[..., at][there].mean())) for at in range(6)]
+    widths = summary.width[there]
+    counts = {name: int(((widths >= low) & (widths <= high)).sum()) for name, (low, high) in WIDTHS.items()}
+    sizes = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    line = Text("attention to positions 0 … 5:  ").append(" ".join(means), style=LIGHT["sink"])
+    return line.append(f"\nheads by the width of their sink, in tokens: {sizes}; the origin has {origin}", style="dim")
+
+
 def _shares(summary: Summary, queries: str) -> str:
     numbers = summary.model[queries]
     parts = []
@@ -69,10 +86,22 @@ def _shares(summary: Summary, queries: str) -> str:
         share = numbers.share[name]
         interval = "" if math.isnan(share.low) else f" [dim]({percent(share.low)}…{percent(share.high)})[/dim]"
         parts.append(f"[{LIGHT[name]}]{name}[/] {percent(share.value)}{interval}")
-    stable = numbers.stabilisation
-    parts.append("stabilisation " + (NAN if math.isnan(stable.value) else f"×{stable.value:.1f} "
-                 f"[dim]({stable.low:.1f}…{stable.high:.1f})[/dim]"))  # fmt: skip
     return "  ".join([*parts, f"[dim]n={summary.prompts}[/dim]"])
+
+
+def _stabilisation(summary: Summary) -> str:
+    """What the mask would leak without sinks, over what it leaks."""
+    found = {queries: summary.model[queries].stabilisation for queries in QUERIES}
+    shown = [f"{queries} {times(each)}" for queries, each in found.items()]
+    return f"{'stabilisation':<24} {'  '.join(shown)}  [dim]n={summary.prompts}[/dim]"
+
+
+def times(found: Estimate) -> str:
+    """`×4.4 (3.5…5.7)`"""
+    if math.isnan(found.value):
+        return NAN
+    interval = "" if math.isnan(found.low) else f" [dim]({found.low:.1f}…{found.high:.1f})[/dim]"
+    return f"×{found.value:.1f}{interval}"
 
 
 def claims_table(found: ClaimsRun) -> Group:

@@ -103,6 +103,8 @@ def _law_checks(bench: laws.Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
     yield "law L7", lambda: laws.closure(bench)
     yield "law L8, batches", lambda: laws.batching(bench)
     yield "law L8, padding", lambda: laws.padding(bench)
+    yield "law L9", lambda: laws.gauge(bench)
+    yield "law L10", lambda: laws.moved_keys(bench)
 
 
 def eager_parity(bench: laws.Bench, padding: int = 5) -> Check:

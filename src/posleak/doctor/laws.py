@@ -20,17 +20,26 @@ from transformers import PreTrainedModel
 
 from posleak.leakage import (
     AttentionObserver,
-    Bootstrap,
+    Jackknife,
     LeakageObserver,
-    NormObserver,
     Parts,
     component,
-    norms_by_position,
 )
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import gram_matrix
 from posleak.origin import closure as closed_system
-from posleak.probe import Call, Edit, Plan, attach, body, relative_difference, takes_positions
+from posleak.probe import (
+    Call,
+    Edit,
+    Motion,
+    Placement,
+    Plan,
+    attach,
+    body,
+    read_placements,
+    relative_difference,
+    takes_positions,
+)
 from posleak.rounding import AGREE, EXACT
 
 from .check import Check
@@ -54,7 +63,7 @@ class Bench:
 
     def parts(self, ids: Ids, *, padding: int = 0, edits: Sequence[Any] = ()) -> list[Parts]:
         """The parts of every layer; `padding` tokens are put before the prompts and masked away."""
-        observer = LeakageObserver(self.plan, start=padding, temperatures=self.norms.temperatures)
+        observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(self.model.device)
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
         keep[:, :padding] = 0
@@ -65,10 +74,9 @@ class Bench:
         return observer.collect()
 
     @cached_property
-    def norms(self) -> NormObserver:
-        """Does the model scale its queries by position, or change them after their rotation?"""
-        constant = torch.from_numpy(self.constant).to(self.model.device)
-        return norms_by_position(self.model, constant, rows=self.plan.rows)
+    def placements(self) -> list[Placement]:
+        """What positions do to queries and keys."""
+        return read_placements(self.model, torch.from_numpy(self.ids[:1]).to(self.model.device), self.plan)
 
     @cached_property
     def entrance(self) -> Entrance | None:
@@ -82,12 +90,13 @@ class Bench:
 
     @property
     def uneven(self) -> str | None:
-        layers = [layer for layer, gap in enumerate(self.norms.unevenness) if gap]
+        gaps = [place.unevenness for place in self.placements]
+        layers = [layer for layer, gap in enumerate(gaps) if gap]
         if not layers:
             return None
         return (
             f"in {len(layers)} layers something acts on queries or keys after their rotation and does not commute with "
-            f"it, such as a norm with weights: norms vary by {max(self.norms.unevenness):.2g} with position"
+            f"it, such as a norm with weights: norms vary by {max(gaps):.2g} with position"
         )
 
     @cached_property
@@ -122,14 +131,19 @@ def constant_token(bench: Bench) -> Check:
 def first_layer(bench: Bench) -> Check:
     """Judged at 99.9%, so that a true law fails once in a thousand models and not once in twenty."""
     data = assemble([stack_layers(bench.measured[:1])], bench.plan)
-    drift = component(data, "drift").values
-    gram = np.nanmean(gram_matrix(x := drift.reshape(*drift.shape[:3], -1), x), axis=(0, 1))
-    power = Bootstrap.of(len(bench.ids), seed=0).inner(gram).at(level=0.999)
+    prompts = Jackknife(len(bench.ids))
+    powers = {}
+    for name in ("drift", "sink"):
+        x = component(data, name).values
+        gram = np.nanmean(gram_matrix(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
+        powers[name] = prompts.inner(gram).at(level=0.999)
+    name = max(powers, key=lambda name: float(powers[name].interval[0]))
     why = (
-        f"i.i.d. tokens meet no position before the first attention: drift is 0 within its interval, n={len(bench.ids)}"
+        "i.i.d. tokens meet no position before the first attention: drift and sink are 0 within their intervals, "
+        f"n={len(bench.ids)}"
     )
-    unit = f"nats² (lower end; value {power.value:.2g})"
-    check = Check("L3 first layer", float(power.interval[0]), EXACT.of(bench.model.dtype), unit, why)
+    unit = f"nats² (lower end of {name}; value {powers[name].value:.2g})"
+    check = Check("L3 first layer", float(powers[name].interval[0]), EXACT.of(bench.model.dtype), unit, why)
     return check if check.ok else check.because(bench.cause)
 
 
@@ -149,7 +163,8 @@ def zero_queries(bench: Bench) -> Check:
     for parts, expected in zip(observer.collect(), seen.expected, strict=True):
         rest = (parts.drift + parts.sink[..., None])[..., parts.pairs].abs().max()
         worst = max(worst, float((parts.mask - expected).abs().max()), float(rest))
-    return Check("L4 zero queries", worst, 1e-9, "nats", "equal logits leak log((n_r + 1) / (n_i + 1)), all of it mask")
+    why = "equal logits leak log((r + 1) / (i + 1)), less behind a window, all of it mask"
+    return Check("L4 zero queries", worst, 1e-9, "nats", why)
 
 
 class Sizes:
@@ -192,7 +207,7 @@ def shifted_positions(bench: Bench, shift: int) -> Check:
 def _shift_cause(bench: Bench) -> str | None:
     if bench.entrance is not None and bench.entrance.kind == TABLE:
         return bench.entrance.reason
-    scaled = [float(t.max()) for t in bench.norms.temperatures if t is not None]
+    scaled = [float(place.temperature.max()) for place in bench.placements if place.temperature is not None]
     if scaled:
         return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
     return bench.uneven
@@ -242,3 +257,46 @@ def _padding_cause(bench: Bench, padding: int = 5) -> str | None:
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]
     changed = relative_difference(moved, plain) > AGREE.of(bench.model.dtype)
     return "the model's own states change with left padding, under its own attention too" if changed else None
+
+
+@dataclass
+class GaugeObserver(LeakageObserver):
+    """Looks at every call with a constant added to all logits of one row, which no softmax sees."""
+
+    row: int = 0
+    by: float = 0.0
+
+    def observe(self, call: Call, out: Tensor) -> None:
+        T = call.query.shape[2]
+        bias = call.query.new_zeros(1, 1, T, T) if call.bias is None else call.bias.clone()
+        bias[..., self.row, :] += self.by
+        super().observe(replace(call, bias=bias), out)
+
+
+def gauge(bench: Bench) -> Check:
+    """Not asked of heads with a learned sink logit, which fixes the scale."""
+    why = "a constant of 50 added to any one row of logits changes no part: a softmax does not see it"
+    if bench.learned_sinks:
+        return Check("L9 gauge", 0.0, None, "nats", f"{why}; not checked: a learned sink logit fixes the scale")
+    rows = ((0, 0.0), (bench.plan.queries[1], 50.0), (bench.plan.references[0], -50.0))
+    looks = [GaugeObserver(bench.plan, placements=bench.placements, row=row, by=by) for row, by in rows]
+    with attach(bench.model, looks) as probe:
+        probe.forward(torch.from_numpy(bench.ids[:1]).to(bench.model.device))
+    plain, *shifted = (look.collect() for look in looks)
+    worst = max(
+        float((getattr(a, name) - getattr(b, name)).nan_to_num().abs().max())
+        for other in shifted
+        for a, b in zip(plain, other, strict=True)
+        for name in ("mask", "drift", "sink", "mask_without_sink")
+    )
+    return Check("L9 gauge", worst, AGREE.of(bench.model.dtype), "nats", why)
+
+
+def moved_keys(bench: Bench) -> Check:
+    """L10; where the origin cannot be moved, the check says so and is not judged."""
+    motion = Motion.of(bench.placements, bench.plan, bench.model.dtype)
+    why = "a key moved to another place is the model's own key there, on tokens and places that were not read"
+    if motion.stays:
+        stays = f"in {len(motion.stays)} of {len(motion.layers)} layers the origin stays where it is: {motion.why}"
+        return Check("L10 moved keys", motion.gap, None, "relative", stays)
+    return Check("L10 moved keys", motion.gap, motion.bound, "relative", why)

@@ -1,11 +1,11 @@
-"""Stage 4, what if: changes to the embedding at 0, positions, visibility, denominators, and reads of position 0.
+"""Stage 4, what if: changes to the embedding at 0, positions, visibility, context, and reads of position 0.
 
 Each is a frozen value with a short text (`--edit TEXT`), says where it acts, and leaves the model as it was. An edit
 that changes nothing, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.
-from . import embedding, visibility, origin, denominator, positions, precision  # noqa: F401, I001
+from . import embedding, visibility, origin, context, positions, precision  # noqa: F401, I001
 from .base import KINDS, Kind, NamedEdit, ScopedEdit, Site, register
 from .parse import parse_edit, parse_edits, require_measurable
 from .scope import Scope

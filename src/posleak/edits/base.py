@@ -24,13 +24,13 @@ class Site(Enum):
     """Where an edit acts; the order in which edits of one run are applied."""
 
     DTYPE = "dtype"
+    CONTEXT = "context before the prompt"
     EMBEDDING = "embedding at position 0"
     POSITIONS = "positions"
     ROTATION = "rotation"
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
-    DENOMINATOR = "denominator"
 
 
 class NamedEdit(Edit):

@@ -38,7 +38,7 @@ class FreezeSink(ScopedEdit):
 
     def at(self, call: Call, heads: Tensor) -> Call:
         late = call_rows(call, default_plan(call.query.shape[2])).references
-        share = (late.sigma - late.log_z).exp().mean(-1)  # [B, H]
+        share = (late.first[..., 0] - late.log_z).exp().mean(-1)  # [B, H]
         return replace(call, frozen=share.masked_fill(~heads, torch.nan))
 
 

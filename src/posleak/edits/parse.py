@@ -41,6 +41,10 @@ def parse_edits(texts: Sequence[str]) -> tuple[NamedEdit, ...]:
     return tuple(edits)
 
 
+BY_PLACE = (Site.EMBEDDING, Site.VISIBILITY, Site.ORIGIN)
+"""Edits of position 0, and of what is seen."""
+
+
 def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
     reason = None
     if first.site is second.site:
@@ -48,6 +52,8 @@ def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
     for one, other in ((first, second), (second, first)):
         if not one.causal and other.needs_causal:
             reason = f"{other.text} is defined by what causal queries do not see; {one.text} shows them everything"
+        if one.site is Site.CONTEXT and other.site in BY_PLACE:
+            reason = f"{other.text} acts by place in the prompt, which is no longer the first thing that is read"
         if isinstance(one, Ring) and other.site in (Site.POSITIONS, Site.VISIBILITY):
             reason = f"ring sets positions and visibility itself, so {other.text} would have no effect"
     if reason is not None:

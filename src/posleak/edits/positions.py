@@ -32,6 +32,7 @@ class Shift(NamedEdit):
     by: int
 
     site: ClassVar[Site] = Site.POSITIONS
+    placing: ClassVar[bool] = True
 
     @property
     def text(self) -> str:
@@ -57,6 +58,7 @@ class Rotation(NamedEdit):
     number: float = 0.0
 
     site: ClassVar[Site] = Site.ROTATION
+    placing: ClassVar[bool] = True
 
     @property
     def text(self) -> str:
@@ -223,7 +225,7 @@ register(
         "visibility and rotation: no mask, and every frequency a whole number of turns per N positions, N being the "
         "length of the prompt. Nothing but the tokens is left that tells one place from another. `claims` tests law L6 "
         "with it. Leakage is not defined under it",
-        "`measure`; `shift`, `rope`, `window` and `mask`; `sink`, `patch0` and `denominator`, which are defined for "
+        "`measure`; `shift`, `rope`, `window` and `mask`; `sink`, `patch0` and `context`, which are defined for "
         "causal queries only; models without rotary frequencies, those that recompute them from call to call, and "
         "those whose rotation is not by cosines and sines", "ring",
         lambda value, scope: {"": Ring()}[value],

@@ -23,6 +23,7 @@ class Precision(NamedEdit):
     name: str
 
     site: ClassVar[Site] = Site.DTYPE
+    placing: ClassVar[bool] = True
 
     @property
     def text(self) -> str:

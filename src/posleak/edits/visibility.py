@@ -83,7 +83,7 @@ register(
         "mask", "mask=off",
         "what each query sees: every key, later ones too. `claims` shows with it that position 0 is then not closed. "
         "Leakage is not defined under it",
-        "`measure`; `window` and `ring`; `sink`, `patch0` and `denominator`, which are defined for causal queries only",
+        "`measure`; `window` and `ring`; `sink`, `patch0` and `context`, which are defined for causal queries only",
         "mask=off",
         lambda value, scope: {"off": MaskOff()}[value],
     )

@@ -16,6 +16,9 @@ from posleak.errors import InputError
 from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
 
+DONORS = 2**31
+"""Documents that stand before prompts are numbered from here on, like prompts of their own."""
+
 
 class Body(Protocol):
     """Ids of prompt `index`, a function of (seed, index) alone, and what must be recorded of where they came from."""
@@ -99,6 +102,22 @@ class GivenBody:
 
     def _range(self) -> str:
         return f"an index from 0 to {len(self.table) - 1}, for there are {len(self.table)} rows"
+
+
+@dataclass(frozen=True, eq=False)
+class OtherGivenBody:
+    """For each given row a longer one, made of the next rows in turn: the first of them whole, then their bodies."""
+
+    table: np.ndarray
+    """int64 [B, T]"""
+
+    def ids(self, seed: int, index: int, length: int) -> np.ndarray:
+        B, T = self.table.shape
+        others = [self.table[(index % DONORS + 1 + step % max(B - 1, 1)) % B] for step in range(1 + length // (T - 1))]
+        return np.concatenate([others[0][:1], *(row[1:] for row in others)])[:length]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
 
 def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import Body, ConstantBody, GivenBody, given_body
+from posleak.inputs.bodies import DONORS, Body, ConstantBody, GivenBody, OtherGivenBody, given_body
 from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
 from posleak.inputs.source import Source, parse
 from posleak.inputs.stream import LIMIT, METHOD, check_seed
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary
+
+UNLENT = 64
+"""A donor is so much longer than its prompt: its first tokens, the sinks among them, are never lent."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class InputFacts:
     vocabulary_…             how many tokens it has, how many of them are special, and a hash of the ordinary ids
     method                   how random numbers become tokens
     ids_sha256               hash of prompts that were given as ids
+    context                  tokens of another document before each prompt
     text_…                   of the text that crops are taken from: hash, size, and the Python version of `text:stdlib`
     other                    what a user-defined source says about itself
     """
@@ -47,15 +51,16 @@ class InputFacts:
     text_characters: int | None = None
     text_python: str | None = None
     ids_sha256: str | None = None
+    context: int = 0
     other: dict[str, Any] = field(default_factory=dict)
 
     def same_tokens(self, other: InputFacts) -> bool:
-        """Are the prompts the same, apart from position 0?"""
+        """Are the prompts the same, apart from position 0 and from what stands before them?"""
         return replace(self, **NO_BOS) == replace(other, **NO_BOS)
 
 
 NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_token": "", "vocabulary_size": 0,
-                          "vocabulary_excluded": 0}  # fmt: skip
+                          "vocabulary_excluded": 0, "context": 0}  # fmt: skip
 
 
 class Readable(Protocol):
@@ -82,6 +87,8 @@ class Prompts:
     length: int
     """T, the first token included."""
     seed: int
+    donor: Body | None = None
+    """What the documents before the prompts are made of; None: nothing stands before them."""
 
     def ids(self, index: int) -> np.ndarray:
         """int64 [T]"""
@@ -93,9 +100,31 @@ class Prompts:
         return ids
 
     def batch(self, indices: Iterable[int]) -> np.ndarray:
-        """int64 [B, T]"""
-        rows = [self.ids(index) for index in indices]
-        return np.stack(rows) if rows else np.empty((0, self.length), dtype=np.int64)
+        """int64 [B, context + T]"""
+        rows = [np.concatenate([self._before(index), self.ids(index)]) for index in indices]
+        return np.stack(rows) if rows else np.empty((0, self.context + self.length), dtype=np.int64)
+
+    @property
+    def context(self) -> int:
+        """How many tokens of another document stand before each prompt."""
+        return 0 if self.donor is None else self.length + UNLENT
+
+    def after_donors(self) -> Prompts:
+        """The same prompts, each after a document of the same kind with a first token of its own."""
+        body: Body
+        if isinstance(self.body, GivenBody):
+            body = OtherGivenBody(self.body.table)
+        else:
+            body = parse(self.source).body(self.length + UNLENT, self.seed, self.vocabulary)
+        return replace(self, donor=body)
+
+    def _before(self, index: int) -> np.ndarray:
+        if self.donor is None:
+            return np.empty(0, dtype=np.int64)
+        ids = self.donor.ids(self.seed, DONORS + index, self.context)
+        if self.first.id is not None:
+            ids[0] = self.first.id
+        return ids
 
     @property
     def available(self) -> int | None:
@@ -110,7 +139,7 @@ class Prompts:
             source=self.source, length=self.length, seed=self.seed, bos=self.first.policy, bos_id=self.first.id,
             bos_token=self.first.token, first_token=self._first_token(), vocabulary_size=self.vocabulary.size,
             vocabulary_excluded=self.vocabulary.excluded, vocabulary_sha256=self.vocabulary.sha256,
-            method=None if isinstance(self.body, GivenBody) else METHOD, **known,
+            method=None if isinstance(self.body, GivenBody) else METHOD, context=self.context, **known,
             other={name: value for name, value in said.items() if name not in known},
         )  # fmt: skip
 

@@ -2,26 +2,26 @@
 
 from .dataset import assemble, component, components
 from .observer import AttentionObserver, LeakageObserver
-from .sampled import Bootstrap, Estimate, Sampled, combined
+from .profile import narrow_layers, sink_width
+from .sampled import FEWEST, Estimate, Jackknife, Sampled, combined
 from .split import Parts, split
-from .summary import Summary, cancelling_layers, summarise, tidy
-from .temperature import NormObserver, norms_by_position
+from .summary import Summary, summarise, tidy
 
 __all__ = [
+    "FEWEST",
     "AttentionObserver",
-    "Bootstrap",
     "Estimate",
+    "Jackknife",
     "LeakageObserver",
-    "NormObserver",
     "Parts",
     "Sampled",
     "Summary",
     "assemble",
-    "cancelling_layers",
     "combined",
     "component",
     "components",
-    "norms_by_position",
+    "narrow_layers",
+    "sink_width",
     "split",
     "summarise",
     "tidy",

@@ -4,7 +4,9 @@
     drift                                        (prompt, layer, head, query, offset)
     renormalisation, logit                       (prompt, layer, head, query) and (prompt, layer, head, offset):
                                                  the logits are s_i(δ) = drift + renormalisation + logit, s_r(δ) = logit
-    sink_attention                               (prompt, layer, head)
+    profile                                      (prompt, layer, head, position)  attention of the references to the
+                                                 first positions;  ordinary (prompt, layer, head): to one far key
+    lent                                         (prompt, layer, head, query)  only under a borrowed context
     scaling                                      (prompt, layer, head, query, offset)  only for models that scale their
                                                  queries by position
     pairs                                        (layer, query, offset)  where a query has a body key at an offset
@@ -24,7 +26,7 @@ import xarray as xr
 from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 
-from posleak.axes import COMPONENTS, HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
+from posleak.axes import COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
 from posleak.probe import Plan
 
 from .split import Parts
@@ -34,15 +36,19 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PER_QUERY, (PROMPT, LAYER, HEAD, QUERY)),
     "drift": (PROMPT, LAYER, HEAD, QUERY, OFFSET),
     "logit": (PROMPT, LAYER, HEAD, OFFSET),
-    "sink_attention": (PROMPT, LAYER, HEAD),
+    "profile": (PROMPT, LAYER, HEAD, POSITION),
+    "ordinary": (PROMPT, LAYER, HEAD),
 }
 """The per-prompt arrays and their axes."""
 
-OPTIONAL: dict[str, tuple[str, ...]] = {SCALING: (PROMPT, LAYER, HEAD, QUERY, OFFSET)}
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    SCALING: (PROMPT, LAYER, HEAD, QUERY, OFFSET),
+    LENT: (PROMPT, LAYER, HEAD, QUERY),
+}
 """Arrays that only some models have."""
 
-NATS = (*PARTS, SCALING, "mask_without_sink", "renormalisation", "logit")
-UNITS = {**dict.fromkeys(NATS, "nats"), "attention_0": "1", "sink_attention": "1"}
+NATS = (*PARTS, SCALING, LENT, "mask_without_sink", "renormalisation", "logit")
+UNITS = {**dict.fromkeys(NATS, "nats"), **dict.fromkeys(("attention_0", "profile", "ordinary"), "1")}
 
 Chunk = dict[str, NDArray[Any]]
 """One batch of prompts, all layers: the arrays above, `pairs`, and `remainder` as a scalar."""
@@ -52,9 +58,11 @@ def stack_layers(layers: Sequence[Parts]) -> Chunk:
     """The layers of one forward pass side by side: [B, L, H, ...], padded with NaN to the widest layer."""
     widest = max(parts.mask.shape[1] for parts in layers)
     chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAYS}
-    if any(parts.scaling is not None for parts in layers):
-        found = [parts.drift * 0 if parts.scaling is None else parts.scaling for parts in layers]
-        chunk[SCALING] = np.stack([_padded(x, widest) for x in found], axis=1)
+    for name, like in ((SCALING, "drift"), (LENT, "mask")):
+        found = [getattr(parts, name) for parts in layers]
+        if any(x is not None for x in found):
+            here = [getattr(p, like) * 0 if x is None else x for p, x in zip(layers, found, strict=True)]
+            chunk[name] = np.stack([_padded(x, widest) for x in here], axis=1)
     chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
     chunk["remainder"] = np.array(max(parts.remainder for parts in layers))
     return chunk
@@ -76,7 +84,7 @@ def assemble(chunks: Sequence[Chunk], plan: Plan, attributes: dict[str, Any] | N
     data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
     coords = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
     sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}
-    coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD)})
+    coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD, POSITION)})
     remainder = max(float(chunk["remainder"]) for chunk in chunks)
     return xr.Dataset(data, coords, {**(attributes or {}), "remainder": remainder})
 
@@ -91,11 +99,13 @@ def component(data: xr.Dataset, name: str) -> Float64[xr.DataArray, "B L H Q D"]
         x = x + data[SCALING] if SCALING in data else x
     elif name == "residual":
         x = data["drift"] + data["sink"]
+    elif name == LEFT:
+        return component(data, "total") - data[LENT]
     else:
         x = data[name]
     return x.where(data["pairs"]).transpose(PROMPT, LAYER, HEAD, QUERY, OFFSET)
 
 
 def components(data: xr.Dataset) -> tuple[str, ...]:
-    """The components that a measurement has: the three parts and what is made of them, and scaling where it occurs."""
-    return (*COMPONENTS, SCALING) if SCALING in data else COMPONENTS
+    """The components that a measurement has: the parts and what is made of them, and others where they occur."""
+    return (*COMPONENTS, *[name for name, of in ((SCALING, SCALING), (LEFT, LENT)) if of in data])

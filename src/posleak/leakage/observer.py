@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from posleak.probe import Call, Plan, call_rows
+from posleak.probe import Call, Placement, Plan, call_rows
 from posleak.stopwatch import stage
 
 from .split import Parts, split, split_scaled
@@ -19,25 +19,26 @@ from .split import Parts, split, split_scaled
 class LeakageObserver:
     """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding.
 
-    temperatures[l]: how much layer l scales the queries of the plan's rows; None or nothing: not at all.
+    placements[l]: what positions do in layer l. Without them, the origin stays where it is and queries are not scaled.
     """
 
     plan: Plan
     start: int = 0
-    temperatures: Sequence[Float64[Tensor, "P"] | None] = ()
+    placements: Sequence[Placement] = ()
     layers: list[Parts] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        t = self.temperatures[call.index] if call.index < len(self.temperatures) else None
+        place = self.placements[call.index] if self.placements else None
+        t = None if place is None else place.temperature
         with stage("rows"):
-            rows = call_rows(call, self.plan, self.start)
-            even = None if t is None else call_rows(self._even(call, t), self.plan, self.start)
+            rows = call_rows(call, self.plan, self.start, place)
+            even = None if t is None else call_rows(self._even(call, t), self.plan, self.start, place)
         with stage("split"):
             self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
     def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
         """The call with every query at the references' mean temperature."""
-        late = slice(len(self.plan.queries), len(self.plan.rows) - 1)
+        late = slice(len(self.plan.queries), None)
         rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
         query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
         query[:, :, rows] *= (t[late].mean() / t)[:, None].to(query)
@@ -58,6 +59,5 @@ class AttentionObserver:
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         rows = call_rows(call, self.plan)
-        log_z = rows.log_z if rows.virtual is None else rows.log_z + rows.virtual
         nowhere = rows.offsets >= rows.sight.body[:, None]
-        self.layers.append((rows.s - log_z[..., None]).masked_fill(nowhere, torch.nan))
+        self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(nowhere, torch.nan))

@@ -1,12 +1,23 @@
-"""A number and the same number of every resample: what intervals are made of.
+"""A number, and the same number without one prompt and without two: what intervals are made of.
 
-The bootstrap resamples prompts with weights w_b. Of an inner product it takes Σ_{b≠b'} w_b w_b' G / Σ_{b≠b'} w_b w_b':
-a prompt that is drawn twice is not multiplied with itself, or the bias that the unbiased estimate avoids would be back
-in every interval. Numbers of one result share their weights, so that sums, differences and ratios are paired.
+The jackknife asks how the number changes when one prompt is left out, and how much of what two prompts do is done by
+the two together: a power is a mean over pairs of prompts, and where it is near zero the pairs make nearly all of its
+noise. Numbers of one result leave out the same prompts, so that sums, differences and ratios are paired. Nothing is
+drawn at random.
 
-    bootstrap = Bootstrap.of(prompts, seed)
-    after, before = bootstrap.inner(gram_after), bootstrap.inner(gram_before)
+    jackknife = Jackknife(prompts)
+    after, before = jackknife.inner(gram_after), jackknife.inner(gram_before)
     removed = 1 - after.over(before).estimate      # value, low, high, n
+
+With v the number, v_i without prompt i and v_ij without i and j, of n prompts:
+
+    d_i  = (n − 1) (mean of v_i − v_i)                        what one prompt does
+    e_ij = (n − 3)/2 · [(n − 2)(v_ij − v) + d_i + d_j]        what two do together
+    pairs = 2 mean(e²) / (n (n − 3)),   ones = Σ d² / (n (n − 1)) − 2 pairs (n − 1)/(n − 2), at least 0
+    se²  = ones + pairs
+
+The interval is v ± t·se, with Student's t of n − 1 degrees of freedom, and longer on the side to which v is skewed
+(`_reach`). docs/definitions.md says how often it covers, and benchmarks/coverage.py measures it.
 """
 
 from __future__ import annotations
@@ -14,18 +25,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from posleak.arrays import Array
 
 from .power import unbiased
+from .student import quantile
 
-RESAMPLES = 1000
 LEVEL = 0.95
+
+FEWEST = 4
+"""Prompts below which there is no interval: with three, what two do together cannot be told."""
+
+NEIGHBOURS = 8
+"""Each prompt is left out together with so many that follow it, in a ring; up to 17 prompts these are all pairs."""
+
+ALIKE = 1e-7
+"""Replicates that differ by so little, beside their number, differ by rounding: so do the prompts."""
 
 if TYPE_CHECKING:
     Cells = Array
@@ -35,7 +55,7 @@ else:  # numpy gives a number, and no array, where there is one cell
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number per cell with its interval; n prompts. Intervals are NaN for n < 2."""
+    """A number per cell with its interval; n prompts. No interval, NaN: n < FEWEST, or prompts that do not differ."""
 
     value: Cells
     low: Cells
@@ -52,6 +72,19 @@ class Estimate:
     def __truediv__(self, positive: float | int) -> Estimate:
         return Estimate(self.value / positive, self.low / positive, self.high / positive, self.n)
 
+    def minus_other(self, other: Estimate) -> Estimate:
+        """The difference from a number of other prompts: each side's distances to its ends add up in squares."""
+        value = self.value - other.value
+        down = np.hypot(self.value - self.low, other.high - other.value)
+        up = np.hypot(self.high - self.value, other.value - other.low)
+        return Estimate(value, value - down, value + up, min(self.n, other.n))
+
+    def widened(self, other: Estimate) -> Estimate:
+        """The same number with the spread of another mean of it, over other draws, added in squares."""
+        low = self.value - np.hypot(self.value - self.low, other.value - other.low)
+        high = self.value + np.hypot(self.high - self.value, other.high - other.value)
+        return Estimate(self.value, low, high, self.n)
+
     @classmethod
     def concatenate(cls, parts: list[Estimate]) -> Estimate:
         """Along the first axis."""
@@ -61,7 +94,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A number per cell and its resamples, of n prompts; arithmetic acts on both, so that results are resampled too."""
+    """A number per cell of n prompts, and its replicates: first without each prompt, then without each of `pairs(n)`.
+
+    Arithmetic acts on all of them, so that results have replicates too.
+    """
 
     value: Cells
     samples: Float64[np.ndarray, "S *cells"]
@@ -70,12 +106,26 @@ class Sampled:
 
     @cached_property
     def interval(self) -> tuple[Cells, Cells]:
-        """Percentiles over the resamples; NaN for one prompt, which has no spread."""
-        if self.n < 2:
-            return np.full(self.value.shape, np.nan), np.full(self.value.shape, np.nan)
-        tail = (1 - self.level) / 2
-        low, high = np.quantile(self.samples, [tail, 1 - tail], axis=0)
-        return low, high
+        """NaN below FEWEST prompts, and where prompts do not differ."""
+        n, value = self.n, np.asarray(self.value)
+        if n < FEWEST:
+            return np.full(value.shape, np.nan), np.full(value.shape, np.nan)
+        with np.errstate(invalid="ignore", over="ignore"):  # a replicate may be infinite: there is no interval then
+            return self._interval(value)
+
+    def _interval(self, value: Array) -> tuple[Cells, Cells]:
+        n = self.n
+        (first, second), without = pairs(n), self.samples[:n]
+        one = (n - 1) * (without.mean(0) - without)
+        two = (n - 3) / 2 * ((n - 2) * (self.samples[n:] - value) + one[first] + one[second])
+        by_pairs = 2 * (two**2).mean(0) / (n * (n - 3))
+        by_ones = (one**2).sum(0) / (n * (n - 1)) - 2 * by_pairs * (n - 1) / (n - 2)
+        error = np.sqrt(np.maximum(by_ones, 0) + by_pairs)
+        scale = np.where(error > 0, n * error**2, 1.0) ** 1.5
+        skew = (one**3).mean(0) / scale, 2 * (one[first] * one[second] * two).mean(0) / scale
+        t = quantile((1 + self.level) / 2, n - 1)
+        down, up = np.maximum(t, _reach(t, *skew, n)), np.maximum(t, -_reach(-t, *skew, n))
+        return value - error * down, value + error * up
 
     @property
     def estimate(self) -> Estimate:
@@ -99,63 +149,85 @@ class Sampled:
         return combined(operator.truediv, self, other)
 
     def over(self, below: Sampled) -> Sampled:
-        """The ratio, NaN where the denominator is not clearly above 0: there it would be noise divided by noise."""
+        """The ratio, NaN where the denominator is not clearly above 0: there it would be noise divided by noise.
+
+        A denominator without an interval is taken at its value; the ratio has no interval then.
+        """
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = self / below
-        clear = below.interval[0] > 0 if below.n > 1 else np.zeros(np.shape(below.value), bool)
-        samples = np.where(np.isfinite(ratio.samples), ratio.samples, 0.0)
-        return replace(ratio, value=np.where(clear, ratio.value, np.nan), samples=np.where(clear, samples, np.nan))
+        clear = (below.value > 0) & ~(below.interval[0] <= 0)
+        value, samples = (np.where(clear, x, np.nan) for x in (ratio.value, ratio.samples))
+        return replace(ratio, value=value, samples=samples)
+
+
+def _reach(t: float, ones: Cells, twos: Cells, n: int) -> Cells:
+    """How many standard errors below a skewed number the truth lies at the t-quantile of a number that is not skewed.
+
+    ones, twos: third moments of what one prompt does and of what two do together, over se³ n^{3/2}. The first term of
+    Helmers' expansion of a studentised U-statistic, inverted in Hall's monotone form.
+    """
+    bend, shift = (ones / 3 + twos / 2) / np.sqrt(n), (ones / 6 + twos / 2) / np.sqrt(n)
+    bend = np.where(np.abs(bend) < 1e-6, 1e-6, bend)
+    found: Array = (np.cbrt(1 + 3 * bend * (t - shift)) - 1) / bend
+    return found
+
+
+@cache
+def pairs(prompts: int) -> tuple[Int64[np.ndarray, "pairs"], Int64[np.ndarray, "pairs"]]:
+    """The prompts that are left out together: each with those that follow it in a ring, no pair twice."""
+    first, step = np.meshgrid(np.arange(prompts), np.arange(1, min(NEIGHBOURS, prompts // 2) + 1))
+    once = (2 * step < prompts) | (first < step)
+    return first[once], (first + step)[once] % prompts
 
 
 def combined(function: Callable[..., Any], *numbers: Sampled | float | int) -> Sampled:
-    """function(…) of the values, and of every resample: it must act on the last axes only."""
+    """function(…) of the values, and of every replicate: it must be smooth, and act on the last axes only."""
     sampled = [number for number in numbers if isinstance(number, Sampled)]
     value = function(*(number.value if isinstance(number, Sampled) else number for number in numbers))
     samples = function(*(number.samples if isinstance(number, Sampled) else number for number in numbers))
-    return Sampled(np.asarray(value), samples, min(number.n for number in sampled), sampled[0].level)
+    return Sampled(np.asarray(value), samples, sampled[0].n, sampled[0].level)
 
 
 @dataclass(frozen=True)
-class Bootstrap:
-    """Seeded resampling weights over prompts. One set serves all numbers of a result: they are paired."""
+class Jackknife:
+    """Leaves out prompts. What is made from as many prompts is paired, prompt by prompt."""
 
-    weights: Float64[np.ndarray, "S B"]
-
-    @classmethod
-    def of(cls, prompts: int, seed: int, resamples: int = RESAMPLES) -> Bootstrap:
-        """Resamples with fewer than two different prompts have no pairs, and are drawn again."""
-        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, prompts, 0xB007])))
-        drawn = generator.integers(prompts, size=(resamples, prompts))
-        while prompts > 1 and (single := (drawn == drawn[:, :1]).all(1)).any():
-            drawn[single] = generator.integers(prompts, size=(int(single.sum()), prompts))
-        return cls(np.stack([np.bincount(row, minlength=prompts) for row in drawn]).astype(float))
-
-    @property
-    def prompts(self) -> int:
-        return int(self.weights.shape[1])
-
-    @cached_property
-    def relative(self) -> Float64[np.ndarray, "S B"]:
-        """The weights of each resample, adding up to 1."""
-        return np.asarray(self.weights / self.weights.sum(1, keepdims=True))
+    prompts: int
 
     def mean(self, x: Float64[np.ndarray, "B *cells"]) -> Sampled:
         """The plain mean over prompts."""
-        return Sampled(x.mean(0), np.tensordot(self.relative, x, axes=(1, 0)), self.prompts)
+        (first, second), n, total = pairs(self.prompts), self.prompts, x.sum(0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self._replicated(x.mean(0), (total - x) / (n - 1), (total - x[first] - x[second]) / (n - 2))
 
     def inner(self, gram: Float64[np.ndarray, "*cells B B"]) -> Sampled:
         """⟨x, y⟩ from the Gram matrices of x and y."""
-        return Sampled(unbiased(gram), self._inner_samples(gram), self.prompts)
+        first, second = pairs(self.prompts)
+        own = np.diagonal(gram, axis1=-2, axis2=-1)
+        with_others = np.moveaxis(gram.sum(-1) + gram.sum(-2) - 2 * own, -1, 0)
+        together = np.moveaxis(gram[..., first, second] + gram[..., second, first], -1, 0)
+        return self.of_sums(unbiased(gram), with_others, together)
 
-    def _inner_samples(self, gram: Float64[np.ndarray, "*cells B B"]) -> Float64[np.ndarray, "S *cells"]:
-        if self.prompts < 2:
-            return np.full((len(self.weights), *gram.shape[:-2]), np.nan)
-        first, second = np.triu_indices(self.prompts, k=1)
-        off = (gram + np.swapaxes(gram, -1, -2))[..., first, second]  # [..., pairs b < b']
-        flat, cells = off.reshape(-1, off.shape[-1]).T, gram.shape[:-2]
-        blocks = (self.weights[start : start + 100] for start in range(0, len(self.weights), 100))
+    def of_sums(
+        self,
+        value: Cells,
+        with_others: Float64[np.ndarray, "B *cells"],
+        together: Float64[np.ndarray, "pairs *cells"],
+    ) -> Sampled:
+        """A mean over pairs, both ways round, from the sum over each prompt's pairs, and from those of `pairs(n)`."""
+        (first, second), n, total = pairs(self.prompts), self.prompts, with_others.sum(0) / 2
         with np.errstate(invalid="ignore", divide="ignore"):
-            sums = [
-                (w := block[:, first] * block[:, second]) @ flat / (2 * w.sum(1, keepdims=True)) for block in blocks
-            ]
-        return np.concatenate(sums).reshape(len(self.weights), *cells)
+            one = (total - with_others) / ((n - 1) * (n - 2))
+            two = (total - with_others[first] - with_others[second] + together) / ((n - 2) * (n - 3))
+            return self._replicated(value, one, two)
+
+    def _replicated(
+        self, value: Cells, one: Float64[np.ndarray, "B *cells"], two: Float64[np.ndarray, "pairs *cells"]
+    ) -> Sampled:
+        """Replicates are NaN where prompts do not differ: one prompt many times says nothing about others.
+
+        A number that is 0 in every prompt stays: it is exactly 0, as the mask's is behind a window.
+        """
+        samples = np.concatenate([one, two])
+        alike = (np.ptp(samples, axis=0) <= ALIKE * np.abs(value)) & (value != 0)
+        return Sampled(value, np.where(alike, np.nan, samples), self.prompts)

@@ -1,14 +1,15 @@
-"""Leakage, split exactly into mask, drift and sink: the three steps that turn a late query into an early one.
+"""Leakage, split exactly into mask, drift and sink: the late query, the same in a cropped text, the early query.
 
-    mask(i, r)     = −[ log(R_{n_i} + k) − log Z_r ]                                  hide the keys that i does not see
-    drift(i, δ, r) = [s_i(δ) − s_r(δ)] − [ log(Z'_i + k) − log(R_{n_i} + k) ]         swap the body logits
-    sink(i, r)     = −[ log Z_i − log(Z'_i + k) ]                                     swap what is read at position 0
+    mask(i, r)     = log Z_r − log(R_{n_i} + k)                        r -> r in the crop: other keys, same states
+    drift(i, δ, r) = [s_i(δ) − log B_i] − [s_r(δ) − log R_{n_i}]       how the body's weight is spread
+    sink(i, r)     = log(1 + k / R_{n_i}) − log(1 + S_i / B_i)         how much goes to the origin
     sum            = log a_i(δ) − log a_r(δ)
 
-averaged over the references r. A learned sink logit is one more constant term inside every log.
+averaged over the references r. The crop is r as if the text between i and r had been cut out: it sees the nearest n_i
+body keys, and of the origin what i sees, moved up to where i has it (k). A constant added to a row changes no part.
 
-A model that scales its queries by absolute position (temperature.py) has a fourth, explicit part. The three steps are
-taken on logits at one common temperature t̄, the mean of the references', and what their own temperatures do is
+A model that scales its queries by absolute position (probe/placement.py) has a fourth, explicit part. The three steps
+are taken on logits at one common temperature t̄, the mean of the references', and what their own temperatures do is
 
     scaling(i, δ, r) = [ log a_i(δ) − log a_r(δ) ] − [ log ā_i(δ) − log ā_r(δ) ],    ā: attention at s̄_p = s_p t̄ / t_p
 """
@@ -22,7 +23,6 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from posleak.probe import Rows
-from posleak.probe.rows import add
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class Parts:
     """One layer of a batch of prompts, averaged over references; NaN at pairs (i, δ) that do not exist.
 
     attention_0      a_i0 of the measured queries
-    sink_attention   mean a_r0 over the references
+    profile          mean attention of the references to each of the first positions
+    ordinary         the same to one key far from them and from the origin
     logit            mean s_r(δ) over the references
-    renormalisation  log(Z'_i + k) − log(R_{n_i} + k), so that s_i(δ) = drift + this + logit
+    renormalisation  log B_i − log R_{n_i}, so that s_i(δ) = drift + this + logit
     pairs            where i and every r have a visible body key at δ
     remainder        max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
     scaling          None where queries are not scaled by position
+    lent             what the keys of a borrowed context take from the total; None without one
     """
 
     mask: Float64[Tensor, "B H Q"]
@@ -43,35 +45,28 @@ class Parts:
     sink: Float64[Tensor, "B H Q"]
     mask_without_sink: Float64[Tensor, "B H Q"]
     attention_0: Float64[Tensor, "B H Q"]
-    sink_attention: Float64[Tensor, "B H"]
+    profile: Float64[Tensor, "B H first"]
+    ordinary: Float64[Tensor, "B H"]
     logit: Float64[Tensor, "B H D"]
     renormalisation: Float64[Tensor, "B H Q"]
     pairs: Bool[Tensor, "Q D"]
     remainder: float
     scaling: Float64[Tensor, "B H Q D"] | None = None
+    lent: Float64[Tensor, "B H Q"] | None = None
 
 
 def split(rows: Rows) -> Parts:
-    """The parts of every measured query against the mean reference.
-
-    Virtual keys, which an edit puts in the place of hidden ones, undo that much of the mask.
-    """
+    """The parts of every measured query against the mean reference."""
     late, seen = rows.references, rows.sight
-    k = late.carried(seen)  # [B, H, R, Q], log
-    cut = late.cut_with(k, seen)  # log(R_{n_i} + k)
-    swapped = add(add(rows.body[:, :, None], k), None if late.s_aux is None else late.s_aux[..., None])  # log(Z'_i + k)
     log_z_i, log_z_r = rows.log_z, late.log_z  # [B, H, Q], [B, H, R]
-
-    mask = (log_z_r[..., None] - cut).mean(2)
-    sink = (swapped - log_z_i[:, :, None]).mean(2)
-    if rows.virtual is not None:
-        mask, log_z_i = mask - rows.virtual, log_z_i + rows.virtual
+    mask = (log_z_r[..., None] - rows.crop).mean(2)
+    sink = (rows.crop - rows.cut).mean(2) - (log_z_i - rows.body)
     pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.sight.body.min())
     nowhere = ~pairs
     # Logits at pairs that do not exist are −inf: they are taken out before they can meet each other.
     s_i = rows.s.masked_fill(nowhere, 0)
     s_r = _finite(late.at_offsets(rows.offsets)).mean(2, keepdim=True)
-    renormalisation = (swapped - cut).mean(2)
+    renormalisation = rows.body - rows.cut.mean(2)
     drift = (s_i - s_r) - renormalisation[..., None]
     total = (s_i - log_z_i[..., None]) - (s_r - log_z_r.mean(2)[..., None, None])
     remainder = ((mask[..., None] + drift + sink[..., None]) - total).masked_fill(nowhere, 0).abs().max()
@@ -79,14 +74,26 @@ def split(rows: Rows) -> Parts:
         mask=mask,
         drift=drift.masked_fill(nowhere, torch.nan),
         sink=sink,
-        mask_without_sink=late.hidden_without_sink(seen).mean(2),
-        attention_0=(rows.sigma - log_z_i).exp(),
-        sink_attention=(late.sigma - log_z_r).exp().mean(-1),
+        mask_without_sink=late.without_sink(seen).mean(2),
+        attention_0=(rows.first[..., 0] - log_z_i).exp(),
+        profile=late.profile,
+        ordinary=late.ordinary,
         logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.sight.body.min(), torch.nan),
         renormalisation=renormalisation,
         pairs=pairs,
         remainder=float(remainder),
+        lent=None if rows.lent is None else lent(rows, rows.lent),
     )
+
+
+def lent(rows: Rows, weight: Float64[Tensor, "B H P"]) -> Float64[Tensor, "B H Q"]:
+    """How much of the total is not there any more where a borrowed context is seen too: total without its keys − with.
+
+    [log(Z_i + L_i) − log Z_i] − mean over r of [log(Z_r + L_r) − log Z_r],  L: what the lent keys weigh
+    """
+    more = torch.nn.functional.softplus(weight - torch.cat([rows.log_z, rows.references.log_z], dim=-1))
+    Q = rows.log_z.shape[-1]
+    return more[..., :Q] - more[..., Q:].mean(-1, keepdim=True)
 
 
 def split_scaled(rows: Rows, even: Rows) -> Parts:
@@ -100,7 +107,8 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
     return replace(
         parts,
         attention_0=plain.attention_0,
-        sink_attention=plain.sink_attention,
+        profile=plain.profile,
+        ordinary=plain.ordinary,
         remainder=max(remainder, parts.remainder, plain.remainder),
         scaling=scaling.masked_fill(nowhere, torch.nan),
     )
@@ -108,10 +116,9 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
 
 def log_ratio(rows: Rows, nowhere: Bool[Tensor, "Q D"]) -> Float64[Tensor, "B H Q D"]:
     """log a_i(δ) − mean over r of log a_r(δ); 0 where there is no such pair."""
-    log_z = rows.log_z if rows.virtual is None else rows.log_z + rows.virtual
     late = rows.references
     log_a_r = (_finite(late.at_offsets(rows.offsets)) - late.log_z[..., None]).mean(2, keepdim=True)
-    return (rows.s.masked_fill(nowhere, 0) - log_z[..., None] - log_a_r).masked_fill(nowhere, 0)
+    return (rows.s.masked_fill(nowhere, 0) - rows.log_z[..., None] - log_a_r).masked_fill(nowhere, 0)
 
 
 def _finite(s: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xarray as xr
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from posleak.arrays import Array
 from posleak.axes import EARLY, PARTS, QUERY, SCALING
 
 from .dataset import component, components
 from .power import gram_matrix
-from .sampled import Bootstrap, Estimate
+from .profile import sink_width
+from .sampled import Estimate, Jackknife
 
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
@@ -34,11 +35,16 @@ class Grams:
 
     @classmethod
     def of(cls, data: xr.Dataset, early: bool = False) -> Grams:
-        if early:
-            data = data.sel({QUERY: data[QUERY] < EARLY})
-        x = {name: _flat(component(data, name)) for name in components(data)}
+        return cls.of_components({name: component(data, name) for name in components(data)}, SHARED, early)
+
+    @classmethod
+    def of_components(
+        cls, found: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str], early: bool = False
+    ) -> Grams:
+        """Of any components, `total` among them; those in `shared` have a share of it."""
+        x = {name: _flat(c.sel({QUERY: c[QUERY] < EARLY}) if early else c) for name, c in found.items()}
         own = {name: gram_matrix(values, values) for name, values in x.items()}
-        return cls(own, {name: gram_matrix(x[name], x["total"]) for name in x if name in SHARED})
+        return cls(own, {name: gram_matrix(x[name], x["total"]) for name in x if name in shared})
 
     def averaged(self, axes: tuple[int, ...]) -> Grams:
         """Mean over heads (axis 1) or over layers and heads (axes 0, 1); heads that do not exist are left out."""
@@ -51,23 +57,33 @@ def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H p
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Powers in nats², shares, and the stabilisation factor, for the cells that the Gram matrices have."""
+class Shares:
+    """Powers in nats² and shares of the total, for the cells that the Gram matrices have."""
 
     power: dict[str, Estimate]
     share: dict[str, Estimate]
+
+    @classmethod
+    def of(cls, grams: Grams, jackknife: Jackknife) -> Shares:
+        total = jackknife.inner(grams.own["total"])
+        return cls(
+            power={name: jackknife.inner(gram).estimate for name, gram in grams.own.items()},
+            share={name: jackknife.inner(gram).over(total).estimate for name, gram in grams.with_total.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Numbers(Shares):
+    """The same of a measurement, with the stabilisation factor: what the mask would do without the sink, over what it
+    does."""
+
     stabilisation: Estimate
 
     @classmethod
-    def of(cls, grams: Grams, bootstrap: Bootstrap) -> Numbers:
-        power = {name: bootstrap.inner(gram) for name, gram in grams.own.items()}
-        return cls(
-            power={name: number.estimate for name, number in power.items()},
-            share={
-                name: bootstrap.inner(gram).over(power["total"]).estimate for name, gram in grams.with_total.items()
-            },
-            stabilisation=power["mask_without_sink"].over(power["mask"]).estimate,
-        )
+    def of(cls, grams: Grams, jackknife: Jackknife) -> Numbers:
+        found = Shares.of(grams, jackknife)
+        without, mask = (jackknife.inner(grams.own[name]) for name in ("mask_without_sink", "mask"))
+        return cls(found.power, found.share, without.over(mask).estimate)
 
 
 @dataclass(frozen=True)
@@ -77,45 +93,42 @@ class Summary:
     heads   cells [L, H], early and all queries
     layers  cells [L], means over heads
     model   one cell, the mean over all heads of all layers
-    sink_attention, layer_sink_attention   mean a_r0 over reference queries
+    profile          mean attention of the reference queries to each of the first positions, cells [L, H, first]
+    layer_profile    the same, means over heads [L, first]
+    sink_attention, layer_sink_attention   its first column: attention to position 0
+    width            how many first positions the sink of a head takes, by the median over prompts [L, H]
     """
 
     heads: dict[str, Numbers]
     layers: dict[str, Numbers]
     model: dict[str, Numbers]
-    sink_attention: Estimate
-    layer_sink_attention: Estimate
+    profile: Estimate
+    layer_profile: Estimate
+    width: Int64[np.ndarray, "L H"]
     prompts: int
 
+    @property
+    def sink_attention(self) -> Estimate:
+        return self.profile[..., 0]
 
-def summarise(data: xr.Dataset, grams: dict[str, Grams], seed: int = 0) -> Summary:
-    """All numbers of a measurement from its Gram matrices; one set of bootstrap weights, so that they are paired."""
-    bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
-    sink = data["sink_attention"].values
+    @property
+    def layer_sink_attention(self) -> Estimate:
+        return self.layer_profile[..., 0]
+
+
+def summarise(data: xr.Dataset, grams: dict[str, Grams]) -> Summary:
+    """All numbers of a measurement from its Gram matrices; all leave out the same prompts, so that they are paired."""
+    jackknife = Jackknife(data.sizes["prompt"])
+    profile, ordinary = data["profile"].values, data["ordinary"].values
     return Summary(
-        heads={queries: Numbers.of(g, bootstrap) for queries, g in grams.items()},
-        layers={queries: Numbers.of(g.averaged((1,)), bootstrap) for queries, g in grams.items()},
-        model={queries: Numbers.of(g.averaged((0, 1)), bootstrap) for queries, g in grams.items()},
-        sink_attention=bootstrap.mean(sink).estimate,
-        layer_sink_attention=bootstrap.mean(np.nanmean(sink, axis=2)).estimate,
+        heads={queries: Numbers.of(g, jackknife) for queries, g in grams.items()},
+        layers={queries: Numbers.of(g.averaged((1,)), jackknife) for queries, g in grams.items()},
+        model={queries: Numbers.of(g.averaged((0, 1)), jackknife) for queries, g in grams.items()},
+        profile=jackknife.mean(profile).estimate,
+        layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
+        width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
     )
-
-
-CANCELLING = 10.0
-"""Where drift and sink are both so many times larger than their sum, by their intervals, only the sum says much."""
-
-
-def cancelling_layers(summary: Summary) -> list[int]:
-    """Layers where drift and sink are large and opposite, so that only their sum, the residual, means something.
-
-    Drift keeps the late query's position-0 term while the body is swapped. Where rows of logits differ by hundreds of
-    nats as a whole, which no softmax sees, that term and the body are not on one scale (docs/definitions.md).
-    """
-    power = summary.layers["all"].power
-    both = np.minimum(power["drift"].low, power["sink"].low)
-    left = np.maximum(power["residual"].high, power["total"].high)
-    return np.flatnonzero((both > CANCELLING * left) & (left > 0)).tolist()
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,7 @@
     c = mean over pairs of different directions of u_a · u_b = ( ‖Σ_a u_a‖² − n ) / ( n (n − 1) )
 
 1: all alike; 0: as in random directions. It is the resultant length R = ‖mean u‖ without its bias (R² is 1/n too
-large for random directions), and never needs the n × n matrix. A direction that is drawn twice by the bootstrap is not
-multiplied with itself.
+large for random directions), and never needs the n × n matrix.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from posleak.leakage import Bootstrap, Estimate, Sampled, combined
+from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.leakage.sampled import NEIGHBOURS, pairs
 
 from .states import unit
 
 
-def pair_cosines(x: Sequence[Float[Tensor, "n _W"]], bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
-    """The mean cosine among the rows of each x, and the mean of them all, resampled together.
+def pair_cosines(x: Sequence[Float[Tensor, "n _W"]], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+    """The mean cosine among the rows of each x, and the mean of them all, paired.
 
     NaN where a row has no direction.
     """
-    each = [_pair_cosine(one, bootstrap) for one in x]
+    each = [_pair_cosine(one, jackknife) for one in x]
     if not each:
-        nan = Sampled(np.array(np.nan), np.full(len(bootstrap.weights), np.nan), bootstrap.prompts)
-        return Estimate(np.zeros(0), np.zeros(0), np.zeros(0), bootstrap.prompts), nan.estimate
+        nothing, nan = np.zeros(0), np.array(np.nan)
+        return Estimate(nothing, nothing, nothing, jackknife.prompts), Estimate(nan, nan, nan, jackknife.prompts)
     found = combined(lambda *every: np.stack(every, axis=-1), *each)
     return found.estimate, combined(lambda every: every.mean(-1), found).estimate
 
@@ -45,13 +45,11 @@ def resultant(x: Float[Tensor, "n W"]) -> float:
     return float(unit(x).mean(0).norm())
 
 
-def _pair_cosine(x: Float[Tensor, "n W"], bootstrap: Bootstrap) -> Sampled:
-    u = unit(x).to(torch.float32)
-    n = len(u)
-    if n < 2 or bool((u.square().sum(-1) < 0.5).any()):
-        return Sampled(np.array(np.nan), np.full(len(bootstrap.weights), np.nan), bootstrap.prompts)
-    w = torch.from_numpy(bootstrap.weights).to(torch.float32)
-    own = w.square().sum(1).double()
-    sums = (w @ u).double().square().sum(1)
-    samples = ((sums - own) / (w.sum(1).double().square() - own)).numpy()
-    return Sampled(np.array(mean_cosine(x)), samples, bootstrap.prompts)
+def _pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
+    u = unit(x)
+    if bool((u.square().sum(-1) < 0.5).any()):
+        u = torch.full_like(u, torch.nan)
+    with_others = 2 * (u @ u.sum(0) - u.square().sum(-1))
+    sides = (torch.from_numpy(side).chunk(NEIGHBOURS) for side in pairs(jackknife.prompts))
+    together = torch.cat([2 * (u[first] * u[second]).sum(-1) for first, second in zip(*sides, strict=True)])
+    return jackknife.of_sums(np.array(mean_cosine(u)), with_others.numpy(), together.numpy())

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from posleak.leakage import Bootstrap, Estimate
+from posleak.leakage import Estimate, Jackknife
 
 from .cosines import pair_cosines
 from .projection import Projection
@@ -78,7 +78,6 @@ def fingerprint(
     different: Sequence[Float[Tensor, "n _K _Ev"]],
     carried: Float64[np.ndarray, "B J"],
     changed: Int64[np.ndarray, "B 2"],
-    seed: int = 0,
 ) -> Fingerprint:
     """same, different: for each call v_0, of prompts with one first token, and of n tokens.
 
@@ -96,11 +95,11 @@ def fingerprint(
         shown = unit(spread[:, :SHOWN])
         directions += list(spread[:, 1:])
         matrices += list(shown @ shown.mT)
-    each, overall = pair_cosines(directions, Bootstrap.of(len(different[0]) - 1, seed))
+    each, overall = pair_cosines(directions, Jackknife(len(different[0]) - 1))
     return Fingerprint(
         heads=tuple(names), same=np.array(gaps), different=each, overall=overall,
         matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),
-        carried=Bootstrap.of(len(carried), seed).mean(carried).estimate, changed=changed, prompts=len(same[0]),
+        carried=Jackknife(len(carried)).mean(carried).estimate, changed=changed, prompts=len(same[0]),
     )  # fmt: skip
 
 

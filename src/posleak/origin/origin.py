@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posleak.errors import InputError
 from posleak.inputs import InputFacts, prepare
-from posleak.leakage import Bootstrap
+from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, calibrate, default_plan
@@ -98,15 +98,15 @@ def origin(
     at_once = batch or max(1, TOKENS_AT_ONCE // length)
     context = read_context(subject, texts, plan, found, others, prompts, at_once, progress)
     progress("portrait and fingerprint")
-    scale, reading = Scale.of(context.body), Reading.of(context.reading, plan, found, Bootstrap.of(prompts, seed))
+    scale, reading = Scale.of(context.body), Reading.of(context.reading, plan, found, Jackknife(prompts))
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
         identity=subject.identity, inputs=texts.describe(), length=length, prompts=prompts, seed=seed,
         reference_is_bos=texts.first.id is not None, calibration=calibration, closure=context.closure,
         trajectory=Trajectory.of(single.states[0], scale, reference, texts.vocabulary.spell(reference)),
-        portrait=Portrait.of(single, scale, seed),
+        portrait=Portrait.of(single, scale),
         reading=reading,
-        fingerprint=fingerprint(found, reading.readers, context.same, few, context.carried, context.changed, seed),
+        fingerprint=fingerprint(found, reading.readers, context.same, few, context.carried, context.changed),
         position_probe=_probe(subject, context, found, reading, seed, progress),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posleak.inputs import Vocabulary
 from posleak.inputs.stream import LIMIT, draw
-from posleak.leakage import Bootstrap, Estimate
+from posleak.leakage import Estimate, Jackknife
 
 from .cosines import pair_cosines, resultant
 from .states import Alone, unit
@@ -75,13 +75,13 @@ class Portrait:
     explained: Float64[np.ndarray, "J 2"]
 
     @classmethod
-    def of(cls, single: Alone, scale: Scale, seed: int = 0) -> Portrait:
+    def of(cls, single: Alone, scale: Scale) -> Portrait:
         """The first of the one-token sequences is the reference token; the others are the sample."""
         depths = single.states.shape[1]
-        bootstrap = Bootstrap.of(len(single.tokens) - 1, seed)
+        jackknife = Jackknife(len(single.tokens) - 1)
         u = [unit(single.states[:, d]) for d in range(depths)]
         cosine = torch.stack([x[1:] @ x[0] for x in u], dim=1).numpy()  # [n, J]
-        among, _ = pair_cosines([x[1:] for x in u], bootstrap)
+        among, _ = pair_cosines([x[1:] for x in u], jackknife)
         channels = [_channels(single.states[:, d], float(scale.entry[d])) for d in range(depths)]
         top, top_share, massive, overlap = (np.array(column) for column in zip(*channels, strict=True))
         pictures = [picture(x) for x in u]
@@ -90,7 +90,7 @@ class Portrait:
             reference=int(single.tokens[0]),
             norm=np.quantile(single.states[1:].double().norm(dim=-1).numpy(), QUANTILES, axis=0),
             cosine=np.quantile(cosine, QUANTILES, axis=0),
-            to_reference=bootstrap.mean(cosine).estimate,
+            to_reference=jackknife.mean(cosine).estimate,
             among=among,
             resultant=np.array([resultant(x[1:]) for x in u]),
             top=top, top_share=top_share, massive_share=massive, overlap=overlap,

@@ -24,7 +24,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from posleak.errors import InputError
-from posleak.leakage import Bootstrap, Estimate
+from posleak.leakage import Estimate, Jackknife
 
 from .ridge import Design, design
 
@@ -101,14 +101,14 @@ def position_probe(
         progress(d, len(states))
         predicted[:, d] = _depth(x.to(device), basis.to(device), targets.to(device), fold, seed + d)
     true = targets.numpy()
-    bootstrap, rank = Bootstrap.of(B, seed), tuple(basis.shape[1] for basis in bases)
-    results = [_judged(guess, true, bootstrap) for guess in predicted]
+    jackknife, rank = Jackknife(B), tuple(basis.shape[1] for basis in bases)
+    results = [_judged(guess, true, jackknife) for guess in predicted]
     _, projected, control = (np.abs(guess[..., 0] - true[:, 0]).mean(-1).T for guess in predicted)  # [B, J]
     taken = (projected - control)[:, np.array(rank) > 0]
     return PositionProbe(
         positions, results[0], results[1], results[2],
-        cost=bootstrap.mean(projected - control).estimate,
-        overall=bootstrap.mean(taken.mean(1) if taken.size else np.full(B, np.nan)).estimate,
+        cost=jackknife.mean(projected - control).estimate,
+        overall=jackknife.mean(taken.mean(1) if taken.size else np.full(B, np.nan)).estimate,
         rank=rank,
         chance=float(np.abs(true[:, 0] - true[:, 0].mean()).mean()),
         curves=predicted[..., 0].mean(2),
@@ -161,12 +161,12 @@ def cross_predict(
 
 
 def _judged(
-    guess: Float64[np.ndarray, "J B P Y=2"], true: Float64[np.ndarray, "P Y=2"], bootstrap: Bootstrap
+    guess: Float64[np.ndarray, "J B P Y=2"], true: Float64[np.ndarray, "P Y=2"], jackknife: Jackknife
 ) -> Decoded:
     per_prompt = np.moveaxis(guess, 1, 0)  # [B, J, P, 2]
     wrong = ((per_prompt - true) ** 2).mean(-2) / true.var(0)
     error = np.abs(per_prompt[..., 0] - true[:, 0]).mean(-1)
-    return Decoded(*(bootstrap.mean(x).estimate for x in (error, 1 - wrong[..., 0], 1 - wrong[..., 1])))
+    return Decoded(*(jackknife.mean(x).estimate for x in (error, 1 - wrong[..., 0], 1 - wrong[..., 1])))
 
 
 def written_basis(

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from posleak.arrays import Array
-from posleak.leakage import Bootstrap, Estimate, combined
+from posleak.leakage import FEWEST, Estimate, Jackknife, combined
 from posleak.leakage.power import gram_matrix
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
@@ -95,7 +95,7 @@ class Reading:
     attention   a_i0 at the plan's rows;  rows: their positions
     at_0        mean a_r0 over the reference queries;  written, spread, positional, along: see the module
     readers     at_0 > epsilon
-    counts      [L]  readers of each call, resampled over prompts;  total: of all calls
+    counts      [L]  readers of each call, with those that certainly are and those that may be;  total: of all calls
     mean        at_0, written, spread, positional and along, each the mean over the readers
     heads       [L]  heads of each call;  layers [L]: the layer it is part of;  spaces [L]: output | value
     """
@@ -119,21 +119,21 @@ class Reading:
 
     @classmethod
     def of(
-        cls, batches: Sequence[Sequence[LayerReading]], plan: Plan, found: Sequence[Projection], bootstrap: Bootstrap
+        cls, batches: Sequence[Sequence[LayerReading]], plan: Plan, found: Sequence[Projection], jackknife: Jackknife
     ) -> Reading:
         """batches: what a ReadingObserver collected from each batch of prompts."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
         late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
-        counts, total = _counts(at_0, bootstrap)
+        counts, total = _counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
         means = {"at_0": at_0, "written": written, "along": along}
-        spread, positional, varies = _variation(attention, bootstrap, readers)
+        spread, positional, varies = _variation(attention, jackknife, readers)
         return cls(
-            rows=plan.rows, epsilon=EPSILON, attention=attention, at_0=bootstrap.mean(at_0).estimate,
-            written=bootstrap.mean(written).estimate, spread=spread, positional=positional,
-            along=bootstrap.mean(along).estimate, readers=readers, counts=counts, total=total,
-            mean={name: bootstrap.mean(_mean(x, readers)).estimate for name, x in means.items()} | varies,
+            rows=plan.rows, epsilon=EPSILON, attention=attention, at_0=jackknife.mean(at_0).estimate,
+            written=jackknife.mean(written).estimate, spread=spread, positional=positional,
+            along=jackknife.mean(along).estimate, readers=readers, counts=counts, total=total,
+            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in means.items()} | varies,
             heads=tuple(p.heads for p in found), layers=tuple(p.layer for p in found),
             spaces=tuple(p.space for p in found), modules=tuple(p.name for p in found),
         )  # fmt: skip
@@ -172,10 +172,15 @@ def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.
     return np.concatenate([np.stack([padded(layer) for layer in layers], axis=1) for layers in batches])
 
 
-def _counts(at_0: Float64[np.ndarray, "B L H"], bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
-    """Readers of each call [L], and of all calls, with every prompt's weight in the mean resampled."""
-    each = combined(lambda x: (x > EPSILON).sum(-1).astype(float), bootstrap.mean(at_0))
-    return each.estimate, combined(lambda x: x.sum(-1), each).estimate
+def _counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+    """Readers of each call [L], and of all: from heads whose interval lies above ε to those where it reaches ε."""
+    found = jackknife.mean(at_0).estimate
+    unknown = np.nan if found.n < FEWEST else 0.0
+    value, sure, maybe = found.value > EPSILON, found.low > EPSILON, np.isfinite(found.value) & ~(found.high <= EPSILON)
+    low, high = sure.sum(-1) + unknown, maybe.sum(-1) + unknown
+    each = Estimate(value.sum(-1).astype(float), low, high, found.n)
+    total = [np.asarray(x.sum()) for x in (each.value, low, high)]
+    return each, Estimate(total[0], total[1], total[2], found.n)
 
 
 def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]) -> Cells:
@@ -185,7 +190,7 @@ def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]
 
 
 def _variation(
-    attention: Float64[np.ndarray, "B L H P"], bootstrap: Bootstrap, readers: Bool[np.ndarray, "L H"]
+    attention: Float64[np.ndarray, "B L H P"], jackknife: Jackknife, readers: Bool[np.ndarray, "L H"]
 ) -> tuple[Estimate, Estimate, dict[str, Estimate]]:
     """Standard deviation of a_i0 over rows, the share of its variance that all prompts have in common, means of both.
 
@@ -193,8 +198,8 @@ def _variation(
     """
     centred = attention - attention.mean(-1, keepdims=True)
     gram = gram_matrix(centred, centred)  # [L, H, B, B]
-    variance = bootstrap.mean(np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0))
+    variance = jackknife.mean(np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = {"spread": combined(np.sqrt, variance), "positional": bootstrap.inner(gram) / variance}
+        found = {"spread": combined(np.sqrt, variance), "positional": jackknife.inner(gram) / variance}
     whole = {name: combined(lambda x: _mean(x, readers), each).estimate for name, each in found.items()}
     return found["spread"].estimate, found["positional"].estimate, whole

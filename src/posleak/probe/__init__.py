@@ -4,6 +4,7 @@ from .attachment import Observer, Probe, attach, body, takes_positions
 from .calibration import Calibration, calibrate, relative_difference
 from .call import Call
 from .edit import Edit
+from .placement import Motion, Placement, read_placements
 from .plan import Plan, default_plan
 from .rows import Rows, call_rows, reduce_rows
 from .visibility import Visibility
@@ -12,7 +13,9 @@ __all__ = [
     "Calibration",
     "Call",
     "Edit",
+    "Motion",
     "Observer",
+    "Placement",
     "Plan",
     "Probe",
     "Rows",
@@ -22,6 +25,7 @@ __all__ = [
     "calibrate",
     "call_rows",
     "default_plan",
+    "read_placements",
     "reduce_rows",
     "relative_difference",
     "takes_positions",

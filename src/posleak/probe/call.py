@@ -19,9 +19,9 @@ class Call:
     s_aux: a learned logit without a value, in every row's denominator. bias: what the model itself adds to the logits
     (ALiBi, learned relative positions).
 
-    The last three are for edits, on queries after position 0, and stay whole where `among` and `of_heads` cut the rest:
-    unread: heads that may not read position 0. frozen: the share that they read there instead of their own (NaN: their
-    own). virtual: how much keys that are not there add to log Z; they carry the mean value.
+    The last three are for edits, and stay as they are where `among` and `of_heads` cut the rest. Of queries after
+    position 0, unread: heads that may not read it; frozen: the share that they read there instead of their own (NaN:
+    their own). start: where the prompt begins, after a borrowed context.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Call:
     bias: Float[Tensor, "#B #H T T"] | None = None
     unread: Bool[Tensor, "_H"] | None = None
     frozen: Float[Tensor, "B _H"] | None = None
-    virtual: Float[Tensor, "B _H _T"] | None = None
+    start: int = 0
 
     @property
     def heads(self) -> int:
@@ -76,10 +76,12 @@ class Call:
         """
         q, k = self.query[:, :, rows], self.key[:, :, keys]
         wide = torch.promote_types(q.dtype, torch.float32)
-        s = grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2))
-        if self.softcap is not None:
-            s = torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
+        s = self.capped(grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2)))
         return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
+
+    def capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
+        """Scaled products of queries and keys, soft-capped in place if the model does that."""
+        return s if self.softcap is None else torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
 
 
 def grouped_matmul(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 class Edit:
-    """A change of one run. Subclasses override the places where they act."""
+    """A change of one run. Subclasses override the places where they act.
+
+    placing: it changes what a position does to queries and keys (position ids, rotation, their precision), so that it
+    must be in force when that is read off the model.
+    """
+
+    placing: ClassVar[bool] = False
 
     def prompts(self, prompts: Prompts) -> Prompts:
         """Other tokens to read."""

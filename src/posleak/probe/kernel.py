@@ -19,12 +19,7 @@ BLOCK = 256
 
 def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
     """softmax(s) v, in the dtype of the values; edits of it in closed form."""
-    out = _with_first_key_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
-    if call.virtual is None:
-        return out
-    kept = torch.exp(-call.virtual)[..., None].to(out)
-    mean = call.value[:, :, 1:].mean(2, keepdim=True)  # [B, K, 1, Ev]
-    return kept * out + (1 - kept) * mean.repeat_interleave(call.heads // mean.shape[1], dim=1)
+    return _with_first_key_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
 
 
 def _attend(call: Call) -> Float[Tensor, "B H T Ev"]:

@@ -12,6 +12,9 @@ import numpy as np
 
 from posleak.errors import InputError
 
+ORIGIN = 4
+"""How many first tokens are the origin unless one says otherwise: as many as StreamingLLM keeps."""
+
 SHORTEST = 32
 """Below this length the last quarter holds too few reference queries to average over."""
 
@@ -22,37 +25,38 @@ class Plan:
 
     queries     measured positions i, all before the reference quarter
     references  late positions r, the last quarter
-    anchor      the last position; it is no reference, it only gives ô to the others
     offsets     δ at which log-attention is compared
+    origin      m: the first m tokens are the origin, and the keys from m on are the body
     """
 
     length: int
     queries: tuple[int, ...]
     references: tuple[int, ...]
-    anchor: int
     offsets: tuple[int, ...]
+    origin: int = ORIGIN
 
     def __post_init__(self) -> None:
         rows = self.rows
-        if list(rows) != sorted(set(rows)) or rows[0] < 1 or rows[-1] >= self.length:
+        if self.origin < 1 or list(rows) != sorted(set(rows)) or rows[0] < self.origin or rows[-1] >= self.length:
             raise InputError(
-                "the plan's rows must be increasing positions of the prompt, queries before references before anchor",
+                "the plan's rows must be increasing positions after the origin, queries before references",
                 where="plan",
-                got=f"queries {self.queries}, references {self.references}, anchor {self.anchor}",
-                expected=f"positions 1 … {self.length - 1}",
+                got=f"queries {self.queries}, references {self.references}, origin {self.origin}",
+                expected=f"positions {self.origin} … {self.length - 1}",
             )
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """All sampled positions, increasing: queries, then references, then the anchor."""
-        return (*self.queries, *self.references, self.anchor)
+        """All sampled positions, increasing: queries, then references."""
+        return (*self.queries, *self.references)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def default_plan(length: int, density: int = 1) -> Plan:
-    """Queries 2, 4, …, 14 and 20 log-spaced up to 3N/4 − 1; 15 references from 3N/4 to N − 2; two offsets an octave.
+def default_plan(length: int, density: int = 1, origin: int = ORIGIN) -> Plan:
+    """Queries m+1, m+3, … below 16 and 20 log-spaced up to 3N/4 − 1; 15 references in the last quarter; two offsets an
+    octave below N/2.
 
     `density` multiplies the numbers of log-spaced queries, of references and of offsets per octave.
     """
@@ -64,15 +68,20 @@ def default_plan(length: int, density: int = 1) -> Plan:
             expected=f"at least {SHORTEST} tokens",
             remedy=f"use --length {SHORTEST} or more; 256 and above give stable numbers",
         )
+    if not 1 <= origin <= length // 4:
+        raise InputError(
+            "the origin must be at least one token, and leave room for queries after it", where="--origin",
+            got=origin, expected=f"1 to {length // 4}, a quarter of the prompt",
+        )  # fmt: skip
     quarter = 3 * length // 4
-    spaced = np.rint(np.geomspace(16, quarter - 1, 20 * density)).astype(int)
-    references = np.rint(np.linspace(quarter, length - 2, 15 * density)).astype(int)
+    spaced = np.rint(np.geomspace(max(16, origin + 1), quarter - 1, 20 * density)).astype(int)
+    references = np.rint(np.linspace(quarter, length - 1, 15 * density)).astype(int)
     return Plan(
         length=length,
-        queries=tuple(range(2, 16, 2)) + tuple(int(i) for i in np.unique(spaced)),
+        queries=tuple(range(origin + 1, 16, 2)) + tuple(int(i) for i in np.unique(spaced)),
         references=tuple(int(r) for r in np.unique(references)),
-        anchor=length - 1,
         offsets=_offsets(length // 2, density),
+        origin=origin,
     )
 
 

@@ -1,7 +1,9 @@
 """Sampled rows of logits -> the few numbers per row that everything later is computed from.
 
-    log R_n = log Σ_{δ<n} e^{s(δ)}     a row cut to its nearest n body keys
-    log Z   = log( R_{n_p} + e^σ + e^{s_aux} )
+    log R_n = log( Σ_{δ<n} e^{s(δ)} + e^{s_aux} )    a row cut to its nearest n body keys
+    log S   = log Σ over visible origin keys of e^s
+    log Z   = log( R_{n_p} + S )
+    log k   = log Σ over origin keys that i sees of e^{s̃_rj}, the logit of r with the key moved to where i has it
 
 Sums in float64, always in log space. `References` are the late rows, which can be cut to any length; `Rows` are those
 and the measured queries together.
@@ -20,10 +22,14 @@ from torch import Tensor
 from posleak.errors import CheckError, UnsupportedError
 
 from .call import Call
+from .placement import Placement, moved_logits
 from .plan import Plan
 
 NEVER = -torch.inf
 """log 0: a key that is not there."""
+
+PROFILE = 16
+"""Of so many first positions, and of as many after the origin, it is kept how much the references attend to them."""
 
 FEW = 64
 """Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
@@ -32,35 +38,41 @@ UNDERFLOW = 1e-24
 """Sums below this are made in log space: a term counts for 1e-38 of its row's peak at least, and a row has up to a
 million of them, which is then 1e-8 of the sum."""
 
-ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""Relative rounding of a logit, with room (rotations are float32 in any model); e^s is off by |s| times that."""
-
 
 @dataclass(frozen=True)
 class Sight:
-    """What rows may see: body = n_p, the number of visible keys j ≥ 1; first: is key 0 visible (to each head)?"""
+    """What rows may see: body = n_p, the number of visible body keys; origin: which of its keys (to each head)."""
 
     body: Int[Tensor, "P"]
-    first: Bool[Tensor, "P"] | Bool[Tensor, "H P"]
+    origin: Bool[Tensor, "P m"] | Bool[Tensor, "H P m"]
 
     def __getitem__(self, rows: slice) -> Sight:
-        return Sight(self.body[rows], self.first[..., rows])
+        return Sight(self.body[rows], self.origin[..., rows, :])
 
     def without_first(self, unread: Bool[Tensor, "H"] | None) -> Sight:
         """The same where the heads with unread true may not see key 0."""
-        return self if unread is None else Sight(self.body, self.first & ~unread[:, None])
+        if unread is None:
+            return self
+        origin = self.origin.expand(len(unread), *self.origin.shape).clone()
+        origin[unread, :, 0] = False
+        return Sight(self.body, origin)
+
+    @property
+    def count(self) -> Int[Tensor, "P"] | Int[Tensor, "H P"]:
+        """m_p: how many origin keys are seen."""
+        return self.origin.sum(-1)
 
 
-def sight(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"]) -> Sight:
-    """Read n_p and the sight of key 0 off visible, and refuse a shape that offsets cannot describe.
+def sight(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], origin: int) -> Sight:
+    """Read n_p and the sight of the origin off visible, and refuse a shape that offsets cannot describe.
 
     The visible body keys of a row must be its nearest ones, without a gap: true for causal attention, windows, chunks.
     """
-    body = visible[:, 1:].sum(-1)
+    body = visible[:, origin:].sum(-1)
     keys = torch.arange(visible.shape[1], device=visible.device)
     nearest = (keys <= positions[:, None]) & (keys > (positions - body)[:, None])
-    if not torch.equal(nearest[:, 1:], visible[:, 1:]):
-        row = int(positions[(nearest[:, 1:] != visible[:, 1:]).any(-1)][0])
+    if not torch.equal(nearest[:, origin:], visible[:, origin:]):
+        row = int(positions[(nearest[:, origin:] != visible[:, origin:]).any(-1)][0])
         future = bool(visible[positions == row][:, row + 1 :].any())
         raise UnsupportedError(
             "a query sees keys after itself" if future else "a query does not see its nearest keys without a gap",
@@ -68,14 +80,15 @@ def sight(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"]) -> Sight:
             expected="causal attention, whole, windowed or chunked",
             remedy="leakage at equal offsets is not defined for this attention pattern",
         )
-    return Sight(body, visible[:, 0])
+    return Sight(body, visible[:, :origin])
 
 
 @dataclass(frozen=True)
 class Frame:
     """What the plan's rows see under one mask: the same for all layers that share the mask, and made once for them.
 
-    sight     n_p and the sight of key 0, [P]
+    sight     n_p and the sight of the origin, [P]
+    visible   keys that the references see
     summed    body keys that are added up, measured queries over what they see and references over all before them,
               since they are cut later;  unsummed: −inf elsewhere
     """
@@ -84,6 +97,7 @@ class Frame:
     positions: Int[Tensor, "P"]
     offsets: Int[Tensor, "D"]
     sight: Sight
+    visible: Bool[Tensor, "R T"]
     summed: Bool[Tensor, "P T"]
     unsummed: Float[Tensor, "P T"]
 
@@ -92,12 +106,13 @@ class Frame:
         """From the keys that the plan's rows may see."""
         positions = torch.tensor(plan.rows, device=visible.device)
         keys, Q = torch.arange(visible.shape[-1], device=visible.device), len(plan.queries)
-        summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys > 0)
+        summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys >= plan.origin)
         return cls(
             plan,
             positions,
             torch.tensor(plan.offsets, device=visible.device),
-            sight(visible, positions),
+            sight(visible, positions, plan.origin),
+            visible[Q:],
             summed,
             torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, NEVER),
         )
@@ -105,155 +120,182 @@ class Frame:
 
 @dataclass(frozen=True)
 class References:
-    """The late rows r of one layer; R1 = R + 1: the last of them is the anchor, which only gives ô.
+    """The late rows r of one layer.
 
     logits    as they are
     weights   e^{s − peak} of body keys, 0 elsewhere
     whole     log of the sum over all body keys up to r
-    sight     n_r and the sight of key 0, [R]
-    sigma     logit of key 0 (−inf where it is out of sight)
-    o_hat     log ô: an ordinary key at offset n_r, mean of e^s over the rows later than r
+    sight     n_r and the sight of the origin, [R]
+    first     logits of the origin's keys (−inf where they are out of sight)
+    visible   keys that are seen
     """
 
-    positions: Int[Tensor, "R1"]
-    logits: Float[Tensor, "B H R1 T"]
-    weights: Float[Tensor, "B H R1 T"]
-    peak: Float64[Tensor, "B H R1 1"]
-    whole: Float64[Tensor, "B H R=R1-1"]
+    positions: Int[Tensor, "R"]
+    logits: Float[Tensor, "B H R T"]
+    weights: Float[Tensor, "B H R T"]
+    peak: Float64[Tensor, "B H R 1"]
+    whole: Float64[Tensor, "B H R"]
     sight: Sight
-    sigma: Float64[Tensor, "B H R=R1-1"]
-    o_hat: Float64[Tensor, "B H R=R1-1"]
+    first: Float64[Tensor, "B H R m"]
+    visible: Bool[Tensor, "R T"]
     s_aux: Float64[Tensor, "H 1"] | None
-    _cuts: dict[tuple[int, ...], Float64[Tensor, "B H R Q"]] = field(
+    _cuts: dict[tuple[int, ...], Float64[Tensor, "B H R n"]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def origin(self) -> int:
+        """m"""
+        return self.first.shape[-1]
+
+    @cached_property
+    def keys(self) -> Float64[Tensor, "B H R"]:
+        """log R_{n_r} without s_aux: what its visible body keys weigh."""
+        if torch.equal(self.sight.body, self.positions - self.origin + 1):
+            return self.whole
+        return torch.diagonal(self._sums(self.sight.body), dim1=-2, dim2=-1)
 
     @cached_property
     def body(self) -> Float64[Tensor, "B H R"]:
         """log R_{n_r}"""
-        if torch.equal(self.sight.body, self.positions[:-1]):
-            return self.whole
-        return torch.diagonal(self.cut(self.sight.body), dim1=-2, dim2=-1)
+        return add(self.keys, self.s_aux)
 
-    @property
+    @cached_property
     def log_z(self) -> Float64[Tensor, "B H R"]:
         """log Z_r"""
-        return add(add(self.body, self.sigma), self.s_aux)
+        return add(self.body, self.first.logsumexp(-1))
 
     def cut(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
-        """log R_n of every row for lengths n; kept, since several parts ask for the same."""
+        """log R_n of every row for lengths n; R_{n_r} itself, to the bit, where n = n_r."""
+        cut = add(self._sums(n), _wider(self.s_aux))
+        return torch.where(n == self.sight.body[:, None], self.body[..., None], cut)
+
+    def _sums(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
+        """The same without s_aux; kept, since several parts ask for the same."""
         if (key := tuple(n.tolist())) not in self._cuts:
-            self._cuts[key] = self._cut(n)
+            self._cuts[key] = self._sum(n)
         return self._cuts[key]
 
-    def _cut(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
-        late = slice(0, -1)
+    def _sum(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         lengths, where = n.unique(return_inverse=True)
         if len(lengths) <= FEW:
-            sums = nearest_sums(self.weights[:, :, late], self.positions[late], lengths)  # [B, H, R, lengths]
-            first = sums[..., int(lengths[0] == 0) :]
-            if first.numel() == 0 or float(first.min()) >= UNDERFLOW:
-                return (sums.log() + self.peak[:, :, late])[..., where]
-        partition = log_partition(by_offset(self.logits[:, :, late], self.positions[late]))
-        return take(partition, n.clamp(min=1) - 1).masked_fill(n == 0, NEVER)
+            sums = nearest_sums(self.weights, self.positions, lengths)  # [B, H, R, lengths]
+            if float(sums[..., 0].min()) >= UNDERFLOW:
+                return (sums.log() + self.peak)[..., where]
+        partition = log_partition(by_offset(self.logits, self.positions, self.origin))
+        return take(partition, n - 1)
 
     def at_offsets(self, offsets: Int[Tensor, "D"]) -> Float64[Tensor, "B H R D"]:
-        """s_r(δ); −inf past the start of the prompt."""
-        return gather_offsets(self.logits[:, :, :-1], self.positions[:-1], offsets)
+        """s_r(δ); −inf past the start of the body."""
+        return gather_offsets(self.logits, self.positions, offsets, self.origin)
 
-    def ordinary(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
-        """log o = s_r(n): the key of r at the offset where key 0 stands for a query with n body keys."""
-        return self.at_offsets(n)
+    def without_sink(self, seen: Sight) -> Float64[Tensor, "B H R Q"]:
+        """The mask's part if the origin's keys were ordinary body keys: log of what r sees, with as many more keys of
+        the mean weight, over its nearest n_i + m_i body keys."""
+        n_r, ordinary = self.sight.body, self.sight.count.double() / self.sight.body
+        full = add(self.keys + ordinary.log1p(), self.s_aux)[..., None]
+        n = torch.minimum((seen.body + seen.count)[..., None, :], n_r[:, None])  # [R, Q] or [H, R, Q]
+        every = n.unique()
+        sums = self._sums(every)
+        index = torch.searchsorted(every, n).expand(*sums.shape[:3], -1)
+        part = add(sums.gather(-1, index), _wider(self.s_aux))
+        alike = (n == n_r[:, None]) & (self.sight.count == 0)[..., None]
+        return (full - part).masked_fill(alike, 0)
 
-    def carried(self, seen: Sight) -> Float64[Tensor, "B H R Q"]:
-        """log k, k = max(o + κ, 0), κ = e^{σ_r} − ô: the position-0 term of r at the place where i has it.
+    @cached_property
+    def profile(self) -> Float64[Tensor, "B H first"]:
+        """Mean attention of the references to each of the first positions."""
+        shown = min(self.logits.shape[-1], PROFILE + self.origin)
+        later = slice(self.origin, shown)
+        s = torch.cat([self.first, self.logits[..., later].double().masked_fill(~self.visible[:, later], NEVER)], -1)
+        return (s - self.log_z[..., None]).exp().mean(2)
 
-        κ = 0 where r does not see key 0, and where it is within rounding of 0: left alone, that noise would be weighed
-        against the few keys of an early query and drown them. k = 0 where i does not see key 0. Where i and r see
-        equally many keys nothing moves, and k is e^{σ_r} itself.
-        """
-        o, sigma, o_hat = self.ordinary(seen.body), self.sigma[..., None], self._visible_o_hat[..., None]
-        top = torch.maximum(torch.maximum(o, sigma), o_hat)
-        at_0, ordinary = (sigma - top).exp(), (o_hat - top).exp()
-        kappa = at_0 - ordinary
-        noise = ROUNDING * sigma.abs().clamp(min=1) * torch.maximum(at_0, ordinary)
-        kappa = kappa.masked_fill(kappa.abs() <= noise.nan_to_num(), 0)
-        log_k = ((o - top).exp() + kappa).clamp(min=0).log() + top
-        return torch.where(self._unmoved(seen), sigma, log_k).masked_fill(~seen.first[..., None, :], NEVER)
-
-    def cut_with(self, log_k: Float64[Tensor, "B H R Q"], seen: Sight) -> Float64[Tensor, "B H R Q"]:
-        """log(R_{n_i} + k), s_aux included; log Z_r itself, to the bit, where nothing is hidden."""
-        cut = add(add(self.cut(seen.body), log_k), _wider(self.s_aux))
-        return torch.where(self._unmoved(seen), self.log_z[..., None], cut)
-
-    def hidden(self, seen: Sight) -> Float64[Tensor, "B H R Q"]:
-        """mask(i, r) = log Z_r − log(R_{n_i} + k): what hiding the keys that i does not see does to r."""
-        return self.log_z[..., None] - self.cut_with(self.carried(seen), seen)
-
-    def hidden_without_sink(self, seen: Sight) -> Float64[Tensor, "B H R Q"]:
-        """−[ log(R_{n_i} + o) − log(R_{n_r} + ô) ]: the same if position 0 were an ordinary key."""
-        full = add(add(self.body, self._visible_o_hat), self.s_aux)[..., None]
-        o = self.ordinary(seen.body).masked_fill(~seen.first[..., None, :], NEVER)
-        cut = add(add(self.cut(seen.body), o), _wider(self.s_aux))
-        return (full - cut).masked_fill(self._unmoved(seen), 0)
-
-    @property
-    def _visible_o_hat(self) -> Float64[Tensor, "B H R"]:
-        return self.o_hat.masked_fill(~self.sight.first, NEVER)
-
-    def _unmoved(self, seen: Sight) -> Bool[Tensor, "R Q"] | Bool[Tensor, "H R Q"]:
-        """Where i sees as many keys as r does, and key 0 if r does: nothing is hidden."""
-        return (seen.body == self.sight.body[:, None]) & (seen.first[..., None, :] == self.sight.first[..., None])
+    @cached_property
+    def ordinary(self) -> Float64[Tensor, "B H"]:
+        """Mean attention of the references to one key of the prompt's second quarter; NaN if they see none of it."""
+        N = self.logits.shape[-1]
+        far = slice(max(N // 4, self.origin), N // 2)
+        seen = self.visible[:, far]
+        sums = (self.weights[..., far] * seen).sum(-1, dtype=torch.float64).log() + self.peak[..., 0] - self.log_z
+        return (sums.exp() / seen.sum(-1)).nanmean(-1)
 
 
 @dataclass(frozen=True)
 class Rows:
     """The sampled rows of one layer: measured queries i and the references that they are compared with.
 
-    sight    n_i and the sight of key 0, [Q]
-    s        logits by offset (−inf past the start of the prompt)
-    sigma    logit of key 0;  body: log Z'_i, s_aux not included
-    virtual  how much an edit adds to log Z_i by keys that are not there; None without one
+    sight    n_i and the sight of the origin, [Q]
+    s        logits by offset (−inf past the start of the body)
+    first    logits of the origin's keys;  body: log B_i, s_aux included
+    moved    s̃_rj, the logits of the references with the origin's keys moved to where i has them (−inf: unseen by i)
+    lent     log of what keys of a borrowed context weigh in the queries' rows, then the references'; None without one
     """
 
     offsets: Int[Tensor, "D"]
     sight: Sight
     s: Float64[Tensor, "B H Q D"]
-    sigma: Float64[Tensor, "B H Q"]
+    first: Float64[Tensor, "B H Q m"]
     body: Float64[Tensor, "B H Q"]
+    moved: Float64[Tensor, "B H R Q m"]
     references: References
-    virtual: Float[Tensor, "B H Q"] | None = None
+    lent: Float64[Tensor, "B H P"] | None = None
 
-    @property
+    @cached_property
     def log_z(self) -> Float64[Tensor, "B H Q"]:
-        """log Z_i, virtual keys not included."""
-        return add(add(self.body, self.sigma), self.references.s_aux)
+        """log Z_i, lent keys not included."""
+        return add(self.body, self.first.logsumexp(-1))
+
+    @cached_property
+    def cut(self) -> Float64[Tensor, "B H R Q"]:
+        """log R_{n_i}"""
+        return self.references.cut(self.sight.body)
+
+    @cached_property
+    def crop(self) -> Float64[Tensor, "B H R Q"]:
+        """log(R_{n_i} + k): the denominator of r in the crop; Z_r itself, to the bit, where nothing is hidden."""
+        return add(self.cut, self.moved.logsumexp(-1))
 
     def reading(self, share: Float[Tensor, "B H"]) -> Rows:
         """The same where every row reads this share of its attention from key 0; NaN leaves a head as it is."""
-        late, share = self.references, share.double()[..., None]
-        odds = (share / (1 - share)).log()
+        late = self.references
 
-        def sigma(
-            own: Float64[Tensor, "B H P"], body: Float64[Tensor, "B H P"], seen: Sight
-        ) -> Float64[Tensor, "B H P"]:
-            frozen = odds + add(body, late.s_aux)
-            return torch.where(share.isnan(), own, frozen).masked_fill(~seen.first, NEVER)
+        def first(own: Float64[Tensor, "B H *rows m"], body: Float64[Tensor, "B H *rows"]) -> Tensor:
+            given = share.double().view(*share.shape, *[1] * (own.ndim - 3))
+            frozen = (given / (1 - given)).log() + add(body, own[..., 1:].logsumexp(-1))
+            frozen = torch.where(given.isnan() | own[..., 0].isneginf(), own[..., 0], frozen)
+            return torch.cat([frozen[..., None], own[..., 1:]], dim=-1)
 
-        references = replace(late, sigma=sigma(late.sigma, late.body, late.sight))
-        return replace(self, sigma=sigma(self.sigma, self.body, self.sight), references=references)
+        return replace(
+            self,
+            first=first(self.first, self.body),
+            moved=first(self.moved, self.cut),
+            references=replace(late, first=first(late.first, late.body)),
+        )
 
 
-def call_rows(call: Call, plan: Plan, start: int = 0) -> Rows:
-    """One matmul for a call's sampled rows, then their reduction; `start` skips left padding. Errors name the layer."""
+def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | None = None) -> Rows:
+    """One matmul for a call's sampled rows, then their reduction; `start` skips left padding. Errors name the layer.
+
+    Without a placement, keys of the origin stay where they are. A borrowed context is left out of the rows, and what
+    its keys weigh is added as `lent`.
+    """
+    start += call.start
     rows = torch.tensor(plan.rows, device=call.query.device) + start
     try:
         frame = call.visibility.kept(("frame", plan, start), lambda: _frame(call, plan, rows, start))
-        virtual = None if call.virtual is None else call.virtual[:, :, rows[: len(plan.queries)]]
-        logits = call.logits(rows, slice(start, None))
-        return _reduce(logits, frame, call.s_aux, call.unread, call.frozen, virtual)
+        logits, moved = call.logits(rows, slice(start, None)), moved_logits(call, placement, plan, start)
+        found = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
+        return found if not call.start else replace(found, lent=_lent(call, rows))
     except (CheckError, UnsupportedError) as error:
         raise error.at(f"layer {call.index}") from error
+
+
+def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
+    """log Σ of e^s over the visible keys before the prompt."""
+    seen = call.visibility.rows(rows, slice(0, call.start))
+    low = int(seen.any(2).flatten().nonzero()[0]) if bool(seen.any()) else call.start
+    s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], NEVER)
+    return s.logsumexp(-1).double() if s.shape[-1] else s.new_full(s.shape[:-1], NEVER, dtype=torch.float64)
 
 
 def _frame(call: Call, plan: Plan, rows: Int[Tensor, "P"], start: int) -> Frame:
@@ -268,46 +310,53 @@ def reduce_rows(
     visible: Bool[Tensor, "P T"],
     plan: Plan,
     s_aux: Float[Tensor, "H"] | None = None,
+    moved: Float[Tensor, "B H R Q m"] | None = None,
 ) -> Rows:
-    """The logits of the plan's rows, and the keys that they may see -> Rows. P runs over `plan.rows`."""
-    return _reduce(logits, Frame.of(visible, plan), s_aux)
+    """The logits of the plan's rows, and the keys that they may see -> Rows. P runs over `plan.rows`.
+
+    moved: s̃_rj, the logits of the references with the origin's keys at the measured queries' offsets; None: they stay.
+    """
+    return _reduce(logits, Frame.of(visible, plan), s_aux, moved)
 
 
 def _reduce(
     logits: Float[Tensor, "B H P T"],
     frame: Frame,
     s_aux: Float[Tensor, "H"] | None,
+    moved: Float[Tensor, "B H R Q m"] | None = None,
     unread: Bool[Tensor, "H"] | None = None,
     frozen: Float[Tensor, "B H"] | None = None,
-    virtual: Float[Tensor, "B H Q"] | None = None,
 ) -> Rows:
-    """unread, frozen, virtual: what edits do at position 0 and to the denominator (see Call)."""
+    """unread, frozen: what edits do at position 0 (see Call)."""
     check_finite(logits)
-    positions, Q = frame.positions, len(frame.plan.queries)
-    query, late = slice(0, Q), slice(Q, len(positions) - 1)
+    positions, Q, m = frame.positions, len(frame.plan.queries), frame.plan.origin
+    query, late = slice(0, Q), slice(Q, None)
     seen = frame.sight.without_first(unread)
     weights, peak = scaled_weights(logits, frame)
     sums = weights.sum(-1, dtype=torch.float64).log() + peak[..., 0]
-    sigma = logits[..., 0].double()
+    aux = None if s_aux is None else s_aux.detach().double()[:, None]
+    first = logits[..., :m].double().masked_fill(~seen.origin, NEVER)
+    if moved is None:
+        moved = logits[:, :, late, None, :m].expand(-1, -1, -1, Q, -1)
     references = References(
-        positions=positions[Q:],
-        logits=logits[:, :, Q:],
-        weights=weights[:, :, Q:],
-        peak=peak[:, :, Q:],
+        positions=positions[late],
+        logits=logits[:, :, late],
+        weights=weights[:, :, late],
+        peak=peak[:, :, late],
         whole=sums[..., late],
         sight=seen[late],
-        sigma=sigma[..., late].masked_fill(~seen[late].first, NEVER),
-        o_hat=ordinary_key(logits[:, :, Q:], positions[Q:], seen.body[late]),
-        s_aux=None if s_aux is None else s_aux.detach().double()[:, None],
+        first=first[:, :, late],
+        visible=frame.visible,
+        s_aux=aux,
     )
     rows = Rows(
         offsets=frame.offsets,
         sight=seen[query],
-        s=gather_offsets(logits[:, :, query], positions[query], frame.offsets),
-        sigma=sigma[..., query].masked_fill(~seen[query].first, NEVER),
-        body=sums[..., query],
+        s=gather_offsets(logits[:, :, query], positions[query], frame.offsets, m),
+        first=first[:, :, query],
+        body=add(sums[..., query], aux),
+        moved=moved.double().masked_fill(~seen[query].origin[..., None, :, :], NEVER),
         references=references,
-        virtual=virtual,
     )
     return rows if frozen is None else rows.reading(frozen)
 
@@ -327,12 +376,12 @@ def scaled_weights(
 
 
 def gather_offsets(
-    logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"]
+    logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"], origin: int
 ) -> Float64[Tensor, "B H P D"]:
-    """s_p(δ) = s_{p, p−δ}; −inf where the key would be position 0 or before."""
+    """s_p(δ) = s_{p, p−δ}; −inf where the key would be one of the origin's, or before."""
     key = positions[:, None] - offsets
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.double().masked_fill_(key < 1, NEVER)
+    return s.double().masked_fill_(key < origin, NEVER)
 
 
 def nearest_sums(
@@ -360,11 +409,11 @@ def segments(
     return member.to(device, dtype)
 
 
-def by_offset(logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"]) -> Float[Tensor, "B H P T"]:
+def by_offset(logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], origin: int) -> Float[Tensor, "B H P T"]:
     """s_p(δ) for all δ = 0 … T−1, in the dtype of the logits: for sums over every length at once."""
     key = positions[:, None] - torch.arange(logits.shape[-1], device=logits.device)
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.masked_fill_(key < 1, NEVER)
+    return s.masked_fill_(key < origin, NEVER)
 
 
 def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
@@ -383,17 +432,6 @@ def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
 def take(s: Float[Tensor, "*rows T"], index: Int[Tensor, "Q"]) -> Float64[Tensor, "*rows Q"]:
     """s at an index along the last axis."""
     return s[..., index].double()
-
-
-def ordinary_key(
-    logits: Float[Tensor, "B H R1 T"], positions: Int[Tensor, "R1"], n_r: Int[Tensor, "R=R1-1"]
-) -> Float64[Tensor, "B H R=R1-1"]:
-    """log ô: mean of e^{s_r'(n_r)} over the rows r' > r of the logits, the last the anchor."""
-    R = len(n_r)
-    candidates = gather_offsets(logits, positions, n_r)  # [B, H, r', r]
-    later = torch.ones(R + 1, R, dtype=torch.bool, device=logits.device).tril(-1)
-    there = later & torch.isfinite(candidates)
-    return candidates.masked_fill(~later, NEVER).logsumexp(-2) - there.sum(-2).double().log()
 
 
 def add(log_x: Float[Tensor, "*#rows"], log_y: Float[Tensor, "*#rows"] | None) -> Float[Tensor, "*rows"]:

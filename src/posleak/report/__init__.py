@@ -1,6 +1,6 @@
-"""Stage 12, what is shown: tables, figures, one self-contained page.
+"""Stage 13, what is shown: tables, figures, one self-contained page.
 
-gather      run folders as they are found: whole, partial, or refused with the reason
+gather      run folders as they are found: whole, partial, or refused with the reason; with their trace, if there is one
 curves      every head's curves with intervals
 view        a run as the page shows it
 figures     plotly figures

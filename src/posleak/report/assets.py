@@ -18,12 +18,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from posleak.arrays import Array
 from posleak.leakage import Estimate
 from posleak.runs.folder import write_atomically
 from posleak.runs.record import slug
 from posleak.show.colours import LIGHT
 
-from .figures import RATIOS, every_part, forest_rows
+from .figures import RATIOS, every_part, forest_rows, lent_to, power_range
 from .gather import Shown
 from .tables import tables
 from .view import View, view
@@ -72,6 +73,11 @@ def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
     for k, each in enumerate(views):
         suffix = f"-{k + 1}-{slug(each.label)}" if len(views) > 1 else ""
         yield f"depth{suffix}", _figure(depth, each, (WIDTH, 4.6))
+        yield f"sink-profile{suffix}", _figure(sink_profile, each, (WIDTH, 1.2 + 0.09 * len(each.profile.width)))
+        if each.trace is not None:
+            yield f"both{suffix}", _figure(both, each, (WIDTH, 4.6))
+            if each.trace.ladder is not None:
+                yield f"by-layer{suffix}", _figure(by_layer, each, (WIDTH, 1.2 + 0.2 * len(each.trace.ladder.upto)))
         yield f"heads{suffix}", _figure(heads, each, (WIDTH, 1.2 + 0.09 * each.heads["shape"][0]))
         if each.origin is not None:
             yield f"position-0{suffix}", _figure(position_0, each, (WIDTH, 2.4))
@@ -102,19 +108,67 @@ def depth(figure: Figure, each: View) -> None:
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
     top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
     axes = top.subplots()
-    for name in ("total", *each.parts):
-        _band(axes, each.layers.numbers["all"].power[name], LIGHT[name], name)
-    axes.axhline(0, color="#999999", linewidth=0.5)
-    axes.set(
-        xlabel="layer", ylabel="power, nats²", title=_text(f"{each.label}, n = {each.prompts}, {each.length} tokens")
-    )
-    axes.legend(ncols=5, loc="upper right")
+    _powers(axes, each.layers.numbers["all"].power, ("total", *each.parts))
+    axes.set(xlabel="layer", ylabel="power, nats²", title=_title(each))
     left, right = below.subplots(1, 2)
     _band(left, each.layers.numbers["all"].stabilisation, LIGHT["sink"], no_effect=1.0)
     left.axhline(1, color="#999999", linewidth=0.5, linestyle=":")
     left.set(xlabel="layer", ylabel="stabilisation, times", yscale="log")
     _band(right, each.layers.sink_attention, LIGHT["sink"])
     right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
+
+
+def both(figure: Figure, each: View) -> None:
+    """Above where position comes from, below where it is read, over one axis of layers."""
+    assert each.trace is not None
+    above, below = figure.subplots(2, 1, sharex=True)
+    _powers(above, each.trace.layers["all"].power, ("total", *each.sources))
+    _powers(below, each.layers.numbers["all"].power, ("total", *each.parts))
+    above.set(ylabel="where from, nats²", title=_title(each))
+    below.set(xlabel="layer", ylabel="where read, nats²")
+
+
+def _title(each: View) -> str:
+    return _text(f"{each.label}, n = {each.prompts}, {each.length} tokens")
+
+
+def _powers(axes: Axes, powers: dict[str, Estimate], names: Sequence[str]) -> None:
+    for name in names:
+        _band(axes, powers[name], LIGHT[name], name)
+    axes.axhline(0, color="#999999", linewidth=0.5)
+    axes.set(ylim=power_range(powers, names))
+    axes.legend(ncols=5, loc="upper right")
+
+
+def sink_profile(figure: Figure, each: View) -> None:
+    """Attention of late queries to the first positions; dotted: end of the origin, bars: end of each layer's sink."""
+    axes, profile = figure.subplots(), each.profile
+    _map(figure, axes, profile.attention.value, "sink", "attention")
+    wide = np.flatnonzero((profile.width > 0) & (profile.width <= profile.attention.value.shape[1]))
+    axes.vlines(profile.width[wide] - 0.5, wide - 0.5, wide + 0.5, color="black", linewidth=2)
+    axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="position", ylabel="layer", title=_title(each))
+
+
+def by_layer(figure: Figure, each: View) -> None:
+    """Power that is left in each layer when a context is lent up to layer K; bars stand after layer K."""
+    assert each.trace is not None
+    assert each.trace.ladder is not None
+    axes, found = figure.subplots(), each.trace.ladder
+    _map(figure, axes, found.left.value, "earlier", "nats²")
+    rows, ends = np.arange(1, len(found.upto) - 1), np.array(found.upto[1:-1])
+    axes.vlines(ends + 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
+    axes.set(xlabel="layer", ylabel="context lent to", title=_title(each))
+    axes.set_yticks(range(len(found.upto)), lent_to(found))
+
+
+def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None:
+    """In one colour, on a root scale from 0."""
+    ramp = matplotlib.colors.LinearSegmentedColormap.from_list(name, ["#f5f6f7", LIGHT[name]])
+    top = float(np.nanmax([*value.flat, 1e-12]))
+    shown = axes.imshow(value, cmap=ramp, norm=matplotlib.colors.PowerNorm(0.5, 0, top), aspect="auto")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    figure.colorbar(shown, ax=axes, label=unit)
 
 
 def _band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, no_effect: float = 0.0) -> None:

@@ -1,25 +1,24 @@
 """Runs side by side: the balance of mask, drift and sink of each, and differences from the first with intervals.
 
-Runs that read the same prompts are resampled together (paired: what the prompts have in common cancels); others are
-resampled independently. Models of any size compare: every number is a mean over all heads of all layers.
+Runs that read the same prompts are paired: what the prompts have in common cancels; others are taken as independent.
+Models of any size compare: every number is a mean over all heads of all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posleak.axes import PARTS
-from posleak.leakage import Bootstrap, Estimate, Sampled
+from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.leakage.summary import Grams
 from posleak.runs import Run
 from posleak.typed import plain
 
-from .gather import Refused, Shown, gather, require_some
+from .gather import Given, Refused, Shown, gather, require_some
 
 QUERIES = ("all", "early")
 QUANTITIES = {
@@ -70,9 +69,9 @@ class Comparison:
         return found
 
 
-def compare(runs: Iterable[Run | str | Path]) -> Comparison:
+def compare(runs: Iterable[Given]) -> Comparison:
     """Compare finished runs; those that cannot be compared are named in `refused` with the reason."""
-    found, refused = gather(runs, partial=False)
+    found, refused = gather(runs, partial=False, traces=False)
     require_some(found, refused, 2, "a comparison")
     return comparison(found, refused)
 
@@ -82,13 +81,12 @@ def comparison(found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Compa
     first, others = found[0], found[1:]
     rows, grams = list[Row](), [{q: s.run.grams[q].averaged((0, 1)) for q in QUERIES} for s in found]
     for queries in QUERIES:
-        own = [_numbers(s.run, grams[k][queries], queries, 0) for k, s in enumerate(found)]
+        own = [_numbers(s.run, grams[k][queries], queries) for k, s in enumerate(found)]
         rows += [Row(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
         for k, other in enumerate(others, start=1):
             paired = same_prompts(first.run, other.run)
-            drawn = own[k] if paired else _numbers(other.run, grams[k][queries], queries, k)
-            differences = {name: drawn[name] - own[0][name] for name in drawn}
-            rows.append(Row(k, queries, _estimates(differences), 0, paired))
+            differences = {name: _difference(number, own[0][name], paired) for name, number in own[k].items()}
+            rows.append(Row(k, queries, differences, 0, paired))
     return Comparison([s.label for s in found], [facts(s) for s in found], rows, list(refused), _notes(found))
 
 
@@ -109,19 +107,23 @@ def facts(shown: Shown) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(run: Run, grams: Grams, queries: str, stream: int) -> dict[str, Sampled]:
-    """Every quantity with its resamples; with `stream` 0 they are the run's own, with others they are independent."""
-    bootstrap = Bootstrap.of(run.prompts, run.record.spec.seed + 7919 * stream)
-    power = {name: bootstrap.inner(gram) for name, gram in grams.own.items()}
+def _numbers(run: Run, grams: Grams, queries: str) -> dict[str, Sampled]:
+    """Every quantity with its replicates."""
+    jackknife = Jackknife(run.prompts)
+    power = {name: jackknife.inner(gram) for name, gram in grams.own.items()}
     found = {
         "total": power["total"],
         "residual": power["residual"],
-        **{name: bootstrap.inner(grams.with_total[name]).over(power["total"]) for name in PARTS},
+        **{name: jackknife.inner(grams.with_total[name]).over(power["total"]) for name in PARTS},
         "stabilisation": power["mask_without_sink"].over(power["mask"]),
     }
     if queries == "all":
-        found["sink_attention"] = bootstrap.mean(np.nanmean(run.data["sink_attention"].values, axis=(1, 2)))
+        found["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
     return found
+
+
+def _difference(number: Sampled, first: Sampled, paired: bool) -> Estimate:
+    return (number - first).estimate if paired else number.estimate.minus_other(first.estimate)
 
 
 def _estimates(numbers: dict[str, Sampled]) -> dict[str, Estimate]:
@@ -133,7 +135,7 @@ def _notes(found: Sequence[Shown]) -> list[str]:
     specs = [s.run.record.spec for s in found]
     notes = [
         f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(str(v) for v in values)})"
-        for name in ("length", "inputs", "density")
+        for name in ("length", "inputs", "density", "origin")
         if len(values := sorted({getattr(spec, name) for spec in specs})) > 1
     ]
     dtypes = sorted({s.run.record.identity.dtype for s in found})

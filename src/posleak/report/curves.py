@@ -15,7 +15,7 @@ import xarray as xr
 
 from posleak.arrays import Array
 from posleak.axes import EARLY, LAYER, PARTS, SCALING
-from posleak.leakage import Bootstrap, Estimate, component
+from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.power import gram_matrix
 
 
@@ -37,33 +37,33 @@ class Curves:
     late: Estimate
 
 
-def curves(data: xr.Dataset, seed: int) -> Curves:
+def curves(data: xr.Dataset) -> Curves:
     """All heads, layer by layer: samples of one layer are all that is in memory at once."""
-    bootstrap = Bootstrap.of(data.sizes["prompt"], seed)
+    jackknife = Jackknife(data.sizes["prompt"])
     layers = [data.isel({LAYER: [layer]}) for layer in range(data.sizes[LAYER])]
-    found = [_parts(layer, bootstrap) for layer in layers]
-    logits = [_logits(layer, bootstrap) for layer in layers]
+    found = [_parts(layer, jackknife) for layer in layers]
+    logits = [_logits(layer, jackknife) for layer in layers]
     return Curves(
         queries=data["query"].values.tolist(), offsets=data["offset"].values.tolist(),
         mean={name: Estimate.concatenate([mean[name] for mean, _ in found]) for name in found[0][0]},
         power={name: Estimate.concatenate([power[name] for _, power in found]) for name in found[0][1]},
-        attention=Estimate.concatenate([bootstrap.mean(layer["attention_0"].values).estimate for layer in layers]),
+        attention=Estimate.concatenate([jackknife.mean(layer["attention_0"].values).estimate for layer in layers]),
         early=Estimate.concatenate([early for early, _ in logits]),
         late=Estimate.concatenate([late for _, late in logits]),
     )  # fmt: skip
 
 
-def _parts(layer: xr.Dataset, bootstrap: Bootstrap) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
+def _parts(layer: xr.Dataset, jackknife: Jackknife) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     x = {name: component(layer, name).values for name in ("total", *parts(layer))}  # [B, 1, H, Q, D]
-    mean = {name: bootstrap.mean(nan_mean(values, -1)).estimate for name, values in x.items()}
-    return mean, {name: bootstrap.inner(gram_matrix(values, values)).estimate for name, values in x.items()}
+    mean = {name: jackknife.mean(nan_mean(values, -1)).estimate for name, values in x.items()}
+    return mean, {name: jackknife.inner(gram_matrix(values, values)).estimate for name, values in x.items()}
 
 
-def _logits(layer: xr.Dataset, bootstrap: Bootstrap) -> tuple[Estimate, Estimate]:
+def _logits(layer: xr.Dataset, jackknife: Jackknife) -> tuple[Estimate, Estimate]:
     """s_i(δ) = drift + renormalisation + logit, averaged over the early queries that have a key there; and s_r(δ)."""
     s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
     s = s.transpose("prompt", "layer", "head", "query", "offset").sel(query=layer["query"] < EARLY)
-    return bootstrap.mean(nan_mean(s.values, -2)).estimate, bootstrap.mean(layer["logit"].values).estimate
+    return jackknife.mean(nan_mean(s.values, -2)).estimate, jackknife.mean(layer["logit"].values).estimate
 
 
 def nan_mean(x: Array, axis: int) -> Array:

@@ -18,9 +18,10 @@ from posleak.arrays import Array
 from posleak.claims import Kept
 from posleak.leakage import Estimate
 from posleak.origin import OriginRecord
+from posleak.trace import SOURCES, Ladder
 from posleak.typed import plain
 
-from .view import Pictures, View
+from .view import Pictures, Profile, Traced, View
 
 Figure = dict[str, Any]
 
@@ -40,6 +41,11 @@ def run_figures(view: View) -> dict[str, Figure]:
     found = {f"depth-{queries}": depth(view, queries) for queries in ("all", "early")}
     found |= {f"stabilisation-{queries}": stabilisation(view, queries) for queries in ("all", "early")}
     found["sink-attention"] = sink_attention(view)
+    found["sink-profile"] = sink_profile(view.profile)
+    if view.trace is not None:
+        found |= {f"both-{queries}": both(view, view.trace, queries) for queries in ("all", "early")}
+        if view.trace.ladder is not None:
+            found["ladder"] = ladder(view.trace.ladder)
     if view.origin is not None:
         found |= {"norm": norm(view.origin), "alike": alike(view.origin), "readers": readers(view.origin)}
     if view.pictures is not None:
@@ -64,12 +70,102 @@ def every_part(views: Sequence[View]) -> tuple[str, ...]:
 
 def depth(view: View, queries: str) -> Figure:
     """total, mask, drift and sink per layer, with bands."""
-    powers = view.layers.numbers[queries].power
-    figure = go.Figure(
-        [trace for name in ("total", *view.parts) for trace in banded(powers[name], name, f"var(--{name})")]
-    )
+    powers, names = view.layers.numbers[queries].power, ("total", *view.parts)
+    figure = go.Figure(_components(powers, names))
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
+    figure.update_layout(yaxis={"range": power_range(powers, names)})
     return finished(figure, "layer", "power, nats²")
+
+
+def both(view: View, traced: Traced, queries: str) -> Figure:
+    """Above where position comes from, below where it is read, over one axis of layers."""
+    sources, parts = ("total", *SOURCES), ("total", *view.parts)
+    from_, read = traced.layers[queries].power, view.layers.numbers[queries].power
+    below = [trace.update(yaxis="y2", legend="legend2") for trace in _components(read, parts)]
+    figure = go.Figure([*_components(from_, sources), *below])
+    for axis in ("y", "y2"):
+        figure.add_hline(y=0, yref=axis, line={"color": "var(--faint)", "width": 1})
+    legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
+    figure.update_layout(
+        xaxis={"anchor": "y2"}, yaxis={"domain": [0.57, 1], "range": power_range(from_, sources)},
+        yaxis2={"domain": [0, 0.43], "range": power_range(read, parts), "title": {"text": "where read, nats²"}},
+        legend=legend | {"y": 1.01}, legend2=legend | {"y": 0.44},
+    )  # fmt: skip
+    return finished(figure, "layer", "where from, nats²")
+
+
+def power_range(powers: dict[str, Estimate], names: Iterable[str]) -> list[float]:
+    """An axis for the values: of a band that is much wider it shows a part, so that the lines can be read."""
+    cells = np.concatenate([np.stack([powers[n].value, powers[n].low, powers[n].high]) for n in names], axis=-1)
+    if not np.isfinite(cells[0]).any():
+        return [0.0, 1.0]
+    least, most, low, high = np.nanmin(cells[0]), np.nanmax(cells[0]), np.nanmin(cells), np.nanmax(cells)
+    height = max(most - min(least, 0.0), 1e-12)
+    return [float(max(low, least - height / 2) - 0.05 * height), float(min(high, most + height) + 0.05 * height)]
+
+
+def _components(powers: dict[str, Estimate], names: Iterable[str]) -> list[go.Scatter]:
+    return [trace for name in names for trace in banded(powers[name], name, f"var(--{name})")]
+
+
+def sink_profile(profile: Profile) -> Figure:
+    """Attention of late queries to the first positions; a dotted line ends the origin, a bar the sink of each layer."""
+    layers, positions = profile.attention.value.shape
+    rows = [f"layer {layer}" for layer in range(layers)]
+    figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention"))
+    wide = [layer for layer in range(layers) if 0 < profile.width[layer] <= positions]
+    ends = [float(profile.width[layer]) - 0.5 for layer in wide]
+    figure.add_trace(_edges(ends, wide, [f"layer {k}: sink of {profile.width[k]}" for k in wide], "end of the sink"))
+    figure.add_vline(x=profile.origin - 0.5, line={"color": "var(--ink)", "width": 1.5, "dash": "dot"})
+    figure.update_layout(yaxis={"range": [layers - 0.5, -0.5], "showgrid": False}, showlegend=False)
+    figure.update_layout(xaxis={"showgrid": False, "dtick": 1 if positions <= 16 else 4})
+    return finished(figure, "position", "layer")
+
+
+def ladder(found: Ladder) -> Figure:
+    """Power that is left in each layer when a context is lent up to layer K; a bar stands after layer K."""
+    rows = len(found.upto)
+    figure = go.Figure(_map(found.left, [f"lent to {name}" for name in lent_to(found)], "layer", "earlier", "nats²"))
+    ends, between = [k + 0.5 for k in found.upto[1:-1]], list(range(1, rows - 1))
+    figure.add_trace(_edges(ends, between, [f"lent up to layer {k}" for k in found.upto[1:-1]], "last layer lent to"))
+    figure.update_layout(
+        xaxis={"showgrid": False}, showlegend=False,
+        yaxis={"range": [rows - 0.5, -0.5], "showgrid": False, "tickvals": list(range(rows)),
+               "ticktext": lent_to(found)},
+    )  # fmt: skip
+    return finished(figure, "layer", "context lent to")
+
+
+def lent_to(found: Ladder) -> list[str]:
+    """Names of the rows of a ladder."""
+    last = len(found.upto) - 1
+    names = ["none" if k < 0 else "0" if k == 0 else f"0–{k}" for k in found.upto]
+    return ["all" if row == last else name for row, name in enumerate(names)]
+
+
+def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
+    """Values [row, column] in one colour, on a root scale from 0; a negative value is a zero with noise."""
+    value, low, high = estimate.value, estimate.low, estimate.high
+    top = float(np.nanmax([*value.flat, 1e-12]))
+    ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if (tick := m * 10.0**k) <= top][-5:]]
+    hover = "%{customdata[0]:.3g} (%{customdata[1]:.3g} … %{customdata[2]:.3g})"
+    return go.Heatmap(
+        z=np.sqrt(np.maximum(value, 0)).tolist(), zmin=0, zmax=math.sqrt(top), xgap=1, ygap=1,
+        colorscale=[[0, "var(--wash)"], [1, f"var(--{colour})"]], text=[[name] * value.shape[1] for name in rows],
+        colorbar={"thickness": 10, "title": {"text": unit}, "tickvals": np.sqrt(ticks).tolist(),
+                  "ticktext": [f"{tick:g}" for tick in ticks]},
+        customdata=np.stack([value, low, high], axis=-1).tolist(),
+        hovertemplate=f"%{{text}}, {column} %{{x}}: {hover}{ALONE}",
+    )  # fmt: skip
+
+
+def _edges(x: list[float], y: list[int], texts: list[str], name: str) -> go.Scatter:
+    """A short upright line at x in each row y."""
+    return go.Scatter(
+        x=[end for at in x for end in (at, at, None)], y=[end for at in y for end in (at - 0.5, at + 0.5, None)],
+        mode="lines", line={"color": "var(--ink)", "width": 3}, name=name, text=[t for t in texts for _ in range(3)],
+        hovertemplate=f"%{{text}}{ALONE}",
+    )  # fmt: skip
 
 
 def stabilisation(view: View, queries: str) -> Figure:

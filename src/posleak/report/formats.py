@@ -19,7 +19,7 @@ HEADS = {
     "stabilisation": "stabilisation", "sink_attention": "attention to 0",
 }  # fmt: skip
 LEGEND = (
-    "mask, drift and sink are shares of the total; 95% bootstrap intervals over prompts; – not defined or not clearly "
+    "mask, drift and sink are shares of the total; 95% jackknife intervals over prompts; – not defined or not clearly "
     "above 0; * the interval of a difference does not contain 0"
 )
 

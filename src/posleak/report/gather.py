@@ -12,9 +12,9 @@ from posleak.claims import Result, read_findings
 from posleak.doctor import Diagnosis
 from posleak.errors import PosleakError, RunError
 from posleak.origin import StoredOrigin, read_origin
-from posleak.runs import DEFINITIONS_VERSION, Run
+from posleak.runs import Run
 from posleak.runs.folder import read_json
-from posleak.runs.record import read_record
+from posleak.trace import Trace
 
 from .curves import Curves, curves
 
@@ -30,6 +30,7 @@ class Shown:
 
     run: Run
     label: str
+    trace: Trace | None = None
     claims: tuple[Result, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
@@ -38,7 +39,7 @@ class Shown:
     @cached_property
     def curves(self) -> Curves:
         """Every head's curves: the page and the tables draw on the same ones."""
-        return curves(self.run.data, self.run.record.spec.seed)
+        return curves(self.run.data)
 
     @property
     def partial(self) -> bool:
@@ -53,15 +54,24 @@ class Refused:
     reason: str
 
 
-def gather(runs: Iterable[Run | str | Path], *, partial: bool = True) -> tuple[list[Shown], list[Refused]]:
-    """Every run that can be shown, in order, and every one that cannot. Without `partial` an unfinished run cannot."""
+Given = Run | Trace | str | Path
+"""What a report or a comparison can be made of: runs or traces in memory, or their folders."""
+
+
+def gather(
+    runs: Iterable[Given], *, partial: bool = True, traces: bool = True
+) -> tuple[list[Shown], list[Refused]]:  # fmt: skip
+    """Every run that can be shown, in order, and every one that cannot.
+
+    Without `partial` an unfinished run cannot; without `traces` the borrowed passes that folders have are not read.
+    """
     found, refused = list[Shown](), list[Refused]()
-    for given in runs:
+    for each in runs:
+        given = each.ordinary if isinstance(each, Trace) else each
         name = str(given.path or given.name) if isinstance(given, Run) else str(given)
         try:
             run = given if isinstance(given, Run) else _load(Path(given), partial)
-            _require_same_definitions(run.record.definitions_version)
-            found.append(_beside(run))
+            found.append(_beside(run, each if isinstance(each, Trace) else None, traces))
         except PosleakError as error:
             refused.append(Refused(name, _reason(error)))
         except (OSError, ValueError, KeyError) as error:
@@ -75,22 +85,12 @@ def require_some(found: Sequence[Shown], refused: Sequence[Refused], least: int,
         raise RunError(
             f"{what} needs {least} run{'s' if least > 1 else ''} that can be read", got=f"{len(found)}",
             expected="; ".join(f"{each.name}: {each.reason}" for each in refused) or None,
-            remedy="give folders that `posleak measure` or `posleak claims` wrote",
+            remedy="give folders that `posleak measure`, `posleak trace` or `posleak claims` wrote",
         )  # fmt: skip
 
 
 def _load(folder: Path, partial: bool) -> Run:
-    _require_same_definitions(read_record(folder).definitions_version)
     return Run.load_partial(folder) if partial else Run.load(folder)
-
-
-def _require_same_definitions(version: int) -> None:
-    if version != DEFINITIONS_VERSION:
-        raise RunError(
-            f"its numbers follow version {version} of the definitions, this posleak follows {DEFINITIONS_VERSION}: "
-            "they cannot be compared",
-            remedy="measure again, or read it with the posleak that wrote it",
-        )  # fmt: skip
 
 
 def _reason(error: PosleakError) -> str:
@@ -99,10 +99,10 @@ def _reason(error: PosleakError) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _beside(run: Run) -> Shown:
-    """The run with what its folder has besides; a damaged file is left out, with a note."""
+def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
+    """The run with what its folder has besides; what is damaged or unfinished is left out, with a note."""
     if run.path is None:
-        return Shown(run, run.name)
+        return Shown(run, run.name, trace)
     folder, notes = run.path, list[str]()
 
     def read(name: str, reader: Callable[[], T]) -> T | None:
@@ -112,6 +112,9 @@ def _beside(run: Run) -> Shown:
             notes.append(f"{name} is left out: {_reason(error)}")
             return None
 
+    if trace is None and traces and run.record.finished is not None:
+        loaded = read("the trace", lambda: Trace.load(folder))
+        trace = None if loaded is None else replace(loaded, ordinary=run)
     claims = read("claims.json", lambda: read_findings(folder, run.record.digest)) or None
     origin = read("origin.json", lambda: read_origin(folder))
     if origin is not None and origin.record.identity.weights_sha256 != run.record.identity.weights_sha256:
@@ -121,7 +124,7 @@ def _beside(run: Run) -> Shown:
     if (folder / DOCTOR).is_file():
         remedy = f"write it again with `posleak doctor {run.name} --json`"
         doctor = read(DOCTOR, lambda: read_json(Diagnosis, folder / DOCTOR, remedy))
-    return Shown(run, run.name, claims, origin, doctor, tuple(notes))
+    return Shown(run, run.name, trace, claims, origin, doctor, tuple(notes))
 
 
 def _labelled(found: list[Shown]) -> list[Shown]:

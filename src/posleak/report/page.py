@@ -17,16 +17,17 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
-from posleak.runs import Run
+from posleak.leakage.profile import LEAST, TIMES
+from posleak.leakage.sampled import FEWEST
 from posleak.runs.folder import write_atomically
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.typed import plain
 
 from .compare import Comparison, comparison
-from .figures import Figure, comparison_figures, every_part, run_figures
+from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .formats import HEADS, row_name, row_pieces
-from .gather import Refused, Shown, gather, require_some
+from .gather import Given, Refused, Shown, gather, require_some
 from .view import MOST_CURVES, View, view
 
 
@@ -52,8 +53,9 @@ class Page:
     def data(self) -> dict[str, Any]:
         """What the page's script reads."""
         runs = [
-            {"label": v.label, "length": v.length, "parts": v.parts, "windows": v.record.calibration.windows,
-             "heads": v.heads, "curves": v.curves, "figures": figures, "origin": _origin(v)}
+            {"label": v.label, "length": v.length, "parts": v.parts, "sources": v.sources,
+             "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves, "figures": figures,
+             "origin": _origin(v)}
             for v, figures in zip(self.views, self.figures, strict=True)
         ]  # fmt: skip
         found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})
@@ -66,7 +68,8 @@ class Page:
             page=self, version=__version__, data=script_json(self.data()),
             style=Markup(style_sheet()) + _static("page.css"), script=_static("page.js"),
             plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
-            row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views),
+            row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views), lent_to=lent_to,
+            fewest=FEWEST, least=LEAST, times=TIMES,
         )  # fmt: skip
 
 
@@ -89,7 +92,7 @@ class Written:
         }  # fmt: skip
 
 
-def write_report(runs: Iterable[Run | str | Path], out: str | Path, assets: str | Path | None = None) -> Written:
+def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | None = None) -> Written:
     """Write the page of these runs to `out`, and figures and tables into `assets`.
 
     An unfinished run is shown as partial. Runs that cannot be shown are named on the page with the reason.
@@ -112,11 +115,9 @@ def write_report(runs: Iterable[Run | str | Path], out: str | Path, assets: str 
     return Written(place, files, [shown.label for shown in found], partial, refused)
 
 
-def report(
-    runs: Iterable[Run | str | Path] | Run | str | Path, out: str | Path, assets: str | Path | None = None
-) -> Path:
+def report(runs: Iterable[Given] | Given, out: str | Path, assets: str | Path | None = None) -> Path:
     """Write one page of one run or of several; returns its path. See `write_report`."""
-    return write_report([runs] if isinstance(runs, (Run, str, Path)) else runs, out, assets).page
+    return write_report([runs] if isinstance(runs, Given) else runs, out, assets).page
 
 
 def _origin(v: View) -> dict[str, Any] | None:

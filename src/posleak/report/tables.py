@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, tidy
+from posleak.leakage.summary import Shares
 from posleak.typed import plain
 
 from .compare import QUANTITIES, comparison
@@ -20,6 +21,7 @@ def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
     """Tables by name, empty ones left out. `run` is the run's label on the page."""
     makers = {
         "model": _model, "layers": _layers, "heads": _heads, "queries": _queries, "offsets": _offsets,
+        "sink_profile": _sink_profile, "trace": _trace, "trace_heads": _trace_heads, "trace_by_layer": _trace_by_layer,
         "claims": _claims, "edits": _edits, "sink_heads": _sink_heads, "trajectory": _trajectory, "portrait": _portrait,
     }  # fmt: skip
     made = {name: [{"run": s.label, **row} for s in found for row in maker(s)] for name, maker in makers.items()}
@@ -45,6 +47,8 @@ def _layers(shown: Shown) -> Iterator[Record]:
                 yield _row(
                     estimate[layer], layer=layer, queries=queries, quantity="power", component=name, unit="nats²"
                 )
+            for name, estimate in numbers.share.items():
+                yield _row(estimate[layer], layer=layer, queries=queries, quantity="share", component=name, unit="1")
             yield _row(
                 numbers.stabilisation[layer], layer=layer, queries=queries, quantity="stabilisation", component=None,
                 unit="1",
@@ -78,6 +82,48 @@ def _offsets(shown: Shown) -> Iterator[Record]:
 def _cells(estimate: Estimate, places: list[int], axis: str, **more: Any) -> Iterator[Record]:
     for layer, head, k in np.ndindex(estimate.value.shape):
         yield _row(estimate[layer, head, k], layer=layer, head=head, **{axis: places[k]}, **more)
+
+
+def _sink_profile(shown: Shown) -> Iterator[Record]:
+    """Attention of late queries to each of the first positions, and how many of them a head's sink takes."""
+    summary = shown.run.summary
+    for layer, head, position in np.ndindex(summary.profile.value.shape):
+        cell = summary.profile[layer, head, position]
+        yield _row(cell, layer=layer, head=head, position=position, width=int(summary.width[layer, head]), unit="1")
+
+
+def _trace(shown: Shown) -> Iterator[Record]:
+    """Where position comes from, of the model (no layer) and by layer; `direct` is D, the origin's power that of O."""
+    if shown.trace is None:
+        return
+    for queries, numbers in shown.trace.model.items():
+        yield from _sources(numbers, (), layer=None, queries=queries)
+    for queries, numbers in shown.trace.layers.items():
+        for layer in range(len(numbers.power["total"].value)):
+            yield from _sources(numbers, (layer,), layer=layer, queries=queries)
+
+
+def _trace_heads(shown: Shown) -> Iterator[Record]:
+    for queries, numbers in () if shown.trace is None else shown.trace.heads.items():
+        for layer, head in np.ndindex(numbers.power["total"].value.shape):
+            yield from _sources(numbers, (layer, head), layer=layer, head=head, queries=queries)
+
+
+def _sources(numbers: Shares, at: tuple[int, ...], **place: Any) -> Iterator[Record]:
+    for quantity, found, unit in (("power", numbers.power, "nats²"), ("share", numbers.share, "1")):
+        for name, estimate in found.items():
+            yield _row(estimate[at], **place, quantity=quantity, component=name, unit=unit)
+
+
+def _trace_by_layer(shown: Shown) -> Iterator[Record]:
+    """Power that is left where a context was lent up to a layer (−1: to none); without a layer, the mean of 1 and
+    later."""
+    if shown.trace is None or (ladder := shown.trace.ladder) is None:
+        return
+    for k, upto in enumerate(ladder.upto):
+        yield _row(ladder.mean[k], lent_up_to=upto, layer=None, quantity="power", unit="nats²")
+        for layer in range(ladder.left.value.shape[1]):
+            yield _row(ladder.left[k, layer], lent_up_to=upto, layer=layer, quantity="power", unit="nats²")
 
 
 def _claims(shown: Shown) -> Iterator[Record]:

@@ -8,21 +8,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
+from posleak.axes import HEAD, LEFT, PROMPT
 from posleak.claims import Result
 from posleak.doctor import Diagnosis
 from posleak.leakage import Estimate, tidy
+from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import Numbers
+from posleak.leakage.summary import Numbers, Shares
 from posleak.origin import OriginRecord, StoredOrigin
 from posleak.runs import Record, Run
-from posleak.show import words
+from posleak.show import numbers, words
+from posleak.trace import SOURCES, Ladder, Trace
 
 from .curves import parts
 from .gather import Shown
 
 MOST_CURVES = 640
 """Most heads on one page that have curves, so that it stays below 10 MB: those with most leakage are chosen."""
+
+POSITIONS = 16
+"""The sink profile is shown for so many first positions, and for more where the origin is wide."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,36 @@ class Layers:
 
     numbers: dict[str, Numbers]
     sink_attention: Estimate
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Attention of late queries to the first positions [L, first]; the width of the sink by layer [L]; the origin's."""
+
+    attention: Estimate
+    width: Int64[np.ndarray, "L"]
+    origin: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Where position comes from: shares of the model and numbers by layer, of all and of early queries.
+
+    ladder      what is left where a context was lent up to layer K only; None: not measured
+    attention   to the origin, by layer, in both passes
+    """
+
+    lead: str
+    answer: dict[str, dict[str, Estimate]]
+    layers: dict[str, Shares]
+    ladder: Ladder | None
+    attention: dict[str, Estimate]
+    remainder: float
+
+    @classmethod
+    def of(cls, trace: Trace) -> Traced:
+        answer = {queries: numbers.share for queries, numbers in trace.model.items()}
+        return cls(words.lead(answer["all"]), answer, trace.layers, trace.ladder, trace.attention, trace.remainder)
 
 
 @dataclass(frozen=True)
@@ -47,7 +84,8 @@ class Pictures:
 
 @dataclass(frozen=True)
 class View:
-    """One run. `heads.numbers` are the rows of heads.parquet, unrounded; `edited`: claims that compare a condition."""
+    """One run. `heads.numbers` are the rows of heads.parquet, unrounded, and the sources of every head after a trace;
+    `edited`: claims that compare a condition."""
 
     label: str
     record: Record
@@ -56,7 +94,9 @@ class View:
     partial: bool
     lead: str
     answer: dict[str, dict[str, Estimate]]
+    trace: Traced | None
     layers: Layers
+    profile: Profile
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
@@ -74,19 +114,26 @@ class View:
     def length(self) -> int:
         return self.record.spec.length
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of what position comes from; none without a trace."""
+        return () if self.trace is None else SOURCES
+
 
 def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
     run, claims = shown.run, shown.claims or ()
     answer = {queries: numbers.share for queries, numbers in run.summary.model.items()}
     return View(
         label=shown.label, record=run.record, facts=_facts(run), prompts=run.prompts, partial=shown.partial,
-        lead=words.lead(answer["all"]), answer=answer,
-        layers=Layers(run.summary.layers, run.summary.layer_sink_attention), parts=parts(run.data), heads=_heads(run),
+        lead=words.lead(answer["all"]), answer=answer, trace=None if shown.trace is None else Traced.of(shown.trace),
+        layers=Layers(run.summary.layers, run.summary.layer_sink_attention), profile=_profile(run),
+        parts=parts(run.data), heads=_heads(run, shown.trace),
         curves=_curves(shown, most_curves), claims=claims,
         edited=tuple(result for result in claims if result.edited is not None),
         origin=None if shown.origin is None else shown.origin.record,
         pictures=None if shown.origin is None else _pictures(shown.origin), doctor=shown.doctor,
-        remainder=run.remainder, command=command(shown), notes=[*run.record.warnings, *shown.notes],
+        remainder=run.remainder, command=command(shown),
+        notes=[*_borrowed(run), *run.record.warnings, *shown.notes],
     )  # fmt: skip
 
 
@@ -100,7 +147,24 @@ def _facts(run: Run) -> list[str]:
     ]  # fmt: skip
 
 
-def _heads(run: Run) -> dict[str, Any]:
+def _borrowed(run: Run) -> list[str]:
+    """Says what the numbers of a run under a borrowed context are."""
+    if LEFT not in run.summary.model["all"].power:
+        return []
+    left, total = (numbers.estimate(run.summary.model["all"].power[name]) for name in (LEFT, "total"))
+    return [
+        "this run has a borrowed context: its numbers are of rows without the lent keys, whose power is "
+        f"{total} nats²; with them {left} nats² are left"
+    ]
+
+
+def _profile(run: Run) -> Profile:
+    origin, ordinary = run.record.plan.origin, run.data["ordinary"].mean((PROMPT, HEAD)).values
+    found = run.summary.layer_profile
+    return Profile(found[:, : max(POSITIONS, origin + AFTER)], sink_width(found.value, ordinary), origin)
+
+
+def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
     """heads.parquet as columns: `numbers` is float64 [column, layer, head, (value, low, high)]."""
     layers, heads = run.data.sizes["layer"], run.data.sizes["head"]
     columns: dict[tuple[str, str, str | None], Any] = {}
@@ -108,7 +172,11 @@ def _heads(run: Run) -> dict[str, Any]:
         key = row["queries"], row["quantity"], row["component"]
         cells = columns.setdefault(key, np.full((layers, heads, 3), np.nan))
         cells[row["layer"], row["head"]] = row["value"], row["low"], row["high"]
-    there = np.isfinite(run.data["sink_attention"].values[0]).sum(-1)
+    for queries, found in () if trace is None else trace.heads.items():
+        for name in SOURCES:
+            for quantity, cell in (("power", found.power[name]), ("share", found.share[name])):
+                columns[queries, quantity, name] = np.stack([cell.value, cell.low, cell.high], axis=-1)
+    there = np.isfinite(run.data["profile"].values[0, ..., 0]).sum(-1)
     return {
         "shape": [layers, heads], "heads": there.tolist(), "columns": [list(key) for key in columns],
         "numbers": packed(np.stack(list(columns.values())), "<f8"),
@@ -119,7 +187,7 @@ def _curves(shown: Shown, most: int) -> dict[str, Any]:
     """Curves of the heads with most leakage, float32; `at[layer][head]` is where in the arrays a head is, or −1."""
     found, run = shown.curves, shown.run
     total = run.summary.heads["all"].power["total"].value
-    there = np.isfinite(run.data["sink_attention"].values[0])
+    there = np.isfinite(run.data["profile"].values[0, ..., 0])
     order = np.argsort(-np.where(np.isfinite(total), total, -np.inf), axis=None, kind="stable")
     chosen = np.sort(np.array([k for k in order.tolist() if there.flat[k]][:most], dtype=np.int64))
     at = np.full(total.size, -1)
@@ -156,9 +224,14 @@ def _pictures(stored: StoredOrigin) -> Pictures:
 
 def command(shown: Shown) -> str:
     """The command line that measures the same again."""
-    spec, verb = shown.run.record.spec, "measure" if shown.claims is None else "claims"
+    spec = shown.run.record.spec
+    verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
     line = ["posleak", verb, shown.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
     line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
+    if verb != "claims":
+        line += ["--origin", str(spec.origin)]
+    if shown.trace is not None and shown.trace.steps and verb == "trace":
+        line += ["--by-layer"]
     if verb == "measure":
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
         line += [word for edit in spec.edits for word in ("--edit", edit)]

@@ -1,4 +1,4 @@
-"""Stage 7, the one measuring path: request, record, loop and folder; atomic, verifiable, resumable.
+"""Stage 6, the one measuring path: request, record, loop and folder; atomic, verifiable, resumable.
 
 spec      what is asked for, checked before a model is loaded
 record    run.json as dataclasses
@@ -7,6 +7,7 @@ memory    what a measurement will hold, and the batch that keeps it within a lim
 loop      prompts -> results batch by batch, each written as soon as it is measured
 measure   one measurement from beginning to end
 run       the result: a record and labelled arrays
+conditions  the same prompts under many edits, each a run
 """
 
 from .measure import Measurement, measure

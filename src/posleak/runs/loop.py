@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from posleak.errors import CheckError
+from posleak.edits.context import require_closed
+from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
-from posleak.leakage import LeakageObserver, norms_by_position
+from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Plan, attach
+from posleak.probe import Edit, Placement, Plan, attach, read_placements
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
@@ -27,7 +28,7 @@ FORWARD = "forward"
 
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
-    layers: int | None = None, edits: Sequence[Edit] = (),
+    layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured."""
     todo = list(at)
@@ -35,7 +36,7 @@ def kept_chunks(
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
-    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits)) as measured:
+    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements)) as measured:
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -50,25 +51,51 @@ def measure_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
+    placements: Sequence[Placement] | None = None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
-    A constant-token prompt goes first, to see whether the model scales its queries by position. The model stays
+    What positions do to queries and keys is read off the model first, unless `placements` has it. The model stays
     attached until the last chunk is taken or the generator is closed.
     """
     remaining = iter(ids)
     if (first := next(remaining, None)) is not None:
-        observer = leakage_observer(model, first, plan, edits)
+        known = placements_of(model, first, plan, edits) if placements is None else placements
+        observer = LeakageObserver(plan, placements=known)
         yield from observed_chunks(model, chain([first], remaining), observer, layers=layers, edits=edits)
 
 
-def leakage_observer(
+def placements_of(
     model: PreTrainedModel, ids: NDArray[np.int64], plan: Plan, edits: Sequence[Edit] = ()
-) -> LeakageObserver:
-    """An observer that knows how this model scales its queries by position, in prompts of the length of ids [B, T]."""
+) -> list[Placement]:
+    """What positions do in every layer, at the plan's rows; ids [B, T] may have a borrowed context before the prompts.
+
+    Such a context must change nothing else: a model where it does is refused.
+    """
     with stage("constant token"):
-        norms = norms_by_position(model, torch.from_numpy(ids[:1]).to(model.device), edits, plan.rows)
-    return LeakageObserver(plan, temperatures=norms.temperatures)
+        tokens, start = torch.from_numpy(ids[:1]).to(model.device), ids.shape[1] - plan.length
+        found = read_placements(model, tokens, plan, edits, start)
+        if start:
+            require_closed(model)
+            plain = read_placements(model, tokens[:, start:], plan, edits)
+            _require_alike(type(model).__name__, plan, found, plain)
+    return found
+
+
+def _require_alike(name: str, plan: Plan, found: list[Placement], plain: list[Placement]) -> None:
+    scaled = any(place.temperature is not None for place in (*found, *plain))
+    rounding = 16 * 3 * plan.length * torch.finfo(torch.float32).eps
+    turns = [
+        float((a.rotation.angles - b.rotation.angles - (a.rotation.angles - b.rotation.angles)[:1]).sin().abs().max())
+        for a, b in zip(found, plain, strict=True)
+        if a.rotation is not None and b.rotation is not None and len(a.rotation.first) == len(b.rotation.first) > 0
+    ]
+    if scaled or max(turns, default=0.0) > rounding:
+        raise UnsupportedError(
+            "a borrowed context is not defined for this model: "
+            + ("it scales its queries by absolute position" if scaled else "its rotation changes with the length"),
+            where=name, remedy="`posleak measure` splits its leakage into mask, drift and sink",
+        )  # fmt: skip
 
 
 def observed_chunks(

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 
 from posleak.errors import InputError, PosleakWarning
 from posleak.inputs import InputFacts, Prompts, prepare
-from posleak.leakage import assemble, cancelling_layers
+from posleak.leakage import FEWEST, assemble, narrow_layers
+from posleak.leakage.profile import AFTER, TIMES
 from posleak.models import Subject
-from posleak.probe import Calibration, calibrate
+from posleak.probe import Calibration, Motion, calibrate
+from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
 from .folder import RECORD, remove_batches, remove_leftovers, remove_run, require_unused
-from .loop import kept_chunks
+from .loop import kept_chunks, placements_of
 from .memory import memory_plan, parse_bytes, within_memory
 from .record import Machine, Record, digest, now, read_record, require_same, slug, versions
 from .run import Run
@@ -43,6 +45,7 @@ def measure(
     bos: str | int = "auto",
     batch: int = 0,
     density: int = 1,
+    origin: int = ORIGIN,
     edits: Sequence[str] | str = (),
     out: str | Path | None = None,
     fresh: bool = False,
@@ -52,9 +55,10 @@ def measure(
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
     inputs      what it reads: random, constant[:ID], text:PATH, text:stdlib, or a table of ids [B, T]
-    length      tokens per prompt, position 0 included;  prompts: how many;  seed: of tokens and of intervals
+    length      tokens per prompt, position 0 included;  prompts: how many;  seed: of the tokens
     bos         position 0: auto (what the config names as BOS), tokenizer, none, or a token
     batch       prompts at once (0: about 4096 tokens);  density: refines the plan of sampled rows
+    origin      width of the origin: how many first tokens count as it
     edits       what if: texts such as "window=64" (docs/edits.md)
     out         a folder for the run: an unfinished one there is resumed, a finished one of the same measurement is read
                 back, and `fresh` measures again. Without `out` the run stays in memory
@@ -65,7 +69,7 @@ def measure(
     if ids is not None:
         prompts, length = len(ids), ids.shape[-1]
     named, texts = inputs if isinstance(inputs, str) else GIVEN, (edits,) if isinstance(edits, str) else tuple(edits)
-    spec = MeasureSpec(named, bos, length, prompts, seed, batch, density, texts)
+    spec = MeasureSpec(named, bos, length, prompts, seed, batch, density, origin, texts)
     ready = Measurement.of(subject, spec, ids, max_memory)
     return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress)
 
@@ -142,14 +146,16 @@ class Measurement:
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self.prompts.batch([0]))
-        record = self._record(calibration, created)
+        placements = placements_of(self.subject.model, self.prompts.batch([0]), self.spec.plan, self.spec.parsed_edits)
+        motion = Motion.of(placements, self.spec.plan, self.subject.model.dtype)
+        record = self._record(calibration, motion, created)
         if folder is not None:
             record.write(folder)
         chunks, plan = [], self.spec.plan
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=self.spec.parsed_edits,
+                edits=self.spec.parsed_edits, placements=placements,
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
@@ -182,10 +188,10 @@ class Measurement:
         require_same(folder, earlier, self.spec, self.subject.identity, self.inputs)
         return earlier
 
-    def _record(self, calibration: Calibration, created: str) -> Record:
+    def _record(self, calibration: Calibration, motion: Motion, created: str) -> Record:
         return Record(
             digest=self.digest, asked=self.asked, spec=self.spec, plan=self.spec.plan, identity=self.subject.identity,
-            inputs=self.inputs, calibration=calibration, memory=memory_plan(self.subject, self.spec),
+            inputs=self.inputs, calibration=calibration, motion=motion, memory=memory_plan(self.subject, self.spec),
             versions=versions(), machine=Machine.of(self.subject), warnings=self.notes, created=created,
         )  # fmt: skip
 
@@ -193,20 +199,39 @@ class Measurement:
 def _finished(run: Run) -> Run:
     """Write the results, then the record that says that the run is finished, and only then remove the batches."""
     with stage("summary"):
-        layers = cancelling_layers(run.summary)
-    notes = [
-        f"drift and sink cancel each other in layers {layers}, where logits are very large: read their sum, the "
-        "residual, there"
-    ]
+        _ = run.summary
+    notes = [*_narrow_note(run), *_stays_note(run)]
     files = {}
     if run.path is not None:
         with stage("write"):
             files = run.write_results(run.path)
-    done = run.under(run.record.ended(files, notes if layers else []))
+    done = run.under(run.record.ended(files, notes))
     if done.path is not None:
         done.record.write(done.path)
         remove_batches(done.path)
     return done
+
+
+def _narrow_note(run: Run) -> list[str]:
+    """Says where the sink is wider than the origin, and which origin would do."""
+    origin = run.record.plan.origin
+    if not (narrow := narrow_layers(run.data, origin)):
+        return []
+    where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(map(str, narrow))}"
+    return [
+        f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
+        f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
+        f"{max(narrow.values())}"
+    ]
+
+
+def _stays_note(run: Run) -> list[str]:
+    """Says where the origin could not be moved."""
+    motion = run.record.motion
+    if not motion.stays:
+        return []
+    where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {', '.join(map(str, motion.stays))}"
+    return [f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"]
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
@@ -220,9 +245,10 @@ def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
 
 def check_size(subject: Subject, spec: MeasureSpec) -> None:
     """Refuse or warn of prompts that are too long, too short for a window, or too few, before any forward pass."""
-    context = subject.context
-    if context is not None and spec.length > context:
-        what = f"length {spec.length} is beyond the model's context of {context} positions"
+    context, read = subject.context, spec.length + spec.borrowed
+    if context is not None and read > context:
+        borrowed = f" after a context of {spec.borrowed}" if spec.borrowed else ""
+        what = f"length {spec.length}{borrowed} is beyond the model's context of {context} positions"
         if not subject.identity.rotary:
             raise InputError(what, where=subject.identity.name, remedy=f"use --length {context} or less")
         warnings.warn(f"{what}: what is measured there is extrapolation", PosleakWarning, stacklevel=2)
@@ -233,9 +259,11 @@ def check_size(subject: Subject, spec: MeasureSpec) -> None:
             PosleakWarning,
             stacklevel=2,
         )
-    if spec.prompts < 2:
+    if spec.prompts < FEWEST:
+        powers = "powers and intervals" if spec.prompts < 2 else "intervals"
         warnings.warn(
-            "one prompt: noise cannot be told from signal, so powers and intervals are NaN; use --prompts 2 or more",
+            f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
+            f"--prompts {FEWEST} or more",
             PosleakWarning,
             stacklevel=2,
         )

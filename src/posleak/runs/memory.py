@@ -33,11 +33,15 @@ queries by position hold twice as many, which is little beside the slack of thei
 EXPLICIT = 3
 """Blocks of logits at the same time, where the softmax is written out."""
 
+MOVED = 4
+"""Copies, in float64, of the logits of moved keys."""
+
+GRAMS, REPLICATES = 2 * 12, 4 * 9
+"""Gram matrices of all components, for early and all queries; and arrays of one number per prompt and head that the
+interval of one component holds at the same time: nine replicates per prompt, four times."""
+
 LIBRARIES = 500 * 10**6
 """What Python holds with torch and transformers imported, besides weights."""
-
-EDITED_ROWS = 12
-"""The same under edits: some sum the reference rows up to each number of keys, in float64."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,23 @@ class MemoryPlan:
 
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
-    identity, plan, tokens = subject.identity, spec.plan, spec.batch * spec.length
+    identity, plan = subject.identity, spec.plan
+    tokens = spec.batch * (spec.borrowed + spec.length)
     edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
     item = (edited or [subject.model.dtype])[-1].itemsize
     weights = sum(parameter.numel() for parameter in subject.model.parameters()) * item if edited else 0
     per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
     activations = int(SLACK * tokens * per_token * item)
     R, Q = len(plan.references), len(plan.queries)
-    copies = ROWS if not spec.edits else EDITED_ROWS
+    copies = ROWS if not spec.edits else 2 * ROWS
     block = 0 if not _explicit(subject) else tokens * identity.heads * BLOCK * EXPLICIT
     rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
-    shared = spec.length * (len(plan.rows) * 8 + R * (Q + R) * 4 * 2)  # what rows see, and which keys are summed
-    cells = identity.layers * identity.heads * Q * (len(plan.offsets) + 4)
-    return MemoryPlan(activations + weights, rows + shared, 3 * 8 * spec.prompts * cells)
+    rows += spec.batch * identity.heads * R * Q * plan.origin * MOVED * 8
+    shared = spec.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # what rows see, and which keys are summed
+    heads = identity.layers * identity.heads
+    cells = 3 * heads * Q * (len(plan.offsets) + 4)
+    numbers = heads * (GRAMS * spec.prompts + REPLICATES)
+    return MemoryPlan(activations + weights, rows + shared, 8 * spec.prompts * (cells + numbers))
 
 
 def _explicit(subject: Subject) -> bool:

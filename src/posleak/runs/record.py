@@ -21,17 +21,17 @@ import torch
 from posleak.errors import RunError
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Plan
+from posleak.probe import Calibration, Motion, Plan
 from posleak.typed import plain
 
 from .folder import RECORD, read_json, write_json
 from .memory import MemoryPlan
 from .spec import MeasureSpec
 
-DEFINITIONS_VERSION = 1
+DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
 
-FORMAT, FORMAT_VERSION = "posleak run", 2
+FORMAT, FORMAT_VERSION = "posleak run", 3
 
 AGAIN = "measure again with --fresh"
 
@@ -76,6 +76,7 @@ class Record:
     identity: Identity
     inputs: InputFacts
     calibration: Calibration
+    motion: Motion
     memory: MemoryPlan
     versions: dict[str, str]
     machine: Machine
@@ -122,6 +123,7 @@ class _Header:
 
     format: str
     format_version: int
+    definitions_version: int = DEFINITIONS_VERSION
 
 
 def read_record(folder: Path) -> Record:
@@ -129,11 +131,23 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     if not path.is_file():
         raise RunError(
-            "this is no run folder: it has no run.json", where=str(folder), remedy="give a folder that `measure` wrote"
+            "this is no run folder: it has no run.json",
+            where=str(folder),
+            remedy="give a folder that `measure`, `trace` or `claims` wrote",
         )
     header = read_json(_Header, path, AGAIN)
     if header.format != FORMAT:
-        raise RunError("run.json is not posleak's", where=str(path), remedy="give a folder that `measure` wrote")
+        raise RunError(
+            "run.json is not posleak's",
+            where=str(path),
+            remedy="give a folder that `measure`, `trace` or `claims` wrote",
+        )
+    if header.definitions_version != DEFINITIONS_VERSION:
+        raise RunError(
+            f"its numbers follow version {header.definitions_version} of the definitions, this posleak follows "
+            f"{DEFINITIONS_VERSION}: they cannot stand side by side", where=str(path),
+            remedy="measure again with --fresh, or read it with the posleak that wrote it",
+        )  # fmt: skip
     if header.format_version != FORMAT_VERSION:
         raise RunError(
             "the run was written by another version of posleak", where=str(path),
@@ -141,6 +155,11 @@ def read_record(folder: Path) -> Record:
             remedy="read it with that version, or measure again with --fresh",
         )  # fmt: skip
     return read_json(Record, path, AGAIN)
+
+
+def is_finished(folder: Path) -> bool:
+    """Does the folder hold a finished run?"""
+    return (folder / RECORD).is_file() and read_record(folder).finished is not None
 
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:

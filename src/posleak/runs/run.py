@@ -82,7 +82,7 @@ class Run:
     @cached_property
     def summary(self) -> Summary:
         """All numbers with intervals."""
-        return summarise(self.data, self.grams, seed=self.record.spec.seed)
+        return summarise(self.data, self.grams)
 
     def parts(self) -> xr.DataArray:
         """Mean over prompts of every component: (component, layer, head, query, offset), in nats."""
@@ -101,6 +101,7 @@ class Run:
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edits,
+                "definitions": record.definitions_version, "origin": record.plan.origin, "motion": record.motion,
                 "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
@@ -132,7 +133,12 @@ def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     powers = {name: power[layer] for name, power in summary.layers["all"].power.items()}
     cells = {**powers, "sink_attention": summary.layer_sink_attention[layer]}
     values = {name: cell.value for name, cell in cells.items()}
-    return {"layer": layer, **values, "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}}
+    shares = {name: share[layer].value for name, share in summary.layers["all"].share.items()}
+    profile = summary.layer_profile[layer]
+    return {
+        "layer": layer, **values, "ci": {name: [cell.low, cell.high] for name, cell in cells.items()},
+        "share": shares, "profile": profile, "sink_width": summary.width[layer],
+    }  # fmt: skip
 
 
 def _numbers(numbers: Numbers) -> dict[str, Any]:

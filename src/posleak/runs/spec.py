@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.edits import NamedEdit, parse_edits, require_measurable
+from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.errors import InputError
 from posleak.inputs import parse
+from posleak.inputs.prompts import UNLENT
 from posleak.probe import Plan, default_plan
+from posleak.probe.plan import ORIGIN
 
 LENGTH, PROMPTS = 512, 16
 GIVEN = "given"
@@ -21,7 +23,8 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """One measurement. `batch` prompts go through the model at once (0: chosen); `density` refines the plan of rows."""
+    """One measurement. `batch` prompts go through the model at once (0: chosen); `density` refines the plan of rows;
+    the first `origin` tokens are the origin."""
 
     inputs: str = "random"
     bos: str | int = "auto"
@@ -30,6 +33,7 @@ class MeasureSpec:
     seed: int = 0
     batch: int = 0
     density: int = 1
+    origin: int = ORIGIN
     edits: tuple[str, ...] = ()
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -47,12 +51,17 @@ class MeasureSpec:
     @cached_property
     def plan(self) -> Plan:
         """Which rows are looked at."""
-        return default_plan(self.length, self.density)
+        return default_plan(self.length, self.density, self.origin)
 
     @cached_property
     def parsed_edits(self) -> tuple[NamedEdit, ...]:
         """In the order in which they are applied."""
         return parse_edits(self.edits)
+
+    @property
+    def borrowed(self) -> int:
+        """How many tokens of another document stand before each prompt."""
+        return self.length + UNLENT if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
 
     def resolved(self) -> MeasureSpec:
         """With every default filled in."""

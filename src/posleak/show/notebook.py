@@ -1,4 +1,4 @@
-"""A measurement in a notebook: a few lines of HTML with the shares, their intervals, and what was measured."""
+"""A measurement or a trace in a notebook: a few lines of HTML with the shares, their intervals, and the facts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .numbers import interval, number, percent
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Numbers
+    from posleak.leakage.summary import Shares
 
 
-def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Numbers]) -> str:
+def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Shares]) -> str:
     """A heading, one bar and one line of numbers for early and for all queries."""
     rows = "".join(
         f"<tr><td style='text-align:left'>{queries}</td><td>{_bar(found.share)}</td>"

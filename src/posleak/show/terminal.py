@@ -16,7 +16,7 @@ from .numbers import NAN, percent, short
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Numbers
+    from posleak.leakage.summary import Shares
 
 BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -30,7 +30,7 @@ def table(names: Iterable[str], right: Iterable[str] = (), gap: int = 2, wrap: I
     return made
 
 
-def parts_of(numbers: Numbers) -> tuple[str, ...]:
+def parts_of(numbers: Shares) -> tuple[str, ...]:
     """Mask, drift and sink; and scaling in models that scale their queries by position."""
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 

@@ -12,11 +12,20 @@ if TYPE_CHECKING:
     from posleak.leakage import Estimate
 
 SOURCES = {
+    "earlier": "masks of earlier layers (through the residual stream)",
+    "here": "each layer’s own mask",
+    "origin": "position 0 itself",
+}
+"""Where position comes from."""
+
+READ = {
     "mask": "the causal mask",
     "drift": "drift of the residual stream",
-    "sink": "the sink at position 0",
+    "sink": "the sink at the first tokens",
     "scaling": "the scaling of queries by position",
 }
+"""Where it is read."""
+
 COMPONENTS = {"mask_without_sink": "mask without the sink", "sink_attention": "attention to position 0"}
 """Names for people where they differ from those in the data."""
 
@@ -26,16 +35,38 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 
 
 def lead(shares: Mapping[str, Estimate]) -> str:
-    """How the answer begins: which source is ahead, said only as strongly as the intervals allow."""
-    names = [name for name in SOURCES if name in shares]
-    if any(math.isnan(shares[name].value) for name in names):
+    """How the answer begins: which source is ahead, or which part, said only as strongly as the intervals allow."""
+    if set(SOURCES) <= set(shares):
+        return _lead({name: shares[name] for name in SOURCES}, SOURCES, "gets its sense of absolute position", "from")
+    return _lead({name: shares[name] for name in READ if name in shares}, READ, "leaks absolute position", "through")
+
+
+def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str, by: str) -> str:
+    from posleak.leakage.sampled import FEWEST
+
+    if any(math.isnan(share.value) for share in shares.values()):
         return "shows no leakage of absolute position that is clearly above noise"
-    order = sorted(names, key=lambda name: -float(shares[name].value))
-    first = shares[order[0]]
-    ahead = [SOURCES[name] for name in order if shares[name].high >= first.low]
-    if first.low > 0.5:
-        return f"gets its sense of absolute position mostly from {ahead[0]}"
-    if len(ahead) == 1:
-        return f"gets its sense of absolute position more from {ahead[0]} than from any other source"
-    neither = "neither" if len(ahead) == 2 else "none of them"
-    return f"gets its sense of absolute position from {' and '.join(ahead)}, {neither} clearly ahead"
+    n = next(iter(shares.values())).n
+    if n < FEWEST:
+        return f"was measured on {n} prompts, too few for intervals ({FEWEST}), so no share can be said to be largest"
+    ends = {name: _ends(share) for name, share in shares.items()}
+    order = sorted(ends, key=lambda name: -float(shares[name].value))
+    first, others = order[0], order[1:]
+    low = ends[first][0]
+    if low <= 0:
+        return f"{begins} in a way that cannot be told: no share is clearly above 0"
+    level = [name for name in others if ends[name][1] >= low]
+    if not level and low > 0.5 and all(ends[name][1] < 0.5 for name in others):
+        return f"{begins} mostly {by} {names[first]}"
+    if not level:
+        return f"{begins} more {by} {names[first]} than {by} anything else"
+    clear = [names[name] for name in (first, *level) if ends[name][0] > 0]
+    unsure = [names[name] for name in level if ends[name][0] <= 0]
+    said = " and ".join([*clear, *(f"perhaps {name}" for name in unsure)])
+    return f"{begins} {by} {said}, {'neither' if len(level) == 1 else 'none of them'} clearly ahead"
+
+
+def _ends(share: Estimate) -> tuple[float, float]:
+    """The interval; the number itself where prompts do not differ."""
+    value, low, high = float(share.value), float(share.low), float(share.high)
+    return (value, value) if math.isnan(low) else (low, high)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from posleak.leakage import Bootstrap, Estimate
+from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Numbers
 from posleak.leakage.trend import depth_slope
 from posleak.runs import Run
@@ -30,9 +30,9 @@ class Balance:
 
     @classmethod
     def of(cls, run: Run) -> Balance:
-        bootstrap = Bootstrap.of(run.prompts, run.record.spec.seed)
+        jackknife = Jackknife(run.prompts)
         grams = np.nanmean(run.grams["all"].own["residual"], axis=1)  # [L, B, B]
-        powers, kinds = bootstrap.inner(grams), {"all": list(range(len(grams)))}
+        powers, kinds = jackknife.inner(grams), {"all": list(range(len(grams)))}
         sliding = [layer for layer, window in enumerate(run.record.calibration.windows) if window is not None]
         if 0 < len(sliding) < len(grams):
             kinds |= {"sliding": sliding, "global": [layer for layer in kinds["all"] if layer not in sliding]}
@@ -41,7 +41,7 @@ class Balance:
             numbers=run.summary.model,
             slopes={kind: pair[0].estimate for kind, pair in found.items()},
             relative={kind: pair[1].estimate for kind, pair in found.items()},
-            sink_attention=bootstrap.mean(np.nanmean(run.data["sink_attention"].values, axis=(1, 2))).estimate,
+            sink_attention=jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2))).estimate,
             prompts=run.prompts,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import TooLargeError
-from posleak.leakage import Bootstrap, Estimate
+from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
 from posleak.models import Subject, load
 from posleak.runs import Measurement, Run
@@ -97,9 +97,9 @@ def _grams(run: Run) -> dict[str, Grams]:
 
 def _removed(after: dict[str, Grams], before: dict[str, Grams], cell: Cell) -> dict[str, Estimate]:
     """1 − power after / before, by component and queries, paired on the same prompts."""
-    bootstrap = Bootstrap.of(cell.prompts, cell.seed)
+    jackknife = Jackknife(cell.prompts)
     return {
-        f"{name}, {queries}": 1 - bootstrap.inner(gram).over(bootstrap.inner(before[queries].own[name])).estimate
+        f"{name}, {queries}": 1 - jackknife.inner(gram).over(jackknife.inner(before[queries].own[name])).estimate
         for queries in ("early", "all")
         for name, gram in after[queries].own.items()
     }

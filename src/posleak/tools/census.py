@@ -61,14 +61,15 @@ class Row:
     model_class: str
     status: str
     positions: str = ""
+    moved: str = ""
     special: tuple[str, ...] = ()
     laws: tuple[str, ...] = ()
     why: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, str, str, str, str]:
         """What must not change without notice."""
-        return self.family, self.status, self.positions, "; ".join(self.special)
+        return self.family, self.status, self.positions, self.moved, "; ".join(self.special)
 
 
 def families() -> list[str]:
@@ -111,12 +112,12 @@ def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> Row:
     broken = [check for check in diagnosis.checks if not check.ok]
     wrong = [f"{check.id}: {check.value:.2g} {check.unit}" for check in broken if check.cause is None]
     if wrong:
-        return Row(family, name, FAILS, found.positions, found.special, why="; ".join(wrong))
+        return Row(family, name, FAILS, found.positions, found.moved, found.special, why="; ".join(wrong))
     causes: dict[str, list[str]] = {}
     for check in broken:
         causes.setdefault(str(check.cause), []).append(check.id)
     laws = tuple(f"{', '.join(ids)}: {cause}" for cause, ids in causes.items())
-    return Row(family, name, SUPPORTED, found.positions, (*found.special, *_as_decoder(family)), laws)
+    return Row(family, name, SUPPORTED, found.positions, found.moved, (*found.special, *_as_decoder(family)), laws)
 
 
 def _as_decoder(family: str) -> Iterator[str]:
@@ -167,7 +168,7 @@ def page(rows: Sequence[Row]) -> str:
         "",
         f"transformers {transformers.__version__} has {len(rows)} causal-LM families. Each was built as a tiny random "
         f"model from its config class ({LENGTH} tokens, {PROMPTS} prompts) and went through the short form of "
-        "`posleak doctor`: calibration, parity with eager attention, laws L1, L2, L4, L5, L7 and L8 "
+        "`posleak doctor`: calibration, parity with eager attention, laws L1, L2, L4, L5 and L7 to L10 "
         "([definitions](definitions.md)).",
         "",
         f"**{len(supported)} families supported**, {counts[FAILS]} fail, {counts[REFUSED]} refused, "
@@ -191,19 +192,20 @@ def _table(status: str, rows: Sequence[Row]) -> Iterator[str]:
         yield from (f"| {row.family} | {row.model_class} | {_cell(row.why)} |" for row in rows)
         return
     last = "laws that it breaks, and why" if status == SUPPORTED else "check that fails"
-    yield from (f"| family | class | positions | special | {last} |", "|---|---|---|---|---|")
+    yield from (f"| family | class | positions | origin can be moved | special | {last} |", "|---|---|---|---|---|---|")
     for row in rows:
         end = "; ".join(row.laws) or row.why
-        yield f"| {row.family} | {row.model_class} | {row.positions} | {_cell('; '.join(row.special))} | {_cell(end)} |"
+        cells = (row.family, row.model_class, row.positions, row.moved, "; ".join(row.special), end)
+        yield "| " + " | ".join(map(_cell, cells)) + " |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def read_page(text: str) -> dict[str, tuple[str, str, str, str]]:
+def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
     """The keys of the rows of a written page, by family."""
-    found: dict[str, tuple[str, str, str, str]] = {}
+    found: dict[str, tuple[str, str, str, str, str]] = {}
     status = ""
     for line in text.splitlines():
         if line.startswith("## "):
@@ -211,7 +213,7 @@ def read_page(text: str) -> dict[str, tuple[str, str, str, str]]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and status and cells[0] != "family":
             wide = status in (SUPPORTED, FAILS)
-            found[cells[0]] = (cells[0], status, cells[2] if wide else "", cells[3] if wide else "")
+            found[cells[0]] = (cells[0], status, *(cells[2:5] if wide else ("", "", "")))
     return found
 
 

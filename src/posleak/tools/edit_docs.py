@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from posleak.edits import KINDS, Kind, NamedEdit, Site, parse_edit
+from posleak.edits.parse import BY_PLACE
 
 WIDTH = 120
 MODEL = "smollm2-135m"
@@ -83,6 +84,8 @@ def combinations(known: Sequence[Kind]) -> Iterator[str]:
     yield item("two edits in one row of the table: both would change the same thing")
     yield item(f"{seeing} together with {needing}, which are defined only where queries do not see later keys")
     yield item("`ring` together with edits of positions or visibility, which it sets itself")
+    by_place = names((kind for kind in known if example(kind).site in BY_PLACE), " or ")
+    yield item(f"`context` together with {by_place}, which act by place, where the prompt is not read first")
     yield item(f"{seeing} in `posleak measure`: leakage is not defined where queries see later keys")
     yield ""
 
@@ -92,12 +95,19 @@ def section(kind: Kind) -> Iterator[str]:
     yield f"## `{kind.name}`\n"
     yield item(f"**Written** `{kind.form}`")
     yield item(f"**Acts on** {example(kind).site.value}")
-    yield item(f"**Scope** {'layers and heads' if kind.scoped else 'none: it acts everywhere'}")
+    yield item(f"**Scope** {scope(kind)}")
     yield item(f"**Changes** {kind.changes}.")
     yield item(f"**Refuses** {kind.refuses}.")
     yield ""
     yield from command(kind) if example(kind).causal else in_python(kind)
     yield ""
+
+
+def scope(kind: Kind) -> str:
+    """What may stand behind an @."""
+    if not kind.scoped:
+        return "none: it acts everywhere"
+    return "layers and heads" if "HEADS" in kind.form else "whole layers"
 
 
 def command(kind: Kind) -> Iterator[str]:

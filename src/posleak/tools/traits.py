@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from posleak.doctor.explicit import RECURRENT, TABLE, first_entrance
-from posleak.leakage import norms_by_position
 from posleak.models import Subject
-from posleak.probe import Calibration, Call, attach
+from posleak.probe import Calibration, Call, Placement, attach, default_plan, read_placements
 
 EQUAL = 1e-3
 """Relative difference below which vectors of two positions are the same, in float32."""
@@ -58,10 +57,12 @@ def _narrowed(call: Call) -> str | None:
 
 @dataclass(frozen=True)
 class Traits:
-    """`positions`: how absolute or relative position enters; `special`: what else a reader of results should know."""
+    """`positions`: how absolute or relative position enters; `special`: what else a reader of results should know;
+    `moved`: can the origin's keys be moved?"""
 
     positions: str
     special: tuple[str, ...]
+    moved: str
 
 
 def traits(subject: Subject, calibration: Calibration, length: int, token: int) -> Traits:
@@ -70,12 +71,13 @@ def traits(subject: Subject, calibration: Calibration, length: int, token: int) 
     ids = torch.full((1, length), token, device=subject.device)
     with attach(model, [look]) as probe:
         probe.forward(ids)
-    norms, entrance = norms_by_position(model, ids), first_entrance(model, token)
+    plan = default_plan(length)
+    placements, entrance = read_placements(model, ids, plan), first_entrance(model, token)
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
     special = list(look.traits)
-    if any(t is not None for t in norms.temperatures):
+    if any(place.temperature is not None for place in placements):
         special.append("queries scaled by position")
-    if any(norms.unevenness):
+    if any(place.unevenness for place in placements):
         special.append("weighted norm after the rotation")
     special += _modules(calibration)
     if len(look.heads) > 1:
@@ -88,7 +90,16 @@ def traits(subject: Subject, calibration: Calibration, length: int, token: int) 
     if other:
         special.append(_hybrid(subject, calibration, other))
     table = entrance is not None and entrance.kind == TABLE
-    return Traits("table of positions" if table else _positions(look.turned, rotary), tuple(special))
+    positions = "table of positions" if table else _positions(look.turned, rotary)
+    return Traits(positions, tuple(special), _moved(placements))
+
+
+def _moved(placements: list[Placement]) -> str:
+    """Can the origin's keys be moved?"""
+    stays = [place.stays for place in placements if place.stays is not None]
+    if not stays:
+        return "yes"
+    return f"no: {stays[0]}" if len(stays) == len(placements) else f"in some layers; in {len(stays)} not: {stays[0]}"
 
 
 def _positions(turned: list[bool | None], rotary: bool) -> str:

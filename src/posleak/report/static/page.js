@@ -63,7 +63,7 @@
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, bgcolor: "rgba(0,0,0,0)" },
       margin: { l: 48, r: 10, t: 34, b: 40 }, ...layout,
       title: layout.title ? { ...layout.title, font: { size: 14 }, x: 0, xanchor: "left" } : undefined,
-      xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+      xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), ...(layout.yaxis2 ? { yaxis2: axis(layout.yaxis2) } : {}),
     }, CONFIG);
     if (ROOT.classList.contains("paper")) Plotly.relayout(spot, { width: spot.clientWidth, height: spot.clientHeight });
   };
@@ -72,7 +72,7 @@
   const state = { run: 0, head: null, component: "total", quantity: "power", queries: "all" };
   const article = () => $(`article[data-run="${state.run}"]`);
   const current = () => DATA.runs[state.run];
-  const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual"]);
+  const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual", "earlier", "here", "origin"]);
   const shownParts = () => ["total", ...current().parts];
 
   const readAddress = () => {
@@ -270,7 +270,7 @@
     const both = (quantity, name, share = false) =>
       ["all", "early"].map((queries) => number(run, column(run, queries, quantity, name), layer, head, share));
     const blank = () => make("td");
-    const rows = [...shownParts(), "residual"].map((name) =>
+    const rows = [...shownParts(), "residual", ...run.sources].map((name) =>
       row(name, [...both("power", name), ...(SHARED.has(name) ? both("share", name, true) : [blank(), blank()])]));
     rows.push(row("stabilisation", [...both("stabilisation", null), blank(), blank()]));
     rows.push(row("attention to 0", [number(run, column(run, "reference", "sink_attention", null), layer, head), blank(), blank(), blank()]));

@@ -1,0 +1,70 @@
+"""A trace as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from posleak.show.colours import LIGHT
+from posleak.show.numbers import NAN, percent
+from posleak.show.terminal import cell, share_bar, table
+from posleak.show.words import QUERIES
+
+from .tables import heading
+
+if TYPE_CHECKING:
+    from posleak.leakage import Estimate
+    from posleak.trace import Ladder, Trace
+
+NAMES = ("earlier", "here", "origin")
+LEGEND = """\
+earlier: masks of earlier layers, carried by the residual stream   here: this layer's own mask   origin: position 0
+powers in nats², mean over heads, all queries, with 95% intervals over prompts; n.s.: total not clearly above 0
+to origin: attention of late queries to the first tokens, ordinary → borrowed context"""
+
+
+def trace_tables(found: Trace) -> Iterator[RenderableType]:
+    """What was measured, layers, the ladder if there is one, and the answer last."""
+    yield heading(found.ordinary)
+    yield layers_table(found)
+    yield Text(LEGEND, style="dim")
+    if found.ladder is not None:
+        yield ladder_table(found.ladder)
+        yield Text("total power left in the layers after the first if a context is lent up to layer K", style="dim")
+    for queries, label in QUERIES.items():
+        shares = found.model[queries].share
+        parts = "  ".join(f"[{LIGHT[name]}]{name}[/] {_share(shares[name])}" for name in NAMES)
+        yield Text.from_markup(f"{label:<24} {parts}  [dim]n={found.ordinary.prompts}[/dim]")
+    yield Text.from_markup(f"[dim]remainder {found.remainder:.1e} nats · run[/dim] {escape(str(found.ordinary.path))}")
+
+
+def layers_table(found: Trace) -> RenderableType:
+    """One line per layer."""
+    numbers, attention = found.layers["all"], found.attention
+    made = table(["layer", "total", *NAMES, "shares", "to origin"], right=["layer"], gap=1)
+    for layer in range(len(numbers.power["total"].value)):
+        cells = [cell(numbers.power[name][layer], name) for name in ("total", *NAMES)]
+        bar = share_bar({name: float(numbers.share[name][layer].value) for name in NAMES})
+        to_origin = " → ".join(f"{attention[name].value[layer]:.2f}" for name in ("ordinary", "borrowed"))
+        made.add_row(str(layer), *cells, bar, to_origin)
+    return made
+
+
+def ladder_table(ladder: Ladder) -> RenderableType:
+    made = table(["lent up to layer", "left"], right=["lent up to layer"])
+    for row, upto in enumerate(ladder.upto):
+        name = "none" if upto < 0 else f"{upto}, all" if row == len(ladder.upto) - 1 else str(upto)
+        made.add_row(name, cell(ladder.mean[row]))
+    return made
+
+
+def _share(share: Estimate) -> str:
+    if math.isnan(share.value):
+        return NAN
+    interval = "" if math.isnan(share.low) else f" [dim]({percent(share.low)}…{percent(share.high)})[/dim]"
+    return percent(share.value) + interval

@@ -1,0 +1,121 @@
+"""`context=borrowed`: every query sees equally many keys, because those that it lacks are lent by another document.
+
+The model reads [donor of N + 64 tokens] [prompt of N tokens], position ids in order. The donor's queries see the donor
+only, and the prompt's position 0 sees itself only. Every later query of the prompt sees its nearest N keys: its own,
+position 0, and as many of the donor's last ones as it lacks. A layer's own window applies on top. In layers out of
+scope the prompt sees itself only.
+
+Rows are taken without the lent keys, so that they split into mask, drift and sink; what the lent keys take away from
+the total is kept beside them as `lent`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posleak.errors import InputError, UnsupportedError
+from posleak.inputs import Prompts
+from posleak.inputs.prompts import UNLENT
+from posleak.probe import Call, Visibility, attach, relative_difference
+from posleak.probe.visibility import Rule
+from posleak.rounding import CONSTANT
+
+from .base import Kind, NamedEdit, Site, register
+from .scope import EVERYWHERE, Scope
+
+SHORT = 32
+"""Length of the prompt on which it is checked that nothing but attention carries a donor to it."""
+
+
+@dataclass(frozen=True)
+class Borrow(NamedEdit):
+    """Queries of the layers in scope are lent the keys that they lack."""
+
+    scope: Scope = EVERYWHERE
+
+    site: ClassVar[Site] = Site.CONTEXT
+    needs_causal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if any(head is not None for _, _, head in self.scope.items):
+            raise InputError("a context is lent to whole layers", where=self.text, expected="layers, as in @0-5")
+
+    @property
+    def text(self) -> str:
+        return f"context=borrowed{self.scope.text}"
+
+    def prompts(self, prompts: Prompts) -> Prompts:
+        return prompts.after_donors()
+
+    def edit(self, call: Call) -> Call:
+        length, lends = (call.query.shape[2] - UNLENT) // 2, bool(self.scope.heads(call).any())
+        call.visibility.kept(("same after a donor", length), lambda: require_same_sight(call.visibility, length))
+        rule = borrowed(call.visibility.rule, length, lends)
+        return replace(call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + UNLENT)
+
+
+def require_same_sight(seen: Visibility, length: int) -> None:
+    """Refuse a layer in which a prompt sees other keys of its own after a donor: chunks are counted from the start."""
+    rows = torch.unique(torch.linspace(0, length - 1, 16).long())
+    moved = seen.rows(rows + length + UNLENT, slice(length + UNLENT, None))
+    if not torch.equal(moved, seen.rows(rows, slice(0, length))):
+        raise UnsupportedError(
+            "a borrowed context is not defined here: attention is cut into chunks that are counted from the first "
+            "token, so that a document before the prompt moves them",
+            remedy=f"use a --length that is a multiple of the chunk, less {UNLENT}",
+        )  # fmt: skip
+
+
+def borrowed(rule: Rule, length: int, lends: bool = True) -> Rule:
+    """Another rule, narrowed: a donor of length + 64 keys among itself, then a prompt that sees the nearest `length`
+    keys, or itself only if nothing is lent."""
+    start = length + UNLENT
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own: Tensor = rule(batch, head, query, key)
+        near = key > query - length if lends else key >= start
+        return own & ((query < start) | torch.where(query == start, key == start, near))
+
+    return seen
+
+
+NOWHERE = Scope(everywhere=False)
+"""No layer at all: the donor is there, and nothing is lent."""
+
+
+def require_closed(model: PreTrainedModel) -> None:
+    """Refuse a model in which a donor changes a prompt that does not see it: there, lending is not what makes the
+    difference."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    ids = torch.arange(2 * SHORT + UNLENT, device=model.device)[None] * 7 % vocabulary
+    with attach(model) as probe:
+        alone = probe.forward(ids[:, -SHORT:])[0]
+    with attach(model, edits=[Borrow(NOWHERE)]) as probe:
+        after = probe.forward(ids)[0][:, -SHORT:]
+    gap, bound = relative_difference(after, alone), CONSTANT.of(model.dtype)
+    if gap > bound:
+        raise UnsupportedError(
+            "a borrowed context is not defined for this model: what stands before a prompt changes it although no "
+            "query sees it, through learned positions, scaled queries, or layers that carry a state along",
+            where=type(model).__name__, got=f"states differ by {gap:.2g}, relative", expected=f"at most {bound:.2g}",
+            remedy="`posleak measure` splits its leakage into mask, drift and sink",
+        )  # fmt: skip
+
+
+register(
+    Kind(
+        "context", "context=borrowed[@LAYERS]",
+        "what each query sees: keys of another document, which stands before the prompt, in the place of those that it "
+        "lacks, so that every query sees equally many. `@LAYERS`: only there; in the other layers the prompt sees "
+        "itself only. Rows are measured without the lent keys; `left` is the total with them. `posleak trace` compares "
+        "this with the ordinary pass",
+        "edits of the embedding or the read of position 0, and of visibility; models with learned positions, scaled "
+        "queries or recurrent layers", "context=borrowed@0-5",
+        lambda value, scope: {"borrowed": Borrow(scope)}[value], scoped=True,
+    )
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""One subject under many conditions: the same prompts under different edits, each an ordinary run, measured once.
+
+Everything is paired: every condition reads the same prompts. With a folder, conditions are kept below it as runs, and
+are read back when the work is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posleak.edits import parse_edits
+from posleak.inputs import Prompts
+from posleak.models import Subject
+from posleak.probe import Plan
+
+from .folder import RECORD, remove_run
+from .measure import Measurement, Progress
+from .record import slug
+from .run import Run
+from .spec import MeasureSpec
+
+CONDITIONS = "conditions"
+"""Where a folder keeps the runs of its conditions."""
+
+Edits = tuple[str, ...]
+
+
+@dataclass
+class Conditions:
+    """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with."""
+
+    subject: Subject
+    spec: MeasureSpec
+    folder: Path | None = None
+    fresh: bool = False
+    max_memory: str | int | None = None
+    progress: Callable[[str], None] = lambda what: None
+    _runs: dict[Edits, Run] = field(default_factory=dict)
+
+    @cached_property
+    def baseline(self) -> Measurement:
+        """The measurement without edits, made ready."""
+        return Measurement.of(self.subject, self.spec, max_memory=self.max_memory)
+
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
+
+    @property
+    def tokens(self) -> Prompts:
+        return self.baseline.base
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """The baseline's prompts [B, T]."""
+        return self.tokens.batch(range(self.spec.prompts))
+
+    def run(self, *edits: str) -> Run:
+        """The run under these edits: from memory, from its folder, or measured now."""
+        key = tuple(edit.text for edit in parse_edits(edits))
+        if key not in self._runs:
+            name = ", ".join(key) or "baseline"
+            self.progress(name)
+            self._runs[key] = self._measured(key, lambda done, of: self.progress(f"{name}: {done} of {of} prompts"))
+        return self._runs[key]
+
+    def _measured(self, key: Edits, progress: Progress) -> Run:
+        """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
+        if not key:
+            return self.baseline.run_with_warnings(self.folder, fresh=self.fresh, progress=progress)
+        spec = replace(self.spec, edits=key)
+        ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
+        known = self.run().record.calibration
+        place = None if self.folder is None else condition_folder(self.folder, *key)
+        return ready.run(place, fresh=self.fresh, calibration=known, progress=progress)
+
+    def remove_conditions(self) -> None:
+        """Remove the runs of conditions that the folder has from earlier, and no other files."""
+        for record in sorted((self.folder / CONDITIONS).glob(f"*/{RECORD}")) if self.folder is not None else ():
+            remove_run(record.parent)
+            if not any(record.parent.iterdir()):
+                record.parent.rmdir()
+
+
+def condition_folder(folder: Path, *edits: str) -> Path:
+    """Where a folder keeps the run under these edits."""
+    return folder / CONDITIONS / slug("+".join(edits))

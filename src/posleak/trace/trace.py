@@ -1,0 +1,243 @@
+"""Where position comes from, over the layers: two runs on the same prompts, with and without a borrowed context.
+
+    T  leakage in the ordinary pass
+    D  leakage in the borrowed pass, rows without the lent keys: earlier layers could not tell, this one can
+    O  leakage in the borrowed pass, rows with the lent keys: no layer can tell by counting
+
+    earlier = T − D     masks of earlier layers, carried here by the residual stream
+    here    = D − O     this layer's own mask
+    origin  = O         what position 0 does when nothing is hidden
+
+They add up to T exactly. Both runs are ordinary ones, in one folder: the borrowed pass is the condition
+`context=borrowed` (edits/context.py). Lending up to layer K only, for several K, says which layers write position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from posleak.axes import LEFT
+from posleak.errors import RunError
+from posleak.leakage import Estimate, Jackknife, component
+from posleak.leakage.summary import Grams, Shares
+from posleak.models import Subject
+from posleak.probe.plan import ORIGIN
+from posleak.runs import MeasureSpec, Run
+from posleak.runs.conditions import Conditions, condition_folder
+from posleak.runs.folder import RECORD
+from posleak.runs.record import is_finished
+from posleak.show.notebook import compact_html
+from posleak.typed import plain
+
+LENGTH, PROMPTS = 256, 16
+
+BORROWED = "context=borrowed"
+"""The edit of the second pass."""
+
+SOURCES = ("earlier", "here", "origin")
+"""What the leakage of a layer comes from; they add up to it."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Contexts lent up to layer K, for several K: leakage that is left in every layer.
+
+    upto   K of each row, −1 for no layer;  left: powers [K, L] in nats², and their mean over the later layers [K]
+    """
+
+    upto: tuple[int, ...]
+    left: Estimate
+    mean: Estimate
+
+    @classmethod
+    def of(cls, runs: dict[int, Run]) -> Ladder:
+        upto = tuple(sorted(runs))
+        grams = np.stack([np.nanmean(_left_grams(runs[k]), axis=1) for k in upto])  # [K, L, B, B]
+        prompts = Jackknife(grams.shape[-1])
+        return cls(upto, prompts.inner(grams).estimate, prompts.inner(grams[:, 1:].mean(1)).estimate)
+
+
+def _left_grams(run: Run) -> Any:
+    own = run.grams["all"].own
+    return own[LEFT] if LEFT in own else own["total"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`ordinary` and `borrowed` are runs on the same prompts; `ladder`: contexts lent up to some layers only."""
+
+    ordinary: Run
+    borrowed: Run
+    steps: dict[int, Run] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, conditions: Conditions, upto: Iterable[int] = ()) -> Trace:
+        """Measured under these conditions, or read back; `upto`: layers K up to which a context is lent besides."""
+        ordinary, borrowed = conditions.run(), conditions.run(BORROWED)
+        return cls(ordinary, borrowed, {k: conditions.run(_step(k)) for k in upto})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace | None:
+        """What `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed pass."""
+        folder = Path(path)
+        second = condition_folder(folder, BORROWED)
+        if not (second / RECORD).is_file():
+            return None
+        if not is_finished(second):
+            raise RunError("the pass over a borrowed context is not finished", where=str(second),
+                           remedy="start the same `posleak trace` or `posleak claims` again: it resumes")  # fmt: skip
+        ordinary, borrowed = Run.load(folder), Run.load(second)
+        if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
+            raise RunError("the two passes of the trace read different prompts", where=str(folder),
+                           remedy="start `posleak trace` again with --fresh")  # fmt: skip
+        kept = {k: condition_folder(folder, _step(k)) for k in range(ordinary.data.sizes["layer"] - 1)}
+        return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
+
+    def _repr_html_(self) -> str:
+        """In a notebook: shares with intervals, compactly."""
+        return compact_html(self.ordinary.name, self.ordinary.record.facts, self.model)
+
+    @cached_property
+    def components(self) -> dict[str, xr.DataArray]:
+        """total, earlier, here, origin, direct (D) at every pair and prompt: (prompt, layer, head, query, offset)."""
+        total, direct = component(self.ordinary.data, "total"), component(self.borrowed.data, "total")
+        left = component(self.borrowed.data, LEFT)
+        return {"total": total, "earlier": total - direct, "here": direct - left, "origin": left, "direct": direct}
+
+    @cached_property
+    def remainder(self) -> float:
+        """The largest |earlier + here + origin − total|, and of the two runs' own parts, in nats."""
+        found = self.components
+        gap = float(np.nanmax(np.abs((found["earlier"] + found["here"] + found["origin"] - found["total"]).values)))
+        return max(gap, self.ordinary.remainder, self.borrowed.remainder)
+
+    @cached_property
+    def grams(self) -> dict[str, Grams]:
+        """Gram matrices of early and of all queries."""
+        return {
+            queries: Grams.of_components(self.components, SOURCES, early=queries == "early")
+            for queries in ("early", "all")
+        }
+
+    @cached_property
+    def layers(self) -> dict[str, Shares]:
+        """Powers and shares by layer [L], means over heads; of early and of all queries."""
+        return {queries: Shares.of(grams.averaged((1,)), self._prompts) for queries, grams in self.grams.items()}
+
+    @cached_property
+    def heads(self) -> dict[str, Shares]:
+        """The same by layer and head [L, H]."""
+        return {queries: Shares.of(grams, self._prompts) for queries, grams in self.grams.items()}
+
+    @cached_property
+    def model(self) -> dict[str, Shares]:
+        """The same of the whole model."""
+        return {queries: Shares.of(grams.averaged((0, 1)), self._prompts) for queries, grams in self.grams.items()}
+
+    @cached_property
+    def attention(self) -> dict[str, Estimate]:
+        """Mean attention of the reference queries to the origin, by layer [L], in both passes, without lent keys."""
+        m = self.ordinary.record.plan.origin
+        return {
+            name: self._prompts.mean(np.nanmean(run.data["profile"].values[..., :m].sum(-1), axis=2)).estimate
+            for name, run in (("ordinary", self.ordinary), ("borrowed", self.borrowed))
+        }
+
+    @cached_property
+    def ladder(self) -> Ladder | None:
+        """None if nothing was lent to some layers only."""
+        if not self.steps:
+            return None
+        last = self.ordinary.data.sizes["layer"] - 1
+        return Ladder.of({-1: self.ordinary, **self.steps, last: self.borrowed})
+
+    @property
+    def _prompts(self) -> Jackknife:
+        return Jackknife(self.ordinary.prompts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak trace --json` (docs/json.md)."""
+        run, record, ladder = self.ordinary, self.ordinary.record, self.ladder
+        found: dict[str, Any] = plain(
+            {
+                "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "definitions": record.definitions_version,
+                "origin": record.plan.origin, "remainder": self.remainder, "calibration": record.calibration,
+                "layers": [self._layer(layer) for layer in range(run.data.sizes["layer"])],
+                "early": _numbers(self.model["early"]), "all": _numbers(self.model["all"]),
+                "attention_to_origin": self.attention,
+                "by_layer": None if ladder is None else {
+                    "lent_up_to": ladder.upto, "left": ladder.left, "later_layers": ladder.mean,
+                },
+                "units": {"power": "nats²", "share": "1", "remainder": "nats", "attention_to_origin": "1"},
+                "warnings": record.warnings, "run": None if run.path is None else str(run.path),
+            }
+        )  # fmt: skip
+        return found
+
+    def _layer(self, layer: int) -> dict[str, Any]:
+        numbers = self.layers["all"]
+        powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
+        shares = {name: share[layer] for name, share in numbers.share.items()}
+        return {
+            "layer": layer, **{name: power.value for name, power in powers.items()},
+            "share": {name: share.value for name, share in shares.items()},
+            "ci": {name: [power.low, power.high] for name, power in powers.items()}
+            | {"share": {name: [share.low, share.high] for name, share in shares.items()}},
+        }  # fmt: skip
+
+
+def _numbers(numbers: Shares) -> dict[str, Any]:
+    return {"power": numbers.power | {LEFT: numbers.power["origin"]}, "share": numbers.share}
+
+
+def _step(upto: int) -> str:
+    """The edit that lends a context up to this layer."""
+    return f"{BORROWED}@0-{upto}" if upto else f"{BORROWED}@0"
+
+
+def rungs(layers: int) -> list[int]:
+    """K = 0, 1, 2, 4, 8, … below the last layer, which is the borrowed pass itself."""
+    return [k for k in (0, *(2**power for power in range(16))) if k < layers - 1]
+
+
+def trace(
+    subject: Subject,
+    inputs: str = "random",
+    *,
+    length: int = LENGTH,
+    prompts: int = PROMPTS,
+    seed: int = 0,
+    bos: str | int = "auto",
+    origin: int = ORIGIN,
+    by_layer: bool = False,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    max_memory: str | int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Trace:
+    """Where a subject's sense of position comes from: here, earlier and origin, by a second pass over a borrowed
+    context.
+
+    by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
+    out         a folder: the ordinary run, and the others below it; what is there already is not measured again
+
+    The other options are those of `measure`.
+    """
+    spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
+    return traced(
+        Conditions(subject, spec, None if out is None else Path(out), fresh, max_memory, progress), by_layer=by_layer
+    )
+
+
+def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
+    """The trace under these conditions."""
+    layers = conditions.run().data.sizes["layer"]
+    return Trace.of(conditions, rungs(layers) if by_layer else ())
