@@ -307,17 +307,17 @@ def neighbours(key: Tensor, dtype: torch.dtype) -> Rotation:
     """The right number of pairs, wrongly paired."""
     first = torch.arange(0, key.shape[-1], 2)
     z = torch.complex(key[..., first], key[..., first + 1]).transpose(1, 2).flatten(0, 1)
-    return Rotation(first, first + 1, (z * z[:, :1].conj()).sum(0).angle())
+    return Rotation(first, first + 1, (z * z[:, :1].conj()).sum(0).angle(), key.shape[-1])
 
 
 def backwards(key: Tensor, dtype: torch.dtype) -> Rotation:
     found = read_rotation(key, dtype)
-    return Rotation(found.second, found.first, found.angles)
+    return replace(found, first=found.second, second=found.first)
 
 
 def one_short(key: Tensor, dtype: torch.dtype) -> Rotation:
     found = read_rotation(key, dtype)
-    return Rotation(found.first[1:], found.second[1:], found.angles[:, 1:])
+    return replace(found, first=found.first[1:], second=found.second[1:], angles=found.angles[:, 1:])
 
 
 @pytest.mark.parametrize("wrong", [neighbours, backwards, one_short])

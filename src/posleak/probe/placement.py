@@ -25,6 +25,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, no_type_check
 
 import torch
@@ -56,6 +57,24 @@ class Rotation:
     first: Int[Tensor, "pairs"]
     second: Int[Tensor, "pairs"]
     angles: Float64[Tensor, "P pairs"]
+    width: int
+    _turns: dict[torch.dtype, Float[Tensor, "R Q twice"]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @cached_property
+    def others(self) -> Int[Tensor, "still"]:
+        """Dimensions that do not turn."""
+        still = torch.ones(self.width, dtype=torch.bool, device=self.first.device)
+        still[self.first] = still[self.second] = False
+        return still.nonzero().flatten()
+
+    def turn(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "R Q twice"]:
+        """Cosines, then negative sines, of each reference's angles minus each query's; kept for all passes."""
+        if dtype not in self._turns:
+            by = self.angles[queries:, None] - self.angles[:queries]  # [R, Q, pairs]
+            self._turns[dtype] = torch.cat([by.cos(), -by.sin()], dim=-1).to(dtype)
+        return self._turns[dtype]
 
     def turned(self, x: Float64[Tensor, "*rows E"], by: Float64[Tensor, "*#rows pairs"]) -> Float64[Tensor, "*rows E"]:
         """Vectors turned by these angles."""
@@ -166,7 +185,7 @@ class PlacementObserver:
         t = common[rows] if not uneven and float((common - 1).abs().max()) > rounding else None
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
-        at = Rotation(rotation.first, rotation.second, rotation.angles[rows])
+        at = replace(rotation, angles=rotation.angles[rows])
         moved = gap <= self.places.bound(call.query.dtype)
         self.found.append(Placement(at if moved else None, None if moved else UNEVEN, gap, t, uneven))
 
@@ -206,7 +225,7 @@ def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> R
     mutual = (partner[partner] == dimension) & (best < MATCH) & (dimension < partner)
     first, second = laid_out(dimension[mutual], partner[mutual], turning)
     z = torch.complex(x[..., first], x[..., second])
-    return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle())
+    return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle(), x.shape[-1])
 
 
 def laid_out(
@@ -322,16 +341,14 @@ def moved_logits(
     q = call.query[:, :, references].to(wide) * call.scaling  # [B, H, R, E]
     k = call.key[:, :, start : start + m].to(wide).repeat_interleave(group, dim=1)  # [B, H, m, E]
     first, second = rotation.first, rotation.second
-    still = torch.ones(q.shape[-1], dtype=torch.bool, device=device)
-    still[first] = still[second] = False
-    s = (q[..., still] @ k[..., still].transpose(-1, -2))[:, :, :, None]  # [B, H, R, 1, m]
-    s = s.expand(-1, -1, -1, Q, -1)
+    s = q.new_zeros(())
+    if len(rotation.others):
+        s = (q[..., rotation.others] @ k[..., rotation.others].transpose(-1, -2))[:, :, :, None]  # [B, H, R, 1, m]
+        s = s.expand(-1, -1, -1, Q, -1)
     if len(first):
-        by = rotation.angles[Q:, None] - rotation.angles[:Q]  # [R, Q, pairs]
-        turn = torch.cat([by.cos(), -by.sin()], dim=-1).to(wide)
         (qa, qb), (ka, kb) = ((x[..., first], x[..., second]) for x in (q[:, :, :, None], k[:, :, None]))
         products = torch.cat([qa * ka + qb * kb, qa * kb - qb * ka], dim=-1)  # [B, H, R, m, 2 pairs]
-        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, turn)
+        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn(Q, wide))
     s = call.capped(s.contiguous())
     if call.bias is not None:
         new = references[:, None, None] - rows[:Q, None] + torch.arange(m, device=device)  # [R, Q, m]
