@@ -95,6 +95,7 @@ class Summary:
     model   one cell, the mean over all heads of all layers
     profile          mean attention of the reference queries to each of the first positions, cells [L, H, first]
     layer_profile    the same, means over heads [L, first]
+    layer_ordinary   the same to one ordinary far key [L]; NaN where none is seen
     sink_attention, layer_sink_attention   its first column: attention to position 0
     width            how many first positions the sink of a head takes, by the median over prompts [L, H]
     """
@@ -104,6 +105,7 @@ class Summary:
     model: dict[str, Numbers]
     profile: Estimate
     layer_profile: Estimate
+    layer_ordinary: Estimate
     width: Int64[np.ndarray, "L H"]
     prompts: int
 
@@ -126,9 +128,16 @@ def summarise(data: xr.Dataset, grams: dict[str, Grams]) -> Summary:
         model={queries: Numbers.of(g.averaged((0, 1)), jackknife) for queries, g in grams.items()},
         profile=jackknife.mean(profile).estimate,
         layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
+        layer_ordinary=jackknife.mean(_mean_over_heads(ordinary)).estimate,
         width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
     )
+
+
+def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B L"]:
+    """Of the heads that have a number; NaN without any."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.nansum(x, axis=2) / np.isfinite(x).sum(2))
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:

@@ -137,7 +137,8 @@ def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     profile = summary.layer_profile[layer]
     return {
         "layer": layer, **values, "ci": {name: [cell.low, cell.high] for name, cell in cells.items()},
-        "share": shares, "profile": profile, "sink_width": summary.width[layer],
+        "share": shares, "profile": profile, "ordinary": summary.layer_ordinary[layer],
+        "sink_width": summary.width[layer],
     }  # fmt: skip
 
 
