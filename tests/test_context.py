@@ -229,22 +229,33 @@ def uneven() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "why"),
     [
-        lambda: tiny("gpt2", **GPT2),
-        lambda: tiny_model("bamba"),
-        lambda: tiny("lfm2", layer_types=["conv", "full_attention", "conv"]),
-        lambda: tiny("ministral3", rope_parameters=SCALED),
-        uneven,
+        (lambda: tiny("gpt2", **GPT2), "its states depend on absolute position before any attention"),
+        (lambda: tiny_model("bamba"), "layers that carry a state along"),
+        (lambda: tiny("lfm2", layer_types=["conv", "full_attention", "conv"]), "layers that carry a state along"),
+        (lambda: tiny("ministral3", rope_parameters=SCALED), "it scales its queries by absolute position"),
+        (uneven, "something acts on keys after their rotation"),
     ],
     ids=["learned positions", "recurrent", "convolution", "scaled queries", "norm after the rotation"],
 )
-def test_models_that_a_donor_changes_unseen_are_refused(model: Any) -> None:
+def test_models_that_a_donor_changes_unseen_are_refused(model: Any, why: str, tmp_path: Path) -> None:
+    """By `trace`, too, before anything is measured."""
     subject = Subject.of(model(), name="tiny")
     with pytest.raises(UnsupportedError, match="a borrowed context is not defined for this model") as told:
         pl.measure(subject, length=N, prompts=4, edits="context=borrowed")
-    assert "states differ by" in str(told.value) or "scales its queries" in str(told.value)
+    assert why in str(told.value)
     assert "remedy: `posleak measure`" in str(told.value)
+    with pytest.raises(UnsupportedError, match=why):
+        pl.trace(subject, length=N, prompts=4, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "glm4"])
+def test_rounding_is_no_reason_to_refuse(family: str) -> None:
+    """Moving a prompt by a donor's length changes states in bfloat16 by a lot; the donor itself must change nothing."""
+    found = pl.trace(Subject.of(tiny(family, dtype=torch.bfloat16), name=family), length=N, prompts=4)
+    assert found.remainder < 1e-9
 
 
 def test_a_rotation_that_changes_with_the_length_is_refused() -> None:

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from posleak.edits.context import require_closed
+from posleak.edits.context import INSTEAD, require_closed
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
 from posleak.probe import Edit, Placement, Plan, attach, read_placements
+from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
@@ -78,24 +79,27 @@ def placements_of(
         if start:
             require_closed(model)
             plain = read_placements(model, tokens[:, start:], plan, edits)
-            _require_alike(type(model).__name__, plan, found, plain)
+            _require_alike(model, plan, found, plain)
     return found
 
 
-def _require_alike(name: str, plan: Plan, found: list[Placement], plain: list[Placement]) -> None:
-    scaled = any(place.temperature is not None for place in (*found, *plain))
-    rounding = 16 * 3 * plan.length * torch.finfo(torch.float32).eps
+def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], alone: list[Placement]) -> None:
+    """Refuse a model in which another place does more than turn queries and keys: not only the context would differ."""
     turns = [
-        float((a.rotation.angles - b.rotation.angles - (a.rotation.angles - b.rotation.angles)[:1]).sin().abs().max())
-        for a, b in zip(found, plain, strict=True)
+        float((more - more[:1]).sin().abs().max())
+        for a, b in zip(after, alone, strict=True)
         if a.rotation is not None and b.rotation is not None and len(a.rotation.first) == len(b.rotation.first) > 0
+        for more in [a.rotation.angles - b.rotation.angles]
     ]
-    if scaled or max(turns, default=0.0) > rounding:
+    why = next((place.stays for place in alone if place.stays is not None), None)
+    if any(place.temperature is not None for place in (*after, *alone)):
+        why = "it scales its queries by absolute position"
+    elif max(turns, default=0.0) > 3 * Places.of(plan).bound(model.dtype):  # at up to three times the positions
+        why = "its rotation changes with the length of what it reads"
+    if why is not None:
         raise UnsupportedError(
-            "a borrowed context is not defined for this model: "
-            + ("it scales its queries by absolute position" if scaled else "its rotation changes with the length"),
-            where=name, remedy="`posleak measure` splits its leakage into mask, drift and sink",
-        )  # fmt: skip
+            f"a borrowed context is not defined for this model: {why}", where=type(model).__name__, remedy=INSTEAD
+        )
 
 
 def observed_chunks(

@@ -32,6 +32,7 @@ from posleak.probe.plan import ORIGIN
 from posleak.runs import MeasureSpec, Run
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD
+from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
 from posleak.show.notebook import compact_html
 from posleak.typed import plain
@@ -238,6 +239,8 @@ def trace(
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
-    """The trace under these conditions."""
+    """The trace under these conditions; a model for which it is not defined is refused before anything is measured."""
+    if conditions.folder is None or not is_finished(conditions.folder):
+        placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
     layers = conditions.run().data.sizes["layer"]
     return Trace.of(conditions, rungs(layers) if by_layer else ())
