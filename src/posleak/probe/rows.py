@@ -12,7 +12,7 @@ and the measured queries together.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -31,7 +31,7 @@ NEVER = -torch.inf
 PROFILE = 16
 """Of so many first positions, and of as many after the origin, it is kept how much the references attend to them."""
 
-FEW = 64
+FEW = 96
 """Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
 
 UNDERFLOW = 1e-24
@@ -91,6 +91,7 @@ class Frame:
     visible   keys that the references see
     summed    body keys that are added up, measured queries over what they see and references over all before them,
               since they are cut later;  unsummed: −inf elsewhere
+    lengths   numbers of body keys that references will be cut to, increasing
     """
 
     plan: Plan
@@ -100,6 +101,7 @@ class Frame:
     visible: Bool[Tensor, "R T"]
     summed: Bool[Tensor, "P T"]
     unsummed: Float[Tensor, "P T"]
+    lengths: Int[Tensor, "n"]
 
     @classmethod
     def of(cls, visible: Bool[Tensor, "P T"], plan: Plan) -> Frame:
@@ -107,14 +109,19 @@ class Frame:
         positions = torch.tensor(plan.rows, device=visible.device)
         keys, Q = torch.arange(visible.shape[-1], device=visible.device), len(plan.queries)
         summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys >= plan.origin)
+        seen = sight(visible, positions, plan.origin)
+        n_i, n_r, m_i = seen.body[:Q], seen.body[Q:], seen.count[:Q]
+        windowed = n_r[n_r != positions[Q:] - plan.origin + 1]
+        lengths = torch.cat([n_i, torch.minimum(n_i + m_i, n_r[:, None]).flatten(), windowed]).unique()
         return cls(
             plan,
             positions,
             torch.tensor(plan.offsets, device=visible.device),
-            sight(visible, positions, plan.origin),
+            seen,
             visible[Q:],
             summed,
             torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, NEVER),
+            lengths,
         )
 
 
@@ -128,6 +135,7 @@ class References:
     sight     n_r and the sight of the origin, [R]
     first     logits of the origin's keys (−inf where they are out of sight)
     visible   keys that are seen
+    lengths   numbers of body keys that rows will be cut to, increasing
     """
 
     positions: Int[Tensor, "R"]
@@ -138,10 +146,8 @@ class References:
     sight: Sight
     first: Float64[Tensor, "B H R m"]
     visible: Bool[Tensor, "R T"]
+    lengths: Int[Tensor, "n"]
     s_aux: Float64[Tensor, "H 1"] | None
-    _cuts: dict[tuple[int, ...], Float64[Tensor, "B H R n"]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def origin(self) -> int:
@@ -171,10 +177,13 @@ class References:
         return torch.where(n == self.sight.body[:, None], self.body[..., None], cut)
 
     def _sums(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
-        """The same without s_aux; kept, since several parts ask for the same."""
-        if (key := tuple(n.tolist())) not in self._cuts:
-            self._cuts[key] = self._sum(n)
-        return self._cuts[key]
+        """The same without s_aux; the lengths that are known beforehand are summed up at once."""
+        at = torch.searchsorted(self.lengths, n).clamp(max=len(self.lengths) - 1)
+        return self._known[..., at] if torch.equal(self.lengths[at], n) else self._sum(n)
+
+    @cached_property
+    def _known(self) -> Float64[Tensor, "B H R n"]:
+        return self._sum(self.lengths)
 
     def _sum(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         lengths, where = n.unique(return_inverse=True)
@@ -347,6 +356,7 @@ def _reduce(
         sight=seen[late],
         first=first[:, :, late],
         visible=frame.visible,
+        lengths=frame.lengths,
         s_aux=aux,
     )
     rows = Rows(
