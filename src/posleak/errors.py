@@ -68,6 +68,10 @@ class RunError(PosleakError):
     """A run folder is unfinished, damaged, or belongs to another measurement."""
 
 
+class StorageError(PosleakError):
+    """A file cannot be written, or somebody else is writing it."""
+
+
 class PosleakWarning(UserWarning):
     """Something the user should know about numbers that are still correct."""
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import PosleakError
+from posleak.files import Sealed
 from posleak.models import Subject
 from posleak.origin import write_origin
 from posleak.origin.store import JSON as ORIGIN
 from posleak.runs import MeasureSpec, Run
-from posleak.runs.folder import read_json, write_json
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
@@ -36,6 +36,9 @@ class Findings:
 
     digest: str
     claims: tuple[Result, ...]
+
+
+FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak claims` again")
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def examined(lab: Lab) -> ClaimsRun:
     for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
         kept[result.id] = result
         if folder is not None:
-            write_json(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept))))
+            FINDINGS.write(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept))))
     if folder is not None and (lab.fresh or not (folder / ORIGIN).is_file()):
         _keep_origin(lab, folder)
     return ClaimsRun(run, tuple(_ordered(kept)))
@@ -114,7 +117,7 @@ def read_findings(folder: Path, digest: str) -> tuple[Result, ...]:
     """The findings that a folder has about the run with this digest; none where it has none."""
     if not (folder / CLAIMS).is_file():
         return ()
-    found = read_json(Findings, folder / CLAIMS, remedy="delete it and start `posleak claims` again")
+    found = FINDINGS.read(folder / CLAIMS)
     return found.claims if found.digest == digest else ()
 
 
@@ -125,4 +128,4 @@ def _keep_origin(lab: Lab, folder: Path) -> None:
     except PosleakError as error:
         lab.progress(f"position 0 is left out: {error.what}")
         return
-    write_origin(folder, found, lab.tokens.vocabulary.spell)
+    write_origin(folder, lab.run().record.digest, found, lab.tokens.vocabulary.spell)

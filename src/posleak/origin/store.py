@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.errors import RunError
-from posleak.runs.folder import read_json, write_atomically, write_json
+from posleak.files import Sealed, sha256_of, write_atomically
 
 from .origin import Origin
 from .record import OriginRecord
@@ -19,29 +19,45 @@ JSON, ARRAYS = "origin.json", "origin.nc"
 
 
 @dataclass(frozen=True)
+class OriginFile:
+    """origin.json: the digest of the run that it stands beside, the sha256 of origin.nc, and position 0."""
+
+    digest: str
+    arrays_sha256: str
+    origin: OriginRecord
+
+
+ORIGIN = Sealed("posleak origin", 1, OriginFile, "delete it; `posleak claims` makes it again")
+
+
+@dataclass(frozen=True)
 class StoredOrigin:
     """What a folder holds about position 0."""
 
+    digest: str
     record: OriginRecord
     arrays: xr.Dataset
 
 
-def write_origin(folder: Path, found: Origin, spell: Callable[[int], str | None]) -> None:
-    """Arrays first: where origin.json is, both are."""
+def write_origin(folder: Path, digest: str, found: Origin, spell: Callable[[int], str | None]) -> None:
+    """Beside the run with this digest. Arrays first: where origin.json is, both are."""
     netcdf = origin_arrays(found, spell).to_netcdf(engine="h5netcdf")
     write_atomically(folder / ARRAYS, lambda path: path.write_bytes(netcdf))
-    write_json(folder / JSON, found)
+    fields = {"digest": digest, "arrays_sha256": sha256_of(folder / ARRAYS), "origin": found}
+    ORIGIN.write(folder / JSON, fields)
 
 
 def read_origin(folder: Path) -> StoredOrigin | None:
     """None where there is nothing about position 0."""
     if not (folder / JSON).is_file():
         return None
-    record = read_json(OriginRecord, folder / JSON, remedy="`posleak claims` makes it again when it is deleted")
+    file = ORIGIN.read(folder / JSON)
     try:
+        if (got := sha256_of(folder / ARRAYS)) != file.arrays_sha256:
+            raise ValueError(f"sha256 {got}, not {file.arrays_sha256}: it was changed or damaged")
         with xr.open_dataset(folder / ARRAYS, engine="h5netcdf") as arrays:
-            return StoredOrigin(record, arrays.load())
-    except (OSError, ValueError) as error:
+            return StoredOrigin(file.digest, file.origin, arrays.load())
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RunError(
             f"{ARRAYS} cannot be read", where=str(folder / ARRAYS), got=str(error),
             remedy=f"delete it and {JSON}; `posleak claims` makes both again",

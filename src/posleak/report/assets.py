@@ -19,8 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from posleak.arrays import Array
+from posleak.files import write_atomically
 from posleak.leakage import Estimate
-from posleak.runs.folder import write_atomically
 from posleak.runs.record import slug
 from posleak.show.colours import LIGHT
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 from posleak.claims import Result, read_findings
 from posleak.doctor import Diagnosis
 from posleak.errors import PosleakError, RunError
+from posleak.files import read_json
 from posleak.origin import StoredOrigin, read_origin
 from posleak.runs import Run
-from posleak.runs.folder import read_json
 from posleak.trace import Trace
 
 from .curves import Curves, curves

@@ -17,9 +17,9 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
+from posleak.files import write_atomically
 from posleak.leakage.profile import LEAST, TIMES
 from posleak.leakage.sampled import FEWEST
-from posleak.runs.folder import write_atomically
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.typed import plain

@@ -22,7 +22,7 @@ from posleak.probe import Calibration, Motion, calibrate
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
-from .folder import RECORD, remove_batches, remove_leftovers, remove_run, require_unused
+from .folder import RECORD, remove_batches, remove_run, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import memory_plan, parse_bytes, within_memory
 from .record import Machine, Record, digest, now, read_record, require_same, slug, versions
@@ -177,7 +177,7 @@ class Measurement:
 
     def _earlier(self, folder: Path, fresh: bool) -> Record | None:
         """The record of the same measurement that is there already; else None, with the folder ready to be filled."""
-        remove_leftovers(folder)
+        remove_unwritten(folder)
         if not (folder / RECORD).exists():
             require_unused(folder)
             return None

@@ -19,21 +19,20 @@ from typing import Any
 import torch
 
 from posleak.errors import RunError
+from posleak.files import Sealed
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, Motion, Plan
 from posleak.typed import plain
 
-from .folder import RECORD, read_json, write_json
+from .folder import RECORD
 from .memory import MemoryPlan
 from .spec import MeasureSpec
 
 DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
 
-FORMAT, FORMAT_VERSION = "posleak run", 3
-
-AGAIN = "measure again with --fresh"
+FORMAT_VERSION = 4
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
 SUBJECT = ("weights_sha256", "config_sha256", "architecture", "dtype", "device")
@@ -85,8 +84,6 @@ class Record:
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
-    format: str = FORMAT
-    format_version: int = FORMAT_VERSION
 
     @property
     def facts(self) -> list[str]:
@@ -103,7 +100,11 @@ class Record:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}
 
     def write(self, folder: Path) -> None:
-        write_json(folder / RECORD, self)
+        RUN.write(folder / RECORD, self)
+
+
+RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh")
+"""run.json"""
 
 
 def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str]) -> str:
@@ -117,15 +118,6 @@ def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_w
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Header:
-    """What tells whether a run.json can be read at all."""
-
-    format: str
-    format_version: int
-    definitions_version: int = DEFINITIONS_VERSION
-
-
 def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
     path = folder / RECORD
@@ -135,26 +127,14 @@ def read_record(folder: Path) -> Record:
             where=str(folder),
             remedy="give a folder that `measure`, `trace` or `claims` wrote",
         )
-    header = read_json(_Header, path, AGAIN)
-    if header.format != FORMAT:
+    version = RUN.fields(path).get("definitions_version", DEFINITIONS_VERSION)
+    if version != DEFINITIONS_VERSION:
         raise RunError(
-            "run.json is not posleak's",
-            where=str(path),
-            remedy="give a folder that `measure`, `trace` or `claims` wrote",
-        )
-    if header.definitions_version != DEFINITIONS_VERSION:
-        raise RunError(
-            f"its numbers follow version {header.definitions_version} of the definitions, this posleak follows "
+            f"its numbers follow version {version} of the definitions, this posleak follows "
             f"{DEFINITIONS_VERSION}: they cannot stand side by side", where=str(path),
             remedy="measure again with --fresh, or read it with the posleak that wrote it",
         )  # fmt: skip
-    if header.format_version != FORMAT_VERSION:
-        raise RunError(
-            "the run was written by another version of posleak", where=str(path),
-            got=f"format version {header.format_version}", expected=f"format version {FORMAT_VERSION}",
-            remedy="read it with that version, or measure again with --fresh",
-        )  # fmt: skip
-    return read_json(Record, path, AGAIN)
+    return RUN.read(path)
 
 
 def is_finished(folder: Path) -> bool:

@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import xarray as xr
 
 from posleak.errors import RunError
+from posleak.files import sha256_of, write_atomically
 from posleak.leakage import Summary, assemble, component, components, summarise, tidy
 from posleak.leakage.summary import Grams, Numbers
 from posleak.show.notebook import compact_html
 from posleak.typed import plain
 
-from .folder import HEADS, RECORD, RESULTS, batch_path, read_batch, sha256_of, verify_file, write_atomically
+from .folder import HEADS, RESULTS, batch_path, read_batch, verify_file
 from .record import Record, read_record
 
 
@@ -37,7 +38,7 @@ class Run:
         if record.finished is None:
             raise _unfinished(folder, record)
         for name in (RESULTS, HEADS):
-            verify_file(folder, name, record.files.get(name, f"missing from {RECORD}"))
+            verify_file(folder, name, record.files.get(name))
         with xr.open_dataset(folder / RESULTS, engine="h5netcdf") as data:
             return cls(record, data.load(), folder)
 

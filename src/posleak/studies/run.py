@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import TooLargeError
+from posleak.files import write_json
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
 from posleak.models import Subject, load
 from posleak.runs import Measurement, Run
-from posleak.runs.folder import write_json
 
 from .balance import Balance
 from .cells import Cell, Study

@@ -1,0 +1,293 @@
+"""Files that posleak writes: put in place whole or not at all, sealed where they are read back, one writer at a time.
+
+    write_atomically   beside its place, flushed to the disk, then renamed
+    Sealed             a sort of JSON file: written with a seal, read back as the dataclass it was, or refused
+    sole_writer        one process and one thread at a time may write into a folder
+    held               the lock behind it; the kernel releases it when its owner dies
+
+The seal is a sha256 over the content. It finds damage and changes by hand; it is no signature: whoever wants to deceive
+can compute it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from posleak.errors import PosleakError, RunError, StorageError
+from posleak.typed import from_json, plain
+
+T = TypeVar("T")
+
+LOCK = ".lock"
+SEAL = "sha256"
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+"""What `write_atomically` calls a file that is not in place yet."""
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """`write` a file beside `path`, flush it to the disk and put it in place; a full disk leaves nothing behind.
+
+    Not for HDF5: its library crashes where a write fails, so that netCDF is made in memory and written as bytes.
+    """
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        flush(temporary)
+        os.replace(temporary, path)
+        flush(path.parent)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """fsync a file or, where the platform can open one, a folder."""
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError) -> StorageError:
+    """What the system said, and what helps against that."""
+    return StorageError(
+        "the file cannot be written", where=str(path), got=error.strerror or str(error),
+        remedy=f"{_help(error, path)}; what is finished is kept: start it again",
+    )  # fmt: skip
+
+
+def _help(error: OSError, path: Path) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free some space, or choose another place with --out"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose a place with --out that you may write to"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return f"move away what stands in the way at {error.filename or path}, or choose another place with --out"
+    if error.errno == errno.ENAMETOOLONG:
+        return "choose a shorter name with --out"
+    return "choose another place with --out"
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            "the file cannot be removed", where=str(path), got=error.strerror or str(error),
+            remedy="choose a place with --out that you may write to",
+        ) from error  # fmt: skip
+
+
+def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
+    """Remove what a process that died left of files whose names are `own`. Hold the folder's lock."""
+    for path in folder.glob(".*.tmp"):
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is not None and own(found[1]):
+            remove(path)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- sealed JSON ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sealed(Generic[T]):
+    """A sort of JSON file that posleak writes and reads back.
+
+    format      its first key, by which posleak knows its own files;  version: of its fields
+    type        the dataclass that it holds
+    remedy      what a user can do about a damaged one
+    """
+
+    format: str
+    version: int
+    type: type[T]
+    remedy: str
+
+    def write(self, path: Path, value: Any) -> None:
+        """Write the fields, or what has them, with a seal. A file of somebody else's in its place is an error."""
+        if path.exists() and not self.owns(path):
+            raise StorageError(
+                "a file that posleak did not write is in the way", where=str(path),
+                remedy="move it away, or choose another place with --out",
+            )  # fmt: skip
+        fields = {"format": self.format, "format_version": self.version, **plain(value)}
+        write_json(path, {**fields, SEAL: _seal(fields)})
+
+    def owns(self, path: Path) -> bool:
+        """Did posleak write this file as this kind? Also true of one that was damaged later, unless at its start."""
+        start = f'{{\n  "format": {json.dumps(self.format)}'.encode()
+        try:
+            with path.open("rb") as file:
+                return file.read(len(start)) == start
+        except OSError:
+            return False
+
+    def read(self, path: Path) -> T:
+        """The value that was written, or an error that names the file and what is wrong with it."""
+        fields = self.fields(path)
+        if fields.get("format_version") != self.version:
+            raise RunError(
+                "the file was written by another version of posleak", where=str(path),
+                got=f"format version {fields.get('format_version')}", expected=f"format version {self.version}",
+                remedy=f"read it with that version, or {self.remedy}",
+            )  # fmt: skip
+        seal = fields.pop(SEAL, None)
+        if seal != _seal(fields):
+            raise RunError(
+                "the file was changed or damaged after it was written", where=str(path), got=f"sha256 {seal}",
+                expected=f"sha256 {_seal(fields)}", remedy=f"restore it from a copy, or {self.remedy}",
+            )  # fmt: skip
+        return read_value(self.type, path, json.dumps(fields), self.remedy)
+
+    def fields(self, path: Path) -> dict[str, Any]:
+        """The file's keys and values, unchecked but for its format."""
+        try:
+            found = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        except (OSError, ValueError, RecursionError) as error:
+            raise _corrupt(path, error, self.remedy) from error
+        if not isinstance(found, dict) or found.get("format") != self.format:
+            raise RunError(
+                f"{path.name} is not posleak's", where=str(path),
+                remedy="give a folder that `posleak measure`, `posleak trace` or `posleak claims` wrote",
+            )  # fmt: skip
+        return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+
+
+def read_json(kind: type[T], path: Path, remedy: str) -> T:
+    """A JSON file without a seal as the dataclass it was written from, or an error that names what is wrong."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise _corrupt(path, error, remedy) from error
+    return read_value(kind, path, text, remedy)
+
+
+def read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:
+    """The text of a file as the dataclass it was written from."""
+    try:
+        return from_json(kind, text)
+    except PosleakError as error:
+        raise RunError(
+            f"{path.name} names something that this posleak does not know", where=str(path),
+            got=f"{error.what}: {error.got}" if error.got is not None else error.what,
+            remedy=f"if it came from a plugin, name the plugin in POSLEAK_PLUGINS; else {remedy}",
+        ) from error  # fmt: skip
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path, error, remedy) from error
+
+
+def _corrupt(path: Path, error: Exception, remedy: str) -> RunError:
+    return RunError(f"{path.name} is corrupt", where=str(path), got=str(error), remedy=remedy)
+
+
+# -- locks ----------------------------------------------------------------------------------------------------------
+
+_owners: dict[Path, tuple[int, int]] = {}
+"""Locks that this process holds: which thread, and how many times over."""
+_owners_lock = threading.Lock()
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it while something is written there. Refused at once if another process or thread does.
+
+    The same thread may hold it again inside. A folder that was made for this and stayed empty is removed.
+    """
+    try:
+        made = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder / LOCK, wait=False):
+            yield
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def held(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock at `path`; without `wait` a lock that somebody else holds is an error that says who."""
+    import filelock
+
+    place, thread = path.absolute(), threading.get_ident()
+    with _owners_lock:
+        owner, depth = _owners.get(place, (thread, 0))
+        if depth and owner == thread:
+            _owners[place] = (thread, depth + 1)
+    if depth and owner == thread:
+        try:
+            yield
+        finally:
+            with _owners_lock:
+                _owners[place] = (thread, _owners[place][1] - 1)
+        return
+    lock = filelock.FileLock(place, timeout=-1 if wait else 0, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise StorageError(
+            "somebody else is writing here", where=str(path.parent), got=_owner(place),
+            remedy="wait until it is finished and start again, or choose another place with --out",
+        ) from None  # fmt: skip
+    try:
+        with _owners_lock:
+            _owners[place] = (thread, 1)
+        place.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
+        yield
+    finally:
+        with _owners_lock:
+            _owners.pop(place, None)
+        with contextlib.suppress(OSError):  # while it is held: whoever waits sees that it is gone, and makes a new one
+            place.unlink()
+        lock.release()
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip() or "another process"
+    except (OSError, ValueError):
+        return "another process"

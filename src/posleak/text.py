@@ -1,0 +1,40 @@
+"""Text of strangers, made fit to be shown: model names, tokens and messages may hold anything.
+
+Terminals obey control characters: an escape sequence in a model's name can move the cursor, rewrite what stands above
+or set the window's title. `visible` spells such characters out. `size` writes bytes for people.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, marks that turn the direction of writing, and halves of characters."""
+
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def visible(text: str) -> str:
+    """The text with every character spelled out that a terminal would obey instead of show."""
+    return _UNSEEN.sub(lambda found: _spelled(ord(found[0])), text)
+
+
+def _spelled(code: int) -> str:
+    if 0xDC80 <= code <= 0xDCFF:  # how Python keeps a byte of a path that is not UTF-8
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def one_line(error: BaseException, most: int = 400) -> str:
+    """What another library's error says, in one line: its class and the start of its message."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:most]}" if said else type(error).__name__
+
+
+def size(count: float) -> str:
+    """Bytes in the largest unit that leaves a number above 1: `1.3 GB`, `12 MB`, `0 bytes`."""
+    for unit, worth in UNITS:
+        if count >= worth:
+            number = count / worth
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:,.0f} {unit}"
+    return f"{max(count, 0):.0f} bytes"
