@@ -58,8 +58,9 @@ def pq_column(table: Any, name: str) -> Any:
 def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: Run, llama: Subject) -> None:
     assert run.path is not None
     record = json.loads((run.path / "run.json").read_text())
+    assert list(record)[:2] == ["format", "format_version"]
+    assert (record.pop("format"), record.pop("format_version"), len(record.pop("sha256"))) == ("posleak run", 4, 64)
     assert record == plain(run.record)
-    assert record["format"] == "posleak run"
     assert record["status"] == "finished"
     assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "origin": 4, "edits": []}
     assert record["spec"] == record["asked"]

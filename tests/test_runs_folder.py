@@ -20,10 +20,12 @@ import posleak as pl
 from families import tiny
 from inputs_subject import byte_tokenizer
 from models_tiny import edit_config
-from posleak.errors import RunError
+from posleak.errors import RunError, StorageError
+from posleak.files import remove
 from posleak.models import Subject
 from posleak.runs import Run
-from runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, full_batches, subject
+from posleak.runs import folder as folder_module
+from runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, full_batches, sealed, subject
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -97,8 +99,8 @@ def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL
     victim.stdout.close()
-    assert files(out) == ["batches/000000-000001.npz", "run.json"]
-    (out / ".results.nc.1.tmp").write_bytes(b"what a process that died while writing leaves")
+    assert files(out) == [".lock", "batches/000000-000001.npz", "run.json"]
+    (out / ".results.nc.0123abcd.tmp").write_bytes(b"what a process that died while writing leaves")
     part = (out / "batches" / "000000-000001.npz").stat().st_mtime_ns
 
     survivor = start(out, "0.2")
@@ -144,15 +146,16 @@ def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, da
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "run.json is corrupt"),
         ('{"format": "posleak run", "status": "fini', "run.json is corrupt"),
-        ('{"format": "posleak run", "format_version": 3}', "digest: Field required"),
+        ('{"format": "posleak run", "a": NaN}', "NaN is not JSON"),
+        ('{"format": "posleak run", "a": ' + "[" * 100_000, "run.json is corrupt"),
+        ('{"format": "posleak run", "format_version": 4}', "changed or damaged after it was written"),
+        (sealed({"format": "posleak run", "format_version": 4}), "digest: Field required"),
         ('{"format": "posleak run", "format_version": 2}', "format version 2"),
         ('{"format": "posleak run", "format_version": 3, "definitions_version": 1}', "version 1 of the definitions"),
         ('{"format": "posleak run", "format_version": 99}', "format version 99"),
-        ("[]", "run.json is corrupt"),
-        ('{"format": "a diary", "format_version": 3}', "run.json is not posleak's"),
     ],
+    ids=["cut", "NaN", "deep", "no seal", "no fields", "format 2", "definitions 1", "format 99"],
 )
 def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str, what: str) -> None:
     (finished / "run.json").write_text(content)
@@ -164,9 +167,75 @@ def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str,
     assert pl.measure(llama, out=finished, fresh=True, **SPEC).record.finished is not None
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"format": "a diary"}', '{"seed": 3}'])
+def test_a_record_that_is_not_ours_is_named_and_stays(finished: Path, llama: Subject, content: str) -> None:
+    """`--fresh` removes nothing beside a run.json that posleak did not write."""
+    (finished / "run.json").write_text(content)
+    with pytest.raises(RunError, match=r"run\.json is (corrupt|not posleak's)"):
+        Run.load(finished)
+    before = {name: (finished / name).read_bytes() for name in files(finished)}
+    with pytest.raises(StorageError, match="a file that posleak did not write is in the way"):
+        pl.measure(llama, out=finished, fresh=True, **SPEC)
+    assert {name: (finished / name).read_bytes() for name in files(finished)} == before
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", 9), ("prompts", 70), ("finished", "2001-01-01")])
+def test_a_changed_record_does_not_load(finished: Path, llama: Subject, field: str, value: object) -> None:
+    record = json.loads((finished / "run.json").read_text())
+    where = record if field in record else record["spec"]
+    assert where[field] != value
+    where[field] = value
+    (finished / "run.json").write_text(json.dumps(record))
+    for read in (lambda: Run.load(finished), lambda: pl.measure(llama, out=finished, **SPEC)):
+        with pytest.raises(RunError, match="the file was changed or damaged after it was written") as error:
+            read()
+        assert str(error.value).startswith(str(finished / "run.json"))
+
+
+def test_fresh_leaves_what_is_not_its_own(interrupted: Path, llama: Subject) -> None:
+    """Beside a run of posleak's there may be other people's files, in its own subfolder too."""
+    theirs = [interrupted / "notes.txt", interrupted / "batches" / "engine.step", interrupted / "batches" / "mine.npz"]
+    for path in theirs:
+        path.write_text("theirs")
+    pl.measure(llama, out=interrupted, fresh=True, **SPEC)
+    assert [path.read_text() for path in theirs] == ["theirs"] * 3
+    assert files(interrupted) == [
+        "batches/engine.step", "batches/mine.npz", "heads.parquet", "notes.txt", "results.nc", "run.json"
+    ]  # fmt: skip
+
+
+def test_killed_while_it_removes_a_run_it_can_be_started_again(
+    finished: Path, llama: Subject, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every file that `--fresh` removes."""
+    real = remove
+    for name in ("results.nc", "heads.parquet", "run.json"):
+
+        def stop(path: Path, name: str = name) -> None:
+            if path.name == name:
+                raise KeyboardInterrupt
+            real(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folder_module, "remove", stop)
+            with pytest.raises(KeyboardInterrupt):
+                pl.measure(llama, out=finished, fresh=True, **SPEC)
+        assert_same_bits(pl.measure(llama, out=finished, **SPEC), whole)
+
+
+def test_batches_beside_a_finished_run_are_removed(finished: Path, llama: Subject, whole: Run) -> None:
+    """A process killed between its last two steps leaves them."""
+    (finished / "batches").mkdir()
+    (finished / "batches" / "000000-000001.npz").write_bytes(b"")
+    (finished / ".heads.parquet.0123abcd.tmp").write_bytes(b"")
+    assert_same_bits(pl.measure(llama, out=finished, **SPEC), whole)
+    assert files(finished) == ["heads.parquet", "results.nc", "run.json"]
+
+
 def test_a_run_of_a_plugin_that_is_not_there_says_so(finished: Path) -> None:
-    text = (finished / "run.json").read_text()
-    (finished / "run.json").write_text(text.replace('"edits": []', '"edits": ["temperature=2"]'))
+    record = json.loads((finished / "run.json").read_text())
+    record["spec"]["edits"] = ["temperature=2"]
+    (finished / "run.json").write_text(sealed(record))
     with pytest.raises(RunError, match="does not know") as error:
         Run.load(finished)
     assert "temperature" in str(error.value)
@@ -278,9 +347,24 @@ def test_files_that_are_not_of_a_run_are_left_alone(tmp_path: Path, llama: Subje
 
 def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path, llama: Subject) -> None:
     (tmp_path / "run").write_text("theirs")
-    with pytest.raises(RunError, match="the run cannot be written"):
+    with pytest.raises(StorageError, match="the file cannot be written") as error:
         pl.measure(llama, out=tmp_path / "run", **SPEC)
+    assert "move away what stands in the way" in str(error.value)
+    assert "free some space" not in str(error.value)
     assert (tmp_path / "run").read_text() == "theirs"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, whole: Run) -> None:
+    """Reading back a finished run needs no writing; all else says what stands against it."""
+    with disk_of(8192, tmp_path / "disk") as disk:
+        pl.measure(llama, out=disk / "run", **SPEC)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), whole)
+        for more in ({"out": disk / "run", "fresh": True}, {"out": disk / "new"}):
+            with pytest.raises(StorageError, match="Read-only file system") as error:
+                pl.measure(llama, **more, **SPEC)
+            assert "a place with --out that you may write to" in str(error.value)
+            assert "free some space" not in str(error.value)
 
 
 @contextmanager
@@ -305,11 +389,11 @@ def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
     """`share` of what all parts need together: too little for the second, or enough for all but not for the results."""
     parts = sum(variable.nbytes for variable in whole.data.data_vars.values()) // 1024
     with disk_of(int(share * parts), tmp_path / "disk") as disk:
-        with pytest.raises(RunError) as error:
+        with pytest.raises(StorageError) as error:
             pl.measure(llama, out=disk / "run", **SPEC)
-        assert "the run cannot be written" in str(error.value)
+        assert "the file cannot be written" in str(error.value)
         assert "got: No space left on device" in str(error.value)
-        assert "free some space or choose another place with --out; finished prompts are kept" in str(error.value)
+        assert "free some space, or choose another place with --out; what is finished is kept" in str(error.value)
         left = files(disk / "run")
         assert "run.json" in left
         assert [name for name in left if name.startswith("batches/")] == left[:kept]
@@ -325,7 +409,7 @@ def test_no_file_may_grow(tmp_path: Path, llama: Subject, whole: Run) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(RunError, match="File too large"):
+        with pytest.raises(StorageError, match="File too large"):
             pl.measure(llama, out=tmp_path / "run", **SPEC)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

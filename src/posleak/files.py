@@ -34,6 +34,9 @@ T = TypeVar("T")
 LOCK = ".lock"
 SEAL = "sha256"
 
+_MARK, MARKED_WITHIN = b'"format": "posleak ', 2**20
+"""What tells a file of posleak's: in the first line, or somewhere in files of earlier versions."""
+
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 """What `write_atomically` calls a file that is not in place yet."""
 
@@ -102,6 +105,29 @@ def remove(path: Path) -> None:
         ) from error  # fmt: skip
 
 
+def is_own(path: Path) -> bool:
+    """Is this a JSON file that posleak wrote to be read back? Also true of one that was damaged or cut later."""
+    try:
+        with path.open("rb") as file:
+            return _MARK in file.read(MARKED_WITHIN)
+    except OSError:
+        return False
+
+
+def remove_own(path: Path) -> None:
+    """Remove a file of posleak's, if it is there; JSON that posleak did not write is an error."""
+    if path.suffix == ".json" and path.exists() and not is_own(path):
+        raise in_the_way(path)
+    remove(path)
+
+
+def in_the_way(path: Path) -> StorageError:
+    return StorageError(
+        "a file that posleak did not write is in the way", where=str(path),
+        remedy="move it away, or choose another place with --out",
+    )  # fmt: skip
+
+
 def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
     """Remove what a process that died left of files whose names are `own`. Hold the folder's lock."""
     for path in folder.glob(".*.tmp"):
@@ -122,7 +148,7 @@ def sha256_of(path: Path) -> str:
 class Sealed(Generic[T]):
     """A sort of JSON file that posleak writes and reads back.
 
-    format      its first key, by which posleak knows its own files;  version: of its fields
+    format      `posleak …`, its first key, by which posleak knows its own files;  version: of its fields
     type        the dataclass that it holds
     remedy      what a user can do about a damaged one
     """
@@ -134,22 +160,10 @@ class Sealed(Generic[T]):
 
     def write(self, path: Path, value: Any) -> None:
         """Write the fields, or what has them, with a seal. A file of somebody else's in its place is an error."""
-        if path.exists() and not self.owns(path):
-            raise StorageError(
-                "a file that posleak did not write is in the way", where=str(path),
-                remedy="move it away, or choose another place with --out",
-            )  # fmt: skip
+        if path.exists() and not is_own(path):
+            raise in_the_way(path)
         fields = {"format": self.format, "format_version": self.version, **plain(value)}
         write_json(path, {**fields, SEAL: _seal(fields)})
-
-    def owns(self, path: Path) -> bool:
-        """Did posleak write this file as this kind? Also true of one that was damaged later, unless at its start."""
-        start = f'{{\n  "format": {json.dumps(self.format)}'.encode()
-        try:
-            with path.open("rb") as file:
-                return file.read(len(start)) == start
-        except OSError:
-            return False
 
     def read(self, path: Path) -> T:
         """The value that was written, or an error that names the file and what is wrong with it."""
@@ -173,7 +187,7 @@ class Sealed(Generic[T]):
         try:
             found = json.loads(path.read_bytes(), parse_constant=_no_constant)
         except (OSError, ValueError, RecursionError) as error:
-            raise _corrupt(path, error, self.remedy) from error
+            raise _corrupt(path, error, self.remedy if is_own(path) else "move it away, and start again") from error
         if not isinstance(found, dict) or found.get("format") != self.format:
             raise RunError(
                 f"{path.name} is not posleak's", where=str(path),

@@ -65,4 +65,6 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()  # a path need not be UTF-8
     return value

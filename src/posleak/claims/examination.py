@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import PosleakError
+from posleak.errors import PosleakError, RunError
 from posleak.files import Sealed
 from posleak.models import Subject
-from posleak.origin import write_origin
-from posleak.origin.store import JSON as ORIGIN
+from posleak.origin import read_origin, write_origin
 from posleak.runs import MeasureSpec, Run
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
 from .catalogue import Claim, Result, registry
 from .finding import Finding
-from .lab import Lab
+from .lab import CLAIMS, Lab
 
-CLAIMS = "claims.json"
 LENGTH, PROMPTS = 256, 16
 
 
@@ -82,16 +80,18 @@ def claims(
 
 def examined(lab: Lab) -> ClaimsRun:
     """Test every claim that the lab's folder has no finding of yet; returns all findings."""
-    folder, run = lab.folder, lab.run()
-    if lab.fresh:
-        lab.remove_conditions()
-    earlier = () if folder is None or lab.fresh else read_findings(folder, run.record.digest)
-    kept = {result.id: result for result in earlier}
+    with lab.writing():
+        return _examined(lab, lab.folder)
+
+
+def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
+    run = lab.run()
+    kept = {result.id: result for result in (read_findings(folder, run.record.digest) if folder is not None else ())}
     for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
         kept[result.id] = result
         if folder is not None:
             FINDINGS.write(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept))))
-    if folder is not None and (lab.fresh or not (folder / ORIGIN).is_file()):
+    if folder is not None and not _has_origin(folder, run.record.digest):
         _keep_origin(lab, folder)
     return ClaimsRun(run, tuple(_ordered(kept)))
 
@@ -119,6 +119,15 @@ def read_findings(folder: Path, digest: str) -> tuple[Result, ...]:
         return ()
     found = FINDINGS.read(folder / CLAIMS)
     return found.claims if found.digest == digest else ()
+
+
+def _has_origin(folder: Path, digest: str) -> bool:
+    """Does the folder hold position 0 of this run, whole? What is damaged is made again."""
+    try:
+        stored = read_origin(folder)
+    except RunError:
+        return False
+    return stored is not None and stored.digest == digest
 
 
 def _keep_origin(lab: Lab, folder: Path) -> None:

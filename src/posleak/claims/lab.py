@@ -18,6 +18,7 @@ from posleak.models import available_bytes
 from posleak.origin import Origin, alone, origin, projections
 from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
+from posleak.origin.store import ARRAYS, JSON
 from posleak.runs.conditions import Conditions
 from posleak.trace import Trace
 
@@ -26,6 +27,8 @@ from .finding import Edited, Kept
 ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
+
+CLAIMS = "claims.json"
 
 LATER = slice(1, None)
 """The layers after the first."""
@@ -39,6 +42,8 @@ def drawn(edit: str, draws: int) -> list[str]:
 @dataclass
 class Lab(Conditions):
     """Conditions of one subject, compared."""
+
+    beside = (CLAIMS, JSON, ARRAYS)
 
     @cached_property
     def jackknife(self) -> Jackknife:

@@ -6,22 +6,26 @@ are read back when the work is started again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posleak.edits import parse_edits
+from posleak.files import is_own, remove_own, sole_writer
 from posleak.inputs import Prompts
 from posleak.models import Subject
 from posleak.probe import Plan
 
-from .folder import RECORD, remove_run
+from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
 from .measure import Measurement, Progress
-from .record import slug
+from .record import clear_run, slug
 from .run import Run
 from .spec import MeasureSpec
 
@@ -33,7 +37,10 @@ Edits = tuple[str, ...]
 
 @dataclass
 class Conditions:
-    """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with."""
+    """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with. With a folder, use it
+    inside `writing()`. `beside`: further files that this work keeps in the folder."""
+
+    beside: ClassVar[tuple[str, ...]] = ()
 
     subject: Subject
     spec: MeasureSpec
@@ -61,6 +68,36 @@ class Conditions:
         """The baseline's prompts [B, T]."""
         return self.tokens.batch(range(self.spec.prompts))
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the folder while work goes on there, ready to be filled; with `fresh`, what is there is removed first.
+
+        A folder that cannot be written is read: if it is complete, nothing else is needed.
+        """
+        if self.folder is None or not (self.fresh or _writable(self.folder)):
+            yield
+            return
+        with sole_writer(self.folder):
+            if not (self.folder / RECORD).exists():
+                require_unused(self.folder, self.beside)
+            if self.fresh:
+                self.clear(self.folder)
+            remove_unwritten(self.folder, (RECORD, RESULTS, HEADS, *self.beside))
+            yield
+
+    def clear(self, folder: Path) -> None:
+        """Remove what earlier work wrote, and no other files; the baseline goes last."""
+        if not (folder / RECORD).exists():
+            return
+        for name in self.beside:
+            remove_own(folder / name)
+        for record in sorted((folder / CONDITIONS).glob(f"*/{RECORD}")):
+            if is_own(record):
+                clear_run(record.parent)
+                remove_if_empty(record.parent)
+        remove_if_empty(folder / CONDITIONS)
+        clear_run(folder)
+
     def run(self, *edits: str) -> Run:
         """The run under these edits: from memory, from its folder, or measured now."""
         key = tuple(edit.text for edit in parse_edits(edits))
@@ -73,21 +110,18 @@ class Conditions:
     def _measured(self, key: Edits, progress: Progress) -> Run:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
-            return self.baseline.run_with_warnings(self.folder, fresh=self.fresh, progress=progress)
+            return self.baseline.run_with_warnings(self.folder, progress=progress)
         spec = replace(self.spec, edits=key)
         ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, *key)
-        return ready.run(place, fresh=self.fresh, calibration=known, progress=progress)
-
-    def remove_conditions(self) -> None:
-        """Remove the runs of conditions that the folder has from earlier, and no other files."""
-        for record in sorted((self.folder / CONDITIONS).glob(f"*/{RECORD}")) if self.folder is not None else ():
-            remove_run(record.parent)
-            if not any(record.parent.iterdir()):
-                record.parent.rmdir()
+        return ready.run(place, calibration=known, progress=progress)
 
 
 def condition_folder(folder: Path, *edits: str) -> Path:
     """Where a folder keeps the run under these edits."""
     return folder / CONDITIONS / slug("+".join(edits))
+
+
+def _writable(folder: Path) -> bool:
+    return not folder.exists() or os.access(folder, os.W_OK)

@@ -82,8 +82,13 @@ def remove_batches(folder: Path) -> None:
         if _BATCH.fullmatch(path.name):
             remove(path)
     remove_leftovers(place, _BATCH.fullmatch)
+    remove_if_empty(place)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder, unless it holds something or is not there."""
     with contextlib.suppress(OSError):
-        place.rmdir()
+        folder.rmdir()
 
 
 def remove_run(folder: Path) -> None:
@@ -97,6 +102,11 @@ def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD, RESULTS, HEAD
     """Remove temporary files that a killed process left behind."""
     remove_leftovers(folder, set(names).__contains__)
     remove_leftovers(folder / BATCHES, _BATCH.fullmatch)
+
+
+def has_leftovers(folder: Path) -> bool:
+    """Does a finished run have batches or unwritten files beside it? A process killed at its end leaves them."""
+    return (folder / BATCHES).exists() or any(folder.glob(".*.tmp"))
 
 
 def require_unused(folder: Path, names: Iterable[str] = (RESULTS, HEADS, BATCHES)) -> None:

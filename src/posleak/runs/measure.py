@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posleak.errors import InputError, PosleakWarning
+from posleak.errors import InputError, PosleakWarning, StorageError
+from posleak.files import sole_writer
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import FEWEST, assemble, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
@@ -22,10 +23,10 @@ from posleak.probe import Calibration, Motion, calibrate
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
-from .folder import RECORD, remove_batches, remove_run, remove_unwritten, require_unused
+from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import memory_plan, parse_bytes, within_memory
-from .record import Machine, Record, digest, now, read_record, require_same, slug, versions
+from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
 from .run import Run
 from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec
 
@@ -137,12 +138,23 @@ class Measurement:
         calibration: Calibration | None = None,
         progress: Progress = lambda done, of: None,
     ) -> Run:
-        """Measure, or read back or resume what the folder has; `calibration`: this subject's, if known already."""
-        created = now()
-        if folder is not None and (earlier := self._earlier(folder, fresh)) is not None:
-            if earlier.finished is not None:
-                return Run.load(folder)
-            created = earlier.created
+        """Measure, or read back or resume what the folder has; `calibration`: this subject's, if known already.
+
+        One process and one thread at a time may measure into a folder.
+        """
+        if folder is None:
+            return self._measured(None, now(), calibration, progress)
+        if not fresh and (found := self._kept(folder)) is not None:
+            return found
+        with sole_writer(folder):
+            if fresh:
+                clear_run(folder)
+            found = None if fresh else self._kept(folder)  # somebody else may have finished it in the meantime
+            return found or self._measured(folder, self._created(folder), calibration, progress)
+
+    def _measured(
+        self, folder: Path | None, created: str, calibration: Calibration | None, progress: Progress
+    ) -> Run:  # fmt: skip
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self.prompts.batch([0]))
@@ -175,18 +187,26 @@ class Measurement:
                 warnings.warn(note, PosleakWarning, stacklevel=3)
         return run
 
-    def _earlier(self, folder: Path, fresh: bool) -> Record | None:
-        """The record of the same measurement that is there already; else None, with the folder ready to be filled."""
-        remove_unwritten(folder)
+    def _kept(self, folder: Path) -> Run | None:
+        """The finished run of this measurement that the folder has. Another measurement there is an error."""
         if not (folder / RECORD).exists():
             require_unused(folder)
             return None
-        if fresh:
-            remove_run(folder)
-            return None
         earlier = read_record(folder)
         require_same(folder, earlier, self.spec, self.subject.identity, self.inputs)
-        return earlier
+        if earlier.finished is None:
+            return None
+        run = Run.load(folder)
+        if has_leftovers(folder):
+            with suppress(StorageError), sole_writer(folder):  # not worth an error: the run is whole
+                remove_batches(folder)
+                remove_unwritten(folder)
+        return run
+
+    def _created(self, folder: Path) -> str:
+        """When the unfinished run in the folder was begun: now, if there is none. Leftovers of its end are removed."""
+        remove_unwritten(folder)
+        return read_record(folder).created if (folder / RECORD).exists() else now()
 
     def _record(self, calibration: Calibration, motion: Motion, created: str) -> Record:
         return Record(

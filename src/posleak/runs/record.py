@@ -5,6 +5,7 @@ This is the one place that writes and reads run.json. All other code uses the fi
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -19,13 +20,13 @@ from typing import Any
 import torch
 
 from posleak.errors import RunError
-from posleak.files import Sealed
+from posleak.files import Sealed, in_the_way, is_own
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, Motion, Plan
 from posleak.typed import plain
 
-from .folder import RECORD
+from .folder import RECORD, remove_run, require_unused
 from .memory import MemoryPlan
 from .spec import MeasureSpec
 
@@ -137,6 +138,20 @@ def read_record(folder: Path) -> Record:
     return RUN.read(path)
 
 
+def clear_run(folder: Path) -> None:
+    """Remove a run, if there is one, and no file that is not its own. Killed in between, it leaves a run that can be
+    started again."""
+    path = folder / RECORD
+    if not path.exists():
+        require_unused(folder)
+        return
+    if not is_own(path):
+        raise in_the_way(path)
+    with contextlib.suppress(RunError):  # a record that cannot be read is removed as it is
+        RUN.write(path, replace(read_record(folder), finished=None, files={}))
+    remove_run(folder)
+
+
 def is_finished(folder: Path) -> bool:
     """Does the folder hold a finished run?"""
     return (folder / RECORD).is_file() and read_record(folder).finished is not None
@@ -163,9 +178,10 @@ def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Ide
     )  # fmt: skip
 
 
-def slug(name: str) -> str:
-    """A name as a folder's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+def slug(name: str, most: int = 100) -> str:
+    """A name as a folder's name. A long one is cut, and a hash of the whole keeps it apart from others."""
+    found = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+    return found if len(found) <= most else f"{found[:most]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def now() -> str:

@@ -240,7 +240,8 @@ def trace(
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
     """The trace under these conditions; a model for which it is not defined is refused before anything is measured."""
-    if conditions.folder is None or not is_finished(conditions.folder):
-        placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
-    layers = conditions.run().data.sizes["layer"]
-    return Trace.of(conditions, rungs(layers) if by_layer else ())
+    with conditions.writing():
+        if conditions.folder is None or not is_finished(conditions.folder):
+            placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
+        layers = conditions.run().data.sizes["layer"]
+        return Trace.of(conditions, rungs(layers) if by_layer else ())
