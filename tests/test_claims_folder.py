@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import posleak as pl
 from families import tiny
 from posleak.claims import Lab, claims
 from posleak.claims.examination import FINDINGS
+from posleak.errors import RunError, StorageError
 from posleak.models import Subject
 from posleak.origin import read_origin
 from posleak.runs import MeasureSpec, Run
 from posleak.typed import plain
-from runs_tiny import assert_same_bits, counted_passes
+from runs_tiny import assert_same_bits, counted_passes, sealed
 
 SCRIPT = Path(__file__).with_name("killed_run.py")
 
@@ -83,6 +85,61 @@ def test_position_0_is_kept_even_if_all_claims_are_found_already(folder: Path, l
     stored = read_origin(folder)
     assert stored is not None
     assert stored.record.model == "tiny-llama"
+
+
+@pytest.mark.parametrize("name", ["origin.json", "origin.nc"])
+def test_a_damaged_position_0_is_made_again(folder: Path, llama: Subject, name: str) -> None:
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
+    claims(llama, out=folder, length=48, prompts=4)
+    assert (folder / name).read_bytes() == whole
+
+
+def test_position_0_of_another_measurement_is_made_again(folder: Path, llama: Subject) -> None:
+    """A `--fresh` with other prompts that was killed before its end has left it."""
+    whole = (folder / "origin.json").read_bytes()
+    (folder / "origin.json").write_text(sealed(json.loads(whole) | {"digest": "0" * 64}))
+    claims(llama, out=folder, length=48, prompts=4)
+    assert (folder / "origin.json").read_bytes() == whole
+
+
+def test_changed_findings_are_refused(folder: Path, llama: Subject, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(folder, tmp_path / "run"))
+    text = (place / "claims.json").read_text()
+    (place / "claims.json").write_text(text.replace('"n": 4', '"n": 400'))
+    with pytest.raises(RunError, match="the file was changed or damaged after it was written") as error:
+        claims(llama, out=place, length=48, prompts=4)
+    assert str(error.value).startswith(str(place / "claims.json"))
+    assert "delete it and start `posleak claims` again" in str(error.value)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_files_of_somebody_else_are_in_the_way(llama: Subject, tmp_path: Path, fresh: bool) -> None:
+    (tmp_path / "claims.json").write_text('{"claims": "of my insurance"}')
+    with pytest.raises(RunError, match=r"no run\.json, but files that a run would overwrite"):
+        claims(llama, out=tmp_path, length=48, prompts=4, fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == ["claims.json"]
+
+
+def test_fresh_does_not_remove_findings_that_posleak_did_not_write(
+    folder: Path, llama: Subject, tmp_path: Path
+) -> None:  # fmt: skip
+    place = Path(shutil.copytree(folder, tmp_path / "run"))
+    (place / "claims.json").write_text('{"claims": "of my insurance"}')
+    with pytest.raises(StorageError, match="a file that posleak did not write is in the way"):
+        claims(llama, out=place, length=48, prompts=4, fresh=True)
+    assert Run.load(place).record.finished is not None, "nothing was removed"
+
+
+def test_leftovers_of_a_killed_process_are_removed(folder: Path, llama: Subject, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(folder, tmp_path / "run"))
+    left = [place / f".{name}.0123abcd.tmp" for name in ("claims.json", "origin.json", "origin.nc", "run.json")]
+    theirs = place / ".theirs.0123abcd.tmp"
+    for path in (*left, theirs):
+        path.write_text("half")
+    claims(llama, out=place, length=48, prompts=4)
+    assert not any(path.exists() for path in left)
+    assert theirs.exists()
 
 
 def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from posleak.show.numbers import effect, interval, number, percent
 from posleak.show.words import lead
 from posleak.trace import SOURCES, Trace
 from report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced
+from runs_tiny import sealed
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,54 @@ def test_damage_beside_a_run_is_said_and_the_run_is_shown(folders: dict[str, Pat
     assert source.origin is None
     assert any("claims.json" in note for note in source.notes)
     assert any("origin.json" in note for note in source.notes)
+
+
+def test_a_changed_verdict_or_array_is_left_out_with_a_note(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["hostile"], tmp_path / "run"))
+    text = (folder / "claims.json").read_text()
+    (folder / "claims.json").write_text(text.replace('"side": "above"', '"side": "below"', 1))
+    arrays = bytearray((folder / "origin.nc").read_bytes())
+    arrays[len(arrays) // 2] ^= 1
+    (folder / "origin.nc").write_bytes(arrays)
+    (shown,), _ = gather([folder])
+    assert shown.claims is None
+    assert shown.origin is None
+    assert any("claims.json is left out: the file was changed or damaged" in note for note in shown.notes)
+    assert any("it was changed or damaged" in note for note in shown.notes if note.startswith("origin.json"))
+
+
+def test_position_0_of_another_measurement_is_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["hostile"], tmp_path / "run"))
+    record = json.loads((folder / "origin.json").read_text())
+    (folder / "origin.json").write_text(sealed(record | {"digest": "0" * 64}))
+    (shown,), _ = gather([folder])
+    assert shown.origin is None
+    assert "origin.json is left out: it is about another measurement" in shown.notes
+
+
+def test_a_run_that_cannot_be_drawn_is_named_and_the_others_are_shown(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with it: first what stands beside it is left out, then the run."""
+    module = importlib.import_module("posleak.report.page")
+    real = module.view
+
+    def view(shown: Any, most_curves: int) -> Any:
+        if shown.run.path == folders["gemma"] or shown.claims is not None:
+            raise IndexError("unforeseen")
+        return real(shown, most_curves)
+
+    monkeypatch.setattr(module, "view", view)
+    given = [folders["llama"], folders["gemma"], folders["hostile"]]
+    written = module.write_report(given, tmp_path / "page.html", tmp_path / "assets")
+    assert written.shown == ["tiny-llama", NAME]
+    assert [(each.name, each.reason) for each in written.refused] == [
+        (str(folders["gemma"]), "it cannot be shown: IndexError: unforeseen")
+    ]
+    html = written.page.read_text(encoding="utf-8")
+    assert "all that stands beside the run is left out: it cannot be shown: IndexError: unforeseen" in html
+    with pytest.raises(RunError, match="unforeseen"):
+        pl.report([folders["gemma"]], tmp_path / "none.html")
 
 
 def test_a_comparison_has_each_runs_own_numbers(folders: dict[str, Path]) -> None:

@@ -14,6 +14,7 @@ from posleak.errors import PosleakError, RunError
 from posleak.files import read_json
 from posleak.origin import StoredOrigin, read_origin
 from posleak.runs import Run
+from posleak.text import one_line
 from posleak.trace import Trace
 
 from .curves import Curves, curves
@@ -40,6 +41,12 @@ class Shown:
     def curves(self) -> Curves:
         """Every head's curves: the page and the tables draw on the same ones."""
         return curves(self.run.data)
+
+    @property
+    def alone(self) -> Shown:
+        """The run without what its folder holds beside it; itself, if there is nothing."""
+        beside = (self.trace, self.claims, self.origin, self.doctor)
+        return self if all(each is None for each in beside) else Shown(self.run, self.label, notes=self.notes)
 
     @property
     def partial(self) -> bool:
@@ -72,14 +79,12 @@ def gather(
         try:
             run = given if isinstance(given, Run) else _load(Path(given), partial)
             found.append(_beside(run, each if isinstance(each, Trace) else None, traces))
-        except PosleakError as error:
-            refused.append(Refused(name, _reason(error)))
-        except (OSError, ValueError, KeyError) as error:
-            refused.append(Refused(name, f"the run cannot be read: {type(error).__name__}: {error}"))
+        except Exception as error:  # files may hold anything; whatever one does, the others are shown
+            refused.append(Refused(name, reason(error)))
     return _labelled(found), refused
 
 
-def require_some(found: Sequence[Shown], refused: Sequence[Refused], least: int, what: str) -> None:
+def require_some(found: Sequence[object], refused: Sequence[Refused], least: int, what: str) -> None:
     """Refuse to go on with fewer than `least` runs, naming those that were refused."""
     if len(found) < least:
         raise RunError(
@@ -93,8 +98,10 @@ def _load(folder: Path, partial: bool) -> Run:
     return Run.load_partial(folder) if partial else Run.load(folder)
 
 
-def _reason(error: PosleakError) -> str:
+def reason(error: Exception) -> str:
     """One line: what, got, and the remedy; the place is in the name already."""
+    if not isinstance(error, PosleakError):
+        return f"it cannot be shown: {one_line(error)}"
     parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
     return "; ".join(part for part in parts if part)
 
@@ -108,8 +115,8 @@ def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
     def read(name: str, reader: Callable[[], T]) -> T | None:
         try:
             return reader()
-        except PosleakError as error:
-            notes.append(f"{name} is left out: {_reason(error)}")
+        except Exception as error:  # as above
+            notes.append(f"{name} is left out: {reason(error)}")
             return None
 
     if trace is None and traces and run.record.finished is not None:
@@ -117,8 +124,8 @@ def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
         trace = None if loaded is None else replace(loaded, ordinary=run)
     claims = read("claims.json", lambda: read_findings(folder, run.record.digest)) or None
     origin = read("origin.json", lambda: read_origin(folder))
-    if origin is not None and origin.record.identity.weights_sha256 != run.record.identity.weights_sha256:
-        notes.append("origin.json is left out: it is about other weights")
+    if origin is not None and origin.digest != run.record.digest:
+        notes.append("origin.json is left out: it is about another measurement")
         origin = None
     doctor = None
     if (folder / DOCTOR).is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +27,7 @@ from posleak.typed import plain
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .formats import HEADS, row_name, row_pieces
-from .gather import Given, Refused, Shown, gather, require_some
+from .gather import Given, Refused, Shown, gather, reason, require_some
 from .view import MOST_CURVES, View, view
 
 
@@ -35,6 +35,7 @@ from .view import MOST_CURVES, View, view
 class Page:
     """Everything that is on the page, JSON-ready but for the comparison, which the templates read."""
 
+    shown: list[Shown]
     views: list[View]
     figures: list[dict[str, Figure]]
     compared: Comparison | None
@@ -43,11 +44,19 @@ class Page:
 
     @classmethod
     def of(cls, found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Page:
-        views = [view(shown, MOST_CURVES // len(found)) for shown in found]
-        several = len(found) > 1
+        """A run whose view or figures cannot be made is named with the reason, and the others are shown."""
+        drawn, left_out = list[tuple[Shown, View, dict[str, Figure]]](), list(refused)
+        for shown in found:
+            try:
+                drawn.append(_drawn(shown, MOST_CURVES // len(found)))
+            except Exception as error:
+                left_out.append(Refused(str(shown.run.path or shown.label), reason(error)))
+        require_some(drawn, left_out, 1, "a report")
+        runs, views, figures = (list(column) for column in zip(*drawn, strict=True))
+        several = len(drawn) > 1
         return cls(
-            views, [run_figures(each) for each in views], comparison(found, refused) if several else None,
-            comparison_figures(views) if several else {}, list(refused),
+            runs, views, figures, comparison(runs, left_out) if several else None,
+            comparison_figures(views) if several else {}, left_out,
         )  # fmt: skip
 
     def data(self) -> dict[str, Any]:
@@ -104,15 +113,28 @@ def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | No
         raise RunError(
             "the page needs a file name, and this is a folder", where=str(place), remedy="use --out FILE.html"
         )
-    text = Page.of(found, refused).html()
+    made = Page.of(found, refused)
+    text = made.html()
     write_atomically(place, lambda path: path.write_text(text, encoding="utf-8"))
     files = list[Path]()
     if assets is not None:
         from .assets import write_assets
 
-        files = write_assets(found, Path(assets))
-    partial = [shown.label for shown in found if shown.partial]
-    return Written(place, files, [shown.label for shown in found], partial, refused)
+        files = write_assets(made.shown, Path(assets))
+    partial = [shown.label for shown in made.shown if shown.partial]
+    return Written(place, files, [shown.label for shown in made.shown], partial, made.refused)
+
+
+def _drawn(shown: Shown, most_curves: int) -> tuple[Shown, View, dict[str, Figure]]:
+    """A run with its view and its figures; without what stands beside it, if that is why they cannot be made."""
+    try:
+        made = view(shown, most_curves)
+        return shown, made, run_figures(made)
+    except Exception as error:
+        if shown.alone is shown:
+            raise
+        note = f"all that stands beside the run is left out: {reason(error)}"
+        return _drawn(replace(shown.alone, notes=(*shown.notes, note)), most_curves)
 
 
 def report(runs: Iterable[Given] | Given, out: str | Path, assets: str | Path | None = None) -> Path:
