@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,15 @@ import torch
 from families import tiny
 from posleak import __version__
 from posleak.cli import main
-from posleak.cli.app import app
+from posleak.cli.app import app, spoken_warnings
+from posleak.errors import InputError, PosleakWarning
+from posleak.runs import MeasureSpec
+from posleak.text import visible
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
+RUNNING = ("measure", "trace", "claims", "origin", "doctor", "bench", "study")
+"""Commands that run a model."""
+
 SMALL = ("--length", "48", "--prompts", "4")
 
 
@@ -193,6 +202,24 @@ def test_a_wrong_model_name_gets_the_nearest(posleak: Posleak) -> None:
         (("measure", "--edit", "widow=3"), "did you mean 'window'"),
         (("doctor", "--length", "31"), "at least 32 tokens"),
         (("doctor", "--prompts", "1"), "--prompts"),
+        (("doctor", "--seed", "-1"), "seed is too small"),
+        (("trace", "--length", "31"), "at least 32 tokens"),
+        (("claims", "--length", "31"), "at least 32 tokens"),
+        (("origin", "--length", "31"), "at least 32 tokens"),
+        (("origin", "--batch", "-1"), "batch is too small"),
+        (("origin", "--prompts", "2"), "--prompts"),
+        (("origin", "--tokens", "1"), "--tokens"),
+        (("origin", "--tokens", "1000000000"), "tokens is too large"),
+        (("measure", "--density", "1000000000"), "density is too large"),
+        (("measure", "--batch", "1000000000"), "batch is too large"),
+        *(((name, "--length", str(10**12)), "length is too large") for name in RUNNING),
+        *(((name, "--prompts", str(10**9)), "prompts is too large") for name in RUNNING if name != "bench"),
+        (("bench", "--batch", "1000000000"), "too large"),
+        (("bench", "--length", "31"), "at least 32 tokens"),
+        (("bench", "--seed", "-1"), "seed is too small"),
+        (("study", "--length", "31"), "at least 32 tokens"),
+        (("study", "--prompts", "0"), "prompts is too small"),
+        *(((command, "--max-memory", "8 apples"), "not an amount of memory") for command in RUNNING),
         (("measure", "--lenght", "64"), "--lenght"),
         (("mesure",), "mesure"),
     ],
@@ -200,14 +227,169 @@ def test_a_wrong_model_name_gets_the_nearest(posleak: Posleak) -> None:
 def test_a_wrong_call_stops_before_a_model_is_loaded(
     posleak: Posleak, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("posleak.models.loading.load", load)
+    forbid_loading(monkeypatch)
     said = posleak(*arguments)
     assert said.status == 2
     assert said.out == ""
     assert message in said.err
+
+
+def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("posleak.models.loading.load", load)
+    monkeypatch.setattr("posleak.studies.run.load", load)
+
+
+@pytest.mark.parametrize("command", RUNNING)
+def test_numbers_are_checked_by_the_library_before_a_model_is_loaded(
+    posleak: Posleak, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Which are too large is the library's to say; every command asks it in time."""
+    seen: list[MeasureSpec] = []
+
+    def refuse(spec: MeasureSpec) -> None:
+        seen.append(spec)
+        raise InputError("refused by the library")
+
+    forbid_loading(monkeypatch)
+    monkeypatch.setattr(MeasureSpec, "__post_init__", refuse)
+    counts = ("--batch", "1000000001") if command == "bench" else ("--prompts", "1000000001")
+    said = posleak(command, "--length", str(10**12), *counts, "--seed", "7")
+    assert said.status == 2
+    assert "refused by the library" in said.err
+    assert (seen[0].length, seen[0].prompts, seen[0].seed) == (10**12, 1000000001, 7)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *((command, "--out") for command in ("measure", "trace", "claims", "study", "report")),
+        ("report", "--assets"),
+    ],
+)
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_not_the_current_folder(
+    posleak: Posleak, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, option: str, empty: str
+) -> None:
+    forbid_loading(monkeypatch)
+    said = posleak(command, *(["run"] if command == "report" else []), option, empty)
+    assert said.status == 2
+    assert f"Invalid value for '{option}'" in said.err
+    assert "it is empty" in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("report", ""), ("compare", "a", ""), *((name, "") for name in RUNNING[:-1]), ("study", "--model", "")],
+)
+def test_an_empty_name_of_a_run_or_model_is_refused(
+    posleak: Posleak, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    forbid_loading(monkeypatch)
+    said = posleak(*arguments)
+    assert said.status == 2
+    assert "it is empty" in said.err
+
+
+class Loaded(Exception):
+    """In the place of a model."""
+
+
+@pytest.mark.parametrize("command", ["measure", "trace", "claims", "origin", "doctor", "bench"])
+def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load(name: str, *, progress: object, **options: Any) -> None:
+        asked.append(options)
+        raise Loaded
+
+    monkeypatch.setattr("posleak.models.loading.load", load)
+    posleak(command, "x", "--verify", "--dtype", "bfloat16")
+    posleak(command, "x")
+    assert asked == [{"verify": True, "dtype": "bfloat16"}, {}]
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        ("origin", "posleak.origin.origin"),
+        ("doctor", "posleak.doctor.doctor"),
+        ("bench", "posleak.bench.bench"),
+        ("study", "posleak.studies.run_study"),
+    ],
+)
+def test_a_limit_of_memory_reaches_the_library(
+    posleak: Posleak, monkeypatch: pytest.MonkeyPatch, command: str, function: str
+) -> None:
+    asked: list[Any] = []
+
+    def work(*_: object, **options: Any) -> None:
+        asked.append(options["max_memory"])
+        raise Loaded
+
+    monkeypatch.setattr("posleak.models.loading.load", lambda *_, **__: None)
+    monkeypatch.setattr(function, work)
+    posleak(command, "--max-memory", "8GB")
+    posleak(command)
+    assert asked == ["8GB", None]
+
+
+STRANGE = "x[/x]\x1b[31m :smile: \u202e"
+"""Markup, an escape sequence, an emoji's name, and a mark that turns the direction of writing."""
+SHOWN = r"x[/x]\x1b[31m :smile: \u202e"
+
+
+@pytest.fixture(scope="module")
+def strange(models: Path) -> Path:
+    folder = models / STRANGE
+    folder.parent.mkdir(parents=True)
+    shutil.copytree(models / "llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments", [("measure", *SMALL), ("trace", *SMALL), ("claims", *SMALL), ("doctor", "--length", "48")]
+)
+def test_a_name_is_shown_as_it_is(posleak: Posleak, strange: Path, arguments: tuple[str, ...]) -> None:
+    command, *options = arguments
+    said = posleak(command, strange, *options)
+    assert said.status == 0
+    assert SHOWN in said.out
+    for text in (said.out, said.err):
+        assert visible(text) == text
+
+
+def test_json_holds_a_name_exactly_and_shows_it_visibly(posleak: Posleak, strange: Path) -> None:
+    said = posleak("measure", strange, *SMALL, "--json")
+    assert json.loads(said.out)["model"] == str(strange)
+    assert visible(said.out) == said.out
+
+
+def test_runs_are_compared_under_names_as_they_are(posleak: Posleak, strange: Path) -> None:
+    for seed in ("0", "1"):
+        assert posleak("measure", strange, *SMALL, "--seed", seed, "--out", f"{STRANGE[0]}{seed}").status == 0
+    for form in ("table", "markdown", "latex"):
+        said = posleak("compare", "x0", "x1", f"missing{STRANGE}".replace("/", ""), "--format", form)
+        assert said.status == 0
+        assert "\x1b" not in said.out
+        assert "\u202e" not in said.out
+
+
+@pytest.mark.parametrize("name", [STRANGE, "x[/x]"])
+def test_a_model_that_is_not_there_is_named_as_it_is(posleak: Posleak, name: str) -> None:
+    said = posleak("measure", name)
+    assert said.status == 2
+    assert visible(name) in said.err
+    assert visible(said.err) == said.err
+
+
+def test_a_warning_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with spoken_warnings():
+        warnings.warn(STRANGE, PosleakWarning, stacklevel=1)
+    assert capsys.readouterr().err == f"warning {SHOWN}\n"
 
 
 def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:

@@ -13,9 +13,11 @@ Names are imported when they are first used: torch is slow to load, and not ever
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
+from .callable import checked
 
 if TYPE_CHECKING:
     from .claims.examination import claims
@@ -55,9 +57,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """A public name, from its home. Functions check how they are called, and so do packages that can be called."""
     if name not in _HOMES:
         raise AttributeError(f"module 'posleak' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    home = import_module(_HOMES[name], __name__)
+    if _HOMES[name] == f".{name}":
+        return home
+    found = getattr(home, name)
+    return checked(found) if isfunction(found) else found
 
 
 def __dir__() -> list[str]:

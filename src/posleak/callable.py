@@ -1,17 +1,59 @@
-"""Packages that share their name with their one function: `posleak.claims` is both, so importing one must not hide the
-other."""
+"""How posleak's functions are called from Python: a misspelt argument gets the nearest known one, and packages that
+share their name with their one function are that function, too."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
+from posleak.errors import InputError, did_you_mean
+
+
+class ArgumentError(InputError, TypeError):
+    """A function was called with arguments that it does not have, or without one that it needs."""
+
+
+@cache
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; a call that does not fit its signature is an ArgumentError that says what would."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*values: Any, **named: Any) -> Any:
+        try:
+            signature.bind(*values, **named)
+        except TypeError as error:
+            raise _wrong_call(function.__name__, signature, named, error) from None
+        return function(*values, **named)
+
+    call.__module__ = "posleak"  # where it is found again, when it is unpickled in another process
+    return call
+
+
+def _wrong_call(name: str, signature: inspect.Signature, named: dict[str, Any], error: TypeError) -> ArgumentError:
+    unknown = [key for key in named if key not in signature.parameters]
+    if unknown:
+        return ArgumentError(
+            "no argument of this name", where=name, got=", ".join(unknown),
+            remedy="; ".join(f"{key}: {did_you_mean(key, signature.parameters)}" for key in unknown),
+        )  # fmt: skip
+    nothing = inspect.Parameter.empty
+    names = [each.replace(annotation=nothing, default=nothing) for each in signature.parameters.values()]
+    return ArgumentError(
+        str(error), where=name, expected=f"{name}{inspect.Signature(names)}", remedy="those after the * must be named"
+    )
+
 
 def call_as(module: str, function: Callable[..., Any]) -> None:
-    """Let the package be called: `posleak.report(runs, "page.html")` is `posleak.report.report(runs, "page.html")`."""
+    """Let the package be called: `posleak.report(runs, "page.html")` is `posleak.report.report(runs, "page.html")`.
+
+    Importing one must not hide the other, so that the package is what `posleak.report` always gives.
+    """
     package: Any = sys.modules[module]
-    package.__class__ = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(function)})
+    package.__class__ = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(checked(function))})
     package.__signature__ = inspect.signature(function)
+    package.__wrapped__ = function

@@ -1,52 +1,114 @@
-"""The app, where it prints, and how it shows errors and warnings. torch is imported only when a model is loaded."""
+"""The app, where it prints, and how it shows work, errors and warnings. torch is imported only when a model is loaded.
+
+Exit statuses are in `posleak.show.failures`: 0 success, 1 a check failed, 2 a call that cannot work, 70 an error that
+nobody foresaw, 130 stopped with Ctrl-C, 141 nobody reads the output any more.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
 
 from posleak._version import __version__
-from posleak.errors import PosleakError, PosleakWarning
+from posleak.errors import PosleakWarning
+from posleak.show.console import PlainConsole
+from posleak.show.failures import STATUSES, Passed, net
+from posleak.show.streams import is_unicode
+from posleak.text import visible, visible_json
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""typer does not export it, and it is click's or typer's own copy of click's, by typer's version."""
+
+
+class Commands(TyperGroup):
+    """All commands. What typer would end the process for without a word reaches the net of `main`."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _not_swallowed():
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _not_swallowed():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _not_swallowed() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, EOFError, OSError) as error:
+        raise Passed(error) from error
+    except UsageError as error:  # its message quotes the arguments
+        error.message = visible(str(error.message))  # type: ignore[attr-defined]
+        raise
+
 
 app = typer.Typer(
     name="posleak",
+    cls=Commands,
     help="Where does a decoder-only language model's sense of absolute position come from?",
+    epilog="Exit status: " + "; ".join(f"{status} {meaning}" for status, meaning in STATUSES.items()) + ".",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-err = Console(stderr=True)
 RUNS = Path("runs")
 """Where runs are kept unless `--out` says otherwise."""
 
-out = Console(width=None if sys.stdout.isatty() else 120)
+err = PlainConsole(stderr=True)
+out = PlainConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
+STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
 def main() -> None:
-    """Entry point: posleak's own errors become a message and an exit status, never a traceback."""
-    try:
+    """Run the command line. Whatever goes wrong becomes a message and an exit status, never a traceback."""
+    with net(_last_words):
         app()
-    except PosleakError as error:
-        err.print("[bold red]error[/bold red]", end=" ")
-        err.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(error.exit_status)
+
+
+def _last_words(word: str, message: str) -> None:
+    err.show_cursor(True)  # a line of status that was interrupted while it began would leave it hidden
+    tell(word, message)
+
+
+def tell(word: str, message: str) -> None:
+    """A message on standard error after `error`, `warning` or nothing; as it is, in lines as long as they are."""
+    head = Text(f"{word} ", style=STYLES.get(word, "")) if word else Text()
+    err.print(Text.assemble(head, visible(message)), soft_wrap=True)
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """A line of status on standard error while something takes long; gives a function that changes its text."""
+    status = err.status(Text(visible(text)), spinner="dots" if is_unicode(err.file) else "line")
+    try:
+        status.start()
+        yield lambda text: status.update(Text(visible(text)))
+    finally:
+        status.stop()
 
 
 def emit(value: Any) -> None:
     """JSON on standard output, and nothing else there; null for what is not a finite number."""
     from posleak.typed import plain
 
-    sys.stdout.write(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(plain(value), indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False)
+    sys.stdout.write(visible_json(text) + "\n")
+
+
+def emit_text(text: str) -> None:
+    """Text for a document on standard output, in lines as long as they are."""
+    sys.stdout.write(visible(text))
 
 
 @contextmanager
@@ -60,13 +122,12 @@ def spoken_warnings() -> Iterator[None]:
 
 def _speak(message: Warning | str, category: type[Warning], *_: Any) -> None:
     if issubclass(category, PosleakWarning):
-        err.print("[bold yellow]warning[/bold yellow]", end=" ")
-        err.print(str(message), markup=False, highlight=False, soft_wrap=True)
+        tell("warning", str(message))
 
 
 def version(value: bool) -> None:
     if value:
-        out.print(f"posleak {__version__}", highlight=False)
+        out.print(f"posleak {__version__}")
         raise typer.Exit
 
 

@@ -8,7 +8,8 @@ import typer
 
 from posleak.show.numbers import NAN
 
-from .app import Json, emit, err, out, spoken_warnings
+from .app import emit, out, spoken_warnings, working
+from .options import Json, MaxMemory, Seed
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def bench_command(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; the peers take part in the first three only.")] = 5,
     peers_up_to: Annotated[int, typer.Option(help="The longest prompt for peers and for edits, to save time.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    seed: Seed = 0,
+    max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
     """Time and memory of a measurement, beside those of the plain forward pass and of the peers (other tools).
@@ -38,17 +40,19 @@ def bench_command(
     Example: `posleak bench smollm2-135m --length 1024 --repeats 3`
     """
     from posleak.bench import LENGTHS, bench, chosen_cases
-    from posleak.probe import default_plan
+    from posleak.runs import MeasureSpec, parse_bytes
 
+    # What can be refused without the model is refused before it is loaded.
     lengths = tuple(length or LENGTHS)
     for asked in lengths:
-        default_plan(asked)
+        MeasureSpec(length=asked, prompts=batch, batch=batch, seed=seed)
     chosen_cases(case or ())
+    parse_bytes(max_memory)
     subject = load()
-    with spoken_warnings(), err.status("bench") as status:
+    with spoken_warnings(), working("bench") as update:
         found = bench(
             subject, reload=reloading(load), lengths=lengths, names=case or (), repeats=repeats,
-            peers_up_to=peers_up_to, batch=batch, seed=seed, progress=status.update,
+            peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
         )  # fmt: skip
     if as_json:
         emit(found.as_dict())

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .app import RUNS, Json, emit, err, out, spoken_warnings
-from .profile import MemoryOption, Profile, ProfileOption
+from .app import RUNS, emit, out, spoken_warnings, working
+from .options import Bos, Json, Length, MaxMemory, Profiled, RunFolder, Seed
+from .profile import Profile
 from .subject import Load, model_command
 
 
 @model_command("claims")
 def claims_command(
     load: Load,
-    length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
+    length: Length = 256,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts; all conditions read the same ones.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
-    bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
+    seed: Seed = 0,
+    bos: Bos = "auto",
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
-    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-DIGEST.")] = None,
+    folder: RunFolder = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Test again what the folder has already.")] = False,
-    max_memory: MemoryOption = None,
-    profile: ProfileOption = False,
+    max_memory: MaxMemory = None,
+    profile: Profiled = False,
     as_json: Json = False,
 ) -> None:
     """Every claim of the paper on this model: effect, interval, verdict, and how it was tested.
@@ -37,8 +37,8 @@ def claims_command(
         spec = MeasureSpec(inputs, bos, length, prompts, seed)
         parse_bytes(max_memory)
         subject = load()
-        with spent.measuring(subject), spoken_warnings(), err.status("claims") as status:
-            lab = Lab(subject, spec, folder, fresh, max_memory, status.update)
+        with spent.measuring(subject), spoken_warnings(), working("claims") as update:
+            lab = Lab(subject, spec, folder, fresh, max_memory, update)
             lab.folder = folder or RUNS / lab.baseline.folder_name
             found = examined(lab)
     cost = spent.as_dict(None)  # no planned memory: each condition has a plan of its own

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import RUNS, Json, app, emit, err, out, spoken_warnings
-from .profile import MemoryOption, Profile, ProfileOption
+from .app import RUNS, app, emit, err, out, spoken_warnings, working
+from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, OriginWidth, Profiled, RunFolder, Seed
+from .profile import Profile
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 @model_command("measure")
 def measure_command(
     load: Load,
-    inputs: Annotated[str, typer.Option(help="random, constant[:ID], text:PATH or text:stdlib.")] = "random",
-    bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
-    length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 512,
+    inputs: Inputs = "random",
+    bos: Bos = "auto",
+    length: Length = 512,
     prompts: Annotated[int, typer.Option(help="Prompts; expectations and intervals are taken over them.")] = 16,
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 4096 tokens.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
-    origin: Annotated[int, typer.Option(help="Width of the origin: how many first tokens count as it.")] = 4,
+    seed: Seed = 0,
+    origin: OriginWidth = 4,
     density: Annotated[int, typer.Option(help="Multiplies the numbers of queries, references and offsets.")] = 1,
     edit: Annotated[
         list[str] | None, typer.Option(help="A what-if change: bos=zero, sink=cut, … (docs/edits.md); repeatable.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Run folder. Default: runs/MODEL-DIGEST.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again even if the folder has this run.")] = False,
-    max_memory: MemoryOption = None,
-    profile: ProfileOption = False,
+    folder: RunFolder = None,
+    fresh: Fresh = False,
+    max_memory: MaxMemory = None,
+    profile: Profiled = False,
     as_json: Json = False,
 ) -> None:
     """Measure absolute-position leakage and split it into mask, drift and sink.
@@ -75,7 +75,8 @@ def doctor_command(
         int | None, typer.Option(help="Tokens per prompt. Default: 96, or longer than the model's windows.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts for the statistical laws.")] = 12,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    seed: Seed = 0,
+    max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
     """Can this model be measured, and are the numbers right on this machine? Exit status 1 if a check fails.
@@ -83,15 +84,18 @@ def doctor_command(
     Example: `posleak doctor smollm2-135m`
     """
     from posleak.doctor import doctor
-    from posleak.probe import default_plan
+    from posleak.doctor.doctor import LENGTH
+    from posleak.runs import MeasureSpec, parse_bytes
 
     from .tables import doctor_table
 
-    if length is not None:
-        default_plan(length)  # refuses a length that is too short before the model is loaded
+    MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed)
+    parse_bytes(max_memory)
     subject = load()
-    with spoken_warnings(), err.status("checking") as status:
-        diagnosis = doctor(subject, length=length, prompts=prompts, seed=seed, progress=status.update)
+    with spoken_warnings(), working("checking") as update:
+        diagnosis = doctor(
+            subject, length=length, prompts=prompts, seed=seed, max_memory=max_memory, progress=update
+        )  # fmt: skip
     if as_json:
         emit(diagnosis.as_dict())
     else:

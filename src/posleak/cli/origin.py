@@ -6,19 +6,21 @@ from typing import Annotated
 
 import typer
 
-from .app import Json, emit, err, out, spoken_warnings
+from .app import emit, out, spoken_warnings, working
+from .options import Bos, Json, Length, MaxMemory, Seed
 from .subject import Load, model_command
 
 
 @model_command("origin")
 def origin_command(
     load: Load,
-    length: Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")] = 256,
-    prompts: Annotated[int, typer.Option(help="Prompts of random tokens; 3 or more.")] = 8,
-    tokens: Annotated[int, typer.Option(help="How many first tokens are compared in the portrait.")] = 1024,
-    bos: Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")] = "auto",
+    length: Length = 256,
+    prompts: Annotated[int, typer.Option(min=3, help="Prompts of random tokens; 3 or more.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="How many first tokens are compared in the portrait.")] = 1024,
+    bos: Bos = "auto",
     batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 2048 tokens.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    seed: Seed = 0,
+    max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
     """Position 0: is it closed, how does its state change with depth, who reads it, what does that tell later tokens?
@@ -28,14 +30,19 @@ def origin_command(
     Example: `posleak origin smollm2-135m --tokens 4096`
     """
     from posleak.origin import origin
+    from posleak.runs import MeasureSpec, parse_bytes
+    from posleak.runs.spec import require_between
 
     from .origin_tables import origin_page
 
+    MeasureSpec("random", bos, length, prompts, seed, batch)
+    require_between("tokens", tokens, 2)
+    parse_bytes(max_memory)
     subject = load()
-    with spoken_warnings(), err.status("position 0") as status:
+    with spoken_warnings(), working("position 0") as update:
         found = origin(
             subject, length=length, prompts=prompts, tokens=tokens, seed=seed, bos=bos, batch=batch,
-            progress=status.update,
+            max_memory=max_memory, progress=update,
         )  # fmt: skip
     if as_json:
         emit(found.as_dict())

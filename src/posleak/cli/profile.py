@@ -5,19 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from posleak.stopwatch import OTHER, Stopwatch, stage
 
 if TYPE_CHECKING:
     from posleak.models import Subject
-
-MemoryOption = Annotated[
-    str | None, typer.Option(help="What the process may hold, model included, e.g. 8GB: batches are chosen to fit.")
-]
-ProfileOption = Annotated[bool, typer.Option("--profile", help="Show where time and memory went.")]
 
 BEFORE = ("start", "load", OTHER)
 """What happens before a measurement: Python starts, torch is imported, the model is read."""

@@ -8,11 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .app import Json, app, emit, err, out
-
-Runs = Annotated[
-    list[Path], typer.Argument(help="Run folders that `measure`, `trace` or `claims` wrote.", metavar="RUN...")
-]
+from .app import app, emit, emit_text, out, tell, working
+from .options import Json, Runs, named_path
 
 
 class Format(StrEnum):
@@ -25,9 +22,16 @@ class Format(StrEnum):
 @app.command(name="report")
 def report_command(
     runs: Runs,
-    page: Annotated[Path, typer.Option("--out", help="The page, one HTML file.")] = Path("report.html"),
+    page: Annotated[
+        Path, typer.Option("--out", parser=named_path, metavar="<path>", help="The page, one HTML file.")
+    ] = Path("report.html"),
     assets: Annotated[
-        Path | None, typer.Option(help="Also write figures (PNG, SVG) and tables (CSV, Parquet) into this folder.")
+        Path | None,
+        typer.Option(
+            parser=named_path,
+            metavar="<path>",
+            help="Also write figures (PNG, SVG) and tables (CSV, Parquet) into this folder.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,18 +41,17 @@ def report_command(
     """
     from posleak.report.page import write_report
 
-    with err.status("report"):
+    with working("report"):
         written = write_report(runs, page, assets)
     for refused in written.refused:
-        err.print("[bold yellow]warning[/bold yellow]", end=" ")
-        err.print(f"not shown: {refused.name}: {refused.reason}", markup=False, highlight=False, soft_wrap=True)
+        tell("warning", f"not shown: {refused.name}: {refused.reason}")
     if as_json:
         emit(written.as_dict())
         return
     size = written.page.stat().st_size / 1e6
-    out.print(f"{written.page.resolve()} ({size:.1f} MB)", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"{written.page.resolve()} ({size:.1f} MB)", soft_wrap=True)
     if assets is not None:
-        out.print(f"{len(written.assets)} files in {assets.resolve()}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{len(written.assets)} files in {assets.resolve()}", soft_wrap=True)
 
 
 @app.command(name="compare")
@@ -70,4 +73,4 @@ def compare_command(
     elif format is Format.table:
         out.print(as_table(found))
     else:
-        typer.echo(FORMATS[format.value](found), nl=False)
+        emit_text(FORMATS[format.value](found))

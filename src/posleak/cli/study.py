@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import RUNS, Json, app, emit, err, out, spoken_warnings
+from .app import RUNS, app, emit, out, spoken_warnings, working
+from .options import Json, MaxMemory, Seed, named, named_path
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,12 +22,18 @@ def study_command(
         str, typer.Argument(help="architectures, knobs, lengths, first-token or dtypes.")
     ] = "architectures",
     models: Annotated[
-        list[str] | None, typer.Option("--model", help="Models instead of the study's, in its order; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--model", parser=named, metavar="<str>", help="Models instead of the study's, in its order; repeatable."
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the study's own.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts, instead of the study's own.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
-    root: Annotated[Path, typer.Option("--out", help="Where runs are kept and reused.")] = RUNS,
+    seed: Seed = 0,
+    root: Annotated[
+        Path, typer.Option("--out", parser=named_path, metavar="<path>", help="Where runs are kept and reused.")
+    ] = RUNS,
+    max_memory: MaxMemory = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table with all numbers.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -36,18 +43,22 @@ def study_command(
 
     Example: `posleak study architectures`
     """
+    from posleak.runs import parse_bytes
     from posleak.studies import run_study, study
 
     changes = {
         key: value for key, value in (("length", length), ("prompts", prompts), ("seed", seed)) if value is not None
     }
     chosen = study(name).at(models=models or (), **changes)
-    with spoken_warnings(), err.status(name) as status:
-        found = run_study(chosen, root, status.update)
+    for cell in chosen.cells:
+        _ = cell.spec  # refuses what cannot be measured before a model is loaded
+    parse_bytes(max_memory)
+    with spoken_warnings(), working(name) as update:
+        found = run_study(chosen, root, update, max_memory=max_memory)
     if as_json:
         emit(found)
     elif markdown:
-        out.print(study_markdown(found), soft_wrap=True, highlight=False, markup=False)
+        out.print(study_markdown(found), soft_wrap=True)
     else:
         out.print(study_table(found))
 
@@ -55,7 +66,6 @@ def study_command(
 def study_table(found: Table) -> Group:
     """The balance table: shares, residual power, its slope with depth, and what an edit removed."""
     from rich.console import Group
-    from rich.markup import escape
     from rich.text import Text
 
     from posleak.show.terminal import cell, share, table
@@ -65,7 +75,7 @@ def study_table(found: Table) -> Group:
     for row in found.rows:
         numbers = row.balance.numbers["all"]
         made.add_row(
-            escape(row.cell.label), str(row.cell.length), cell(numbers.power["total"]),
+            row.cell.label, str(row.cell.length), cell(numbers.power["total"]),
             *(share(numbers.share[part]) for part in ("mask", "drift", "sink")), cell(numbers.power["residual"]),
             cell(row.balance.relative["all"]), share(row.removed["residual, all"]) if row.removed else "",
         )  # fmt: skip

@@ -15,7 +15,8 @@ import typer
 
 from posleak.stopwatch import stage
 
-from .app import app, err, spoken_warnings
+from .app import app, spoken_warnings, working
+from .options import named
 
 if TYPE_CHECKING:
     from posleak.models import Subject
@@ -27,7 +28,9 @@ Load = Callable[[], Any]
 
 MODEL = Annotated[
     str,
-    typer.Argument(help="A built-in name (`posleak models`), a hub id, a folder, or a .gguf file.", metavar="MODEL"),
+    typer.Argument(
+        parser=named, metavar="MODEL", help="A built-in name (`posleak models`), a hub id, a folder, or a .gguf file."
+    ),
 ]
 LOADING: dict[str, tuple[Any, Any]] = {
     "device": (str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU where there is one.")),
@@ -36,6 +39,10 @@ LOADING: dict[str, tuple[Any, Any]] = {
     "revision": (str | None, typer.Option(help="Branch, tag or commit of a hub id.")),
     "trust_remote_code": (bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")),
     "allow_pickle": (bool, typer.Option("--allow-pickle", help="Read weights that are stored as pickles.")),
+    "verify": (
+        bool,
+        typer.Option("--verify", help="Hash every file of the model again, instead of trusting remembered hashes."),
+    ),
 }
 """The options of `posleak.models.load`, by their names there."""
 
@@ -47,7 +54,8 @@ def model_command(name: str) -> Callable[[Callable[..., None]], Callable[..., No
         @wraps(command)
         def run(model: str, **given: Any) -> None:
             loading = {key: given.pop(key) for key in LOADING}
-            command(load=partial(load_subject, model, **loading), **given)
+            asked = {key: value for key, value in loading.items() if value not in (None, False)}
+            command(load=partial(load_subject, model, **asked), **given)
 
         run.__signature__ = _signature(command)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in _signature(command).parameters.values()}
@@ -75,7 +83,7 @@ def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 def load_subject(name: str, **options: Any) -> Subject:
     """Load with a line of status, since the first load fetches and converts the model."""
-    with stage("load"), spoken_warnings(), err.status(f"loading {name}") as status:
+    with stage("load"), spoken_warnings(), working(f"loading {name}") as update:
         from posleak.models import load
 
-        return load(name, progress=status.update, **options)
+        return load(name, progress=update, **options)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.text import Text
 
 from posleak.show.colours import LIGHT
@@ -17,7 +16,7 @@ from posleak.show.words import MARKS, QUERIES
 
 if TYPE_CHECKING:
     from posleak.claims import ClaimsRun, Result
-    from posleak.doctor import Diagnosis
+    from posleak.doctor import Check, Diagnosis
     from posleak.leakage import Estimate, Summary
     from posleak.models import Listed
     from posleak.runs import Run
@@ -49,9 +48,14 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     yield Text(LEGEND, style="dim")
     yield sink_line(summary, run.record.plan.origin)
     for queries, label in QUERIES.items():
-        yield Text.from_markup(f"{label:<24} {_shares(summary, queries)}")
-    yield Text.from_markup(_stabilisation(summary))
-    yield Text.from_markup(f"[dim]remainder {run.remainder:.1e} nats · run[/dim] {escape(str(run.path))}")
+        yield Text(f"{label:<24} ").append_text(_shares(summary, queries))
+    yield _stabilisation(summary)
+    yield remainder_line(run.remainder, run)
+
+
+def remainder_line(remainder: float, run: Run) -> Text:
+    """How exact the split is, and where the run is kept."""
+    return Text(f"remainder {remainder:.1e} nats · run", style="dim").append(f" {run.path}", style="not dim")
 
 
 def layers_table(summary: Summary) -> RenderableType:
@@ -79,29 +83,34 @@ def sink_line(summary: Summary, origin: int) -> Text:
     return line.append(f"\nheads by the width of their sink, in tokens: {sizes}; the origin has {origin}", style="dim")
 
 
-def _shares(summary: Summary, queries: str) -> str:
+def _shares(summary: Summary, queries: str) -> Text:
     numbers = summary.model[queries]
-    parts = []
-    for name in parts_of(numbers):
-        share = numbers.share[name]
-        interval = "" if math.isnan(share.low) else f" [dim]({percent(share.low)}…{percent(share.high)})[/dim]"
-        parts.append(f"[{LIGHT[name]}]{name}[/] {percent(share.value)}{interval}")
-    return "  ".join([*parts, f"[dim]n={summary.prompts}[/dim]"])
+    parts = [named_share(name, numbers.share[name]) for name in parts_of(numbers)]
+    return Text("  ").join([*parts, Text(f"n={summary.prompts}", style="dim")])
 
 
-def _stabilisation(summary: Summary) -> str:
+def named_share(name: str, share: Estimate) -> Text:
+    """`mask 31% (20%…41%)`"""
+    text = Text.assemble((name, LIGHT[name]), f" {percent(share.value)}")
+    if math.isnan(share.value) or math.isnan(share.low):
+        return text
+    return text.append(f" ({percent(share.low)}…{percent(share.high)})", style="dim")
+
+
+def _stabilisation(summary: Summary) -> Text:
     """What the mask would leak without sinks, over what it leaks."""
-    found = {queries: summary.model[queries].stabilisation for queries in QUERIES}
-    shown = [f"{queries} {times(each)}" for queries, each in found.items()]
-    return f"{'stabilisation':<24} {'  '.join(shown)}  [dim]n={summary.prompts}[/dim]"
+    text = Text(f"{'stabilisation':<24} ")
+    for queries in QUERIES:
+        text.append(f"{queries} ").append_text(times(summary.model[queries].stabilisation)).append("  ")
+    return text.append(f"n={summary.prompts}", style="dim")
 
 
-def times(found: Estimate) -> str:
+def times(found: Estimate) -> Text:
     """`×4.4 (3.5…5.7)`"""
     if math.isnan(found.value):
-        return NAN
-    interval = "" if math.isnan(found.low) else f" [dim]({found.low:.1f}…{found.high:.1f})[/dim]"
-    return f"×{found.value:.1f}{interval}"
+        return Text(NAN)
+    text = Text(f"×{found.value:.1f}")
+    return text if math.isnan(found.low) else text.append(f" ({found.low:.1f}…{found.high:.1f})", style="dim")
 
 
 def claims_table(found: ClaimsRun) -> Group:
@@ -131,14 +140,19 @@ def _effect(result: Result) -> Text:
 def doctor_table(diagnosis: Diagnosis) -> Group:
     made = table(("", "check", "value", "bound", "unit", "why"), right=("value", "bound"), wrap=("unit", "why"))
     for check in diagnosis.checks:
-        mark = "[green]✓[/]" if check.ok and check.bound is not None else "[dim]·[/]" if check.ok else "[red]✗[/]"
         bound = NAN if check.bound is None else f"{check.bound:.1e}" if check.bound else "0"
         value = f"{check.value:.1e}" if check.value else "0"
-        made.add_row(mark, check.id, value, bound, check.unit, escape(check.why))
-    verdict = "[green]can be measured here[/]" if diagnosis.ok else "[red]a check failed[/]"
-    prompts = f"[dim]({diagnosis.prompts} prompts of {diagnosis.length} tokens)[/dim]"
-    head = f"[bold]{escape(diagnosis.model)}[/bold]: {verdict} {prompts}"
-    return Group(Text.from_markup(head), made)
+        made.add_row(_mark(check), check.id, value, bound, check.unit, check.why)
+    verdict = ("can be measured here", "green") if diagnosis.ok else ("a check failed", "red")
+    prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens)"
+    return Group(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim")), made)
+
+
+def _mark(check: Check) -> Text:
+    """Failed, passed, or only measured."""
+    if not check.ok:
+        return Text("✗", style="red")
+    return Text("·", style="dim") if check.bound is None else Text("✓", style="green")
 
 
 def models_table(entries: Iterable[Listed]) -> RenderableType:
@@ -146,7 +160,7 @@ def models_table(entries: Iterable[Listed]) -> RenderableType:
     made = table(names, wrap=names[1:])
     for entry in entries:
         made.add_row(
-            entry.name, entry.stands_for, escape(_wheels(entry.packages)), f"{entry.size_mb} MB", entry.licence,
+            entry.name, entry.stands_for, _wheels(entry.packages), f"{entry.size_mb} MB", entry.licence,
             "yes" if entry.cached else "no",
         )  # fmt: skip
     return made

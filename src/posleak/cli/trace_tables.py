@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.text import Text
 
-from posleak.show.colours import LIGHT
-from posleak.show.numbers import NAN, percent
 from posleak.show.terminal import cell, share_bar, table
 from posleak.show.words import QUERIES
 
-from .tables import heading
+from .tables import heading, named_share, remainder_line
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
     from posleak.trace import Ladder, Trace
 
 NAMES = ("earlier", "here", "origin")
@@ -38,9 +33,10 @@ def trace_tables(found: Trace) -> Iterator[RenderableType]:
         yield Text("total power left in the layers after the first if a context is lent up to layer K", style="dim")
     for queries, label in QUERIES.items():
         shares = found.model[queries].share
-        parts = "  ".join(f"[{LIGHT[name]}]{name}[/] {_share(shares[name])}" for name in NAMES)
-        yield Text.from_markup(f"{label:<24} {parts}  [dim]n={found.ordinary.prompts}[/dim]")
-    yield Text.from_markup(f"[dim]remainder {found.remainder:.1e} nats · run[/dim] {escape(str(found.ordinary.path))}")
+        parts = [named_share(name, shares[name]) for name in NAMES]
+        count = Text(f"n={found.ordinary.prompts}", style="dim")
+        yield Text(f"{label:<24} ").append_text(Text("  ").join([*parts, count]))
+    yield remainder_line(found.remainder, found.ordinary)
 
 
 def layers_table(found: Trace) -> RenderableType:
@@ -61,10 +57,3 @@ def ladder_table(ladder: Ladder) -> RenderableType:
         name = "none" if upto < 0 else f"{upto}, all" if row == len(ladder.upto) - 1 else str(upto)
         made.add_row(name, cell(ladder.mean[row]))
     return made
-
-
-def _share(share: Estimate) -> str:
-    if math.isnan(share.value):
-        return NAN
-    interval = "" if math.isnan(share.low) else f" [dim]({percent(share.low)}…{percent(share.high)})[/dim]"
-    return percent(share.value) + interval

@@ -4,6 +4,9 @@ numbers    a number as text, with its interval and unit; a dash where it is not 
 words      sentences and names that several places show
 colours    of components and runs, light and dark
 terminal   tables, cells and bars
+console    a console that shows text as it is
+streams    standard output and standard error that take any text
+failures   what goes wrong as a message and an exit status
 notebook   a measurement or a trace as a few lines of HTML
 
 Earlier stages use it too, since a run knows how it looks in a notebook; so it imports nothing heavy.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
+from posleak.text import visible
+
 from .colours import GLYPHS, LIGHT
 from .numbers import interval, number, percent
 
@@ -24,8 +26,8 @@ def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Shares])
         for queries, found in numbers.items()
     )
     return (
-        f"<div><b>{escape(name)}</b>: shares of position leakage<br>"
-        f"<small>{escape(' · '.join(facts))}</small><table>{rows}</table></div>"
+        f"<div><b>{escape(visible(name))}</b>: shares of position leakage<br>"
+        f"<small>{escape(visible(' · '.join(facts)))}</small><table>{rows}</table></div>"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
+from rich.text import Span, Text
 
 from posleak.axes import PARTS, SCALING
+from posleak.text import visible
 
 from .colours import GLYPHS, LIGHT
 from .numbers import NAN, percent, short
@@ -22,11 +24,34 @@ BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
+class LiteralTable(Table):
+    """A table whose strings are shown as they are: rich would read `[bold]` in a model's name as markup."""
+
+    def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
+        super().add_row(*(literal(cell) if isinstance(cell, str | Text) else cell for cell in cells), **settings)
+
+
+def literal(cell: str | Text) -> Text:
+    """The cell with control characters spelled out, before a column is made as wide as its cells."""
+    text = Text(cell) if isinstance(cell, str) else cell
+    if visible(text.plain) == text.plain:
+        return text
+    spelled = text.copy()
+    spelled.plain = visible(text.plain)
+    spelled.spans = [Span(_moved(text, span.start), _moved(text, span.end), span.style) for span in text.spans]
+    return spelled
+
+
+def _moved(text: Text, place: int) -> int:
+    """Where a place in the text is after spelling out what stands before it."""
+    return len(visible(text.plain[:place]))
+
+
 def table(names: Iterable[str], right: Iterable[str] = (), gap: int = 2, wrap: Iterable[str] = ()) -> Table:
     """A table without lines. Columns in `right` are right-aligned; only columns in `wrap` may be broken."""
-    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    made = LiteralTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for name in names:
-        made.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wrap)
+        made.add_column(Text(name), justify="right" if name in right else "left", no_wrap=name not in wrap)
     return made
 
 

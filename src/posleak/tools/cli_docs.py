@@ -11,6 +11,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
 import posleak.cli  # noqa: F401  every module of commands registers itself
 from posleak.cli.app import app
+from posleak.show.failures import STATUSES
 
 HEAD = """\
 # Command line
@@ -20,16 +21,14 @@ on standard output, or JSON with `--json` ([json.md](json.md)); progress, warnin
 
 | exit status | means |
 |---|---|
-| 0 | success |
-| 1 | a check failed: the numbers would be wrong, or `doctor` found something |
-| 2 | a wrong call: the message says where, what was got, what was expected, and the remedy |
 """
 
 
 def page() -> str:
     """The whole page, ending in one newline."""
+    statuses = [f"| {status} | {cell(meaning)} |\n" for status, meaning in STATUSES.items()]
     lines = (line for command in app.registered_commands for line in section(command))
-    return "\n".join([HEAD, *lines])
+    return "\n".join(["".join([HEAD, *statuses]), *lines])
 
 
 def section(command: CommandInfo) -> Iterator[str]:
