@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium bench format wheel wheel-check clean
+.PHONY: help venv demo test lint unit shapes real chromium fuzz faults bench format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -58,6 +58,14 @@ shapes: $(READY)  ## tests of probe, leakage and origin, with every shape checke
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.
 real: $(READY)  ## tests on a real pretrained model, fetched once
 	$(BIN)/python -m pytest -m real
+
+# Longer than in the tests; docs/reliability.md has the counts of such runs.
+FUZZ ?= 5000
+fuzz: $(READY)  ## damaged and hostile files of every kind; FUZZ=N cases
+	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN)/python fuzz.py --cases $(FUZZ) --seed $$(date +%s)
+
+faults: $(READY)  ## kill work at many moments and let it go on; ten minutes
+	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN)/python kills.py measure=40 trace=20 claims=40
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes

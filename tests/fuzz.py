@@ -154,16 +154,14 @@ def _read_record(bad: Path, good: Path, name: str, changed: bytes, content: byte
         (bad / name).write_bytes(content)
 
 
-def all_cases(seed: int, place: Path) -> Iterator[Case]:
-    """Records and models' files in turn."""
+def sources(rng: random.Random, place: Path, only: str | None = None) -> list[Iterator[Case]]:
+    """Records, and models' files; or one of the two."""
     from fuzz_models import cases as model_cases
 
-    rng = random.Random(seed)
-    (place / "records").mkdir()
-    (place / "models").mkdir()
-    sources = [record_cases(rng, place / "records"), model_cases(rng, place / "models")]
-    while True:
-        yield next(rng.choice(sources))
+    made = {"records": record_cases, "models": model_cases}
+    for name in made:
+        (place / name).mkdir()
+    return [cases(rng, place / name) for name, cases in made.items() if only in (None, name)]
 
 
 def limit_memory() -> None:
@@ -176,16 +174,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", action="store_true", help="only run.json, claims.json, origin.json, doctor.json")
+    parser.add_argument("--only", choices=("records", "models"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="posleak-fuzz-") as folder:
-        source = (
-            record_cases(random.Random(asked.seed), Path(folder)) if asked.records
-            else all_cases(asked.seed, Path(folder))
-        )  # fmt: skip
-        next(source)  # everything is imported and made before memory is limited
+        rng = random.Random(asked.seed)
+        kinds = sources(rng, Path(folder), asked.only)
+        for kind in kinds:
+            next(kind)  # everything is imported and made before memory is limited
         limit_memory()
-        outcome = fuzz(source, asked.cases)
+        outcome = fuzz((next(rng.choice(kinds)) for _ in range(asked.cases)), asked.cases)
     print(outcome, *outcome.findings, sep="\n")
     sys.exit(bool(outcome.findings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,14 +100,11 @@ class Measurement:
     ) -> Measurement:
         """`ids` are prompts that were given; `base` are prompts that another measurement of this spec has prepared."""
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", PosleakWarning)
-            if base is None:
-                with stage("prompts"):
-                    inputs = spec.inputs if ids is None else ids
-                    base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
-            check_size(subject, resolved)
-        return cls(subject, spec, resolved, base, tuple(str(warning.message) for warning in caught))
+        if base is None:
+            with stage("prompts"):
+                inputs = spec.inputs if ids is None else ids
+                base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
+        return cls(subject, spec, resolved, base, tuple(size_notes(subject, resolved)))
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -263,27 +260,23 @@ def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
     )
 
 
-def check_size(subject: Subject, spec: MeasureSpec) -> None:
-    """Refuse or warn of prompts that are too long, too short for a window, or too few, before any forward pass."""
+def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
+    """Refuse prompts that are too long; say of others that they are long, too short for a window, or too few."""
     context, read = subject.context, spec.length + spec.borrowed
     if context is not None and read > context:
         borrowed = f" after a context of {spec.borrowed}" if spec.borrowed else ""
         what = f"length {spec.length}{borrowed} is beyond the model's context of {context} positions"
         if not subject.identity.rotary:
             raise InputError(what, where=subject.identity.name, remedy=f"use --length {context} or less")
-        warnings.warn(f"{what}: what is measured there is extrapolation", PosleakWarning, stacklevel=2)
+        yield f"{what}: what is measured there is extrapolation"
     if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
-        warnings.warn(
+        yield (
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
-            f"are measured as if they saw everything; use --length {2 * window} or more to see the window",
-            PosleakWarning,
-            stacklevel=2,
+            f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
         )
     if spec.prompts < FEWEST:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"
-        warnings.warn(
+        yield (
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
-            f"--prompts {FEWEST} or more",
-            PosleakWarning,
-            stacklevel=2,
+            f"--prompts {FEWEST} or more"
         )
