@@ -26,6 +26,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+WORDS = ["h", "e", "t", "he", "the", *(f"w{number}" for number in range(92))]
+"""Tokens for `write_gguf`, one for each of the vocabulary."""
+
 
 def tiny(kind: str = "Llama", **changes: Any) -> PreTrainedModel:
     """A seeded random model of a family, by the prefix of its classes in transformers."""
@@ -82,8 +85,8 @@ def _gguf_name(name: str) -> str:
     return name
 
 
-def write_gguf(model: PreTrainedModel, path: Path, **metadata: Any) -> Path:
-    """A llama as llama.cpp would write it, in F32 and without a tokenizer; `metadata` adds keys of `llama.*`."""
+def write_gguf(model: PreTrainedModel, path: Path, words: list[str] | None = None, **metadata: Any) -> Path:
+    """A llama as llama.cpp would write it, in F32; `words` are its tokens, `metadata` adds keys of `llama.*`."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)
@@ -100,6 +103,11 @@ def write_gguf(model: PreTrainedModel, path: Path, **metadata: Any) -> Path:
     for key, value in metadata.items():
         dotted = f"llama.{key.replace('__', '.')}"
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(dotted, value)
+    if words is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(words)
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
+        writer.add_token_merges(["h e", "t he"])
     _write_tensors(writer, model)
     return path
 

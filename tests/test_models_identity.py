@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -90,16 +91,22 @@ def test_hash_refuses_weights_that_are_elsewhere() -> None:
         Subject.of(model)
 
 
-def test_hash_of_a_folder_is_remembered_until_the_file_changes(tmp_path: Path) -> None:
-    folder, cache = save(tiny(), tmp_path / "m"), tmp_path / "cache"
-    first = hashing.folder_sha256(folder, cache)
+def test_hash_of_a_file_is_remembered_until_it_changes(tmp_path: Path) -> None:
+    weights, cache = save(tiny(), tmp_path / "m") / "model.safetensors", tmp_path / "cache"
+    first = hashing.file_sha256(weights, cache)
     (record,) = (cache / "hashes").iterdir()
-    record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "remembered"}))
-    assert hashing.folder_sha256(folder, cache) != first  # the memory is what is read
-    weights = folder / "model.safetensors"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0" * 64}))
+    assert hashing.file_sha256(weights, cache) == "0" * 64  # the memory is what is read
+    assert hashing.file_sha256(weights) == first
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert len(list((cache / "hashes").iterdir())) == 1
-    assert hashing.folder_sha256(folder, cache) == hashing.folder_sha256(folder)
+    assert hashing.file_sha256(weights, cache) == hashing.file_sha256(weights) != first
+
+
+def test_hash_of_an_ordinary_folder_is_what_it_always_was(tmp_path: Path) -> None:
+    folder = save(tiny(), tmp_path / "m")
+    inner = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    expected = hashlib.sha256(f"model.safetensors\0{inner}\n".encode()).hexdigest()
+    assert load(folder, cache=tmp_path / "cache").identity.weights_sha256 == expected
 
 
 def test_tokenizer_is_asked_what_it_prepends(tmp_path: Path) -> None:

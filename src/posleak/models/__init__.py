@@ -1,13 +1,18 @@
 """Stage 1, where a model comes from: a hub id, a folder, a GGUF file, a built-in name or an object -> `Subject`.
 
+    border      errors of other libraries about other people's files, as one error that names the file
     cache       where posleak keeps what it fetched: one lock, one workspace, one atomic publication
-    hashing     what the weights are: sha256 of files and of tensors
-    memory      whether the weights fit, asked before any is read
+    hashing     what the model is: sha256 of files and of tensors
+    weights     which files hold the weights, and what their headers say
+    bounds      sizes that no model has, refused before anything is built
+    memory      whether the model fits, asked before any weight is read
     identity    what the model is, in fields that a result can carry
     subject     model + tokenizer + identity, the value that every later stage takes
-    tokenizer   the tokenizer, if there is one, and what it prepends by itself
+    trust       what could run a stranger's code, refused or put out of action
     refusals    models that posleak must not measure, refused by name before their weights are read
-    pretrained  the one place that calls transformers' from_pretrained
+    pretrained  the one place that calls transformers' from_pretrained for models
+    tokenizer   the tokenizer, if there is one, and what it prepends by itself
+    gguf_header the header of a GGUF file, read within the bounds of the file
     gguf_facts  what a GGUF file says about itself, and what transformers would silently drop
     manifest    the record beside a converted model that makes it loadable
     convert     GGUF -> safetensors folder, once, verified

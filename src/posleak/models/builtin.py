@@ -114,11 +114,15 @@ def entry(name: str) -> Builtin:
 
 
 def cached(name: str | Builtin, cache: str | os.PathLike[str] | None = None) -> Path | None:
-    """The converted folder if it is whole, else None; reads one small file."""
+    """The converted folder if all its files are there, else None. Their content is checked when it is loaded."""
     chosen = name if isinstance(name, Builtin) else entry(name)
-    folder = caching.model_folder(caching.root(cache), chosen.name)
-    record = manifest.read(folder)
-    return folder if record is not None and record.gguf_sha256 == chosen.gguf_sha256 else None
+    folder = _folder(chosen, cache)
+    record = manifest.find(folder, chosen.gguf_sha256)
+    return folder if record is not None and manifest.present(folder, record) else None
+
+
+def _folder(chosen: Builtin, cache: str | os.PathLike[str] | None) -> Path:
+    return caching.model_folder(caching.root(cache), chosen.name)
 
 
 def listing(cache: str | os.PathLike[str] | None = None) -> list[Listed]:
@@ -154,9 +158,8 @@ def fetch(
     from posleak.models import convert
 
     chosen = name if isinstance(name, Builtin) else entry(name)
-    found = cached(chosen, cache)
-    if found is not None:
-        return found
+    if manifest.find(_folder(chosen, cache), chosen.gguf_sha256) is not None:
+        return _folder(chosen, cache)
     if chosen.terms is not None and notice is not None:
         notice(chosen.terms)
     return convert.ensure(_order(chosen, download), caching.root(cache), progress or (lambda _message: None))

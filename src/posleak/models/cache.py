@@ -3,11 +3,13 @@
 <root>/models/<key>/   converted models, only ever put there by one rename
 <root>/unfinished/<key>-*/  work under way; whoever holds the lock of <key> may delete it
 <root>/locks/<key>     one lock per key, so that two processes do not convert the same model at once
-<root>/hashes/         sha256 of files already read, keyed by path, size and time
+<root>/hashes/         sha256 of files already read (hashing.py)
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -15,16 +17,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from posleak.errors import ModelError
+from posleak.errors import ModelError, PosleakError, StorageError
+from posleak.files import flush, held
+from posleak.models.border import FULL, border, errno_of
+from posleak.text import one_line, size
 
 ENVIRONMENT = "POSLEAK_CACHE"
+LONGEST = 100
+"""Bytes of a key that can be part of a file's name; file systems allow 255."""
+
+_SPACE, _RIGHTS, _IN_THE_WAY = "free some space", "make it writable for you", "move away what stands in the way"
+_HELP: dict[int | None, str] = {
+    **dict.fromkeys(FULL, _SPACE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), _IN_THE_WAY),
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "look after the disk",
+}
+"""What helps where the system refused to write, by its number for the reason."""
 
 
 def root(cache: str | os.PathLike[str] | None = None) -> Path:
     """The cache: what the caller passed, else $POSLEAK_CACHE, else the platform's cache folder."""
     chosen = cache or os.environ.get(ENVIRONMENT)
     if chosen:
-        return Path(chosen).expanduser().resolve()
+        with border("the cache cannot be there", str(chosen), f"set {ENVIRONMENT} to another folder"):
+            return Path(chosen).expanduser().resolve()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("posleak"))
@@ -32,78 +50,70 @@ def root(cache: str | os.PathLike[str] | None = None) -> Path:
 
 def model_folder(cache: Path, key: str) -> Path:
     """Where the converted model `key` stands once it is whole."""
-    return cache / "models" / key
+    return cache / "models" / _file_name(key)
 
 
-def make_folder(folder: Path) -> Path:
-    """Make `folder`, or say which setting points at a place that cannot be written."""
+def _file_name(key: str) -> str:
+    """The key, or its hash if it is too long for a file's name."""
+    return key if len(os.fsencode(key)) <= LONGEST else hashlib.sha256(os.fsencode(key)).hexdigest()
+
+
+@contextmanager
+def writing(place: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
+    """Where files cannot be written to `place`, say why, and that `setting` chooses another."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        yield
+    except Exception as error:
+        told = error.__cause__ if isinstance(error, StorageError) and error.__cause__ is not None else error
+        number = None if isinstance(told, PosleakError) else errno_of(told)
+        if number not in _HELP:
+            raise
         raise ModelError(
-            "the cache folder cannot be made",
-            where=str(folder),
-            got=error,
-            remedy=f"set {ENVIRONMENT} to a folder that can be written",
-        ) from error
-    return folder
+            "the model cannot be written", where=str(place), got=one_line(told),
+            remedy=f"{_HELP[number]}, or set {setting} to another folder",
+        ) from error  # fmt: skip
 
 
 @contextmanager
 def lock(cache: Path, key: str) -> Iterator[None]:
     """Hold the lock of `key`; the kernel releases it when the process dies, so that no lock is ever stale."""
-    path = make_folder(cache / "locks") / key
-    with path.open("w") as handle:
-        try:
-            import fcntl
-        except ModuleNotFoundError:  # not POSIX: publication is still atomic, only the work may be done twice
-            yield
-            return
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    (cache / "locks").mkdir(parents=True, exist_ok=True)
+    with held(cache / "locks" / _file_name(key), wait=True):
         yield
 
 
 @contextmanager
 def workspace(cache: Path, key: str) -> Iterator[Path]:
     """A folder for unfinished work on `key`, removed afterwards. Hold the lock of `key`: older folders are deleted."""
-    parent = make_folder(cache / "unfinished")
-    for stale in parent.glob(f"{key}-*.work"):
+    parent, name = cache / "unfinished", _file_name(key)
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(f"{name}-*.work"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{key}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as name:
-        yield Path(name)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as made:
+        yield Path(made)
 
 
 def publish(finished: Path, final: Path, trash: Path) -> None:
     """Flush `finished` to disk, then put it at `final` by one rename; what stood there before goes to `trash`."""
     for path in sorted(finished.rglob("*")):
-        _flush(path)
-    _flush(finished)
-    make_folder(final.parent)
+        flush(path)
+    flush(finished)
+    final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         os.replace(final, trash)
     os.replace(finished, final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or, where the platform can open one, a folder."""
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(final.parent)
 
 
 def require_disk(folder: Path, need: int, what: str) -> None:
     """Refuse work that would fill the disk, before the first byte is fetched."""
-    free = shutil.disk_usage(make_folder(folder)).free
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
     if free < need:
         raise ModelError(
             f"not enough disk space for {what}",
             where=str(folder),
-            got=f"{free / 1e6:.0f} MB free",
-            expected=f"{need / 1e6:.0f} MB",
+            got=f"{size(free)} free",
+            expected=size(need),
             remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
         )

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakWarning
+from posleak.models import bounds, gguf_facts, hashing, manifest, memory, pretrained, weights
 from posleak.models import cache as caching
-from posleak.models import gguf_facts, hashing, manifest, memory, pretrained
+from posleak.models import tokenizer as words
+from posleak.models.border import border, disk_is_full, spelled
 from posleak.models.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -43,38 +47,17 @@ class Order:
     licence: str | None = None
 
 
-def find(cache: Path, key: str) -> Path | None:
-    """The converted folder, if it is there and whole."""
-    folder = caching.model_folder(cache, key)
-    return folder if manifest.read(folder) is not None else None
-
-
 def ensure(order: Order, cache: Path, say: Say) -> Path:
     """The converted folder; made now if it is not there. Safe to call from many processes."""
-    from safetensors import SafetensorError
-
-    with caching.lock(cache, order.key):
-        found = find(cache, order.key)
-        if found is not None:
-            return found
+    final = caching.model_folder(cache, order.key)
+    with caching.writing(cache), caching.lock(cache, order.key):
+        if manifest.find(final, order.gguf_sha256) is not None:
+            return final
         caching.require_disk(cache, order.need_bytes, order.name)
         with caching.workspace(cache, order.key) as workspace:
-            try:
-                finished = _make(order, workspace, say)
-                caching.publish(finished, caching.model_folder(cache, order.key), workspace / "replaced")
-            except (OSError, SafetensorError) as error:
-                raise _unwritten(order, cache, error) from error
-    return caching.model_folder(cache, order.key)
-
-
-def _unwritten(order: Order, cache: Path, error: Exception) -> ModelError:
-    return ModelError(
-        "the model could not be written to the cache",
-        where=str(cache),
-        got=error,
-        expected=f"{order.need_bytes / 1e6:.0f} MB of writable space for {order.name}",
-        remedy=f"free some space, or set {caching.ENVIRONMENT} to another folder",
-    )
+            finished = _make(order, workspace, say)
+            caching.publish(finished, final, workspace / "replaced")
+    return final
 
 
 def _make(order: Order, workspace: Path, say: Say) -> Path:
@@ -84,42 +67,72 @@ def _make(order: Order, workspace: Path, say: Say) -> Path:
     memory.require_memory(need, where=str(gguf), device="cpu", available=lambda: memory.available_bytes("cpu"))
     say(f"{order.name}: converting {facts.quantisation}, once")
     finished = workspace / "finished"
-    weights = _convert(facts, finished)
+    _convert(facts, _alone(gguf, workspace), finished)
     if gguf.is_relative_to(workspace):
         gguf.unlink()
-    _write_manifest(order, facts, finished, weights)
+    _write_manifest(order, facts, finished)
     say(f"{order.name}: ready")
     return finished
 
 
-def _write_manifest(order: Order, facts: gguf_facts.Facts, finished: Path, weights: str) -> None:
+def _alone(gguf: Path, workspace: Path) -> Path:
+    """The file in a folder of its own: transformers would also read what lies beside it, and might run it."""
+    alone = workspace / "alone" / "model.gguf"
+    alone.parent.mkdir()
+    for put in (os.symlink, os.link):
+        with contextlib.suppress(OSError, NotImplementedError):
+            put(gguf.resolve(), alone)
+            return alone
+    shutil.copyfile(gguf, alone)
+    return alone
+
+
+def _write_manifest(order: Order, facts: gguf_facts.Facts, finished: Path) -> None:
+    files = manifest.contents(finished)
     record = Manifest(
-        name=order.name,
+        name=spelled(order.name),
         source=order.source,
         packages=order.packages,
         gguf_sha256=order.gguf_sha256,
         quantisation=facts.quantisation,
         licence=order.licence or facts.licence,
-        weights_sha256=weights,
-        files=manifest.sizes(finished),
+        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weights.files(finished)}),
+        files=files,
     )
     manifest.write(finished, record)
 
 
-def _convert(facts: gguf_facts.Facts, finished: Path) -> str:
-    """Load, save, reload, compare; returns the sha256 of the weight files."""
+def _convert(facts: gguf_facts.Facts, gguf: Path, finished: Path) -> None:
+    """Load, save, reload, compare. `gguf` is the file of `facts`, in a folder of its own."""
     import torch
 
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF progress bar even if bars are off
-        model = pretrained.read_model(facts.path.parent, dtype=torch.float32, gguf_file=facts.path.name)
-    gguf_facts.require_positions_kept(facts, model.config)
+    with _about(facts):
+        config = pretrained.read_config(gguf.parent, gguf_file=gguf.name)
+        bounds.require_held(facts.path, memory.needed(config), facts.elements, spare=0)
+        gguf_facts.require_positions_kept(facts, config)
+        with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF bar even if bars are off
+            model = pretrained.read_model(gguf.parent, config, dtype=torch.float32, gguf_file=gguf.name)
+        savable, before = _savable(model), _Portrait.of(model)
     _report_dropped(facts, model)
-    _save(model, finished)
-    _save_tokenizer(facts, finished)
-    before = _Portrait.of(model)
-    del model  # two copies of a large model need not be in memory at once
-    before.require_same(_Portrait.of(pretrained.read_model(finished, dtype=torch.float32)), finished)
-    return hashing.folder_sha256(finished)
+    with pretrained.quiet():
+        savable.save_pretrained(str(finished))
+    del model, savable  # two copies of a large model need not be in memory at once
+    _save_tokenizer(facts, gguf, finished)
+    with _about(facts):
+        again = pretrained.read_model(finished, pretrained.read_config(finished), dtype=torch.float32)
+        before.require_same(_Portrait.of(again), finished)
+
+
+@contextlib.contextmanager
+def _about(facts: gguf_facts.Facts) -> Iterator[None]:
+    """Name the user's file in errors about its copy in the workspace."""
+    try:
+        with border("transformers cannot load the GGUF file", facts.path, pretrained.REMEDY):
+            yield
+    except ModelError as error:
+        raise type(error)(
+            error.what, where=str(facts.path), got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
 
 
 def _report_dropped(facts: gguf_facts.Facts, model: PreTrainedModel) -> None:
@@ -132,8 +145,11 @@ def _report_dropped(facts: gguf_facts.Facts, model: PreTrainedModel) -> None:
         warnings.warn(message, PosleakWarning, stacklevel=2)
 
 
-def _save(model: PreTrainedModel, folder: Path) -> None:
-    """A model that came from GGUF refuses to be saved; a fresh one of the same config with its tensors does not."""
+def _savable(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that came from GGUF refuses to be saved; a fresh one of the same config with its tensors does not.
+
+    It also refuses tensors of other shapes than the config says, which transformers takes from GGUF without a word.
+    """
     import torch
 
     config = model.config.to_dict()
@@ -141,26 +157,38 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     with torch.device("meta"):
         fresh = type(model)(type(model.config).from_dict(config))
     fresh.load_state_dict(model.state_dict(), assign=True, strict=True)
-    with pretrained.quiet():
-        fresh.save_pretrained(str(folder))
+    return fresh
 
 
-def _save_tokenizer(facts: gguf_facts.Facts, folder: Path) -> None:
+def _save_tokenizer(facts: gguf_facts.Facts, gguf: Path, folder: Path) -> None:
     """Save the file's tokenizer; warn if transformers cannot read it: random tokens can still be measured."""
     if not facts.has_tokenizer:
         return
-    from transformers import AutoTokenizer
-
     try:
-        with pretrained.quiet():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(facts.path.parent), gguf_file=facts.path.name
-            )
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        message = f"{facts.path}: its tokenizer cannot be read ({error}); text inputs will not be possible"
+        with border("its tokenizer cannot be read", facts.path, pretrained.REMEDY):
+            saved = _saved_tokenizer(gguf)
+    except ModelError as error:
+        if disk_is_full(error):
+            raise
+        message = f"{facts.path}: {error.what} ({error.got}); text inputs will not be possible"
         warnings.warn(message, PosleakWarning, stacklevel=2)
         return
-    tokenizer.save_pretrained(str(folder))
+    for path in saved.iterdir():
+        os.replace(path, folder / path.name)
+
+
+def _saved_tokenizer(gguf: Path) -> Path:
+    """The tokenizer of a GGUF file, saved in a folder of its own."""
+    from transformers import AutoTokenizer
+
+    with pretrained.confined():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
+        )
+    words.prepended(tokenizer)
+    saved = gguf.parent / "tokenizer"
+    tokenizer.save_pretrained(str(saved))
+    return saved
 
 
 @dataclass(frozen=True)
@@ -195,12 +223,11 @@ class _Portrait:
         )
 
 
-def user_gguf(path: Path, cache: Path, say: Say) -> Path:
-    """The converted folder of a GGUF file of the user's, keyed by the file's sha256."""
-    digest = hashing.file_sha256(path, cache)
+def user_gguf(path: Path, cache: Path, say: Say, *, verify: bool = False) -> Path:
+    """The converted folder of a GGUF file of the user's, keyed by the file's sha256, taken afresh if `verify`."""
+    digest = hashing.file_sha256(path, None if verify else cache)
     key = f"gguf-{digest[:24]}"
-    found = find(cache, key)
-    if found is not None:
-        return found
+    if manifest.find(caching.model_folder(cache, key), digest) is not None:
+        return caching.model_folder(cache, key)
     need = 4 * gguf_facts.read(path).elements
     return ensure(Order(key, path.name, "gguf", digest, lambda _workspace, _say: path, need), cache, say)

@@ -9,17 +9,22 @@ is compared with the config that transformers made of it, and refused if they di
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
+from posleak.models import bounds, gguf_header
+from posleak.models.border import FETCH_AGAIN, border
+from posleak.models.gguf_header import Header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PLAIN = ("F32", "F16", "BF16", "F64")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -46,50 +51,57 @@ class Facts:
 
 
 def read(path: Path) -> Facts:
-    """The facts of a GGUF file; an error if the file is not GGUF, or is cut short."""
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(str(path))
-        return _facts(path, reader)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ModelError(
-            "the file is not a whole GGUF file",
-            where=str(path),
-            got=f"{type(error).__name__}: {error}",
-            remedy="fetch the file again; an interrupted download looks like this",
-        ) from error
+    """The facts of a GGUF file; an error if the file is not GGUF, is cut short, or contradicts itself."""
+    header = gguf_header.read(path)
+    with border("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
+        facts = _facts(path, header)
+        _require_consistent(facts, header)
+    return facts
 
 
-def _facts(path: Path, reader: Any) -> Facts:
-    def field(key: str) -> Any:
-        return reader.fields[key].contents() if key in reader.fields else None
-
+def _facts(path: Path, header: Header) -> Facts:
+    field = header.fields.get
     family = field("general.architecture")
     scaling = field(f"{family}.rope.scaling.type")
     window = field(f"{family}.attention.sliding_window")
+    licence = field("general.license")
     return Facts(
         path=path,
         architecture=str(family),
-        file_type=_file_type(field("general.file_type"), reader),
-        elements=sum(int(tensor.n_elements) for tensor in reader.tensors),
-        licence=field("general.license"),
-        has_tokenizer="tokenizer.ggml.model" in reader.fields,
+        file_type=_file_type(field("general.file_type"), header),
+        elements=sum(tensor.numbers for tensor in header.tensors),
+        licence=None if licence is None else str(licence),
+        has_tokenizer="tokenizer.ggml.model" in header.fields,
         rope_base=field(f"{family}.rope.freq_base"),
         rope_scaling=None if scaling in (None, "none") else str(scaling),
-        rope_tensors=tuple(tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_")),
+        rope_tensors=tuple(tensor.name for tensor in header.tensors if tensor.name.startswith("rope_")),
         rotary_dim=field(f"{family}.rope.dimension_count"),
         window=window if isinstance(window, int) and window > 0 else None,
     )
 
 
-def _file_type(stated: int | None, reader: Any) -> str:
-    """The quantisation scheme that the file names, else the commonest type of its matrices."""
-    from gguf import LlamaFileType
+def _require_consistent(facts: Facts, header: Header) -> None:
+    """The number of blocks is that of the tensors; heads for speculative decoding may be counted apart."""
+    stated = header.fields.get(f"{facts.architecture}.block_count", 0)
+    extra = header.fields.get(f"{facts.architecture}.nextn_predict_layers", 0)
+    blocks = len({found[1] for tensor in header.tensors if (found := _BLOCK.match(tensor.name))})
+    if stated not in (blocks, blocks - extra):
+        raise ModelError(
+            "the GGUF file contradicts itself", where=str(facts.path),
+            got=f"{facts.architecture}.block_count = {stated}",
+            expected=f"{blocks}, the number of blocks in its tensors", remedy=FETCH_AGAIN,
+        )  # fmt: skip
+    sizes = {key: value for key, value in header.fields.items() if not key.startswith("tokenizer.")}
+    bounds.require_sane(facts.path, sizes)
 
-    if stated is not None and stated in LlamaFileType._value2member_map_:
+
+def _file_type(stated: Any, header: Header) -> str:
+    """The quantisation scheme that the file names, else the commonest type of its matrices."""
+    from gguf import GGMLQuantizationType, LlamaFileType
+
+    if stated in LlamaFileType._value2member_map_:
         return LlamaFileType(stated).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
+    types = Counter(GGMLQuantizationType(tensor.kind).name for tensor in header.tensors if len(tensor.shape) > 1)
     return types.most_common(1)[0][0] if types else "unknown"
 
 

@@ -1,74 +1,143 @@
-"""What the weights are: a sha256 that travels with every result, so that two runs can be known to be of one model.
+"""What a model is: hashes that travel with every result, so that two runs can be known to be of one model.
 
-Folders:  sha256 over (name, content) of the weight files, sorted by name. It does not depend on the dtype of loading.
-Objects:  sha256 over (name, dtype, shape, bytes) of the state dict, sorted by name.
+Folders:     sha256 over (relative path, content) of the files, sorted by path: the weight files, the tokenizer's files
+             and, if it was run, the code. It does not depend on the dtype of loading.
+Objects:     sha256 over (name, dtype, shape, bytes) of the state dict, sorted by name.
 
-The two differ for the same model by construction; each is stable in itself.
+The hash of a folder and of the object loaded from it differ by construction; each is stable in itself.
+
+What is read when:
+
+Converted models (built-in or GGUF): every file is hashed at every load and compared with posleak.json.
+Folders and GGUF files of the user's: small files are hashed at every load. Weights are hashed once and then remembered
+    in <cache>/hashes under their path, size, inode, time of writing and time of change; a program can set the time of
+    writing back, but not the time of change. `load(..., verify=True)` hashes them again.
+
+What is not defended: whoever can write to the cache can also write a matching posleak.json or a wrong memory, and a
+file that is changed while it is loaded may be hashed before the change and read after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from posleak.errors import ModelError
+from posleak.errors import ModelError, StorageError
+from posleak.files import write_atomically
+from posleak.models.border import border
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1 << 22
+CHUNK = 1 << 26
+"""Bytes hashed at once: large, since between two chunks a thread waits for its turn among Python's threads."""
+HEX = frozenset("0123456789abcdef")
 
 
-def file_sha256(path: Path, cache: Path | None = None) -> str:
-    """sha256 of one file; remembered in `cache` under its path, size and modification time, since models are large."""
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def file_sha256(path: Path, cache: Path | None = None, go_on: Callable[[], bool] = lambda: True) -> str:
+    """sha256 of one file; taken from the memory in `cache` if the file is the same as when it was hashed.
+
+    `go_on` is asked now and then; if it says no, the hash is not finished, and of no use.
+    """
+    known = None if cache is None else _memory_of(path.resolve(), cache)
+    remembered = None if known is None else _recall(known)
+    if remembered is not None:
+        return remembered
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK, max(path.stat().st_size, 1))))
+    with path.open("rb", buffering=0) as file:
+        while go_on() and (count := file.readinto(buffer)):
+            digest.update(buffer[:count])
+    if known is not None and go_on():
+        _remember(known, path.resolve(), digest.hexdigest())
+    return digest.hexdigest()
+
+
+def joined_sha256(hashes: Mapping[str, str]) -> str:
+    """One hash of many files, from their relative paths and their hashes."""
+    digest = hashlib.sha256()
+    for name in sorted(hashes):
+        digest.update(os.fsencode(name) + f"\0{hashes[name]}\n".encode())
+    return digest.hexdigest()
+
+
+class Background:
+    """Files of a folder, hashed in a thread while the caller imports libraries and reads the model.
+
+    Use as a context: whoever leaves it early, because the model was refused, does not wait for the thread.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str], cache: Path | None = None) -> None:
+        self._folder, self._names, self._cache = folder, list(names), cache
+        self._left = threading.Event()
+        self._hashes: dict[str, str] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="posleak-sha256", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+
+    def _run(self) -> None:
+        try:
+            for name in self._names:
+                self._hashes[name] = file_sha256(self._folder / name, self._cache, lambda: not self._left.is_set())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> dict[str, str]:
+        """The hashes by name, once they are all there."""
+        self._thread.join()
+        with border("a file of the model cannot be read", self._folder, "make it readable for you"):
+            if self._error is not None:
+                raise self._error
+        return self._hashes
+
+
+# -- the memory of hashes -------------------------------------------------------------------------------------------
+
+
+def _memory_of(path: Path, cache: Path) -> Path:
+    """Where the hash of this file, in its present state, is remembered."""
     stat = path.stat()
-    known = _memory_of(path.resolve(), stat, cache)
-    if known is not None and known.is_file():
-        remembered = json.loads(known.read_text())
-        return str(remembered["sha256"])
-    with path.open("rb") as handle:
-        digest = hashlib.file_digest(handle, "sha256").hexdigest()
-    if known is not None:
-        _remember(known, {"path": str(path.resolve()), "bytes": stat.st_size, "sha256": digest})
-    return digest
-
-
-def _memory_of(path: Path, stat: os.stat_result, cache: Path | None) -> Path | None:
-    if cache is None:
-        return None
-    key = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()
+    state = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+    key = os.fsencode(path) + "".join(f"\0{number}" for number in state).encode()
     return cache / "hashes" / f"{hashlib.sha256(key).hexdigest()}.json"
 
 
-def _remember(where: Path, record: dict[str, object]) -> None:
-    """Write atomically; a cache that cannot be written costs time at the next load, nothing else."""
+def _recall(known: Path) -> str | None:
+    """What is remembered; None if there is nothing, or nothing that can be read as a hash."""
     try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=where.parent, suffix=".part", delete=False) as handle:
-            json.dump(record, handle)
-        os.replace(handle.name, where)
-    except OSError:
-        return
+        found = json.loads(known.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    digest = found.get("sha256") if isinstance(found, dict) else None
+    return digest if isinstance(digest, str) and len(digest) == 64 and HEX.issuperset(digest) else None
 
 
-def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files, sorted by name: safetensors, or pickles if they are allowed and there are no safetensors."""
-    safe = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if safe or not allow_pickle:
-        return safe
-    return sorted(folder.glob("pytorch_model*.bin"))
+def _remember(known: Path, path: Path, digest: str) -> None:
+    """A cache that cannot be written costs time at the next load, nothing else."""
+    text = json.dumps({"path": str(path), "sha256": digest})
+    with contextlib.suppress(StorageError, OSError):
+        write_atomically(known, lambda temporary: temporary.write_text(text + "\n", encoding="ascii"))
+        for left in known.parent.glob("tmp*.part"):  # of versions of posleak that wrote otherwise
+            left.unlink()
 
 
-def folder_sha256(folder: Path, cache: Path | None = None, *, allow_pickle: bool = False) -> str:
-    """sha256 over the names and contents of the weight files of a folder."""
-    digest = hashlib.sha256()
-    for path in weight_files(folder, allow_pickle=allow_pickle):
-        digest.update(f"{path.name}\0{file_sha256(path, cache)}\n".encode())
-    return digest.hexdigest()
+# -- objects in memory ----------------------------------------------------------------------------------------------
 
 
 def model_sha256(model: torch.nn.Module) -> str:
@@ -94,3 +163,13 @@ def _update(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), CHUNK):
         digest.update(flat[start : start + CHUNK].numpy().data)
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """sha256 of a tokenizer in memory: all that its backend would save, or else its vocabulary, and special tokens."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    return hashlib.sha256(f"{words}\0{special}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from posleak.models.border import border, spelled
+from posleak.text import visible
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,6 +29,8 @@ class Provenance:
     revision: str | None = None
     quantisation: str | None = None
     licence: str | None = None
+    tokenizer_sha256: str | None = None
+    code_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Identity:
     `layer_types` says so). `rotary` is the config's `rope_parameters`, nested per layer type in some families.
     `bos` has config_id (the token that the config names), tokenizer_id (that the tokenizer names) and
     tokenizer_prepends (the ids that the tokenizer puts first by itself, found by encoding a text; often none).
+    `tokenizer_sha256` is of the tokenizer's files or, for an object, of what it would save; `code_sha256` is of the
+    folder's *.py files, if trust_remote_code let them run.
     """
 
     name: str
@@ -61,6 +68,8 @@ class Identity:
     revision: str | None
     bos: dict[str, Any]
     licence: str | None
+    tokenizer_sha256: str | None = None
+    code_sha256: str | None = None
 
     @property
     def spans(self) -> list[int]:
@@ -76,15 +85,21 @@ class Identity:
 
     def short(self) -> str:
         """One line for people."""
-        return f"{self.name}: {', '.join(self.facts)}, on {self.device}, sha256 {self.weights_sha256[:12]}"
+        line = f"{self.name}: {', '.join(self.facts)}, on {self.device}, sha256 {self.weights_sha256[:12]}"
+        return visible(line).replace("\n", "\\n")
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """The identity of a model in memory."""
+    with border("the model cannot be described", provenance.name, "correct its config, or fetch the files again"):
+        return _described(model, tokenizer, provenance)
+
+
+def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     config = model.config
     text = config.get_text_config(decoder=True)
     return Identity(
-        name=provenance.name,
+        name=spelled(provenance.name),
         architecture=str(config.model_type),
         model_class=type(model).__name__,
         layers=_largest(text, "num_hidden_layers"),
@@ -103,9 +118,11 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         weights_sha256=provenance.weights_sha256,
         config_sha256=config_sha256(config),
         source=provenance.source,
-        revision=provenance.revision,
+        revision=None if provenance.revision is None else spelled(provenance.revision),
         bos=_bos(config, text, tokenizer),
         licence=provenance.licence,
+        tokenizer_sha256=provenance.tokenizer_sha256,
+        code_sha256=provenance.code_sha256,
     )
 
 

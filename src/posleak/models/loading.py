@@ -1,25 +1,46 @@
-"""`load`: a name -> a `Subject`. Every refusal comes before the weights are read."""
+"""`load`: a name -> a `Subject`. Refusals come before the weights are read, but for hashes, which are taken then."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
+from posleak.models import bounds, hashing, manifest, memory, pretrained, refusals, sources, tokenizer, trust, weights
 from posleak.models import cache as caching
-from posleak.models import hashing, memory, pretrained, refusals, sources, tokenizer
+from posleak.models.border import border
 from posleak.models.identity import Provenance, describe
 from posleak.models.subject import Subject
+from posleak.text import visible
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from transformers import PreTrainedConfig
 
     from posleak.models.convert import Say
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller allows, and where hashes are remembered."""
+
+    cache: Path
+    trust_remote_code: bool
+    allow_pickle: bool
+    verify: bool
+
+    def hashing(self, located: sources.Located) -> hashing.Background:
+        """Begin to hash the weights of a folder; the small files of a converted model are compared at once."""
+        with border("the model's files cannot be read", located.folder, pretrained.REMEDY):
+            names = weights.files(located.folder, allow_pickle=self.allow_pickle)
+            if located.record is not None:
+                manifest.require_small(located.folder, located.record, names)
+        fresh = self.verify or located.record is not None
+        return hashing.Background(located.folder, names, None if fresh else self.cache)
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,14 @@ class _Target:
         chosen = config.dtype if self.dtype == "auto" else self.dtype
         return chosen if isinstance(chosen, torch.dtype) else None
 
+    def bytes(self, config: PreTrainedConfig, need: memory.Need) -> int:
+        """What a model takes in memory, at least: how far quantised weights are packed is not known."""
+        import torch
+
+        if getattr(config, "quantization_config", None) is not None:
+            return need.numbers // 8 + need.tables
+        return need.bytes_as(self.cast(config) or torch.float32)
+
     def require(self, need: int, where: str) -> None:
         """Refuse what does not fit on the device or, with a device map, on the whole machine."""
         spread = self.device_map is not None
@@ -62,6 +91,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    verify: bool = False,
     cache: str | os.PathLike[str] | None = None,
     progress: Say | None = None,
     notice: Say | None = None,
@@ -69,25 +99,54 @@ def load(
     """Load a built-in model, a folder, a GGUF file or a hub id.
 
     Weights are float32 on a CPU and as stored elsewhere, unless `dtype` says otherwise; the device is the accelerator
-    if there is one. Code and pickles from strangers are refused unless allowed. While a built-in model is fetched,
-    `progress` is called with each step and `notice` with the terms of use; by default both print to stderr.
+    if there is one. Code and pickles from strangers are refused unless allowed. `verify` hashes all weights again
+    instead of trusting what was remembered of files that look unchanged. While a built-in model is fetched, `progress`
+    is called with each step and `notice` with the terms of use; by default both print to stderr.
     """
-    target = _target(device, dtype, device_map)
-    root = caching.root(cache)
+    text = _name(name)
+    asked = _Asked(caching.root(cache), trust_remote_code, allow_pickle, verify)
+    with ExitStack() as stack:
+        located = sources.at_hand(text, asked.cache)
+        if located is not None:  # hashed while torch is imported
+            hashes = stack.enter_context(asked.hashing(located))
+        target = _target(device, dtype, device_map)
+        if located is None:
+            located = sources.resolve(text, _wish(text, asked, target, revision, progress, notice))
+            hashes = stack.enter_context(asked.hashing(located))
+        with border("the model cannot be loaded", located.folder, pretrained.REMEDY):
+            return _read(text, located, target, asked, hashes)
 
+
+def _name(name: str | os.PathLike[str]) -> str:
+    if isinstance(name, str | os.PathLike) and os.fspath(name):
+        return os.fsdecode(name)
+    raise ModelError(
+        "this is no name of a model", where="load", got=f"{name!r:.80}",
+        expected="a built-in name, a folder, a .gguf file or a hub id",
+        remedy="pass a model that is in memory to Subject.of",
+    )  # fmt: skip
+
+
+def _wish(
+    name: str, asked: _Asked, target: _Target, revision: str | None, progress: Say | None, notice: Say | None
+) -> sources.Wish:
     def fits(config: PreTrainedConfig) -> None:
-        need = memory.config_bytes(config, target.cast(config), trust_remote_code=trust_remote_code)
-        target.require(need, str(name))
+        target.require(target.bytes(config, memory.needed(config, trust_remote_code=asked.trust_remote_code)), name)
 
-    wish = sources.Wish(
-        root, revision, trust_remote_code, allow_pickle, fits, progress or _to_stderr, notice or _to_stderr
+    return sources.Wish(
+        cache=asked.cache,
+        revision=revision,
+        trust_remote_code=asked.trust_remote_code,
+        allow_pickle=asked.allow_pickle,
+        verify=asked.verify,
+        fits=fits,
+        progress=progress or _to_stderr,
+        notice=notice or _to_stderr,
     )
-    located = sources.resolve(os.fspath(name), wish)
-    return _read(os.fspath(name), located, target, root, trust_remote_code, allow_pickle)
 
 
 def _to_stderr(message: str) -> None:
-    print(f"posleak: {message}", file=sys.stderr, flush=True)
+    print(f"posleak: {visible(message)}", file=sys.stderr, flush=True)
 
 
 def _target(
@@ -101,34 +160,44 @@ def _target(
     return _Target(chosen, pretrained.pick_dtype(dtype, chosen), device_map)
 
 
-def _read(
-    name: str, located: sources.Located, target: _Target, root: Path, trust_remote_code: bool, allow_pickle: bool
-) -> Subject:
-    config = refusals.read_config(located.folder, trust_remote_code=trust_remote_code)
-    files = refusals.require_weights(located.folder, allow_pickle=allow_pickle)
-    target.require(memory.files_bytes(files, target.cast(config)), str(located.folder))
-    weights = _identified(located, root, allow_pickle)
+def _read(name: str, located: sources.Located, target: _Target, asked: _Asked, hashes: hashing.Background) -> Subject:
+    config = refusals.read_config(located.folder, trust_remote_code=asked.trust_remote_code)
+    _require_room(located.folder, config, target, asked)
     model = pretrained.read_model(
         located.folder,
+        config,
         dtype=target.dtype,
         device_map=target.placement,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
+        trust_remote_code=asked.trust_remote_code,
+        allow_pickle=asked.allow_pickle,
     )
-    words = tokenizer.read(located.folder, trust_remote_code=trust_remote_code)
-    provenance = Provenance(name, located.source, weights, located.revision, located.quantisation, located.licence)
+    words = tokenizer.read(located.folder, config, trust_remote_code=asked.trust_remote_code)
+    found = hashes.result()
+    if located.record is not None:
+        manifest.require_same(located.folder, located.record, found)
+    provenance = Provenance(
+        name=name,
+        source=located.source,
+        weights_sha256=hashing.joined_sha256(found),
+        revision=located.revision,
+        quantisation=located.quantisation,
+        licence=located.licence,
+        tokenizer_sha256=None if words is None else _sha256(located.folder, tokenizer.files(located.folder)),
+        code_sha256=_sha256(located.folder, trust.code(located.folder)) if trust.ran_code(model, words) else None,
+    )
     return Subject(model, words, describe(model, words, provenance))
 
 
-def _identified(located: sources.Located, root: Path, allow_pickle: bool) -> str:
-    """The sha256 of the weights; for a converted model it must be what conversion wrote."""
-    got = hashing.folder_sha256(located.folder, root, allow_pickle=allow_pickle)
-    if located.weights_sha256 not in (None, got):
-        raise ModelError(
-            "the cached weights are not those that were converted",
-            where=str(located.folder),
-            got=f"sha256 {got}",
-            expected=f"sha256 {located.weights_sha256}",
-            remedy="delete that folder and load the model again; the disk or another program has changed it",
-        )
-    return got
+def _sha256(folder: Path, names: list[str]) -> str:
+    """One hash of small files, which are never taken from memory."""
+    return hashing.joined_sha256({name: hashing.file_sha256(folder / name) for name in names})
+
+
+def _require_room(folder: Path, config: PreTrainedConfig, target: _Target, asked: _Asked) -> None:
+    """Refuse a model that its files cannot hold, or that memory cannot."""
+    held = weights.require(folder, allow_pickle=asked.allow_pickle)
+    bounds.require_layers(folder, config, held)
+    need = memory.needed(config, trust_remote_code=asked.trust_remote_code)
+    packed = getattr(config, "quantization_config", None) is not None
+    bounds.require_held(folder / "config.json", need, 8 * held.bytes if packed else held.numbers)
+    target.require(max(held.bytes_as(target.cast(config)), target.bytes(config, need)), str(folder))

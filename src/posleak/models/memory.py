@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError, TooLargeError
+from posleak.errors import TooLargeError
+from posleak.models import pretrained
+from posleak.models.border import SMALLER, border
+from posleak.text import size
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PAGE = 4096
 """Bytes of the smallest memory page: reading one byte brings at least so many into memory."""
 
-_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_CAST = ("F64", "F32", "F16", "BF16")
-"""Header dtypes that from_pretrained(dtype=...) casts; the others (8-bit floats, integers) keep their size."""
+UNLIMITED = 1 << 62
 
 
 def available_bytes(device: str | torch.device = "cpu") -> int:
-    """Bytes that can still be allocated on `device`: free memory, within the container's limit if there is one."""
+    """Bytes that can still be allocated on `device`: free memory, within what the process and its container may use."""
     import torch
 
     kind = torch.device(device)
@@ -35,7 +34,32 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     import psutil
 
-    return min(int(psutil.virtual_memory().available), _container_bytes(CGROUP))
+    limits = [int(psutil.virtual_memory().available), _process_bytes(), *map(_container_bytes, _containers())]
+    return max(min(limits), 0)
+
+
+def _process_bytes() -> int:
+    """What `ulimit -v` and `ulimit -d` still allow this process; a huge number without such limits."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # not POSIX
+        return UNLIMITED
+    import psutil
+
+    held = psutil.Process().memory_info()
+    limits = ((resource.RLIMIT_AS, held.vms), (resource.RLIMIT_DATA, getattr(held, "data", 0)))
+    allowed = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits]
+    return min((limit - taken for limit, taken in allowed if limit != resource.RLIM_INFINITY), default=UNLIMITED)
+
+
+def _containers() -> list[Path]:
+    """The cgroup (v2) of this process and all that it is in: each may have a limit."""
+    try:
+        own = next(line[4:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        own = ""
+    folder = CGROUP / own
+    return [folder, *(above for above in folder.parents if above.is_relative_to(CGROUP))]
 
 
 def _container_bytes(cgroup: Path) -> int:
@@ -43,11 +67,11 @@ def _container_bytes(cgroup: Path) -> int:
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
-            return 1 << 62
+            return UNLIMITED
         used = int((cgroup / "memory.current").read_text())
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except OSError:
-        return 1 << 62
+    except (OSError, ValueError):
+        return UNLIMITED
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
@@ -68,48 +92,27 @@ def machine_bytes() -> int:
     return sum(available_bytes(device) for device in ["cpu", *accelerators])
 
 
-def files_bytes(files: list[Path], dtype: torch.dtype | None) -> int:
-    """Bytes of the weights in `files` once loaded as `dtype` (None: as stored); reads only safetensors headers."""
-    return sum(_header_bytes(path, dtype) if path.suffix == ".safetensors" else path.stat().st_size for path in files)
+@dataclass(frozen=True)
+class Need:
+    """What the model of a config takes: how many numbers its parameters have, and bytes of tables beside them."""
+
+    numbers: int
+    tables: int
+
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        return self.numbers * dtype.itemsize + self.tables
 
 
-def _header_bytes(path: Path, dtype: torch.dtype | None) -> int:
-    try:
-        with path.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length)) if length <= path.stat().st_size else None
-    except (struct.error, ValueError) as error:
-        raise _broken(path) from error
-    if not isinstance(header, dict):
-        raise _broken(path)
-    return sum(_tensor_bytes(entry, dtype) for name, entry in header.items() if name != "__metadata__")
-
-
-def _tensor_bytes(entry: dict[str, list[int]], dtype: torch.dtype | None) -> int:
-    stored = str(entry["dtype"])
-    size = dtype.itemsize if dtype is not None and stored in _CAST else _BYTES.get(stored, 1)
-    return math.prod(entry["shape"]) * size
-
-
-def _broken(path: Path) -> ModelError:
-    return ModelError(
-        "a weight file is not a whole safetensors file",
-        where=str(path),
-        got=f"{path.stat().st_size} bytes without a readable header",
-        remedy="fetch or write the file again; an interrupted download looks like this",
-    )
-
-
-def config_bytes(config: PreTrainedConfig, dtype: torch.dtype | None, *, trust_remote_code: bool = False) -> int:
-    """Bytes of a model that is not downloaded yet: it is built without storage, and its parameters are counted."""
+def needed(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Need:
+    """What the model of this config takes: it is built without storage, and counted."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    about = border("no model can be built from the config", str(config.name_or_path), pretrained.REMEDY)
+    with about, pretrained.confined(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    size = (dtype or stored).itemsize
-    return int(size * sum(parameter.numel() for parameter in model.parameters()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are counted once
+    return Need(parameters, sum(table.numel() * table.itemsize for table in model.buffers()))
 
 
 def require_memory(need: int, *, where: str, device: str, available: Callable[[], int]) -> None:
@@ -119,7 +122,7 @@ def require_memory(need: int, *, where: str, device: str, available: Callable[[]
         raise TooLargeError(
             f"the model's weights do not fit in the memory of {device}",
             where=where,
-            got=f"{need / 1e9:.2f} GB of weights",
-            expected=f"at most {have / 1e9:.2f} GB",
-            remedy="load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model",
+            got=f"{size(need)} of weights",
+            expected=f"at most {size(have)}",
+            remedy=SMALLER,
         )

@@ -1,4 +1,4 @@
-"""The one place that calls transformers' `from_pretrained`. What transformers only warns about is an error here.
+"""The one place that calls transformers' `from_pretrained` for models. What transformers only warns about is an error.
 
 transformers fills weights that a checkpoint lacks with random numbers and logs a table. A measurement of random weights
 would look like any other, so that a missing or misshapen tensor is an error.
@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError, PosleakWarning, TooLargeError
+from posleak.errors import ModelError, PosleakWarning
+from posleak.models import trust
+from posleak.models.border import border
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+REMEDY = "fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it"
 
 
 @contextmanager
@@ -37,8 +40,38 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def confined() -> Iterator[None]:
+    """Let transformers read what is on this machine: quietly, without a hub, and without a question on the terminal."""
+    from huggingface_hub import constants
+    from transformers import dynamic_module_utils as dynamic
+
+    offline, patience = constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE
+    constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE = True, 0  # 0 seconds to answer: refused, not asked
+    try:
+        with quiet():
+            yield
+    finally:
+        constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE = offline, patience
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> PreTrainedConfig:
+    """The config of a folder, or of a GGUF file alone in a folder, without what names code that nobody asked for."""
+    from transformers import AutoConfig
+
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    with border("transformers cannot read the config", folder, REMEDY), confined():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **extra
+        )
+    trust.disarm(config, trust_remote_code=trust_remote_code)
+    config.name_or_path = str(folder)  # a config.json may name another place
+    return config
+
+
 def read_model(
     folder: Path,
+    config: PreTrainedConfig,
     *,
     dtype: torch.dtype | str = "auto",
     device_map: str | dict[str, Any] | None = None,
@@ -47,45 +80,27 @@ def read_model(
     gguf_file: str | None = None,
 ) -> PreTrainedModel:
     """A model with all of its weights, in eval mode and without gradients."""
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    extra: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        with quiet():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=dtype,
-                device_map=device_map,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=None if allow_pickle or gguf_file else True,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that all of them are reported below, instead of the first raising
-                **extra,
-            )
-    except torch.OutOfMemoryError as error:
-        raise TooLargeError(
-            "memory ran out while the weights were loaded",
-            where=str(folder),
-            got=str(error).strip().splitlines()[0],
-            remedy="load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model",
-        ) from error
-    except (OSError, ValueError, ImportError, NotImplementedError, SafetensorError) as error:
-        raise _unreadable(folder, gguf_file, error) from error
+    extra: dict[str, Any] = {}
+    if gguf_file:  # unpacked here: packed weights would need a kernel from a hub
+        extra = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    with border("transformers cannot load the model", folder / gguf_file if gguf_file else folder, REMEDY), confined():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickle or gguf_file else True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that all of them are reported below, instead of the first raising
+            **extra,
+        )
     model, report = loaded
     _require_complete(folder, report)
     return _frozen(model)
-
-
-def _unreadable(folder: Path, gguf_file: str | None, error: Exception) -> ModelError:
-    return ModelError(
-        "transformers cannot load the model",
-        where=str(folder / gguf_file if gguf_file else folder),
-        got=f"{type(error).__name__}: {str(error).strip()[:400]}",
-        remedy="fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it",
-    )
 
 
 def _require_complete(folder: Path, report: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, did_you_mean
-from posleak.models import hashing
+from posleak.models import bounds, pretrained, trust
+from posleak.models.border import FETCH_AGAIN, border
+from posleak.text import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,36 +17,47 @@ if TYPE_CHECKING:
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The folder's config, if it names a decoder-only model that can be built without running unknown code."""
-    raw = _raw_config(folder)
-    _require_native_or_trusted(folder, raw, trust_remote_code)
-    from transformers import AutoConfig
-
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError("config.json cannot be read as a model's config", where=str(folder), got=error) from error
-    _require_decoder(folder, config)
+    path = folder / "config.json"
+    with border("config.json cannot be read as a model's config", path, f"correct it, or {FETCH_AGAIN}"):
+        trust.require_no_adapter(folder)
+        raw = raw_json(path) if path.is_file() else None
+        if raw is None:
+            raise _no_model(folder)
+        bounds.require_sane(path, raw)
+        trust.require_harmless(path, raw, trust_remote_code=trust_remote_code)
+        _require_native_or_trusted(folder, raw, trust_remote_code)
+        config = pretrained.read_config(folder, trust_remote_code=trust_remote_code)
+        _require_decoder(folder, config)
     return config
 
 
-def _raw_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
+def raw_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a size that a person could read, as it stands."""
+    if path.stat().st_size > bounds.MOST_CONFIG:
         raise ModelError(
-            "the folder holds no model",
-            where=str(folder),
-            got="no config.json",
-            expected="a Hugging Face model folder: config.json and *.safetensors",
-            remedy="name the folder that holds config.json, or a .gguf file, or a hub id",
-        )
+            f"{path.name} is too large", where=str(path), got=size(path.stat().st_size),
+            expected=f"at most {size(bounds.MOST_CONFIG)}", remedy=FETCH_AGAIN,
+        )  # fmt: skip
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError("config.json is not JSON", where=str(path), got=error) from error
-    return raw if isinstance(raw, dict) else {}
+        raw = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path.name} is not JSON", where=str(path), got=error, remedy=FETCH_AGAIN) from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path.name} is no JSON object", where=str(path), got=f"{raw!r:.80}", remedy=FETCH_AGAIN)
+    return raw
 
 
-def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trust: bool) -> None:
+def _no_model(folder: Path) -> ModelError:
+    return ModelError(
+        "the folder holds no model",
+        where=str(folder),
+        got="no config.json",
+        expected="a Hugging Face model folder: config.json and *.safetensors",
+        remedy="name the folder that holds config.json, or a .gguf file, or a hub id",
+    )
+
+
+def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool) -> None:
     """A class that transformers knows, or code in the model's repository that the user has said to run."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
@@ -52,8 +65,8 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trust: bool) -
     kind = str(raw.get("model_type"))
     if kind in causal:
         return
-    remote = "AutoModelForCausalLM" in raw.get("auto_map", {})
-    if remote and trust:
+    remote = "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+    if remote and trusted:
         return
     if remote:
         raise ModelError(
@@ -61,15 +74,15 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trust: bool) -
             where=str(folder),
             got=f"model_type {kind!r} with auto_map {raw['auto_map']}",
             expected="a class of transformers",
-            remedy="read that code, then pass --trust-remote-code (trust_remote_code=True)",
+            remedy=f"read that code, then {trust.FLAG}",
         )
     if kind in CONFIG_MAPPING:
         raise _not_a_decoder(folder, f"model_type {kind!r}, which has no causal language model in transformers")
     raise ModelError(
         "the architecture is unknown to the installed transformers",
         where=str(folder),
-        got=f"model_type {kind!r}",
-        expected=did_you_mean(kind, causal) if kind != "None" else "a model_type",
+        got=f"model_type {kind!r:.200}",
+        expected=did_you_mean(kind[:200], causal) if kind != "None" else "a model_type",
         remedy="pip install --upgrade transformers, if the model is newer than it",
     )
 
@@ -95,27 +108,4 @@ def _not_a_decoder(folder: Path, got: str) -> ModelError:
         got=got,
         expected="a decoder-only language model",
         remedy="choose a causal language model",
-    )
-
-
-def require_weights(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files; pickles only where they are allowed, since reading a pickle can run code."""
-    files = hashing.weight_files(folder, allow_pickle=allow_pickle)
-    if files:
-        return files
-    pickles = [path.name for path in hashing.weight_files(folder, allow_pickle=True)]
-    if pickles:
-        raise ModelError(
-            "the weights are pickles, which can run code when they are read",
-            where=str(folder),
-            got=", ".join(pickles),
-            expected="*.safetensors",
-            remedy="convert them to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust their author",
-        )
-    raise ModelError(
-        "the folder has a config but no weights",
-        where=str(folder),
-        got=", ".join(sorted(path.name for path in folder.iterdir())[:12]),
-        expected="*.safetensors",
-        remedy="fetch the weights again; an interrupted download or an unfinished save looks like this",
     )

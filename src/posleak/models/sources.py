@@ -6,13 +6,18 @@ A folder whose name is also a built-in name is reached as `./name`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError, did_you_mean
+from posleak.errors import ModelError, PosleakError, did_you_mean
 from posleak.models import builtin, manifest, refusals
+from posleak.models import cache as caching
+from posleak.models.border import border, spelled
+from posleak.models.manifest import Manifest
+from posleak.text import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -23,17 +28,26 @@ FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken",
 NOT_FILES = ["*/*", "consolidated*"]
 """Subfolders and Mistral's second copy of the weights."""
 
+_FRONT = re.compile(r"\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.S | re.M)
+_STATED = r"""["']?([^\s"'#][^"'#\n]{0,99}?)["']?[ \t]*(?:#.*)?$"""
+_LICENCE = re.compile(r"^(license|license_name):[ \t]*(?:\n[ \t]*-[ \t]+)?" + _STATED, re.M)
+"""A line at the top level of the front matter; a list gives its first item."""
+
+
+CARD_BYTES = 1 << 18
+"""How much of a model card is read: its front matter is at its start."""
+
 
 @dataclass(frozen=True)
 class Located:
-    """A folder in Hugging Face's layout, and what is known about where it came from."""
+    """A folder in Hugging Face's layout, and what is known about where it came from; `record` if posleak made it."""
 
     folder: Path
     source: str
     revision: str | None = None
     quantisation: str | None = None
     licence: str | None = None
-    weights_sha256: str | None = None
+    record: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -44,22 +58,33 @@ class Wish:
     revision: str | None
     trust_remote_code: bool
     allow_pickle: bool
+    verify: bool
     fits: Callable[[PreTrainedConfig], None]
     progress: Say
     notice: Say
+
+
+def at_hand(name: str, cache: Path) -> Located | None:
+    """A converted model that is in the cache under this name, found without asking anybody; else None."""
+    if name not in builtin.BUILTIN:
+        return None
+    folder = builtin.cached(name, cache)
+    return None if folder is None else _converted(folder)
 
 
 def resolve(name: str, wish: Wish) -> Located:
     """Where the model `name` is."""
     if name in builtin.BUILTIN:
         return _converted(builtin.fetch(name, wish.cache, progress=wish.progress, notice=wish.notice))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    with border("no model can be found under this name", name, _nearest(name)):
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    if is_folder:
         return _folder(path, wish.revision)
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and is_file:
         from posleak.models import convert
 
-        return _converted(convert.user_gguf(path.resolve(), wish.cache, wish.progress))
+        return _converted(convert.user_gguf(path.resolve(), wish.cache, wish.progress, verify=wish.verify))
     if _looks_like_a_path(name):
         raise ModelError("no such file or folder", where=name, remedy="check the path; " + _nearest(path.name))
     return _hub(name, wish)
@@ -70,28 +95,33 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _nearest(name: str) -> str:
-    return "for a built-in model, " + did_you_mean(name, builtin.BUILTIN)
+    return "for a built-in model, " + did_you_mean(name[:200], builtin.BUILTIN)
 
 
 def _converted(folder: Path) -> Located:
     record = manifest.read(folder)
-    assert record is not None, f"{folder} was resolved without a manifest"
-    return Located(
-        folder,
-        record.source,
-        quantisation=record.quantisation,
-        licence=record.licence,
-        weights_sha256=record.weights_sha256,
-    )
+    if record is None:
+        raise ModelError(
+            f"the folder's {manifest.FILE} is damaged, or was written by another version of posleak",
+            where=str(folder / manifest.FILE),
+            remedy="load the model by its name or from its .gguf file; it is then converted again",
+        )
+    return Located(folder, record.source, quantisation=record.quantisation, licence=record.licence, record=record)
 
 
 def _folder(path: Path, revision: str | None) -> Located:
     """A folder of the user's: a plain one, a snapshot in a hub cache, or the `models--org--name` above snapshots."""
-    folder = _snapshot(path, revision)
-    if manifest.read(folder) is not None:
-        return _converted(folder)
-    commit = folder.name if folder.parent.name == "snapshots" else None
-    return Located(folder, "folder", revision=commit, licence=_licence(folder))
+    with border("the folder cannot be read", path, "make it readable for you, or name another"):
+        folder = _snapshot(path, revision)
+        if spelled(str(folder)) != str(folder):
+            raise ModelError(
+                "the folder's name is no UTF-8, and safetensors opens no such file", where=spelled(str(folder)),
+                remedy="rename the folder, or load it through a link with another name",
+            )  # fmt: skip
+        if (folder / manifest.FILE).exists():
+            return _converted(folder)
+        commit = folder.name if folder.parent.name == "snapshots" else None
+        return Located(folder, "folder", revision=commit, licence=_licence(folder))
 
 
 def _snapshot(path: Path, revision: str | None) -> Path:
@@ -117,36 +147,31 @@ def _hub(name: str, wish: Wish) -> Located:
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import constants, snapshot_download
 
-    # The hub's error derives from httpx's base error; this finds that base without knowing which httpx the hub uses.
-    transport = [base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)]
-    failures: tuple[type[Exception], ...] = (*transport, HFValidationError, OSError, ValueError)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=NOT_FILES))
-    except failures as error:
+        with caching.writing(Path(constants.HF_HUB_CACHE), "HF_HUB_CACHE"):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=NOT_FILES))
+    except PosleakError:
+        raise
+    except Exception as error:
         raise ModelError(
             "no built-in model, folder or file of this name, and the hub did not give one",
             where=name if revision is None else f"{name} at {revision}",
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            got=one_line(error),
             expected=f"a built-in name ({', '.join(builtin.BUILTIN)}), a folder, a .gguf file or a hub id",
-            remedy=f"check the spelling ({did_you_mean(name, builtin.BUILTIN)}), the connection to the hub, "
+            remedy=f"check the spelling ({did_you_mean(name[:200], builtin.BUILTIN)}), the connection to the hub, "
             "HF_HUB_OFFLINE and HF_HUB_CACHE, and the access token (HF_TOKEN) of a gated model",
         ) from error
 
 
 def _licence(folder: Path) -> str | None:
-    """The licence that the model card states, if there is a card that can be read."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return None
-    import yaml
-    from huggingface_hub import metadata_load
-
+    """The licence that the model card states in its front matter; read by lines, since YAML can be made to explode."""
     try:
-        stated = metadata_load(card) or {}
-    except (ValueError, yaml.YAMLError):
+        with (folder / "README.md").open("rb") as card:
+            start = card.read(CARD_BYTES).decode(errors="replace").replace("\r\n", "\n")
+    except OSError:
         return None
-    licence = stated.get("license_name") or stated.get("license")
-    return None if licence is None else str(licence)
+    front = _FRONT.match(start)
+    stated = dict(_LICENCE.findall(front[1])) if front is not None else {}
+    return stated.get("license_name") or stated.get("license")

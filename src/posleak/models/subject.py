@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from posleak.errors import ModelError
 from posleak.models import hashing
 from posleak.models.identity import Identity, Provenance, describe
+from posleak.text import visible
 
 if TYPE_CHECKING:
     import torch
@@ -26,8 +28,14 @@ class Subject:
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "object"
     ) -> Subject:
         """A subject from a model in memory, which is put into eval mode: dropout would be measured as leakage."""
+        _require_objects(model, tokenizer)
         model.eval()
-        provenance = Provenance(name=name, source="object", weights_sha256=hashing.model_sha256(model))
+        provenance = Provenance(
+            name=name,
+            source="object",
+            weights_sha256=hashing.model_sha256(model),
+            tokenizer_sha256=hashing.tokenizer_sha256(tokenizer),
+        )
         return cls(model, tokenizer, describe(model, tokenizer, provenance))
 
     @property
@@ -47,3 +55,23 @@ class Subject:
 
     def __repr__(self) -> str:
         return f"Subject({self.identity.short()})"
+
+
+def _require_objects(model: object, tokenizer: object) -> None:
+    """A model and a tokenizer as transformers makes them; the annotations are not checked when code runs."""
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    if not isinstance(model, PreTrainedModel):
+        raise _not_an_object("the model is no model of transformers", model, "a PreTrainedModel with a config")
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise _not_an_object("the tokenizer is none of transformers", tokenizer, "a PreTrainedTokenizerBase, or None")
+
+
+def _not_an_object(what: str, given: object, expected: str) -> ModelError:
+    return ModelError(
+        what,
+        where="Subject.of",
+        got=f"{type(given).__name__} {visible(repr(given)):.80}",
+        expected=expected,
+        remedy="load a name, a folder or a file with posleak.load",
+    )

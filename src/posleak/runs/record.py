@@ -36,7 +36,9 @@ DEFINITIONS_VERSION = 2
 FORMAT_VERSION = 4
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
-SUBJECT = ("weights_sha256", "config_sha256", "architecture", "dtype", "device")
+SUBJECT = (
+    "weights_sha256", "config_sha256", "tokenizer_sha256", "code_sha256", "architecture", "dtype", "device",
+)  # fmt: skip
 """Of all that is recorded about software and model, what decides the numbers."""
 
 
