@@ -19,6 +19,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_MEMORY = re.compile(r"allocate memory|out of memory|not enough memory|unable to allocate", re.I)
 _SURROGATES = re.compile("[\ud800-\udfff]+")
 
+_HELP: dict[int | None, str] = {
+    errno.EACCES: "make it readable for you",
+    errno.EPERM: "make it readable for you",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+"""What helps where the system is in the way, and the file itself may be fine."""
+
 FETCH_AGAIN = "fetch the file again; an interrupted download or a damaged disk looks like this"
 SMALLER = "load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model"
 
@@ -45,7 +52,9 @@ def _translated(error: BaseException, what: str, where: str, remedy: str) -> Mod
         return TooLargeError(
             "memory ran out while the model was read", where=where, got=one_line(error), remedy=SMALLER
         )
-    return ModelError(what, where=where, got=one_line(error), remedy=_help(error) or remedy)
+    if disk_is_full(error):
+        return ModelError("the disk is full", where=where, got=one_line(error), remedy="free some space on it")
+    return ModelError(what, where=where, got=one_line(error), remedy=_HELP.get(errno_of(error), remedy))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -70,17 +79,6 @@ def errno_of(error: BaseException) -> int | None:
 
 def disk_is_full(error: BaseException) -> bool:
     return any(errno_of(step) in FULL for step in _causes(error))
-
-
-def _help(error: BaseException) -> str | None:
-    """What helps where the system is in the way, and the file itself may be fine."""
-    if disk_is_full(error):
-        return "free some space on the disk"
-    return {
-        errno.EACCES: "make it readable for you",
-        errno.EPERM: "make it readable for you",
-        errno.ENAMETOOLONG: "choose a shorter name",
-    }.get(errno_of(error) or 0)
 
 
 def spelled(name: str) -> str:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from posleak.models.memory import Need
     from posleak.models.weights import Weights
 
-MOST_CONFIG = 1 << 24
-"""Bytes of a config.json; most have a few thousand."""
+MOST_CONFIG = 1 << 25
+"""Bytes of a config; most have a few thousand, but some list their whole vocabulary."""
 
 COUNTS = (
     (re.compile(r"layers$|^n_layer$|^num_layer$"), 2_000),

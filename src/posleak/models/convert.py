@@ -186,6 +186,8 @@ def _saved_tokenizer(gguf: Path) -> Path:
             str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
         )
     words.prepended(tokenizer)
+    for circumstance in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
+        tokenizer.init_kwargs.pop(circumstance, None)
     saved = gguf.parent / "tokenizer"
     tokenizer.save_pretrained(str(saved))
     return saved

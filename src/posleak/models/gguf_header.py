@@ -22,8 +22,10 @@ from posleak.models.border import FETCH_AGAIN, border
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_DIMENSIONS = 8
-MOST_KEY = 1 << 16
-"""Bytes of a key's name."""
+MOST_KEY, MOST_TEXT = 1 << 16, 1 << 24
+"""Bytes of a name, and of a text: chat templates are the longest."""
+MOST_THINGS = 1 << 21
+"""Tensors, keys and items of arrays together: a vocabulary of 262,144 tokens takes about 1,300,000."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -72,6 +74,7 @@ class _Walk:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.end = path, data, 0, len(data)
+        self.things = 0
 
     def header(self) -> Header:
         magic, version = self.take(4), self.number("I")
@@ -102,14 +105,16 @@ class _Walk:
 
     def count(self, what: str, stated: int, least: int) -> int:
         """A number of things of which each takes at least so many bytes."""
-        if stated * least > self.end - self.at:
-            _refuse(self.path, f"{stated} {what} at byte {self.at}", f"at most {(self.end - self.at) // least}")
+        most = min((self.end - self.at) // least, MOST_THINGS - self.things)
+        if stated > most:
+            _refuse(self.path, f"{stated} {what} at byte {self.at}", f"at most {most}")
+        self.things += stated
         return stated
 
     def text(self, most: int) -> str:
         length = self.number("Q")
         if length > most:
-            _refuse(self.path, f"a name of {length} bytes at byte {self.at}", f"at most {most}")
+            _refuse(self.path, f"a text of {length} bytes at byte {self.at}", f"at most {most}")
         return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
@@ -117,7 +122,7 @@ class _Walk:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:
-            return self.text(self.end)
+            return self.text(MOST_TEXT)
         if kind == _ARRAY:
             return self.array(self.number("I"))
         _refuse(self.path, f"a value of type {kind} at byte {self.at}", "a type of GGUF")

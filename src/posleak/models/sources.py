@@ -29,7 +29,7 @@ NOT_FILES = ["*/*", "consolidated*"]
 """Subfolders and Mistral's second copy of the weights."""
 
 _FRONT = re.compile(r"\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.S | re.M)
-_STATED = r"""["']?([^\s"'#][^"'#\n]{0,99}?)["']?[ \t]*(?:#.*)?$"""
+_STATED = r"""["']?([^\s"'#*&\[{|>!][^"'#\n]{0,99}?)["']?[ \t]*(?:#.*)?$"""
 _LICENCE = re.compile(r"^(license|license_name):[ \t]*(?:\n[ \t]*-[ \t]+)?" + _STATED, re.M)
 """A line at the top level of the front matter; a list gives its first item."""
 

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from posleak.errors import ModelError
+from posleak.models.border import border
 
 _STEP = re.compile(r"\D*?(\d+)\D*")
 """One number in the name, which is the step."""
@@ -18,9 +19,14 @@ _STEP = re.compile(r"\D*?(\d+)\D*")
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The model folders inside `folder` that are named by a training step, in the order of their steps."""
     found: dict[int, Path] = {}
-    for path in sorted(Path(folder).expanduser().iterdir()) if Path(folder).expanduser().is_dir() else []:
+    with border("the folder cannot be read", str(folder), "name the folder above the checkpoints"):
+        place = Path(folder).expanduser()
+        models = (
+            [path for path in sorted(place.iterdir()) if (path / "config.json").is_file()] if place.is_dir() else []
+        )
+    for path in models:
         match = _STEP.fullmatch(path.name)
-        if match is None or not (path / "config.json").is_file():
+        if match is None:
             continue
         step = int(match[1])
         if step in found:

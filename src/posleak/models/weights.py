@@ -146,14 +146,8 @@ def _weight_map(path: Path) -> list[str]:
 
 
 def _is_inside(name: str) -> bool:
-    steps = PurePosixPath(name.replace("\\", "/"))
-    return (
-        bool(steps.parts)
-        and not steps.is_absolute()
-        and ".." not in steps.parts
-        and ":" not in name
-        and "\0" not in name
-    )
+    path = PurePosixPath(name.replace("\\", "/"))
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & set(":\0")
 
 
 def _no_weights(folder: Path) -> ModelError:
@@ -204,15 +198,19 @@ def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
     """One entry of a header; its shape must take exactly the bytes that it says are its own."""
     try:
         dtype, shape, (start, end) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
-        sizes = all(type(number) is int and number >= 0 for number in (*shape, start, end)) and len(shape) <= 16
-        taken = 8 * (end - start)
-        bits = math.prod(shape) * _BITS.get(dtype, 8 if dtype.startswith("F8") else 0)
-        true = sizes and start <= end <= room and (bits == taken if bits else math.prod(shape) <= taken)
+        sizes = all(type(number) is int and 0 <= number < 1 << 64 for number in (*shape, start, end))
+        true = sizes and len(shape) <= 16 and start <= end <= room and _takes(dtype, math.prod(shape), end - start)
     except (TypeError, KeyError, ValueError):
         true = False
     if not true:
         raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {size(room)} of data")
     return Tensor(dtype, math.prod(shape), end - start)
+
+
+def _takes(dtype: str, numbers: int, taken: int) -> bool:
+    """Do so many numbers take so many bytes? Of a dtype that is not known here, a bit each at least."""
+    bits = _BITS.get(dtype, 8 if dtype.startswith("F8") else None)
+    return numbers <= 8 * taken if bits is None else numbers * bits == 8 * taken
 
 
 def _broken(path: Path, got: str, expected: str | None = None) -> ModelError:

