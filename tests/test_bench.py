@@ -168,7 +168,7 @@ def test_too_little_memory_is_an_answer_and_other_errors_are_not(monkeypatch: py
         return peak
 
     monkeypatch.setattr(worker, "_peak", failing("DefaultCPUAllocator: not enough memory: you tried to allocate"))
-    assert "more memory than the 3 GB" in worker.answer({}, 3 * 10**9)["error"]
+    assert "more memory than the 3.0 GB" in worker.answer({}, 3 * 10**9)["error"]
     monkeypatch.setattr(worker, "_peak", failing("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
         worker.answer({}, 3 * 10**9)

@@ -168,7 +168,7 @@ def test_a_batch_that_was_asked_for_is_refused_rather_than_changed() -> None:
 
 def test_a_limit_below_the_model_itself_is_refused() -> None:
     llama = subject()
-    with pytest.raises(InputError, match=r"at most 0\.0 GiB"):
+    with pytest.raises(InputError, match=r"MB for 1 prompt of 64 tokens at once\n  expected: at most 0 bytes"):
         pl.measure(llama, max_memory=limited(llama, -5), length=N, prompts=2)
 
 

@@ -207,7 +207,7 @@ def test_more_memory_than_there_is_is_refused_before_any_work(llama: Subject, mo
     with counted_passes(llama.model) as passes, pytest.raises(InputError) as error:
         pl.measure(llama, length=2048, prompts=64)
     assert "needs more memory than the machine has free" in str(error.value)
-    assert "GiB for 2 prompts of 2048 tokens at once" in str(error.value)
+    assert "MB for 2 prompts of 2048 tokens at once\n  expected: at most 1.0 MB" in str(error.value)
     assert "remedy: use a smaller --batch, fewer --prompts or a shorter --length" in str(error.value)
     assert passes == []
 

@@ -22,11 +22,12 @@ from posleak.edits.context import borrowed
 from posleak.inputs.prompts import UNLENT
 from posleak.leakage import LeakageObserver
 from posleak.models import Subject
-from posleak.probe import Plan, Visibility, body
+from posleak.probe import Plan, Visibility, body, exclusive
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import calibrated
 from posleak.trace import BORROWED
 
+from . import memory
 from .statistics import Statistics, from_chunk, from_patterns, from_scores
 
 FORWARD = "forward"
@@ -46,11 +47,12 @@ Runner = Callable[[Ids], Statistics | None]
 class Case:
     """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed.
 
-    base: what its time is divided by.
+    needs: the memory that it takes;  base: what its time is divided by
     """
 
     name: str
     make: Callable[[Subject, Plan, Ids], Runner]
+    needs: memory.Needs
     package: str | None = None
     base: str = FORWARD
 
@@ -96,7 +98,7 @@ def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     def run(ids: Ids) -> None:
         _states(subject.model, ids)
         tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
-        with torch.inference_mode():
+        with exclusive(subject.model), torch.inference_mode():
             body(subject.model)(input_ids=tokens, attention_mask=mask, use_cache=False)
 
     return run
@@ -142,7 +144,7 @@ def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
     bridge = TransformerBridge.boot_transformers(
         subject.identity.name,
-        hf_model=copy.deepcopy(subject.model),
+        hf_model=_copied(subject),
         tokenizer=subject.tokenizer,
         dtype=subject.model.dtype,
     )
@@ -181,27 +183,35 @@ def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 
 def _with_eager_attention(subject: Subject) -> PreTrainedModel:
-    model = copy.deepcopy(subject.model)
+    model = _copied(subject)
     model.set_attn_implementation("eager")
     return model
 
 
+def _copied(subject: Subject) -> PreTrainedModel:
+    """A copy that is the contestant's own, with a config of its own."""
+    with exclusive(subject.model):
+        return copy.deepcopy(subject.model)
+
+
 def _states(model: PreTrainedModel, ids: Ids, **asked: bool):  # type: ignore[no-untyped-def]
     tokens = torch.from_numpy(ids).to(model.device)
-    with torch.inference_mode():
+    with exclusive(model), torch.inference_mode():
         return body(model)(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **asked)
 
 
 CASES = (
-    Case(FORWARD, _forward),  # the model's own pass with its fused attention, nothing looked at
-    Case(POSLEAK, _posleak()),  # the same pass, attached, with its rows, parts and arrays
-    Case(ONCE, _once),
-    Case("posleak sink=cut", _posleak("sink=cut")),
-    Case(TWO_PASSES, _two_passes),  # the plain pass, and one over a borrowed context with the trace's mask
-    Case(TRACE, _trace, base=TWO_PASSES),
-    Case("eager", _eager),  # patterns of all layers kept: total leakage
-    Case("TransformerLens", _transformer_lens, "transformer-lens"),  # scores and patterns cached: all parts
-    Case("nnsight", _nnsight, "nnsight"),  # sampled rows of the patterns kept inside the trace: total leakage
+    Case(FORWARD, _forward, memory.forward),  # the model's own pass with its fused attention, nothing looked at
+    Case(POSLEAK, _posleak(), memory.posleak()),  # the same pass, attached, with its rows, parts and arrays
+    Case(ONCE, _once, memory.posleak()),
+    Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
+    Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
+    Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
+    Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
+    # scores and patterns of all layers cached: all parts
+    Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),
+    # sampled rows of the patterns kept inside the trace: total leakage
+    Case("nnsight", _nnsight, memory.patterns(2, layers=False), "nnsight"),
 )
 
 

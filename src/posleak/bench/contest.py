@@ -14,9 +14,10 @@ import torch
 
 from posleak.errors import CheckError, InputError, did_you_mean
 from posleak.inputs import prepare
-from posleak.models import Identity, Subject
+from posleak.models import Identity, Subject, available_bytes
 from posleak.probe import default_plan
-from posleak.runs import MeasureSpec, memory_plan
+from posleak.runs import MeasureSpec, memory_plan, parse_bytes
+from posleak.runs.memory import MemoryPlan, many, require_room
 from posleak.runs.record import versions
 from posleak.typed import plain
 
@@ -94,20 +95,44 @@ def bench(
     peers_up_to: int = PEERS_UP_TO,
     batch: int = 1,
     seed: int = 0,
+    max_memory: str | int | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Benchmark:
     """Time and memory of the contestants.
 
     `reload` ({"model", "loading"}) says how another process can load the model: peak memory is measured in a process of
-    its own for each contestant, and is left out without `reload`.
+    its own for each contestant, and is left out without `reload`. `max_memory` is what a process may hold, the loaded
+    model included: a contestant that would need more, or more than the machine has free, is not run.
     """
-    chosen = chosen_cases(names)
+    chosen, limit = chosen_cases(names), parse_bytes(max_memory)
+    for length in lengths:
+        MeasureSpec(length=length, prompts=batch, batch=batch, seed=seed)  # refuses numbers that cannot be meant
     results = []
     for length in lengths:
         cases = [case for case in chosen if length <= peers_up_to or not _is_extra(case)]
+        refused = refusals(subject, cases, batch, length, limit)
         ids = prepare(subject, "random", bos="auto", length=length, seed=seed).batch(range(batch))
-        results += Heat(subject, ids, cases, repeats, reload, progress).results()
+        results += Heat(subject, ids, cases, repeats, reload, progress, refused, limit).results()
     return Benchmark(subject.identity, results)
+
+
+def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, limit: int | None) -> dict[str, str]:
+    """Contestants that do not fit beside those before them, with the reason; the plain forward pass must fit."""
+    refused, kept, running = dict[str, str](), 0, 0
+    for case in cases:
+        need = case.needs(subject, batch, length)
+        try:
+            require_room(
+                subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
+                of=f"{many(batch, length)}, beside the others", remedy="use a shorter --length",
+            )  # fmt: skip
+        except InputError as error:
+            if case.name == FORWARD:
+                raise
+            refused[case.name] = f"{error.what}: {error.got}, {error.expected}"
+        else:
+            kept, running = kept + need.kept, max(running, need.running)
+    return refused
 
 
 def _is_extra(case: Case) -> bool:
@@ -136,7 +161,8 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
 
 @dataclass
 class Heat:
-    """All contestants at one length, on ids [B, T]."""
+    """All contestants at one length, on ids [B, T]. refused: those that do not fit, with the reason;  limit: bytes that
+    a process may hold, if there is a limit."""
 
     subject: Subject
     ids: Ids
@@ -144,6 +170,8 @@ class Heat:
     repeats: int
     reload: dict[str, Any] | None
     progress: Callable[[str], None]
+    refused: dict[str, str] = field(default_factory=dict)
+    limit: int | None = None
 
     def results(self) -> list[Result]:
         memory = {case.name: self._memory(case) for case in self.cases}
@@ -167,11 +195,15 @@ class Heat:
 
     def _memory(self, case: Case) -> dict[str, Any]:
         """Peak memory in a process of its own, and an error if it is too much to run beside the others."""
+        if case.name in self.refused:
+            return {"error": self.refused[case.name]}
         if self.reload is None or case.name == ONCE:
             return {}
         self._say(f"{case.name}: memory")
-        found = peak_in_own_process(case=case.name, length=self.ids.shape[1], ids=self.ids.tolist(), **self.reload)
-        if found.get("peak_mb", 0) * 1e6 > TOO_LARGE * psutil.virtual_memory().available:
+        found = peak_in_own_process(
+            case=case.name, length=self.ids.shape[1], ids=self.ids.tolist(), limit=self.limit, **self.reload
+        )
+        if found.get("peak_mb", 0) * 1e6 > TOO_LARGE * available_bytes():
             found["error"] = "fits into the machine alone, but not beside the others: not timed"
         return found
 

@@ -9,9 +9,10 @@ import sys
 from typing import Any
 
 import numpy as np
-import psutil
 
 from posleak.errors import CheckError
+from posleak.models import available_bytes
+from posleak.text import size
 
 MARK = "posleak-bench-worker:"
 """Marks the line with the answer, since libraries may print to standard output too."""
@@ -43,9 +44,11 @@ def main() -> None:
     import resource
 
     # Past what the machine has, allocations fail with a message, instead of the system killing some process.
-    limit = int(psutil.virtual_memory().available)
+    asked = json.load(sys.stdin)
+    free = available_bytes()
+    limit = min(free, asked.get("limit") or free)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    print(MARK + json.dumps(answer(json.load(sys.stdin), limit)))
+    print(MARK + json.dumps(answer(asked, limit)))
 
 
 def answer(asked: dict[str, Any], limit: int) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def answer(asked: dict[str, Any], limit: int) -> dict[str, Any]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
             raise
-        return {"error": f"needs more memory than the {limit / 1e9:.0f} GB that are free"}
+        return {"error": f"needs more memory than the {size(limit)} that there are"}
 
 
 def _peak(asked: dict[str, Any]) -> int:

@@ -14,12 +14,22 @@ import torch
 from posleak.arrays import Array
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
-from posleak.models import available_bytes
 from posleak.origin import Origin, alone, origin, projections
 from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
 from posleak.origin.store import ARRAYS, JSON
+from posleak.probe import exclusive
 from posleak.runs.conditions import Conditions
+from posleak.runs.memory import (
+    FIRST_USE,
+    MemoryPlan,
+    many,
+    parse_bytes,
+    pass_bytes,
+    require_room,
+    state_bytes,
+    weight_count,
+)
 from posleak.trace import Trace
 
 from .finding import Edited, Kept
@@ -93,7 +103,7 @@ class Lab(Conditions):
         self.progress("position 0")
         return origin(
             self.subject, length=self.spec.length, prompts=ORIGIN_PROMPTS, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
-            bos=self.spec.bos,
+            bos=self.spec.bos, max_memory=self.max_memory,
         )  # fmt: skip
 
     def text_fingerprint(self) -> Estimate | None:
@@ -101,20 +111,26 @@ class Lab(Conditions):
 
         By closure one-token sequences are enough: what follows cannot change what position 0 becomes.
         """
-        readers = self.origin.reading.readers
+        readers, start = self.origin.reading.readers, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
-        values = alone(self.subject.model, firsts).values
-        found = projections(self.subject.model, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device))
-        wrote = [
-            row
-            for projection, heads, v in zip(found, readers, values, strict=True)
-            if heads.any()
-            for row in written(projection, v, np.flatnonzero(heads).tolist())
-        ]
+        with exclusive(self.subject.model):
+            values, found = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
+            wrote = [
+                row
+                for projection, heads, v in zip(found, readers, values, strict=True)
+                if heads.any()
+                for row in written(projection, v, np.flatnonzero(heads).tolist())
+            ]
         return pair_cosines(wrote, Jackknife(TEXT_CROPS))[1] if wrote else None
 
-    def fits_float64(self) -> bool:
-        """Is there room for a second copy of the weights in float64?"""
-        need = 8 * sum(parameter.numel() for parameter in self.subject.model.parameters())
-        return need < 0.5 * available_bytes(self.subject.device)
+    def require_float64(self, prompts: int) -> None:
+        """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
+        tokens = prompts * self.spec.length
+        states = 4 * state_bytes(self.subject, tokens, 8)  # of two passes, and rolled
+        wide = 8 * weight_count(self.subject) + pass_bytes(self.subject, tokens, 8) + states
+        require_room(
+            self.subject, MemoryPlan(wide, 0, FIRST_USE), parse_bytes(self.max_memory), what="a copy in float64",
+            of=f"the weights and {many(prompts, self.spec.length)} at all depths",
+            remedy="use a shorter --length or a smaller model",
+        )  # fmt: skip

@@ -20,7 +20,7 @@ from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
 from posleak.origin import closure
-from posleak.probe import attach, relative_difference
+from posleak.probe import attach, exclusive, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING
 from posleak.show.numbers import REMOVED
 from posleak.trace import BORROWED
@@ -32,7 +32,8 @@ from .lab import LATER, Lab
 FIRST_LAYER = 0.05
 """The first layer counts as all mask if its residual power is below this share of its mask power."""
 
-ROLL = 11
+ROLL, ROLLED = 11, 4
+"""By how many places prompts are rolled, and how many of them are."""
 
 
 @claim(
@@ -43,11 +44,11 @@ ROLL = 11
 def relative_logits(lab: Lab) -> Finding:
     if not lab.subject.identity.rotary:
         return Finding.not_applicable("the model has no rotary position encoding")
-    ids = lab.ids[:8]
-    floors = np.array([laws.shift_floor(lab.subject.model, lab.plan, row[None], laws.SHIFT) for row in ids])
-    return Finding.of(
-        lab.mean(floors), "nats rms", no_effect=AGREE.of(lab.subject.model.dtype), side=Side.BELOW
-    )  # fmt: skip
+    model, plan, ids = lab.subject.model, lab.plan, lab.ids[:8]
+    with exclusive(model):
+        floors = np.array([laws.shift_floor(model, plan, row[None], laws.SHIFT) for row in ids])
+        rounding = AGREE.of(model.dtype)
+    return Finding.of(lab.mean(floors), "nats rms", no_effect=rounding, side=Side.BELOW)
 
 
 @claim(
@@ -84,16 +85,15 @@ def first_layer_is_mask(lab: Lab) -> Finding:
     3, "mask.ring", "No mask, no position",
     "Without the mask, on a ring of positions, there is no absolute position at all.",
     f"largest relative change of any state when the input is rolled by {ROLL}: mask off, frequencies snapped to the "
-    "ring, no BOS; in float64 where it fits into memory. The same with the mask is in the details",
+    "ring, no BOS; in float64. The same with the mask is in the details",
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
-    model, wide = lab.subject.model, lab.fits_float64()
-    dtype = torch.float64 if wide else model.dtype
-    texts = ["dtype=float64"] if wide else []
-    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(4))).to(lab.subject.device)
-    gaps, masked = rolled_gaps(model, ids, [*texts, "ring"]), rolled_gaps(model, ids[:1], texts)
-    details = {"with the mask": max(masked), "dtype": str(dtype).removeprefix("torch.")}
-    return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=RING.of(dtype), side=Side.BELOW, details=details)
+    model, wide = lab.subject.model, "dtype=float64"
+    lab.require_float64(ROLLED)
+    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(ROLLED))).to(lab.subject.device)
+    gaps, masked = rolled_gaps(model, ids, [wide, "ring"]), rolled_gaps(model, ids[:1], [wide])
+    details, bound = {"with the mask": max(masked), "dtype": "float64"}, RING.of(torch.float64)
+    return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
 
 
 def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[float]:
@@ -158,10 +158,11 @@ def isolation_origin(lab: Lab) -> Finding:
 )  # fmt: skip
 def closed_system(lab: Lab) -> Finding:
     model, ids = lab.subject.model, torch.from_numpy(lab.ids[:8])
-    gaps = np.array(closure(model, ids).per_prompt)
-    opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
+    with exclusive(model):
+        found, bound = closure(model, ids), CLOSED.of(model.dtype)
+        opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
     return Finding.of(
-        lab.mean(gaps), "relative", no_effect=CLOSED.of(model.dtype), side=Side.BELOW,
+        lab.mean(np.array(found.per_prompt)), "relative", no_effect=bound, side=Side.BELOW,
         details={"with the mask off": opened},
     )  # fmt: skip
 

@@ -15,11 +15,15 @@ from transformers import PreTrainedModel
 from posleak.errors import CheckError
 from posleak.inputs import prepare
 from posleak.models import Subject
-from posleak.probe import Calibration, attach, body, calibrate, default_plan, relative_difference
+from posleak.probe import Calibration, Plan, attach, body, calibrate, default_plan, exclusive, relative_difference
+from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
+from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
+from posleak.runs.spec import require_between
 
 from . import laws
 from .check import Check
+from .memory import FEW, PADDING, doctor_plan
 
 LENGTH = 96
 LONGEST = 1280
@@ -61,18 +65,52 @@ def doctor(
     prompts: int = PROMPTS,
     seed: int = 0,
     short: bool = False,
+    max_memory: str | int | None = None,
     progress: Callable[[str], None] = lambda check: None,
 ) -> Diagnosis:
     """Calibration, parity with eager attention, the laws, and the rounding floor of each dtype.
 
-    The short form leaves out what needs many prompts (L3) or copies of the model (the floors).
+    The short form leaves out what needs many prompts (L3) or copies of the model (the floors). All prompts are read at
+    once, fewer where `max_memory`, what the process may hold with the loaded model, asks for it. What cannot fit is
+    refused before the first forward pass.
     """
-    length = length or doctor_length(subject)
+    require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
+    plan = default_plan(length or doctor_length(subject))
+    batch = _batch(subject, plan, prompts, short, parse_bytes(max_memory))
+    with exclusive(subject.model):
+        return _diagnosis(subject, plan, prompts, seed, short, batch, progress)
+
+
+def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
+    """How many prompts are read at once: all, or as many as fit; refused where not even one does."""
+
+    def planned(batch: int) -> MemoryPlan:
+        return doctor_plan(subject, plan, prompts, batch, short=short)
+
+    batch = fitting(subject, prompts, planned, limit)
+    require_room(
+        subject, planned(batch), limit, what="the diagnosis",
+        of=f"{many(prompts, plan.length)}, {batch} at once, and {FEW} of them under eager attention",
+        remedy="use a shorter --length or fewer --prompts",
+    )  # fmt: skip
+    return batch
+
+
+def _diagnosis(
+    subject: Subject,
+    plan: Plan,
+    prompts: int,
+    seed: int,
+    short: bool,
+    batch: int,
+    progress: Callable[[str], None],
+) -> Diagnosis:
+    length = plan.length
     ids = prepare(subject, "random", length=length, seed=seed).batch(range(prompts))
     constant = prepare(subject, "constant", bos="none", length=length, seed=seed).batch(range(1))
     progress("calibration")
-    calibration = calibrate(subject.model, torch.from_numpy(ids[:2]).to(subject.device))
-    bench = laws.Bench(subject.model, default_plan(length), ids, constant, calibration.learned_sinks)
+    calibration = calibrate(subject.model, torch.from_numpy(ids[:FEW]).to(subject.device))
+    bench = laws.Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch)
     checks = list(_calibration_checks(calibration))
     for name, check in _law_checks(bench):
         if not (short and name == "law L3"):
@@ -107,25 +145,21 @@ def _law_checks(bench: laws.Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
     yield "law L10", lambda: laws.moved_keys(bench)
 
 
-def eager_parity(bench: laws.Bench, padding: int = 5) -> Check:
+def eager_parity(bench: laws.Bench, padding: int = PADDING) -> Check:
     """The model's last states under the probe against its eager attention's, on left-padded prompts.
 
     Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
     """
     model = bench.model
-    ids = torch.from_numpy(np.pad(bench.ids[:2], ((0, 0), (padding, 0)), mode="edge")).to(model.device)
+    ids = torch.from_numpy(np.pad(bench.few, ((0, 0), (padding, 0)), mode="edge")).to(model.device)
     keep = torch.ones_like(ids)
     keep[:, :padding] = 0
     call = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
+    with exclusive(model), torch.inference_mode():
+        with implemented(model, "eager"):
             expected = body(model)(**call)[0][:, padding:]
-    finally:
-        model.set_attn_implementation(before)
-    with attach(model), torch.inference_mode():
-        found = body(model)(**call)[0][:, padding:]
+        with attach(model):
+            found = body(model)(**call)[0][:, padding:]
     why = f"states under the probe equal those of eager attention, with {padding} tokens of left padding"
     return Check("parity eager", relative_difference(found, expected), AGREE.of(model.dtype) / 10, "relative", why)
 
@@ -148,8 +182,9 @@ def rounding_floor(bench: laws.Bench, dtype: torch.dtype) -> Check:
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy with its parameters in another dtype. Buffers keep theirs: rotary frequencies must not be rounded."""
-    buffers = dict(model.named_buffers())
-    clone: PreTrainedModel = torch.nn.Module.to(copy.deepcopy(model), dtype)
+    with exclusive(model):
+        buffers, clone = dict(model.named_buffers()), copy.deepcopy(model)
+    torch.nn.Module.to(clone, dtype)
     for name, module in clone.named_modules():
         for key in module._buffers:
             module._buffers[key] = buffers[f"{name}.{key}" if name else key]

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.probe import attach, body
+from posleak.probe.hold import own
 
 LENGTH = 37
 """A prime that no other axis of a model has as its size: the axis of positions is recognised by it."""
@@ -80,7 +81,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
 @contextmanager
 def _watched(inner: torch.nn.Module, watch: Watch) -> Iterator[None]:
     parts = [module for module in inner.modules() if module is not inner]
-    handles = [module.register_forward_hook(watch.look, with_kwargs=True) for module in parts]
+    look = own(watch.look)
+    handles = [module.register_forward_hook(look, with_kwargs=True) for module in parts]
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ L5. The check then names the cause (explicit.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ from posleak.probe import (
     Plan,
     attach,
     body,
+    exclusive,
     read_placements,
     relative_difference,
     takes_positions,
@@ -44,6 +45,7 @@ from posleak.rounding import AGREE, EXACT
 
 from .check import Check
 from .explicit import TABLE, Entrance, first_entrance
+from .memory import FEW, PADDING
 
 Ids = NDArray[np.int64]
 
@@ -53,16 +55,25 @@ SHIFT = 512
 
 @dataclass(frozen=True)
 class Bench:
-    """What the laws are checked on: a model, its plan, random prompts ids [B, T], one token repeated without BOS."""
+    """What the laws are checked on: a model, its plan, random prompts ids [B, T], one token repeated without BOS.
+
+    batch: prompts that go through the model at once (0: all)
+    """
 
     model: PreTrainedModel
     plan: Plan
     ids: Ids
     constant: Ids
     learned_sinks: bool = False
+    batch: int = 0
 
     def parts(self, ids: Ids, *, padding: int = 0, edits: Sequence[Any] = ()) -> list[Parts]:
         """The parts of every layer; `padding` tokens are put before the prompts and masked away."""
+        size = self.batch or len(ids)
+        batches = [self._parts(ids[at : at + size], padding, edits) for at in range(0, len(ids), size)]
+        return batches[0] if len(batches) == 1 else [joined(layer) for layer in zip(*batches, strict=True)]
+
+    def _parts(self, ids: Ids, padding: int, edits: Sequence[Any]) -> list[Parts]:
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(self.model.device)
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
@@ -107,7 +118,19 @@ class Bench:
     @property
     def few(self) -> Ids:
         """Prompts for the laws that hold for each one, where more would only cost time."""
-        return self.ids[:2]
+        return self.ids[:FEW]
+
+
+def joined(batches: Sequence[Parts]) -> Parts:
+    """One layer of all prompts, from its batches."""
+
+    def along_prompts(name: str) -> Tensor | None:
+        found = [getattr(parts, name) for parts in batches]
+        return None if found[0] is None else torch.cat(found)
+
+    names = [field.name for field in fields(Parts) if field.name not in ("pairs", "remainder")]
+    changed: dict[str, Any] = {name: along_prompts(name) for name in names}
+    return replace(batches[0], **changed, remainder=max(parts.remainder for parts in batches))
 
 
 def additivity(bench: Bench) -> Check:
@@ -221,7 +244,7 @@ def closure(bench: Bench) -> Check:
 
 def batching(bench: Bench) -> Check:
     together = bench.measured
-    alone = [bench.parts(bench.ids[b : b + 1]) for b in range(2)]
+    alone = [bench.parts(bench.ids[b : b + 1]) for b in range(FEW)]
     worst = max(
         relative_difference(getattr(one[layer], name).nan_to_num(), getattr(parts, name)[b : b + 1].nan_to_num())
         for b, one in enumerate(alone)
@@ -233,7 +256,7 @@ def batching(bench: Bench) -> Check:
 
 
 def padding(bench: Bench) -> Check:
-    plain, padded = bench.parts(bench.ids[:2]), bench.parts(bench.ids[:2], padding=5)
+    plain, padded = bench.parts(bench.few), bench.parts(bench.few, padding=PADDING)
     worst = max(
         relative_difference(getattr(p, name).nan_to_num(), getattr(parts, name).nan_to_num())
         for parts, p in zip(plain, padded, strict=True)
@@ -243,16 +266,16 @@ def padding(bench: Bench) -> Check:
     return check if check.ok else check.because(_padding_cause(bench))
 
 
-def _padding_cause(bench: Bench, padding: int = 5) -> str | None:
+def _padding_cause(bench: Bench, padding: int = PADDING) -> str | None:
     """Does left padding change the model's states under its own attention too? posleak itself never pads."""
-    ids = torch.from_numpy(bench.ids[:2]).to(bench.model.device)
+    ids = torch.from_numpy(bench.few).to(bench.model.device)
     padded = torch.nn.functional.pad(ids, (padding, 0), value=int(ids[0, 0]))
     keep = torch.ones_like(padded)
     keep[:, :padding] = 0
     given = {}
     if takes_positions(bench.model):
         given = {"position_ids": (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)[None]}
-    with torch.inference_mode():
+    with exclusive(bench.model), torch.inference_mode():
         plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]
     changed = relative_difference(moved, plain) > AGREE.of(bench.model.dtype)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1 << 26
+CHUNK = 1 << 24
 """Bytes hashed at once: large, since between two chunks a thread waits for its turn among Python's threads."""
 HEX = frozenset("0123456789abcdef")
 

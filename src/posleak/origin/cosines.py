@@ -26,7 +26,11 @@ def pair_cosines(x: Sequence[Float[Tensor, "n _W"]], jackknife: Jackknife) -> tu
 
     NaN where a row has no direction.
     """
-    each = [_pair_cosine(one, jackknife) for one in x]
+    return joined_cosines([pair_cosine(one, jackknife) for one in x], jackknife)
+
+
+def joined_cosines(each: Sequence[Sampled], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+    """Of mean cosines one by one: all of them, and their mean, paired."""
     if not each:
         nothing, nan = np.zeros(0), np.array(np.nan)
         return Estimate(nothing, nothing, nothing, jackknife.prompts), Estimate(nan, nan, nan, jackknife.prompts)
@@ -45,7 +49,8 @@ def resultant(x: Float[Tensor, "n W"]) -> float:
     return float(unit(x).mean(0).norm())
 
 
-def _pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
+def pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
+    """The mean cosine among the rows of x; NaN where a row has no direction."""
     u = unit(x)
     if bool((u.square().sum(-1) < 0.5).any()):
         u = torch.full_like(u, torch.nan)

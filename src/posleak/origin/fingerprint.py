@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from posleak.leakage import Estimate, Jackknife
+from posleak.leakage import Estimate, Jackknife, Sampled
 
-from .cosines import pair_cosines
+from .cosines import joined_cosines, pair_cosine
 from .projection import Projection
 from .states import unit
 
@@ -62,6 +62,9 @@ class Fingerprint:
 SHOWN = 16
 """Rows and columns of the cosine matrices that are kept."""
 
+FINGERPRINT_TOKENS = 256
+"""First tokens whose fingerprints are compared, besides the reference token."""
+
 
 def written(
     projection: Projection, values: Float[Tensor, "n K Ev"], heads: Sequence[int]
@@ -83,7 +86,8 @@ def fingerprint(
 
     carried: relative differences of each prompt.
     """
-    names, gaps, directions, matrices = list[tuple[int, int]](), list[float](), list[Tensor](), list[Tensor]()
+    names, gaps, cosines, matrices = list[tuple[int, int]](), list[float](), list[Sampled](), list[Tensor]()
+    jackknife = Jackknife(len(different[0]) - 1)
     for projection, row, alike, others in zip(found, readers, same, different, strict=True):
         heads = np.flatnonzero(row).tolist()
         names += [(projection.call, head) for head in heads]
@@ -93,9 +97,9 @@ def fingerprint(
         gaps += [float(x) for x in (1 - u @ u.mT).flatten(1).max(-1).values]
         spread = written(projection, others, heads)
         shown = unit(spread[:, :SHOWN])
-        directions += list(spread[:, 1:])
+        cosines += [pair_cosine(one, jackknife) for one in spread[:, 1:]]  # at once: directions of all calls are many
         matrices += list(shown @ shown.mT)
-    each, overall = pair_cosines(directions, Jackknife(len(different[0]) - 1))
+    each, overall = joined_cosines(cosines, jackknife)
     return Fingerprint(
         heads=tuple(names), same=np.array(gaps), different=each, overall=overall,
         matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),

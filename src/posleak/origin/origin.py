@@ -11,17 +11,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from posleak.errors import InputError
-from posleak.inputs import InputFacts, prepare
+from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, calibrate, default_plan
+from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
+from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
+from posleak.runs.spec import require_between
 from posleak.typed import plain
 
 from .closure import Closure
 from .context import Context, read_context
-from .fingerprint import Fingerprint, fingerprint, written
+from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, fingerprint, written
+from .memory import origin_plan
 from .portrait import Portrait, ordinary_tokens
 from .position_probe import PositionProbe, position_probe, written_basis
 from .projection import Projection, projections
@@ -29,7 +31,6 @@ from .reading import Reading
 from .states import alone
 from .trajectory import Scale, Trajectory
 
-FINGERPRINT_TOKENS = 256
 CALIBRATION_LENGTH = 128
 TOKENS_AT_ONCE = 2048
 
@@ -77,15 +78,49 @@ def origin(
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,
+    max_memory: str | int | None = None,
     progress: Callable[[str], None] = lambda part: None,
 ) -> Origin:
     """Position 0 of a subject: prompts of random tokens for what needs a context, `tokens` first tokens for the rest.
 
     The reference token of trajectory and portrait is the BOS; with `bos="none"` it is the first of the drawn tokens.
+    `batch` prompts are read at once (0: about 2048 tokens, fewer where `max_memory`, what the process may hold with the
+    loaded model, asks for it). What cannot fit is refused before the first forward pass.
     """
     plan = default_plan(length)
-    _check(prompts, tokens)
+    _check(prompts, tokens, batch)
+    at_once = _batch(subject, plan, prompts, tokens, batch, parse_bytes(max_memory))
     texts = prepare(subject, "random", bos=bos, length=length, seed=seed)
+    with exclusive(subject.model):
+        return _origin(subject, texts, plan, prompts, tokens, at_once, progress)
+
+
+def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
+    """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
+
+    def planned(at_once: int) -> MemoryPlan:
+        return origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once)
+
+    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    at_once = at_once if batch else fitting(subject, at_once, planned, limit)
+    require_room(
+        subject, planned(at_once), limit, what="the look at position 0",
+        of=f"{many(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        remedy=f"use {'a smaller --batch, ' if at_once > 1 else ''}a shorter --length, fewer --prompts or --tokens",
+    )  # fmt: skip
+    return at_once
+
+
+def _origin(
+    subject: Subject,
+    texts: Prompts,
+    plan: Plan,
+    prompts: int,
+    tokens: int,
+    at_once: int,
+    progress: Callable[[str], None],
+) -> Origin:
+    length, seed = texts.length, texts.seed
     drawn = ordinary_tokens(texts.vocabulary, tokens + 1, seed, without=texts.first.id)
     reference = int(drawn[0]) if texts.first.id is None else int(texts.first.id)
     others = drawn[drawn != reference][:tokens]
@@ -95,7 +130,6 @@ def origin(
     found = projections(subject.model, start[:, :16])
     progress(f"portrait: {len(others)} first tokens")
     single = alone(subject.model, torch.from_numpy(np.concatenate([[reference], others])))
-    at_once = batch or max(1, TOKENS_AT_ONCE // length)
     context = read_context(subject, texts, plan, found, others, prompts, at_once, progress)
     progress("portrait and fingerprint")
     scale, reading = Scale.of(context.body), Reading.of(context.reading, plan, found, Jackknife(prompts))
@@ -140,13 +174,10 @@ def _directions(
     return written(projection, values, heads)[:, 0].float()
 
 
-def _check(prompts: int, tokens: int) -> None:
-    for name, value, least, why in (
-        ("prompts", prompts, 3, "the position probe trains, chooses its ridge and is judged on different prompts"),
-        ("tokens", tokens, 2, "cosines among first tokens need pairs of them"),
-    ):
-        if value < least:
-            raise InputError(
-                f"too few {name}: {why}", where="origin", got=value, expected=f"{least} or more",
-                remedy=f"use --{name} {least} or more",
-            )  # fmt: skip
+def _check(prompts: int, tokens: int, batch: int) -> None:
+    """Refuse numbers that cannot be meant, or that are too few for what is done with them."""
+    require_between(
+        "prompts", prompts, 3, why="the position probe trains, chooses its ridge and is judged on different prompts"
+    )
+    require_between("tokens", tokens, 2, why="cosines among first tokens need pairs of them")
+    require_between("batch", batch, 0)

@@ -19,7 +19,7 @@ from posleak.inputs import Vocabulary
 from posleak.inputs.stream import LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
-from .cosines import pair_cosines, resultant
+from .cosines import joined_cosines, pair_cosine, resultant
 from .states import Alone, unit
 from .trajectory import TOP, Scale, is_massive
 
@@ -77,22 +77,24 @@ class Portrait:
     @classmethod
     def of(cls, single: Alone, scale: Scale) -> Portrait:
         """The first of the one-token sequences is the reference token; the others are the sample."""
-        depths = single.states.shape[1]
+        depths = [single.states[:, d] for d in range(single.states.shape[1])]
         jackknife = Jackknife(len(single.tokens) - 1)
-        u = [unit(single.states[:, d]) for d in range(depths)]
-        cosine = torch.stack([x[1:] @ x[0] for x in u], dim=1).numpy()  # [n, J]
-        among, _ = pair_cosines([x[1:] for x in u], jackknife)
-        channels = [_channels(single.states[:, d], float(scale.entry[d])) for d in range(depths)]
+        u = map(unit, depths)  # one depth at a time: all of them are several times the states
+        found = [(x[1:] @ x[0], pair_cosine(x[1:], jackknife), resultant(x[1:]), picture(x)) for x in u]
+        cosines, each, resultants, pictures = zip(*found, strict=True)
+        cosine = torch.stack(cosines, dim=1).numpy()  # [n, J]
+        among, _ = joined_cosines(each, jackknife)
+        channels = [_channels(x, float(entry)) for x, entry in zip(depths, scale.entry, strict=True)]
         top, top_share, massive, overlap = (np.array(column) for column in zip(*channels, strict=True))
-        pictures = [picture(x) for x in u]
+        norms = torch.stack([x[1:].double().norm(dim=-1) for x in depths], dim=1).numpy()
         return cls(
             tokens=single.tokens[1:].numpy(),
             reference=int(single.tokens[0]),
-            norm=np.quantile(single.states[1:].double().norm(dim=-1).numpy(), QUANTILES, axis=0),
+            norm=np.quantile(norms, QUANTILES, axis=0),
             cosine=np.quantile(cosine, QUANTILES, axis=0),
             to_reference=jackknife.mean(cosine).estimate,
             among=among,
-            resultant=np.array([resultant(x[1:]) for x in u]),
+            resultant=np.array(resultants),
             top=top, top_share=top_share, massive_share=massive, overlap=overlap,
             picture=np.stack([flat for flat, _ in pictures], axis=1),
             explained=np.stack([share for _, share in pictures]),

@@ -23,7 +23,8 @@ from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.probe import Call, attach
+from posleak.probe import Call, attach, exclusive
+from posleak.probe.hold import own
 from posleak.rounding import AFFINE
 
 
@@ -44,7 +45,10 @@ class Projection:
         return "value" if self.module is None else "output"
 
     def weight(self) -> Float32[Tensor, "H Ev W"]:
-        """W_h, so that head h writes Σ_e v_e W_h[e]; the identity in value space, where W = Ev. On the CPU."""
+        """W_h, so that head h writes Σ_e v_e W_h[e]; the identity in value space, where W = Ev. On the CPU.
+
+        It runs a module of the model: hold the model (`probe.exclusive`) where other threads may use it.
+        """
         if self.module is None:
             return torch.eye(self.size).expand(self.heads, -1, -1)
         matrix, _ = affine(self.module, self.heads * self.size)
@@ -106,7 +110,8 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 @contextmanager
 def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
-    handles = [module.register_forward_hook(watch.hook) for module in model.modules()]
+    hook = own(watch.hook)
+    handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         yield
     finally:
@@ -117,10 +122,11 @@ def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
     """One for every attention call of a forward pass; ids may be short."""
     watch = _Watch()
-    with attach(model, [watch]) as probe, _hooked(model, watch):
-        probe.forward(ids.to(model.device))
-    names = {id(module): name for name, module in model.named_modules()}
-    return tuple(_project(index, call, names) for index, call in enumerate(watch.calls))
+    with exclusive(model):
+        with attach(model, [watch]) as probe, _hooked(model, watch):
+            probe.forward(ids.to(model.device))
+        names = {id(module): name for name, module in model.named_modules()}
+        return tuple(_project(index, call, names) for index, call in enumerate(watch.calls))
 
 
 def _project(index: int, call: _Watched, names: dict[int, str]) -> Projection:

@@ -17,6 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.probe import Call, Edit, Observer, Probe, attach, body
+from posleak.probe.hold import own
+
+ALONE = 256
+"""One-token sequences that are read at once."""
 
 
 def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W"], ...]:
@@ -56,7 +60,8 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
         if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == output.shape:
             last.pair = (args[0], output)
 
-    handles = [module.register_forward_hook(remember) for module in model.modules() if module is not model]
+    hook = own(remember)
+    handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
     try:
         yield last
     finally:
@@ -94,7 +99,7 @@ class Alone:
         return Alone(self.tokens[at], self.states[at], tuple(v[at] for v in self.values))
 
 
-def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = 256, edits: Sequence[Edit] = ()) -> Alone:
+def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE, edits: Sequence[Edit] = ()) -> Alone:
     """Every token as a sequence of its own."""
     look = ValueObserver()
     observers: list[Observer] = [look]

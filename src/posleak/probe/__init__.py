@@ -4,6 +4,7 @@ from .attachment import Observer, Probe, attach, body, takes_positions
 from .calibration import Calibration, calibrate, relative_difference
 from .call import Call
 from .edit import Edit
+from .hold import exclusive
 from .placement import Motion, Placement, read_placements
 from .plan import Plan, default_plan
 from .rows import Rows, call_rows, reduce_rows
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate",
     "call_rows",
     "default_plan",
+    "exclusive",
     "read_placements",
     "reduce_rows",
     "relative_difference",

@@ -4,15 +4,17 @@
         probe.forward(ids)
 
 Any model on transformers' attention interface is served by the same function; nothing here knows a model by name.
-On exit, also after an exception, the model has its own attention back and the registries are as they were.
+On exit, also after an exception, the model has its own attention back and the registries are as they were. A model is
+attached once at a time: another thread waits, and the same thread is refused (hold.py).
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +28,7 @@ from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
+from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
 from .visibility import Visibility, read_mask, visibility_mask
 
@@ -46,7 +49,8 @@ HARMLESS = frozenset(
 )
 """Arguments that do not enter the softmax. Any other that is set is refused by name."""
 
-_names = (f"posleak_{number}" for number in itertools.count())
+_numbers = itertools.count()
+"""Of attachments: each has a name of its own in transformers' registries."""
 
 
 @runtime_checkable
@@ -58,13 +62,18 @@ class Observer(Protocol):
 
 @dataclass
 class Probe:
-    """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order."""
+    """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order.
+
+    Passes of one thread only: of the one that attached the model, or that last called `forward`.
+    """
 
     model: PreTrainedModel
+    hold: Hold = field(repr=False)
     observers: Sequence[Observer] = ()
     edits: Sequence[Edit] = ()
     calls: int = 0
     modules: list[torch.nn.Module] = field(default_factory=list)
+    _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
         self,
@@ -82,6 +91,7 @@ class Probe:
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B T H Ev"], None]:
         """The one attention function, in the form that transformers calls; other keys than T are refused by name."""
+        self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
         _refuse_unknown(where, query, key, dropout, kwargs)
         _refuse_selection(where, key, indices)
@@ -110,13 +120,14 @@ class Probe:
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        for edit in self.edits:
-            edit.reads(ids)
-            positions = edit.positions(moved := positions)
-            if positions is not moved:
-                kwargs["position_ids"] = positions
-        with torch.inference_mode():
-            return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+        with self._pass():
+            for edit in self.edits:
+                edit.reads(ids)
+                positions = edit.positions(moved := positions)
+                if positions is not moved:
+                    kwargs["position_ids"] = positions
+            with torch.inference_mode():
+                return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager
     def aside(self, observer: Observer) -> Iterator[None]:
@@ -128,7 +139,23 @@ class Probe:
         finally:
             self.observers, self.edits = kept
 
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """The attachment belongs to the thread that makes a pass: a generator may be taken up by another one."""
+        if not self._passing.acquire(blocking=False):
+            raise foreign_pass(self.hold)
+        try:
+            self.hold.thread = threading.current_thread()
+            yield
+        finally:
+            self._passing.release()
+
+    def _require_own(self) -> None:
+        if not self.hold.is_mine:
+            raise foreign_pass(self.hold)
+
     def _restart(self, *_: Any) -> None:
+        self._require_own()
         self.calls = 0
         self.modules = []
 
@@ -162,29 +189,30 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
             where=type(model).__name__,
             remedy="posleak measures any family on the interface; `posleak doctor MODEL` says whether one is",
         )
-    probe, name = Probe(model, tuple(observers), tuple(edits)), next(_names)
-    before = _implementations(model)
-    AttentionInterface.register(name, probe.attention)
-    AttentionMaskInterface.register(name, visibility_mask)
-    hook = body(model).register_forward_pre_hook(probe._restart)
+    hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
+    probe = Probe(model, hold, tuple(observers), tuple(edits))
+    with holding(hold), hold.undoing as stack:
+        stack.callback(AttentionInterface._global_mapping.pop, name, None)
+        stack.callback(AttentionMaskInterface._global_mapping.pop, name, None)
+        AttentionInterface.register(name, probe.attention)
+        AttentionMaskInterface.register(name, visibility_mask)
+        stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
+        stack.enter_context(implemented(model, name))
+        for edit in probe.edits:
+            stack.enter_context(edit.installed(probe))
+        yield probe
+
+
+@contextmanager
+def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile."""
+    before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
     try:
         model.set_attn_implementation(name)
-        with ExitStack() as stack:
-            for edit in probe.edits:
-                stack.enter_context(edit.installed(probe))
-            yield probe
+        yield
     finally:
-        hook.remove()
         for config, implementation in before:
             config._attn_implementation_internal = implementation
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _implementations(model: PreTrainedModel) -> list[tuple[Any, str | None]]:
-    """Every config that the model's modules read their implementation from, with what it says now."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs.values()]
 
 
 def _refuse_unknown(

@@ -27,6 +27,7 @@ from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach, body
 from .call import Call
+from .hold import exclusive, own
 from .kernel import attend
 from .rows import check_finite
 
@@ -128,6 +129,11 @@ def partition_gap(call: Call, keys: Int[Tensor, "chosen"], weights: Float[Tensor
 
 def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     """All checks on ids; the caller decides what a failure means (`Calibration.require`)."""
+    with exclusive(model):  # its own pass must be its own
+        return _calibrate(model, ids)
+
+
+def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
     native = str(model.config._attn_implementation)
     expected = _states(model, ids)
@@ -167,7 +173,8 @@ def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, 
 def executed_modules(model: PreTrainedModel) -> Iterator[list[torch.nn.Module]]:
     """Every module that runs, in order."""
     ran: list[torch.nn.Module] = []
-    handles = [module.register_forward_pre_hook(lambda module, _: ran.append(module)) for module in model.modules()]
+    remember = own(lambda module, _: ran.append(module))
+    handles = [module.register_forward_pre_hook(remember) for module in model.modules()]
     try:
         yield ran
     finally:

@@ -18,6 +18,9 @@ ORIGIN = 4
 SHORTEST = 32
 """Below this length the last quarter holds too few reference queries to average over."""
 
+LONGEST, DENSEST = 2**24, 64
+"""Above these no prompt of any model and no plan of any use can be meant."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -60,6 +63,11 @@ def default_plan(length: int, density: int = 1, origin: int = ORIGIN) -> Plan:
 
     `density` multiplies the numbers of log-spaced queries, of references and of offsets per octave.
     """
+    for name, value, most in (("length", length, LONGEST), ("density", density, DENSEST)):
+        if value > most:
+            raise InputError(f"{name} is too large", where="plan", got=value, expected=f"at most {most:,}")
+    if density < 1:
+        raise InputError("density is too small", where="plan", got=density, expected="at least 1")
     if length < SHORTEST:
         raise InputError(
             "the prompt is too short: its last quarter must hold reference queries later than every measured one",

@@ -17,7 +17,7 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Placement, Plan, attach, read_placements
+from posleak.probe import Edit, Placement, Plan, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
@@ -73,7 +73,7 @@ def placements_of(
 
     Such a context must change nothing else: a model where it does is refused.
     """
-    with stage("constant token"):
+    with stage("constant token"), exclusive(model):
         tokens, start = torch.from_numpy(ids[:1]).to(model.device), ids.shape[1] - plan.length
         found = read_placements(model, tokens, plan, edits, start)
         if start:

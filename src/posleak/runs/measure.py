@@ -25,12 +25,10 @@ from posleak.stopwatch import stage
 
 from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
-from .memory import memory_plan, parse_bytes, within_memory
+from .memory import calibration_length, memory_plan, parse_bytes, within_memory
 from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
 from .run import Run
 from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec
-
-CALIBRATION_LENGTH = 96
 
 Progress = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
@@ -252,12 +250,9 @@ def _stays_note(run: Run) -> list[str]:
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
-    """Calibrate on the start of the first of ids [B, T], past windows of up to 1024; an error if a check fails."""
-    windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= 1024]
-    length = max([CALIBRATION_LENGTH, *windows])
-    return calibrate(subject.model, torch.from_numpy(ids[:1, :length]).to(subject.device)).require(
-        subject.identity.name
-    )
+    """Calibrate on the start of the first of ids [B, T]; an error if a check fails."""
+    start = torch.from_numpy(ids[:1, : calibration_length(subject)]).to(subject.device)
+    return calibrate(subject.model, start).require(subject.identity.name)
 
 
 def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:

@@ -1,18 +1,28 @@
-"""How much memory a measurement will hold, computed before it starts, and the batch that keeps it within a limit.
+"""How much memory work on a model will hold, computed before it starts, and the one guard that refuses too much.
 
-The plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. It
-is linear in the number of tokens per batch, as posleak's memory is. Families whose own code computes with the full mask
-hold tokens² numbers under any tool; the plan does not include that.
+A plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. That
+of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families whose own code computes
+with the full mask hold tokens² numbers under any tool; the plan does not include that.
+
+memory_plan    of a measurement; origin, doctor and bench have plans of their own, made of the same pieces
+require_room   the guard: a plan against --max-memory and what the machine has free
+fitting        the largest batch that stays within --max-memory
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+
+import torch
 
 from posleak.errors import InputError
 from posleak.models import Subject, available_bytes
+from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
+from posleak.probe.rows import PROFILE
+from posleak.text import size
 
 from .spec import MeasureSpec
 
@@ -31,22 +41,39 @@ ROWS = 3
 queries by position hold twice as many, which is little beside the slack of their activations."""
 
 EXPLICIT = 3
-"""Blocks of logits at the same time, where the softmax is written out."""
+"""Blocks of logits at the same time, where the softmax is written out; of whole matrices, in eager attention."""
 
-MOVED = 4
+MOVED = 6
 """Copies, in float64, of the logits of moved keys."""
 
-GRAMS, REPLICATES = 2 * 12, 4 * 9
-"""Gram matrices of all components, for early and all queries; and arrays of one number per prompt and head that the
-interval of one component holds at the same time: nine replicates per prompt, four times."""
+KEPT = 3
+"""Copies of the results: in batches, joined, and as they are written."""
+
+COMPONENTS, BETWEEN = 8, 3
+"""Components of the leakage that are laid out at every pair at the same time, and arrays of that size in between."""
+
+GRAMS = 2 * 14 + 1
+"""Gram matrices of all components and their shares, for early and all queries, and one in between."""
+
+REPLICATES = 5 * 9
+"""Numbers per prompt that the interval of one number holds at the same time: nine replicates per prompt, five times."""
+
+RECORDS = 32 * 1000
+"""Bytes of one head's numbers as records of a table."""
+
+FIRST_USE = 64 * 10**6
+"""What libraries take when they are first used: to write files, and for small tensors of any kind."""
 
 LIBRARIES = 500 * 10**6
 """What Python holds with torch and transformers imported, besides weights."""
 
+CALIBRATION_LENGTH, LONGEST_WINDOW = 96, 1024
+"""Tokens of calibration, which goes past windows up to this one."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes above the loaded model: activations of a batch (with weights that an edit copies), sampled rows, and the
+    """Bytes above the loaded model: activations of a batch (with weights that are copied), sampled rows, and the
     results of all prompts."""
 
     activations: int
@@ -61,25 +88,60 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
 
-def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
-    """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
-    identity, plan = subject.identity, spec.plan
-    tokens = spec.batch * (spec.borrowed + spec.length)
-    edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
-    item = (edited or [subject.model.dtype])[-1].itemsize
-    weights = sum(parameter.numel() for parameter in subject.model.parameters()) * item if edited else 0
+# -- pieces of plans --------------------------------------------------------------------------------------------------
+
+
+def item_bytes(subject: Subject) -> int:
+    """Bytes of one number in the model's dtype: its own, whatever an edit of another thread makes of it meanwhile."""
+    dtype: torch.dtype = getattr(torch, subject.identity.dtype)
+    return dtype.itemsize
+
+
+def weight_count(subject: Subject) -> int:
+    return sum(parameter.numel() for parameter in subject.model.parameters())
+
+
+def weight_bytes(subject: Subject) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
+
+
+def pass_bytes(subject: Subject, tokens: int, item: int) -> int:
+    """The activations of one forward pass over so many tokens."""
+    identity = subject.identity
     per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
-    activations = int(SLACK * tokens * per_token * item)
+    return int(SLACK * tokens * per_token * item)
+
+
+def state_bytes(subject: Subject, tokens: int, item: int) -> int:
+    """The residual stream of so many tokens, at all depths."""
+    return (subject.identity.layers + 1) * tokens * subject.identity.width * item
+
+
+def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int, copies: int = ROWS) -> int:
+    """The plan's rows of one layer, for so many prompts of so many tokens, and what all layers share of them."""
+    identity, tokens = subject.identity, prompts * length
     R, Q = len(plan.references), len(plan.queries)
-    copies = ROWS if not spec.edits else 2 * ROWS
     block = 0 if not _explicit(subject) else tokens * identity.heads * BLOCK * EXPLICIT
     rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
-    rows += spec.batch * identity.heads * R * Q * plan.origin * MOVED * 8
-    shared = spec.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # what rows see, and which keys are summed
-    heads = identity.layers * identity.heads
-    cells = 3 * heads * Q * (len(plan.offsets) + 4)
-    numbers = heads * (GRAMS * spec.prompts + REPLICATES)
-    return MemoryPlan(activations + weights, rows + shared, 8 * spec.prompts * (cells + numbers))
+    moved = int(SLACK * prompts * identity.heads * R * Q * plan.origin * MOVED * 8)
+    shared = plan.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # what rows see, and which keys are summed
+    return rows + moved + shared
+
+
+def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
+    """All attention weights of one layer, as eager attention makes them, and its mask."""
+    return prompts * (subject.identity.heads * EXPLICIT + 2) * length**2 * max(4, item)
+
+
+def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None = None) -> int:
+    """The results of all prompts, and of some layers or all what is made of them: components at every pair, products of
+    prompts with each other, numbers without each prompt, and records."""
+    Q, D, first = len(plan.queries), len(plan.offsets), PROFILE + plan.origin
+    depth, H = subject.identity.layers, subject.identity.heads
+    kept = KEPT * (Q * D + 6 * Q + D + first)
+    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + GRAMS * prompts
+    summed = H * (depth if layers is None else layers)
+    return 8 * prompts * (depth * H * kept + summed * work) + summed * RECORDS + FIRST_USE
 
 
 def _explicit(subject: Subject) -> bool:
@@ -97,38 +159,95 @@ def _inner_width(subject: Subject) -> int:
     return int(max(inner, experts * (getattr(config, "moe_intermediate_size", None) or inner)))
 
 
+# -- a measurement ----------------------------------------------------------------------------------------------------
+
+
+def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
+    """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
+    read, own = spec.borrowed + spec.length, item_bytes(subject)
+    edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
+    item = edited[-1].itemsize if edited else own
+    weights = weight_count(subject) * item if edited else 0
+    # Of a model that takes no position ids, two prompts of one token each show what positions do.
+    at_once = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
+    rows = row_bytes(subject, spec.plan, spec.batch, read, item, ROWS if not spec.edits else 2 * ROWS)
+    return MemoryPlan(
+        pass_bytes(subject, at_once, item) + weights,
+        max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),
+        result_bytes(subject, spec.plan, spec.prompts),
+    )
+
+
+def calibration_length(subject: Subject) -> int:
+    """Tokens that calibration reads, where there are so many: past every window that is not too long for that."""
+    windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= LONGEST_WINDOW]
+    return max([CALIBRATION_LENGTH, *windows])
+
+
 def within_memory(spec: MeasureSpec, subject: Subject, limit: int | None) -> MeasureSpec:
     """The spec, resolved, with a batch that fits.
 
     The batch size depends on the limit and the model, never on what else the machine does. It affects the last bits, so
     it is part of the digest, and a run that is started again must find its own folder.
     """
-    resolved, have = spec.resolved(), available_bytes(subject.device)
-    if limit is not None:
-        room = limit - weight_bytes(subject) - LIBRARIES
-        while not spec.batch and resolved.batch > 1 and memory_plan(subject, resolved).total > room:
-            resolved = replace(resolved, batch=resolved.batch // 2)
-        have = min(have, room)
-    if (need := memory_plan(subject, resolved).total) > have:
-        raise _too_large(subject, resolved, need, have, limited=limit is not None)
+    resolved = spec.resolved()
+    if not spec.batch:
+        most = fitting(subject, resolved.batch, lambda b: memory_plan(subject, replace(resolved, batch=b)), limit)
+        resolved = replace(resolved, batch=most)
+    smaller = "a smaller --batch, " if resolved.batch > 1 else ""
+    require_room(
+        subject, memory_plan(subject, resolved), limit, what="the measurement",
+        of=f"{many(resolved.batch, resolved.length)} at once",
+        remedy=f"use {smaller}fewer --prompts or a shorter --length",
+    )  # fmt: skip
     return resolved
 
 
-def _too_large(subject: Subject, spec: MeasureSpec, need: int, have: int, *, limited: bool) -> InputError:
-    smaller = "a smaller --batch, " if spec.batch > 1 else ""
-    taken = (weight_bytes(subject) + LIBRARIES) / 2**30
-    larger = f", or a larger --max-memory: the model and its libraries take {taken:.1f} GiB of it" if limited else ""
-    return InputError(
-        f"the measurement needs more memory than {'--max-memory allows' if limited else 'the machine has free'}",
-        where=subject.identity.name,
-        got=f"{need / 2**30:.1f} GiB for {spec.batch} prompts of {spec.length} tokens at once",
-        expected=f"at most {max(have, 0) / 2**30:.1f} GiB above the loaded model",
-        remedy=f"use {smaller}fewer --prompts or a shorter --length{larger}",
-    )
+# -- the guard --------------------------------------------------------------------------------------------------------
 
 
-def weight_bytes(subject: Subject) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
+def fitting(subject: Subject, batch: int, plan: Callable[[int], MemoryPlan], limit: int | None) -> int:
+    """The batch, halved until its plan stays within the limit; as it is without a limit."""
+    if limit is None:
+        return batch
+    room = _within(subject, limit)
+    while batch > 1 and plan(batch).total > room:
+        batch //= 2
+    return batch
+
+
+def require_room(
+    subject: Subject, plan: MemoryPlan, limit: int | None, *, what: str, of: str, remedy: str
+) -> None:  # fmt: skip
+    """Refuse work that would hold more than --max-memory allows (`limit`, None without one) or the machine has free.
+
+    what: that is refused;  of: what the memory is for;  remedy: how less would do
+    """
+    free = available_bytes(subject.device)
+    allowed = free if limit is None else _within(subject, limit)
+    have, need = min(free, allowed), plan.total
+    if need <= have:
+        return
+    whose, larger = "the machine has free", ""
+    if limit is not None and allowed <= free:
+        taken = size(limit - allowed)
+        whose = "--max-memory allows"
+        larger = f", or a larger --max-memory: the model and its libraries take {taken} of it"
+    shown = [size(need), size(have)] if size(need) != size(have) else [f"{need:,} bytes", f"{have:,} bytes"]
+    raise InputError(
+        f"{what} needs more memory than {whose}", where=subject.identity.name, got=f"{shown[0]} for {of}",
+        expected=f"at most {shown[1]} above the loaded model", remedy=remedy + larger,
+    )  # fmt: skip
+
+
+def many(prompts: int, length: int) -> str:
+    return f"{prompts} prompt{'s' if prompts != 1 else ''} of {length} tokens"
+
+
+def _within(subject: Subject, limit: int) -> int:
+    """What a limit on the whole process leaves for work."""
+    with exclusive(subject.model):  # an edit of another thread may have changed the size of its weights
+        return limit - weight_bytes(subject) - LIBRARIES
 
 
 def parse_bytes(text: str | int | None) -> int | None:

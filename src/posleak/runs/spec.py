@@ -10,12 +10,16 @@ from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.prompts import UNLENT
+from posleak.inputs.stream import LIMIT
 from posleak.probe import Plan, default_plan
-from posleak.probe.plan import ORIGIN
+from posleak.probe.plan import DENSEST, ORIGIN
 
 LENGTH, PROMPTS = 512, 16
 GIVEN = "given"
 """In the place of `inputs`: the prompts were handed over as ids."""
+
+MOST = 10**6
+"""Prompts that any work may be asked for: each is one of a number's replicates, and a thousand are many."""
 
 TOKENS_AT_ONCE = 4096
 """Enough to keep a machine busy; the same on every machine, since the batch size affects the last bits."""
@@ -39,14 +43,15 @@ class MeasureSpec:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts", 1), ("seed", 0), ("batch", 0), ("density", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is too small", got=getattr(self, name), expected=f"at least {least}")
+        require_between("prompts", self.prompts, 1)
+        require_between("batch", self.batch, 0)
+        require_between("seed", self.seed, 0, LIMIT - 1)
+        require_between("density", self.density, 1, DENSEST)
         if self.inputs != GIVEN:
             parse(self.inputs)
         require_measurable(self.parsed_edits)
         object.__setattr__(self, "edits", tuple(edit.text for edit in self.parsed_edits))
-        _ = self.plan  # refuses a length that is too short
+        _ = self.plan  # refuses a length that is too short or too long
 
     @cached_property
     def plan(self) -> Plan:
@@ -71,6 +76,19 @@ class MeasureSpec:
     def batches(self) -> list[range]:
         """Prompts 0 … prompts − 1 in consecutive batches."""
         return batches(self.prompts, self.batch)
+
+
+def require_between(name: str, value: int, least: int, most: int = MOST, *, why: str | None = None) -> None:
+    """Refuse a number that cannot be meant, before anything is made of it. why: what the least is needed for."""
+    if least <= value <= most:
+        return
+    small = value < least
+    reason = f": {why}" if small and why is not None else ""
+    raise InputError(
+        f"{name} is too {'small' if small else 'large'}{reason}", got=f"{value:,}",
+        expected=f"at least {least:,}" if small else f"at most {most:,}",
+        remedy=f"use --{name} {least:,} or more" if small and why is not None else None,
+    )  # fmt: skip
 
 
 def batches(prompts: int, batch: int) -> list[range]:

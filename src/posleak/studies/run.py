@@ -13,7 +13,7 @@ from posleak.files import write_json
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
 from posleak.models import Subject, load
-from posleak.runs import Measurement, Run
+from posleak.runs import Measurement, Run, parse_bytes
 
 from .balance import Balance
 from .cells import Cell, Study
@@ -49,21 +49,31 @@ class Table:
     rows: list[Row]
 
 
-def run_study(chosen: Study, root: str | Path = "runs", progress: Say = lambda what: None) -> Table:
-    """Measure what is missing, one model in memory at a time, and read the table off the runs."""
+def run_study(
+    chosen: Study,
+    root: str | Path = "runs",
+    progress: Say = lambda what: None,
+    *,
+    max_memory: str | int | None = None,
+) -> Table:
+    """Measure what is missing, one model in memory at a time, and read the table off the runs.
+
+    `max_memory` is what the process may hold, as in `measure`: what does not fit is refused before it is measured.
+    """
+    limit = parse_bytes(max_memory)
     rows: list[Row] = []
     for _, cells in groupby(chosen.cells, key=lambda cell: (cell.model, cell.dtype)):
-        rows += _rows(list(_measured(list(cells), Path(root), progress)))
+        rows += _rows(list(_measured(list(cells), Path(root), progress, limit)))
     table = Table(chosen.name, chosen.question, rows)
     write_json(Path(root) / f"study-{chosen.name}" / TABLE, table)
     return table
 
 
-def _measured(cells: list[Cell], root: Path, progress: Say) -> Iterator[tuple[Cell, Run]]:
+def _measured(cells: list[Cell], root: Path, progress: Say, limit: int | None) -> Iterator[tuple[Cell, Run]]:
     progress(f"loading {cells[0].model}")
     subject = _load(cells[0], progress)
     for cell in cells:
-        ready = Measurement.of(subject, cell.spec)
+        ready = Measurement.of(subject, cell.spec, max_memory=limit)
         yield cell, ready.run_with_warnings(root / ready.folder_name, progress=_said(cell, progress))
 
 

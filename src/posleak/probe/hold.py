@@ -1,0 +1,150 @@
+"""One at a time: a model belongs to one thread while it is attached, or while it must keep its own attention.
+
+    with exclusive(model):
+        ...             # its weights, its attention and its outputs are its own; attach(model) is allowed inside
+
+Attaching changes a model, its config, and for some edits its weights. Another thread that wants the same model waits.
+The thread that has it attached would wait for itself, so that it is refused. Models that were built from one config
+object share it, and count as one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from posleak.errors import RunError
+
+PATIENCE = 1.0
+"""Seconds between two looks at whether the thread that is waited for still lives."""
+
+
+@dataclass(eq=False, repr=False)
+class Hold:
+    """A model in somebody's hands: the thread, and all configs of the model. `attached`: its attention is ours.
+
+    undoing: what gives the model back, kept here because the garbage collector, when it closes a generator, empties the
+    weak references that are reachable only through it, and torch's handles of hooks are such: they would not be removed
+    """
+
+    model: PreTrainedModel
+    attached: bool
+    thread: threading.Thread
+    configs: tuple[Any, ...]
+    undoing: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, attached: bool) -> Hold:
+        return cls(model, attached, threading.current_thread(), configs_of(model))
+
+    @property
+    def is_mine(self) -> bool:
+        return self.thread is threading.current_thread()
+
+
+_holds: dict[int, list[Hold]] = {}
+"""By the id of each config: who holds it, the innermost last. It keeps its configs alive, so that ids stay theirs."""
+
+_changed = threading.Condition()
+"""Guards `_holds`. Its lock can be taken twice: the garbage collector may close a generator, which lets go of a model,
+at any line of any thread, those below included."""
+
+
+def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Every config that says which attention some part of the model uses, each once."""
+    found: dict[int, Any] = {}
+    todo = [module.config for module in model.modules() if hasattr(module, "config")]
+    while todo:
+        config = todo.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+            todo += [each for each in inner if each is not None]
+    return tuple(found.values())
+
+
+@contextmanager
+def exclusive(model: PreTrainedModel) -> Iterator[None]:
+    """Have the model for this thread alone, under its own attention; others wait. The same thread may take it again."""
+    with holding(Hold.of(model, attached=False)):
+        yield
+
+
+@contextmanager
+def holding(hold: Hold) -> Iterator[None]:
+    """Wait for the model and hold it; refused where this thread, or one that has ended, has it attached."""
+    try:
+        _take(hold)
+        yield
+    finally:
+        _let_go(hold)
+
+
+def _take(hold: Hold) -> None:
+    for last_try in (False, True):
+        with _changed:
+            while (other := _in_the_way(hold)) is not None and not other.is_mine and other.thread.is_alive():
+                _changed.wait(PATIENCE)
+            if other is None:
+                for config in hold.configs:
+                    _holds.setdefault(id(config), []).append(hold)
+                return
+        if last_try:
+            raise _measured_already(hold, other)
+        gc.collect()  # closes generators that were given up, but are still held by a circle of references
+
+
+def _in_the_way(hold: Hold) -> Hold | None:
+    """A hold of another thread, or an attachment of this one."""
+    others = [other for config in hold.configs for other in tuple(_holds.get(id(config), ()))]
+    return next((other for other in others if other.attached or other.thread is not hold.thread), None)
+
+
+def _let_go(hold: Hold) -> None:
+    """May be called from any thread, and for a hold that was never taken."""
+    with _changed:
+        for config in hold.configs:
+            left = [other for other in _holds.get(id(config), ()) if other is not hold]
+            if left:
+                _holds[id(config)] = left
+            else:
+                _holds.pop(id(config), None)
+        _changed.notify_all()
+
+
+def _measured_already(hold: Hold, other: Hold) -> RunError:
+    shared = "" if other.model is hold.model else ", or rather another one that shares its config"
+    who = "by this thread, which would wait for itself" if other.is_mine else f"by {other.thread.name}, which has ended"
+    return RunError(
+        f"the model is being measured already{shared}", where=type(hold.model).__name__, got=f"attached {who}",
+        expected="one measurement of a model at a time",
+        remedy="finish the other one first: leave its `with attach(...)`, or call close() on its generator of chunks",
+    )  # fmt: skip
+
+
+def foreign_pass(hold: Hold) -> RunError:
+    """For a forward pass in another thread than the one that measures."""
+    return RunError(
+        "the model is being measured in another thread, where this forward pass would be counted",
+        where=type(hold.model).__name__,
+        got=f"a pass in {threading.current_thread().name}, while {hold.thread.name} measures",
+        remedy="wait until the measurement is finished, or give this thread a copy of the model",
+    )
+
+
+def own(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A module hook that is deaf to forward passes of other threads."""
+    thread = threading.get_ident()
+
+    @functools.wraps(hook)
+    def heard(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == thread else None
+
+    return heard
