@@ -119,7 +119,7 @@ def record_cases(rng: random.Random, place: Path) -> Iterator[Case]:
             mutated_bytes(rng, content) if how == "bytes"
             else mutated_json(rng, content, sealed if how == "sealed" and name != "doctor.json" else None)
         )  # fmt: skip
-        whole = number % 50 == 0
+        whole = number % 100 == 0
         yield name, lambda: _read_record(bad, good, name, changed, content, whole)  # noqa: B023
 
 

@@ -1,29 +1,27 @@
 """Damaged and lying model files, made at random: whatever they are, `load` gives a model or says what is wrong.
 
-`cases` makes one case for each kind of file: a copy of a tiny model in which one file was changed. The thunk of a case
+`cases` makes cases for each kind of file in turn: a copy of a tiny model in which one file was changed. Its thunk
 loads it. It may return, or raise a PosleakError; anything else, and taking long or much memory, is a finding.
 """
 
 from __future__ import annotations
 
 import functools
-import json
+import itertools
 import random
 import shutil
 import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from inputs_subject import byte_tokenizer
 from models_tiny import WORDS, save, tiny, write_gguf
+from mutate import EXTREMES, mutated_bytes, mutated_json
 from posleak.models import load
 
 Mutate = Callable[[random.Random, bytes], bytes]
 
-EXTREMES = [0, 1, -1, 3, 255, 65_536, 10**6, 10**9, 2**31 - 1, 2**31, 2**32 - 1, 10**12, 2**63 - 1, 2**63, 2**64 - 1]
-ODD_VALUES: list[Any] = [None, True, "", "x", [], {}, 0.5, -1.5, 1e300, float("nan"), float("inf"), *EXTREMES, 10**30]
 GGUF_KEYS = [
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "rope.freq_base", "rope.dimension_count", "vocab_size",
@@ -31,9 +29,10 @@ GGUF_KEYS = [
 
 
 def cases(rng: random.Random, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """One case for each kind of file: (its name, a function that loads it). A case's files are removed after it."""
+    """Cases without end: (the kind of file, a function that loads it). A case's files are removed after it."""
     base = _base(folder)
-    for target, (kind, name, mutators) in TARGETS.items():
+    for target in itertools.cycle(TARGETS):
+        kind, name, mutators = TARGETS[target]
         case = folder / "case"
         shutil.rmtree(case, ignore_errors=True)
         shutil.copytree(base / kind, case)
@@ -62,70 +61,6 @@ def _base(folder: Path) -> Path:
         write_gguf(tiny(), made / "gguf" / "tiny.gguf", WORDS)
         made.rename(base)
     return base
-
-
-# -- bytes ----------------------------------------------------------------------------------------------------------
-
-
-def _flip(rng: random.Random, data: bytes) -> bytes:
-    """Change one bit, or a few bytes."""
-    changed = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 8])):
-        place = rng.randrange(len(changed))
-        changed[place] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
-def _cut(rng: random.Random, data: bytes) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def _insert(rng: random.Random, data: bytes) -> bytes:
-    place = rng.randrange(len(data))
-    return data[:place] + rng.randbytes(rng.choice([1, 2, 8, 1000])) + data[place:]
-
-
-def _remove(rng: random.Random, data: bytes) -> bytes:
-    place = rng.randrange(len(data))
-    return data[:place] + data[place + rng.choice([1, 2, 8, 1000]) :]
-
-
-BYTES: list[Mutate] = [_flip, _cut, _insert, _remove]
-
-
-# -- JSON -----------------------------------------------------------------------------------------------------------
-
-
-def _json(rng: random.Random, data: bytes) -> bytes:
-    """Change one value somewhere in a JSON file."""
-    return json.dumps(_changed(rng, json.loads(data))).encode()
-
-
-def _changed(rng: random.Random, value: Any) -> Any:
-    """The same value with one place in it changed; every level is as likely as the next."""
-    if isinstance(value, dict | list) and value and rng.random() < 0.8:
-        keys = list(value) if isinstance(value, dict) else range(len(value))
-        key = rng.choice(keys)
-        if rng.random() < 0.1:
-            del value[key]
-        else:
-            value[key] = _changed(rng, value[key])
-        return value
-    return rng.choice([_odd, _odd, _odd, _nested, _repeated])(rng, value)
-
-
-def _odd(rng: random.Random, value: Any) -> Any:
-    return rng.choice(ODD_VALUES)
-
-
-def _nested(rng: random.Random, value: Any) -> Any:
-    for _ in range(rng.choice([1, 10, 150, 900])):
-        value = [value] if rng.random() < 0.5 else {"x": value}
-    return value
-
-
-def _repeated(rng: random.Random, value: Any) -> Any:
-    return [value] * rng.choice([2, 1000, 100_000]) if not isinstance(value, dict | list) else [value] * 2
 
 
 # -- binary headers -------------------------------------------------------------------------------------------------
@@ -160,16 +95,16 @@ def _safetensors_length(rng: random.Random, data: bytes) -> bytes:
 def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
     """Change the header's JSON, and let the length before it be true."""
     (length,) = struct.unpack("<Q", data[:8])
-    header = rng.choice([_json, _json, _flip])(rng, data[8 : 8 + length])
+    header = rng.choice([mutated_json, mutated_json, mutated_bytes])(rng, data[8 : 8 + length])
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
 
 
 TARGETS: dict[str, tuple[str, str, list[Mutate]]] = {
-    "config.json": ("llama", "config.json", [*BYTES, _json, _json, _json, _json]),
-    "config.json of gemma3": ("gemma3", "config.json", [_json]),
-    "tokenizer.json": ("llama", "tokenizer.json", [*BYTES, _json, _json, _json, _json]),
-    "tokenizer_config.json": ("llama", "tokenizer_config.json", [*BYTES, _json, _json, _json]),
-    "gguf": ("gguf", "tiny.gguf", [*BYTES, _gguf_count, _gguf_anywhere, _gguf_anywhere, _gguf_value, _gguf_value]),
-    "safetensors": ("llama", "model.safetensors", [*BYTES, _safetensors_length, _safetensors_header]),
+    "config.json": ("llama", "config.json", [mutated_bytes, mutated_json]),
+    "config.json of gemma3": ("gemma3", "config.json", [mutated_json]),
+    "tokenizer.json": ("llama", "tokenizer.json", [mutated_bytes, mutated_json]),
+    "tokenizer_config.json": ("llama", "tokenizer_config.json", [mutated_bytes, mutated_json]),
+    "gguf": ("gguf", "tiny.gguf", [mutated_bytes, _gguf_count, _gguf_anywhere, _gguf_value]),
+    "safetensors": ("llama", "model.safetensors", [mutated_bytes, _safetensors_length, _safetensors_header]),
 }
 """By the name of the kind: which model, which file of it, and how it may be changed."""

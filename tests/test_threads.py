@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ LONG = 20.0
 
 def untouched(model: PreTrainedModel) -> tuple[Any, ...]:
     """All of a model and of transformers' registries that an attachment changes."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     names = [sorted(kind._global_mapping) for kind in (AttentionInterface, AttentionMaskInterface)]
     weights = [(name, x.dtype, x.data_ptr()) for name, x in (*model.named_parameters(), *model.named_buffers())]
@@ -277,7 +278,7 @@ def test_a_users_own_pass_in_another_thread_is_refused_there_and_not_counted() -
     for call in (lambda: model(input_ids=ids), lambda: body(model)(input_ids=ids)):
         look.calls, look.inside, look.go_on = 0, threading.Event(), threading.Event()
         with left_as_it_was(model):
-            calls, _ = in_threads(measuring, lambda call=call: using(call))
+            calls, _ = in_threads(measuring, partial(using, call))
         assert calls == look.calls == 3
 
 
