@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from posleak.inputs.prompts import UNLENT
 from posleak.models import Subject
 from posleak.runs import MeasureSpec, memory_plan
-from posleak.runs.memory import item_bytes, pass_bytes, square_bytes, weight_count
+from posleak.runs.memory import pass_bytes, square_bytes, weight_count
 from posleak.trace import BORROWED
 
 
@@ -26,7 +26,7 @@ Needs = Callable[[Subject, int, int], Need]
 
 def forward(subject: Subject, prompts: int, length: int) -> Need:
     return Need(
-        0, pass_bytes(subject, prompts * length, item_bytes(subject)) + _own_attention(subject, prompts, length)
+        0, pass_bytes(subject, prompts * length, subject.dtype.itemsize) + _own_attention(subject, prompts, length)
     )
 
 
@@ -43,7 +43,7 @@ def posleak(*edits: str) -> Needs:
 
 def two_passes(subject: Subject, prompts: int, length: int) -> Need:
     """The second one is twice as long, and has a mask of its own, which is kept, and added to logits as numbers."""
-    longer, item = 2 * length + UNLENT, item_bytes(subject)
+    longer, item = 2 * length + UNLENT, subject.dtype.itemsize
     return Need(longer**2, pass_bytes(subject, prompts * longer, item) + longer**2 * (4 + 2 * item))
 
 
@@ -55,7 +55,7 @@ def patterns(copies: int, layers: bool) -> Needs:
     """Eager attention in a copy of the model; `copies` of the patterns, of all layers or of one."""
 
     def needs(subject: Subject, prompts: int, length: int) -> Need:
-        item, identity = item_bytes(subject), subject.identity
+        item, identity = subject.dtype.itemsize, subject.identity
         whole = prompts * identity.heads * length**2 * item * copies * (identity.layers if layers else 1)
         one = pass_bytes(subject, prompts * length, item) + square_bytes(subject, prompts, length, item)
         return Need(weight_count(subject) * item, one + whole)
@@ -65,7 +65,7 @@ def patterns(copies: int, layers: bool) -> Needs:
 
 def _own_attention(subject: Subject, prompts: int, length: int) -> int:
     """What the model's own attention holds beside the activations: all weights if it is eager, a mask for windows."""
-    item = item_bytes(subject)
+    item = subject.dtype.itemsize
     if subject.model.config._attn_implementation == "eager":
         return square_bytes(subject, prompts, length, item)
     return 2 * (1 + item) * prompts * length**2 if subject.identity.spans else 0

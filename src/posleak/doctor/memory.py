@@ -6,7 +6,6 @@ from posleak.models import Subject
 from posleak.probe import Plan
 from posleak.runs.memory import (
     MemoryPlan,
-    item_bytes,
     pass_bytes,
     result_bytes,
     row_bytes,
@@ -24,7 +23,7 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
 
     Eager attention, and a constant that is added to one row of logits, take tokens × tokens numbers.
     """
-    item, T = item_bytes(subject), plan.length + PADDING
+    item, T = subject.dtype.itemsize, plan.length + PADDING
     few = pass_bytes(subject, FEW * T, max(4, item))
     whole = state_bytes(subject, FEW * T, item) + square_bytes(subject, FEW, T, item)
     copies = 0 if short else weight_count(subject) * (item + 4)  # one as it is, which is then rounded

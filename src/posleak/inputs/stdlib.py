@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import platform
 import sysconfig
+import threading
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -18,6 +19,9 @@ from posleak.errors import InputError
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
 """Folders that are not the library: what was installed into it, its tests, and files broken on purpose."""
+
+_filters = threading.Lock()
+"""Python's filters of warnings are shared by all threads."""
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -47,7 +51,7 @@ def library_files(root: Path) -> list[Path]:
 def file_docstrings(file: Path) -> Iterator[str]:
     """Docstrings of one source file; nothing for a file that is not valid Python (templates, other versions)."""
     try:
-        with warnings.catch_warnings():
+        with _filters, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody else's source
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):  # ValueError: null bytes; UnicodeDecodeError is one too

@@ -44,6 +44,14 @@ class Subject:
         return next(self.model.get_input_embeddings().parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights, whatever an edit makes of them for the time of a pass."""
+        import torch
+
+        found: torch.dtype = getattr(torch, self.identity.dtype)
+        return found
+
+    @property
     def vocab_size(self) -> int:
         """Ids below this number can be embedded."""
         return self.identity.vocab

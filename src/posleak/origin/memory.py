@@ -9,7 +9,6 @@ from posleak.runs.memory import (
     REPLICATES,
     SLACK,
     MemoryPlan,
-    item_bytes,
     pass_bytes,
     row_bytes,
     square_bytes,
@@ -30,7 +29,7 @@ SYSTEMS = 40
 def origin_plan(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int) -> MemoryPlan:
     """Of `prompts` prompts, `batch` at once, and `tokens` first tokens. The last part is what is kept of all of them,
     and the largest piece of work on that."""
-    item, T = item_bytes(subject), plan.length
+    item, T = subject.dtype.itemsize, plan.length
     both = 2 * state_bytes(subject, batch * T, item) + 3 * 4 * batch * T * subject.identity.width
     alone = pass_bytes(subject, ALONE, item) + state_bytes(subject, ALONE, item)
     outputs = COPIES * 8 * batch * subject.identity.heads * len(plan.rows) * subject.identity.head_dim
@@ -47,7 +46,7 @@ def _kept(subject: Subject, plan: Plan, prompts: int, tokens: int) -> int:
     identity, P = subject.identity, min(POSITIONS, plan.length)
     heads, every = identity.layers * identity.heads, identity.layers + 1
     singles = 2 * (state_bytes(subject, tokens + 1, 4) + 4 * (tokens + 1) * heads * identity.head_dim)
-    body = 2 * state_bytes(subject, prompts * P, max(4, item_bytes(subject)))
+    body = 2 * state_bytes(subject, prompts * P, max(4, subject.dtype.itemsize))
     products = 8 * heads * identity.head_dim**2
     reading = 8 * prompts * heads * (6 * len(plan.rows) + 5 * REPLICATES + 3 * prompts)
     portrait = 8 * (tokens + 1) * every * 2 * REPLICATES

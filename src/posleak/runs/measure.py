@@ -154,7 +154,7 @@ class Measurement:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self.prompts.batch([0]))
         placements = placements_of(self.subject.model, self.prompts.batch([0]), self.spec.plan, self.spec.parsed_edits)
-        motion = Motion.of(placements, self.spec.plan, self.subject.model.dtype)
+        motion = Motion.of(placements, self.spec.plan, self.subject.dtype)
         record = self._record(calibration, motion, created)
         if folder is not None:
             record.write(folder)

@@ -15,8 +15,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
 from posleak.errors import InputError
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
@@ -91,12 +89,6 @@ class MemoryPlan:
 # -- pieces of plans --------------------------------------------------------------------------------------------------
 
 
-def item_bytes(subject: Subject) -> int:
-    """Bytes of one number in the model's dtype: its own, whatever an edit of another thread makes of it meanwhile."""
-    dtype: torch.dtype = getattr(torch, subject.identity.dtype)
-    return dtype.itemsize
-
-
 def weight_count(subject: Subject) -> int:
     return sum(parameter.numel() for parameter in subject.model.parameters())
 
@@ -164,7 +156,7 @@ def _inner_width(subject: Subject) -> int:
 
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
-    read, own = spec.borrowed + spec.length, item_bytes(subject)
+    read, own = spec.borrowed + spec.length, subject.dtype.itemsize
     edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = weight_count(subject) * item if edited else 0
