@@ -161,3 +161,12 @@ def test_rolled_prompts_are_judged_one_by_one() -> None:
     assert together[1] < 1e-12
     masked = rolled_gaps(model, ids, [])
     assert masked == pytest.approx([rolled_gaps(model, row[None], [])[0] for row in ids], rel=1e-6)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_there_is_no_verdict_without_an_interval(side: Side) -> None:
+    """Two prompts give a value and no interval, however large the value is."""
+    found = Finding.of(Jackknife(2).mean(np.array([1.11, 1.12])).estimate, "1", side=side)
+    assert found.effect == pytest.approx(1.115)
+    assert math.isnan(found.low)
+    assert found.verdict is Verdict.INCONCLUSIVE
