@@ -728,6 +728,14 @@ def test_absurd_configs_are_refused(
         load(folder, cache=cache)
 
 
+@pytest.mark.usefixtures("soon")
+def test_absurd_tokenizer_file_is_refused(spoken: Path, cache: Path) -> None:
+    with (spoken / "tokenizer.json").open("ab") as words:
+        words.truncate(10**9)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is too large[\s\S]*1\.0 GB"):
+        load(spoken, cache=cache)
+
+
 def test_model_that_fits_its_files_but_not_the_memory(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

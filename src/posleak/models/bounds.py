@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
+from posleak.models.border import FETCH_AGAIN
 from posleak.text import size
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MOST_CONFIG = 1 << 25
 """Bytes of a config; most have a few thousand, but some list their whole vocabulary."""
+
+MOST_WORDS = 1 << 27
+"""Bytes of a tokenizer's file; a vocabulary of 262,144 tokens takes 33 MB. Reading takes several times as much memory."""
 
 COUNTS = (
     (re.compile(r"layers$|^n_layer$|^num_layer$"), 2_000),
@@ -38,6 +42,16 @@ SPARE_NUMBERS = 1 << 26
 missing, but makes it up first."""
 SPARE_TABLES = 1 << 28
 """Bytes of tables (masks, frequencies) that a model may make for itself, besides as many as its weights have."""
+
+
+def require_size(path: Path, most: int) -> None:
+    """Refuse a file that is larger than any of its kind, before it is read."""
+    found = path.stat().st_size
+    if found > most:
+        raise ModelError(
+            f"{path.name} is too large", where=str(path), got=size(found), expected=f"at most {size(most)}",
+            remedy=FETCH_AGAIN,
+        )  # fmt: skip
 
 
 def require_sane(path: Path, raw: Any) -> None:

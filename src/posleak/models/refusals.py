@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from posleak.errors import ModelError, did_you_mean
 from posleak.models import bounds, pretrained, trust
 from posleak.models.border import FETCH_AGAIN, border
-from posleak.text import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,11 +32,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
 def raw_json(path: Path) -> dict[str, Any]:
     """A JSON file of a size that a person could read, as it stands."""
-    if path.stat().st_size > bounds.MOST_CONFIG:
-        raise ModelError(
-            f"{path.name} is too large", where=str(path), got=size(path.stat().st_size),
-            expected=f"at most {size(bounds.MOST_CONFIG)}", remedy=FETCH_AGAIN,
-        )  # fmt: skip
+    bounds.require_size(path, bounds.MOST_CONFIG)
     try:
         raw = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

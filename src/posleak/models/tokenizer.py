@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError
-from posleak.models import pretrained, refusals, trust
+from posleak.models import bounds, pretrained, refusals, trust
 from posleak.models.border import border
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ def read(folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = Fa
 
 
 def _require_harmless(folder: Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
-    """Refuse settings that name a class that is no tokenizer's, or code in another repository."""
+    """Refuse huge files, and settings that name a class that is no tokenizer's, or code in another repository."""
+    for name in files(folder):
+        bounds.require_size(folder / name, bounds.MOST_WORDS)
     path = folder / SETTINGS
     settings = refusals.raw_json(path) if path.is_file() else {}
     trust.require_tokenizer_class(path, settings.get("tokenizer_class"))
