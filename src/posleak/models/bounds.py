@@ -25,7 +25,7 @@ MOST_CONFIG = 1 << 25
 """Bytes of a config; most have a few thousand, but some list their whole vocabulary."""
 
 MOST_WORDS = 1 << 27
-"""Bytes of a tokenizer's file; a vocabulary of 262,144 tokens takes 33 MB. Reading takes several times as much memory."""
+"""Bytes of a tokenizer's file; 262,144 tokens take 33 MB. Reading takes several times as much memory."""
 
 COUNTS = (
     (re.compile(r"layers$|^n_layer$|^num_layer$"), 2_000),
