@@ -38,7 +38,13 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutated_json(rng: random.Random, data: bytes, seal: Callable[[dict[str, Any]], str] | None = None) -> bytes:
-    """One to three values changed, removed, repeated or nested; with `seal`, sealed again as a deceiver would."""
+    """One to three values changed, removed, repeated or nested; with `seal`, sealed again as a deceiver would.
+
+    Sometimes all of it is put into more brackets than any reader can follow.
+    """
+    if rng.random() < 0.02:
+        depth = rng.choice((900, 2_000, 100_000))
+        return b"[" * depth + data + b"]" * depth
     value = json.loads(data)
     for _ in range(rng.choice((1, 1, 2, 3))):
         value = _changed(rng, value)
@@ -60,7 +66,7 @@ def _changed(rng: random.Random, value: Any) -> Any:
     if kind == "near" and isinstance(value, int | float) and not isinstance(value, bool):
         return value + rng.choice((-1, 1, 0.5, 1000))
     if kind == "nested":
-        for _ in range(rng.choice((1, 10, 150, 900))):
+        for _ in range(rng.choice((1, 10, 150, 300))):  # three of these can still be written as JSON
             value = [value] if rng.random() < 0.5 else {"x": value}
         return value
     if kind == "repeated":
