@@ -7,6 +7,7 @@ nobody foresaw, 130 stopped with Ctrl-C, 141 nobody reads the output any more.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,7 +66,19 @@ RUNS = Path("runs")
 """Where runs are kept unless `--out` says otherwise."""
 
 err = PlainConsole(stderr=True)
-out = PlainConsole(width=None if sys.stdout is not None and sys.stdout.isatty() else 120)
+FILE_WIDTH = 120
+"""Columns of what is written into a file or a pipe, unless COLUMNS says otherwise."""
+
+
+def _width() -> int | None:
+    """Columns of standard output; None: as many as the terminal has."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    return None if sys.stdout is not None and sys.stdout.isatty() else FILE_WIDTH
+
+
+out = PlainConsole(width=_width())
 
 STYLES = {"error": "bold red", "warning": "bold yellow"}
 

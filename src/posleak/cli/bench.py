@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from posleak.bench import Benchmark, Result
     from posleak.bench.timing import Spread
+    from posleak.show.terminal import Cell
 
 
 @model_command("bench")
@@ -68,8 +69,8 @@ def reloading(load: Any) -> dict[str, Any]:
 def bench_table(found: Benchmark) -> Group:
     """One line per contestant and length: medians, with the smallest and the largest repeat."""
     from rich.console import Group
-    from rich.text import Text
 
+    from posleak.show.lines import prose
     from posleak.show.terminal import table
 
     names = ("tokens", "contestant", "seconds", "of a forward pass", "MB", "n")
@@ -79,26 +80,28 @@ def bench_table(found: Benchmark) -> Group:
     beside = [result for result in found.results if result.beside is not None]
     about = found.machine
     return Group(
-        Text(found.identity.name, style="bold"),
-        Text(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
+        prose(found.identity.name, style="bold"),
+        prose(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
         made,
-        Text("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
+        prose("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
         *(
-            Text(f"{each.name} at {each.length}: {_spread(each.beside)} of {each.base}, n={each.beside.n}")
+            prose(f"{each.name} at {each.length}: {_spread(each.beside).plain} of {each.base}, n={each.beside.n}")
             for each in beside
             if each.beside is not None
         ),
     )
 
 
-def _cells(result: Result) -> tuple[str, str, str, str]:
+def _cells(result: Result) -> tuple[str | Cell, str | Cell, str, str]:
     memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
     if result.seconds is None or result.ratio is None:
         return NAN, result.error or "not timed", memory, "0"
-    time, ratio = result.seconds, result.ratio
-    seconds = f"{time.median:.2f} ({time.low:.2f}–{time.high:.2f})"
-    return seconds, _spread(ratio), memory, str(time.n)
+    return _spread(result.seconds, ".2f"), _spread(result.ratio), memory, str(result.seconds.n)
 
 
-def _spread(ratio: Spread) -> str:
-    return f"{ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
+def _spread(found: Spread, form: str = ".3f") -> Cell:
+    from rich.text import Text
+
+    from posleak.show.terminal import Cell
+
+    return Cell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from posleak.show.lines import Prose, prose
 from posleak.show.numbers import formatted, size
-from posleak.show.terminal import spark, table
+from posleak.show.terminal import Cell, Column, FittedTable, spark, table
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
@@ -22,33 +22,30 @@ COLUMNS = (
     "layer", "‖x_0‖", "alike", "body", "readers", "at 0", "writes", "spread", "along", "moved", "error", "−sink",
 )  # fmt: skip
 LEGEND = """\
-‖x_0‖: before each layer; alike: mean cosine there among first tokens, and body:
-  among ordinary positions, for comparison
-readers: heads with mean a_r0 > {epsilon}, and interval; the next four are means:
-  a_r0; norm of a_r0 W_O v_0 over the norm of the output; standard deviation of
-  a_i0 over i; share of the output's variance over i on the line of W_O v_0
+‖x_0‖: before each layer; alike: mean cosine there among first tokens, and body: among ordinary positions, for \
+comparison
+readers: heads with mean a_r0 > {epsilon}, and interval; the next four are means: a_r0; norm of a_r0 W_O v_0 over the \
+norm of the output; standard deviation of a_i0 over i; share of the output's variance over i on the line of W_O v_0
 moved: how much another first token changes states in the last quarter
-error: of the position probe on held-out prompts, in tokens, with interval;
-  −sink: the same without the directions that sink-reading heads have written"""
+error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same without the directions \
+that sink-reading heads have written"""
 
 
 def origin_page(found: Origin) -> Iterator[RenderableType]:
     """What was looked at, the answers, the depths, and what the columns mean."""
     yield Group(*_heading(found))
-    answers = Table.grid(padding=(0, 1, 0, 0))
-    answers.add_column(style="bold", no_wrap=True)
-    answers.add_column(width=68)
+    answers = FittedTable((Column(""), Column("", wraps=True, most=68)), gap=1)
     for name, answer in _answers(found):
-        answers.add_row(name, answer)
+        answers.add_row(Text(name, style="bold"), answer)
     yield answers
     yield depths_table(found)
-    yield Text(LEGEND.format(epsilon=found.reading.epsilon), style="dim")
+    yield prose(LEGEND.format(epsilon=found.reading.epsilon), style="dim", indent=2)
 
 
-def _heading(found: Origin) -> Iterator[Text]:
-    yield Text(f"{found.identity.name}: position 0", style="bold")
-    yield Text(" · ".join(found.identity.facts), style="dim")
-    yield Text(
+def _heading(found: Origin) -> Iterator[Prose]:
+    yield prose(f"{found.identity.name}: position 0", style="bold")
+    yield prose(" · ".join(found.identity.facts), style="dim")
+    yield prose(
         f"{found.prompts} prompts of {found.length} random tokens · {len(found.portrait.tokens)} first tokens · "
         f"seed {found.seed}\n{found.inputs.first_token}",
         style="dim",
@@ -139,7 +136,7 @@ def _position(found: Origin) -> Text:
     return text.append(" without as many random directions, mean over depths")
 
 
-def depths_table(found: Origin) -> Table:
+def depths_table(found: Origin) -> FittedTable:
     """One line per layer: the state that it reads, its heads, and the probe on that state; the last has no heads."""
     made = table(COLUMNS, right=COLUMNS, gap=1)
     depths = len(found.trajectory.norm)
@@ -154,7 +151,7 @@ def depths_table(found: Origin) -> Table:
     return made
 
 
-def _heads(found: Origin, layer: int) -> Sequence[Text | str]:
+def _heads(found: Origin, layer: int) -> Sequence[Cell | str]:
     """readers, at 0, writes, spread, along: of the attention calls of one layer."""
     reading = found.reading
     calls = np.array([at == layer for at in reading.layers])
@@ -162,14 +159,14 @@ def _heads(found: Origin, layer: int) -> Sequence[Text | str]:
         return [""] * 5
     chosen = reading.readers & calls[:, None]
     low, high = (x[calls].sum() for x in (reading.counts.low, reading.counts.high))
-    count = Text(f"{int(chosen.sum())}").append(f" {low:.0f}–{high:.0f}", style="dim")
+    count = Cell(Text(f"{int(chosen.sum())}"), f"{low:.0f}–{high:.0f}")
     if not chosen.any():
         return [count, *["–"] * 4]
     means = [x.value[chosen].mean() for x in (reading.at_0, reading.written, reading.spread, reading.along)]
     return [count, f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:.2f}", f"{means[3]:.2f}"]
 
 
-def number(estimate: Estimate) -> Text:
+def number(estimate: Estimate) -> Cell:
     """23.1 22–24"""
-    text = Text(f"{estimate.value:.1f}")
-    return text if math.isnan(estimate.low) else text.append(f" {estimate.low:.0f}–{estimate.high:.0f}", style="dim")
+    interval = "" if math.isnan(estimate.low) else f"{estimate.low:.0f}–{estimate.high:.0f}"
+    return Cell(Text(f"{estimate.value:.1f}"), interval)

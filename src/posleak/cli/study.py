@@ -66,8 +66,8 @@ def study_command(
 def study_table(found: Table) -> Group:
     """The balance table: shares, residual power, its slope with depth, and what an edit removed."""
     from rich.console import Group
-    from rich.text import Text
 
+    from posleak.show.lines import prose
     from posleak.show.terminal import cell, share, table
 
     names = ("cell", "N", "total", "mask", "drift", "sink", "residual", "slope", "removed")
@@ -80,9 +80,9 @@ def study_table(found: Table) -> Group:
             cell(row.balance.relative["all"]), share(row.removed["residual, all"]) if row.removed else "",
         )  # fmt: skip
     return Group(
-        Text(found.question, style="bold"),
+        prose(found.question, style="bold"),
         made,
-        Text(
+        prose(
             "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change "
             "of the residual per relative depth, divided by its mean; removed: 1 − residual power / that of the "
             "model's first cell; 95% jackknife intervals over prompts; early queries are in study.json",

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.show.colours import LIGHT
+from posleak.show.lines import Prose, prose
 from posleak.show.numbers import NAN, effect, percent, short
 from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import MARKS, QUERIES
@@ -34,9 +35,9 @@ STYLES = {"supported": "green", "contradicted": "red", "inconclusive": "yellow",
 def heading(run: Run) -> Group:
     """The model, and what was measured on it."""
     return Group(
-        Text(run.name, style="bold"),
-        Text(" · ".join(run.record.identity.facts), style="dim"),
-        Text(" · ".join(run.record.facts), style="dim"),
+        prose(run.name, style="bold"),
+        prose(" · ".join(run.record.identity.facts), style="dim"),
+        prose(" · ".join(run.record.facts), style="dim"),
     )
 
 
@@ -45,17 +46,23 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     summary = run.summary
     yield heading(run)
     yield layers_table(summary)
-    yield Text(LEGEND, style="dim")
+    yield prose(LEGEND, style="dim", indent=2)
     yield sink_line(summary, run.record.plan.origin)
     for queries, label in QUERIES.items():
-        yield Text(f"{label:<24} ").append_text(_shares(summary, queries))
+        yield labelled(label, _shares(summary, queries))
     yield _stabilisation(summary)
     yield remainder_line(run.remainder, run)
 
 
-def remainder_line(remainder: float, run: Run) -> Text:
+def labelled(label: str, text: Text) -> Prose:
+    """A line that begins with what it is about."""
+    return Prose(Text(f"{label:<24} ").append_text(text), indent=2)
+
+
+def remainder_line(remainder: float, run: Run) -> Prose:
     """How exact the split is, and where the run is kept."""
-    return Text(f"remainder {remainder:.1e} nats · run", style="dim").append(f" {run.path}", style="not dim")
+    line = Text(f"remainder {remainder:.1e} nats · run", style="dim").append(f" {run.path}", style="not dim")
+    return Prose(line, indent=2)
 
 
 def layers_table(summary: Summary) -> RenderableType:
@@ -70,7 +77,7 @@ def layers_table(summary: Summary) -> RenderableType:
     return made
 
 
-def sink_line(summary: Summary, origin: int) -> Text:
+def sink_line(summary: Summary, origin: int) -> Prose:
     """Attention to the first positions, and how wide the sinks of heads are."""
     import numpy as np
 
@@ -80,7 +87,8 @@ def sink_line(summary: Summary, origin: int) -> Text:
     counts = {name: int(((widths >= low) & (widths <= high)).sum()) for name, (low, high) in WIDTHS.items()}
     sizes = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
     line = Text("attention to positions 0 … 5:  ").append(" ".join(means), style=LIGHT["sink"])
-    return line.append(f"\nheads by the width of their sink, in tokens: {sizes}; the origin has {origin}", style="dim")
+    line.append(f"\nheads by the width of their sink, in tokens: {sizes}; the origin has {origin}", style="dim")
+    return Prose(line, indent=2)
 
 
 def _shares(summary: Summary, queries: str) -> Text:
@@ -97,12 +105,12 @@ def named_share(name: str, share: Estimate) -> Text:
     return text.append(f" ({percent(share.low)}…{percent(share.high)})", style="dim")
 
 
-def _stabilisation(summary: Summary) -> Text:
+def _stabilisation(summary: Summary) -> Prose:
     """What the mask would leak without sinks, over what it leaks."""
-    text = Text(f"{'stabilisation':<24} ")
+    text = Text()
     for queries in QUERIES:
         text.append(f"{queries} ").append_text(times(summary.model[queries].stabilisation)).append("  ")
-    return text.append(f"n={summary.prompts}", style="dim")
+    return labelled("stabilisation", text.append(f"n={summary.prompts}", style="dim"))
 
 
 def times(found: Estimate) -> Text:
@@ -115,17 +123,16 @@ def times(found: Estimate) -> Text:
 
 def claims_table(found: ClaimsRun) -> Group:
     """One line per claim: verdict, title, and the effect; in 80 columns."""
-    made = table(["", "claim", "effect, with its 95% interval"], wrap=["claim", "effect, with its 95% interval"])
-    for column, width in zip(made.columns, (1, 40, 35), strict=True):
-        column.width = width
+    widths = {"claim": 40, "effect, with its 95% interval": 35}
+    made = table(["", *widths], wrap=widths, most=widths)
     for result in found.results:
         mark = Text(MARKS[result.verdict.value], style=STYLES[result.verdict.value])
         made.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
     return Group(
         heading(found.run),
         made,
-        Text("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim"),
-        Text(f"each claim in full, and how it was tested: claims.json in {found.run.path}", style="dim"),
+        prose("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim"),
+        prose(f"each claim in full, and how it was tested: claims.json in {found.run.path}", style="dim"),
     )
 
 
@@ -145,7 +152,7 @@ def doctor_table(diagnosis: Diagnosis) -> Group:
         made.add_row(_mark(check), check.id, value, bound, check.unit, check.why)
     verdict = ("can be measured here", "green") if diagnosis.ok else ("a check failed", "red")
     prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens)"
-    return Group(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim")), made)
+    return Group(Prose(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim"))), made)
 
 
 def _mark(check: Check) -> Text:
@@ -184,4 +191,4 @@ def profile_table(spent: dict[str, Any]) -> Group:
         f"memory above the loaded model: at most {memory['peak_mb']:.0f} MB"
         + ("" if memory["planned_mb"] is None else f", planned {memory['planned_mb']:.0f} MB"),
     ]  # fmt: skip
-    return Group(made, *(Text(line, style="dim") for line in lines))
+    return Group(made, *(prose(line, style="dim") for line in lines))

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
+from posleak.show.lines import prose
 from posleak.show.terminal import cell, share_bar, table
 from posleak.show.words import QUERIES
 
-from .tables import heading, named_share, remainder_line
+from .tables import heading, labelled, named_share, remainder_line
 
 if TYPE_CHECKING:
     from posleak.trace import Ladder, Trace
@@ -27,15 +28,15 @@ def trace_tables(found: Trace) -> Iterator[RenderableType]:
     """What was measured, layers, the ladder if there is one, and the answer last."""
     yield heading(found.ordinary)
     yield layers_table(found)
-    yield Text(LEGEND, style="dim")
+    yield prose(LEGEND, style="dim", indent=2)
     if found.ladder is not None:
         yield ladder_table(found.ladder)
-        yield Text("total power left in the layers after the first if a context is lent up to layer K", style="dim")
+        yield prose("total power left in the layers after the first if a context is lent up to layer K", style="dim")
     for queries, label in QUERIES.items():
         shares = found.model[queries].share
         parts = [named_share(name, shares[name]) for name in NAMES]
         count = Text(f"n={found.ordinary.prompts}", style="dim")
-        yield Text(f"{label:<24} ").append_text(Text("  ").join([*parts, count]))
+        yield labelled(label, Text("  ").join([*parts, count]))
     yield remainder_line(found.remainder, found.ordinary)
 
 

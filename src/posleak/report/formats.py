@@ -10,6 +10,7 @@ from rich.text import Text
 
 from posleak.leakage import Estimate
 from posleak.show import numbers, terminal
+from posleak.show.lines import prose
 from posleak.show.words import QUERIES as TITLES
 
 from .compare import QUANTITIES, QUERIES, Comparison, Row
@@ -29,14 +30,13 @@ def as_table(found: Comparison) -> RenderableType:
     parts: list[RenderableType] = []
     heads = [name.replace(", ", "\n") for name in HEADS.values()]
     for queries in QUERIES:
-        table = terminal.table(["run", *heads], right=heads, wrap=["run"])
-        table.title, table.title_justify = TITLES[queries], "left"
+        table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=TITLES[queries])
         for row in rows_of(found, queries):
             cells = [_two_lines(row, name) for name in HEADS]
             table.add_row(Text(row_name(found, row), style="" if row.minus is None else "italic"), *cells)
         parts.append(table)
     notes = [LEGEND, *found.notes, *(f"not compared: {each.name}: {each.reason}" for each in found.refused)]
-    return Group(*parts, *(Text(note, style="dim") for note in notes))
+    return Group(*parts, *(prose(note, style="dim") for note in notes))
 
 
 def markdown(found: Comparison) -> str:
@@ -96,9 +96,9 @@ def _text(row: Row, name: str) -> str:
     return " ".join(piece for piece in row_pieces(row, name) if piece)
 
 
-def _two_lines(row: Row, name: str) -> Text:
+def _two_lines(row: Row, name: str) -> terminal.Cell:
     value, interval = row_pieces(row, name)
-    return Text(value).append("\n" + interval.strip("()").replace(" … ", "…"), style="dim")
+    return terminal.Cell(Text(value), interval.strip("()").replace(" … ", "…"), below=True)
 
 
 def _latex_cell(row: Row, name: str) -> str:

@@ -3,7 +3,8 @@
 numbers    a number as text, with its interval and unit; a dash where it is not defined
 words      sentences and names that several places show
 colours    of components and runs, light and dark
-terminal   tables, cells and bars
+lines      text in lines that fit the terminal
+terminal   tables that fit it, cells and bars
 console    a console that shows text as it is
 streams    standard output and standard error that take any text
 failures   what goes wrong as a message and an exit status

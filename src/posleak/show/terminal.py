@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Span, Text
 
@@ -14,6 +15,7 @@ from posleak.axes import PARTS, SCALING
 from posleak.text import visible
 
 from .colours import GLYPHS, LIGHT
+from .lines import Prose, longest_line, longest_piece, prose
 from .numbers import NAN, percent, short
 
 if TYPE_CHECKING:
@@ -24,16 +26,138 @@ BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class LiteralTable(Table):
-    """A table whose strings are shown as they are: rich would read `[bold]` in a model's name as markup."""
+@dataclass(frozen=True)
+class Cell:
+    """Text, and an interval that stands behind or below it; of a table without room, the interval is left out first."""
 
-    def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
-        super().add_row(*(literal(cell) if isinstance(cell, str | Text) else cell for cell in cells), **settings)
+    text: Text
+    interval: str = ""
+    below: bool = False
+
+    def shown(self, intervals: bool = True, between: str = "") -> Text:
+        if not (intervals and self.interval):
+            return self.text
+        gap = between or ("\n" if self.below else " ")
+        return self.text.copy().append(gap + self.interval, style="dim not bold")
+
+    @property
+    def plain(self) -> str:
+        return self.shown().plain
+
+
+@dataclass(frozen=True)
+class Column:
+    """wraps: its text may be broken into lines;  most: how wide it may be, however much room there is."""
+
+    name: str
+    right: bool = False
+    wraps: bool = False
+    most: int | None = None
+
+
+@dataclass
+class FittedTable:
+    """A table without lines that fits the terminal, and never cuts a number.
+
+    Where it is too wide, columns that may be wrapped become narrower; else intervals are left out, and a line says so;
+    else it is turned: a block of lines for each row. Strings are shown as they are: rich would read `[bold]` in a
+    model's name as markup.
+    """
+
+    columns: tuple[Column, ...]
+    gap: int = 2
+    title: str = ""
+    rows: list[tuple[Cell, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str | Text | Cell) -> None:
+        found = [each if isinstance(each, Cell) else Cell(_text(each)) for each in cells]
+        self.rows.append(tuple(replace(each, text=literal(each.text)) for each in found))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        if self.title:
+            yield prose(self.title, style="italic")
+        for intervals in (True, False):
+            if (widths := self._widths(width, intervals)) is not None:
+                yield self._drawn(widths, intervals)
+                if not intervals and any(cell.interval for row in self.rows for cell in row):
+                    yield prose(LEFT_OUT.format(width=width, needed=sum(self._least(True)) + self._gaps), style="dim")
+                return
+        yield from self._turned()
+
+    @property
+    def _gaps(self) -> int:
+        return self.gap * (len(self.columns) - 1)
+
+    def _most(self, intervals: bool) -> list[int]:
+        """How wide columns are where there is room."""
+        wide = [max(longest_line(each.name), self._need(at, intervals)) for at, each in enumerate(self.columns)]
+        return [min(own, column.most or own) for own, column in zip(wide, self.columns, strict=True)]
+
+    def _least(self, intervals: bool) -> list[int]:
+        """How narrow they may become; names of columns may be broken, too."""
+        return [
+            max(longest_piece(each.name), self._need(at, intervals, broken=each.wraps), min(NARROW, most) * each.wraps)
+            for at, (each, most) in enumerate(zip(self.columns, self._most(intervals), strict=True))
+        ]
+
+    def _need(self, at: int, intervals: bool, broken: bool = False) -> int:
+        """The room that the cells of a column need."""
+        room = longest_piece if broken else longest_line
+        return max((room(row[at].shown(intervals).plain) for row in self.rows), default=0)
+
+    def _widths(self, width: int, intervals: bool) -> list[int] | None:
+        """Widths of columns that fit, the widest made narrower first; None if there are none."""
+        found, least = self._most(intervals), self._least(intervals)
+        found = [max(pair) for pair in zip(found, least, strict=True)]
+        while sum(found) + self._gaps > width:
+            room = [own - narrow for own, narrow in zip(found, least, strict=True)]
+            if not any(room):
+                return None
+            found[max(range(len(found)), key=lambda at: (room[at] > 0, found[at]))] -= 1
+        return found
+
+    def _drawn(self, widths: list[int], intervals: bool) -> Table:
+        named = any(column.name for column in self.columns)
+        made = Table(
+            box=None, pad_edge=False, padding=(0, self.gap, 0, 0), show_header=named, header_style="bold"
+        )  # fmt: skip
+        for column, width in zip(self.columns, widths, strict=True):
+            made.add_column(prose(column.name), justify="right" if column.right else "left", width=width)
+        for row in self.rows:
+            made.add_row(*(Prose(cell.shown(intervals)) for cell in row))
+        return made
+
+    def _turned(self) -> Iterator[RenderableType]:
+        """Each row as a block: its first cells, then a line for every other."""
+        names = [column.name.replace("\n", ", ") for column in self.columns]
+        first = next((at for at, name in enumerate(names) if name), 0)
+        longest = max([len(name) for name in names[first + 1 :] if len(name) <= NARROW], default=0)
+        for row in self.rows:
+            pieces = [*(cell.text for cell in row[:first]), Text(names[first]), row[first].shown()]
+            head = Text(" ").join(piece for piece in pieces if piece)
+            head.stylize("bold")
+            yield Prose(head, indent=2)
+            for name, cell in zip(names[first + 1 :], row[first + 1 :], strict=True):
+                lead = f"  {name:<{longest}} " if name else "  "
+                for line in cell.shown(between=" ").split("\n") if cell.plain else ():
+                    yield Prose(Text(lead).append_text(line), indent=4)
+                    lead = "    "
+
+
+NARROW = 12
+"""Columns of text are not made narrower than this: they would be hard to read."""
+
+LEFT_OUT = "intervals are left out: the terminal has {width} columns, {needed} show them; --json has all"
+
+
+def _text(cell: str | Text) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
 
 
 def literal(cell: str | Text) -> Text:
     """The cell with control characters spelled out, before a column is made as wide as its cells."""
-    text = Text(cell) if isinstance(cell, str) else cell
+    text = _text(cell)
     if visible(text.plain) == text.plain:
         return text
     spelled = text.copy()
@@ -47,12 +171,19 @@ def _moved(text: Text, place: int) -> int:
     return len(visible(text.plain[:place]))
 
 
-def table(names: Iterable[str], right: Iterable[str] = (), gap: int = 2, wrap: Iterable[str] = ()) -> Table:
-    """A table without lines. Columns in `right` are right-aligned; only columns in `wrap` may be broken."""
-    made = LiteralTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    for name in names:
-        made.add_column(Text(name), justify="right" if name in right else "left", no_wrap=name not in wrap)
-    return made
+def table(
+    names: Iterable[str],
+    right: Iterable[str] = (),
+    gap: int = 2,
+    wrap: Iterable[str] = (),
+    most: Mapping[str, int] | None = None,
+    title: str = "",
+) -> FittedTable:
+    """A table of these columns: those in `right` are right-aligned, those in `wrap` may be broken, `most`: at most so
+    wide."""
+    right, wrap, most = set(right), set(wrap), most or {}
+    columns = tuple(Column(name, name in right, name in wrap, most.get(name)) for name in names)
+    return FittedTable(columns, gap, title)
 
 
 def parts_of(numbers: Shares) -> tuple[str, ...]:
@@ -60,24 +191,21 @@ def parts_of(numbers: Shares) -> tuple[str, ...]:
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
-def cell(found: Estimate, component: str = "") -> Text:
+def cell(found: Estimate, component: str = "") -> Cell:
     """Value and interval; a dash where the value is not defined."""
     if math.isnan(found.value):
-        return Text(NAN, style="dim")
+        return Cell(Text(NAN, style="dim"))
     text = Text(short(found.value).rjust(4), style=LIGHT.get(component, "") if component != "total" else "")
-    if not math.isnan(found.low):
-        text.append(f" {short(found.low)}–{short(found.high)}", style="dim")
-    return text
+    return Cell(text, "" if math.isnan(found.low) else f"{short(found.low)}–{short(found.high)}")
 
 
-def share(found: Estimate) -> Text:
+def share(found: Estimate) -> Cell:
     """A share and its interval, in percent; a dash where the share is not defined."""
     if math.isnan(found.value):
-        return Text(NAN, style="dim")
-    text = Text(percent(found.value))
-    if not math.isnan(found.low):
-        text.append(f" {percent(found.low)}…{percent(found.high)}", style="dim")
-    return text
+        return Cell(Text(NAN, style="dim"))
+    return Cell(
+        Text(percent(found.value)), "" if math.isnan(found.low) else f"{percent(found.low)}…{percent(found.high)}"
+    )
 
 
 def share_bar(shares: dict[str, float]) -> Text:

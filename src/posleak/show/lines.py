@@ -1,0 +1,126 @@
+"""Text in lines that fit the terminal: broken at spaces, and not between a number and its name, unit or interval."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+
+UNITS = {"nats", "nats²", "tokens", "token", "prompts", "prompt", "times", "MB", "GB", "kB", "TB", "s", "positions"}
+
+_WORD = re.compile(r"\S+")
+_NUMBER = re.compile(r"[×+−-]?\.?\d")
+_INTERVAL = re.compile(r"\([×+−-]?\.?\d[^()\n]*[…–][^()\n]*\)")
+_BETWEEN = ("…", "→", "<", ">", "≤", "−")
+_SEAM = re.compile(r"[/\\_=:](?=.)|-(?=\D)")
+"""After which characters a word that is too long may be broken."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Prose:
+    """Text that breaks itself; lines after the first of a paragraph begin with `indent` spaces."""
+
+    text: Text
+    indent: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from broken(self.text, options.max_width, self.indent)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(longest_piece(self.text.plain), longest_line(self.text.plain))
+
+
+def prose(text: str | Text, style: str = "", indent: int = 0) -> Prose:
+    return Prose(text if isinstance(text, Text) else Text(text, style=style), indent)
+
+
+def longest_line(text: str) -> int:
+    return max(map(cell_len, text.split("\n")), default=0)
+
+
+def longest_piece(text: str) -> int:
+    """How narrow a column of this text may be before something is broken that belongs together."""
+    return max((cell_len(text[a:b]) for line in _paragraphs(text) for a, b in _pieces(text, *line)), default=0)
+
+
+def broken(text: Text, width: int, indent: int = 0) -> list[Text]:
+    """The lines of a text; what is too long for a line by itself is broken at its spaces, a word at its seams."""
+    text = text.copy()
+    text.expand_tabs(8)
+    lines = list[Text]()
+    for start, end in _paragraphs(text.plain):
+        for number, (a, b) in enumerate(_lines(text.plain, start, end, max(width, 1), min(indent, width // 2))):
+            line = Text(" " * min(indent, width // 2) if number else "", style=text.style)
+            lines.append(line.append_text(text[a:b]))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"  # nothing is left to crop; rich does not align what it ignores
+    return lines
+
+
+def _paragraphs(text: str) -> Iterator[Span]:
+    at = 0
+    for line in text.split("\n"):
+        yield at, at + len(line)
+        at += len(line) + 1
+
+
+def _lines(text: str, start: int, end: int, width: int, indent: int) -> Iterator[Span]:
+    """Where each line begins and ends; spaces at a break are dropped."""
+    begin, last = start, start
+    for a, b in _fitting(text, _pieces(text, start, end), width - indent):
+        room = width if begin == start else width - indent
+        if last > begin and cell_len(text[begin:b]) > room:
+            yield begin, last
+            begin = a
+        last = b
+    yield begin, last
+
+
+def _fitting(text: str, pieces: list[Span], width: int) -> Iterator[Span]:
+    """Pieces, cut into words where they are too wide, and words cut where those are."""
+    for a, b in pieces:
+        if cell_len(text[a:b]) <= width:
+            yield a, b
+            continue
+        for word in _WORD.finditer(text, a, b):
+            yield from _cut(text, word.start(), word.end(), max(width, 1))
+
+
+def _cut(text: str, start: int, end: int, width: int) -> Iterator[Span]:
+    while cell_len(text[start:end]) > width:
+        most = start + 1
+        while most < end and cell_len(text[start : most + 1]) <= width:
+            most += 1
+        seams = [seam.end() for seam in _SEAM.finditer(text, start, end) if seam.end() <= most]
+        at = seams[-1] if seams else most
+        yield start, at
+        start = at
+    yield start, end
+
+
+def _pieces(text: str, start: int, end: int) -> list[Span]:
+    """Words of one line, joined where they belong together."""
+    pieces, before, closed = list[Span](), "", start
+    for word in _WORD.finditer(text, start, end):
+        interval = _INTERVAL.match(text, word.start(), end)
+        if pieces and (word.start() < closed or _together(before, word[0], interval is not None)):
+            pieces[-1] = (pieces[-1][0], word.end())
+        else:
+            pieces.append(word.span())
+        before, closed = word[0], interval.end() if interval else closed
+    return pieces
+
+
+def _together(one: str, other: str, interval: bool) -> bool:
+    """A name and its number, a number and its interval or unit, the two ends of a range."""
+    number = one[-1] in "0123456789%" and _NUMBER.match(one) is not None
+    if _NUMBER.match(other):
+        return one in _BETWEEN or (not number and (one[-1].isalnum() or one[-1] == ":"))
+    return number and (interval or other in _BETWEEN or other.rstrip(".,;:)") in UNITS)
