@@ -100,6 +100,36 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str]) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+WRONG = [
+    *([command, "--length", "5"] for command in ("measure", "trace", "claims", "origin", "doctor", "study", "bench")),
+    *([command, "--prompts", "0"] for command in ("measure", "trace", "claims", "origin", "doctor", "study")),
+    *(["measure", "--edit", edit] for edit in ("nothing", "window=x", "sink=cut@x", "mask=off", "dtype=int8")),
+    *(["measure", "--inputs", inputs] for inputs in ("nothing", "constant:x", "text:", "text:not-there.txt")),
+    *(["measure", f"--{name}", "-1"] for name in ("origin", "density", "batch", "seed")),
+    *([command, "--max-memory", "x"] for command in ("measure", "trace", "claims", "origin", "doctor", "study")),
+    ["measure", "--edit", "window=8", "--edit", "window=9"],
+    ["measure", "--dtype", "float3"],
+    ["measure", "./not-there"],
+    ["study", "nothing"],
+    ["origin", "--tokens", "1"],
+]
+"""Calls that are wrong by themselves, whatever the model."""
+
+
+def test_a_call_that_is_wrong_by_itself_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import json, sys; from posleak.cli import main\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['posleak', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as stopped: status = stopped.code\n"
+        "    heavy = [m for m in ('torch', 'transformers', 'xarray', 'pyarrow') if m in sys.modules]\n"
+        "    assert status == 2 and not heavy, (arguments, status, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(WRONG)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", ["measure", "claims"])
 def test_a_warning_about_the_numbers_reaches_the_terminal_once(posleak: Posleak, tmp_path: Path, command: str) -> None:
     """It is known only after the measurement; conditions of `claims` do not repeat it."""

@@ -32,7 +32,7 @@ _HOMES = {
     "Subject": ".models",
     "load": ".models",
     "Run": ".runs",
-    "measure": ".runs",
+    "measure": ".runs.measure",
     "split": ".runs",
     "trace": ".trace",
     "claims": ".claims",

@@ -24,12 +24,12 @@ from posleak.runs.memory import (
     FIRST_USE,
     MemoryPlan,
     many,
-    parse_bytes,
     pass_bytes,
     require_room,
     state_bytes,
     weight_count,
 )
+from posleak.runs.spec import parse_bytes
 from posleak.trace import Trace
 
 from .finding import Edited, Kept

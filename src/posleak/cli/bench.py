@@ -40,15 +40,16 @@ def bench_command(
 
     Example: `posleak bench smollm2-135m --length 1024 --repeats 3`
     """
-    from posleak.bench import LENGTHS, bench, chosen_cases
-    from posleak.runs import MeasureSpec, parse_bytes
+    from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
 
-    # What can be refused without the model is refused before it is loaded.
-    lengths = tuple(length or LENGTHS)
-    for asked in lengths:
+    # What can be refused without the model is refused before it is loaded, and without torch where it needs none.
+    for asked in length or (LENGTH,):
         MeasureSpec(length=asked, prompts=batch, batch=batch, seed=seed)
-    chosen_cases(case or ())
     parse_bytes(max_memory)
+    from posleak.bench import LENGTHS, bench, chosen_cases
+
+    lengths = tuple(length or LENGTHS)
+    chosen_cases(case or ())
     subject = load()
     with spoken_warnings(), working("bench") as update:
         found = bench(

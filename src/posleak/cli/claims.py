@@ -31,12 +31,15 @@ def claims_command(
     Example: `posleak claims smollm2-135m`
     """
     with Profile(profile) as spent:
-        from posleak.claims import Lab, examined
-        from posleak.runs import MeasureSpec, parse_bytes
+        from posleak.inputs import require_source
+        from posleak.runs.spec import MeasureSpec, parse_bytes
 
         spec = MeasureSpec(inputs, bos, length, prompts, seed)
+        require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
+        from posleak.claims import Lab, examined
+
         with spent.measuring(subject), spoken_warnings(), working("claims") as update:
             lab = Lab(subject, spec, folder, fresh, max_memory, update)
             lab.folder = folder or RUNS / lab.baseline.folder_name

@@ -41,14 +41,18 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     with Profile(profile) as spent:
-        from posleak.runs import Measurement, MeasureSpec, parse_bytes
+        from posleak.inputs import require_source
+        from posleak.runs.spec import MeasureSpec, parse_bytes
+
+        # What can be refused without the model is refused before it is loaded, and before torch is imported.
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, tuple(edit or ()))
+        require_source(inputs)
+        parse_bytes(max_memory)
+        subject = load()
+        from posleak.runs import Measurement
 
         from .progress import prompt_progress
 
-        # What can be refused without the model is refused before it is loaded.
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, tuple(edit or ()))
-        parse_bytes(max_memory)
-        subject = load()
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:
             ready = Measurement.of(subject, spec, max_memory=max_memory)
             run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, progress=progress)
@@ -83,15 +87,15 @@ def doctor_command(
 
     Example: `posleak doctor smollm2-135m`
     """
-    from posleak.doctor import doctor
-    from posleak.doctor.doctor import LENGTH
-    from posleak.runs import MeasureSpec, parse_bytes
-
-    from .tables import doctor_table
+    from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
 
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed)
     parse_bytes(max_memory)
     subject = load()
+    from posleak.doctor import doctor
+
+    from .tables import doctor_table
+
     with spoken_warnings(), working("checking") as update:
         diagnosis = doctor(
             subject, length=length, prompts=prompts, seed=seed, max_memory=max_memory, progress=update

@@ -29,16 +29,16 @@ def origin_command(
 
     Example: `posleak origin smollm2-135m --tokens 4096`
     """
-    from posleak.origin import origin
-    from posleak.runs import MeasureSpec, parse_bytes
-    from posleak.runs.spec import require_between
-
-    from .origin_tables import origin_page
+    from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 
     MeasureSpec("random", bos, length, prompts, seed, batch)
     require_between("tokens", tokens, 2)
     parse_bytes(max_memory)
     subject = load()
+    from posleak.origin import origin
+
+    from .origin_tables import origin_page
+
     with spoken_warnings(), working("position 0") as update:
         found = origin(
             subject, length=length, prompts=prompts, tokens=tokens, seed=seed, bos=bos, batch=batch,

@@ -43,8 +43,8 @@ def study_command(
 
     Example: `posleak study architectures`
     """
-    from posleak.runs import parse_bytes
-    from posleak.studies import run_study, study
+    from posleak.runs.spec import parse_bytes
+    from posleak.studies import study
 
     changes = {
         key: value for key, value in (("length", length), ("prompts", prompts), ("seed", seed)) if value is not None
@@ -53,6 +53,8 @@ def study_command(
     for cell in chosen.cells:
         _ = cell.spec  # refuses what cannot be measured before a model is loaded
     parse_bytes(max_memory)
+    from posleak.studies import run_study
+
     with spoken_warnings(), working(name) as update:
         found = run_study(chosen, root, update, max_memory=max_memory)
     if as_json:

@@ -35,13 +35,16 @@ def trace_command(
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
     """
     with Profile(profile) as spent:
-        from posleak.runs import MeasureSpec, parse_bytes
+        from posleak.inputs import require_source
+        from posleak.runs.spec import MeasureSpec, parse_bytes
+
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
+        require_source(inputs)
+        parse_bytes(max_memory)
+        subject = load()
         from posleak.runs.conditions import Conditions
         from posleak.trace.trace import traced
 
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
-        parse_bytes(max_memory)
-        subject = load()
         with spent.measuring(subject), spoken_warnings(), working("trace") as update:
             conditions = Conditions(subject, spec, folder, fresh, max_memory, update)
             conditions.folder = folder or RUNS / conditions.baseline.folder_name

@@ -18,8 +18,8 @@ from posleak.models import Subject
 from posleak.probe import Calibration, Plan, attach, body, calibrate, default_plan, exclusive, relative_difference
 from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
-from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
-from posleak.runs.spec import require_between
+from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.spec import parse_bytes, require_between
 
 from . import laws
 from .check import Check

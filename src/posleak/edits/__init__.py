@@ -2,6 +2,8 @@
 
 Each is a frozen value with a short text (`--edit TEXT`), says where it acts, and leaves the model as it was. An edit
 that changes nothing, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
+
+A text is read and refused without torch: modules here import it only inside the functions that compute.
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from posleak.plugins import own_name
-from posleak.probe import Call, Edit
+from posleak.probe.edit import Edit
 
 from .scope import EVERYWHERE, Scope
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from posleak.probe import Call
 
 
 class Site(Enum):

@@ -12,21 +12,22 @@ the total is kept beside them as `lent`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.inputs.prompts import UNLENT
-from posleak.probe import Call, Visibility, attach, relative_difference
-from posleak.probe.visibility import Rule
 from posleak.rounding import CLOSED
 
 from .base import Kind, NamedEdit, Site, register
 from .scope import EVERYWHERE, Scope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from posleak.probe import Call, Visibility
+    from posleak.probe.visibility import Rule
 
 SHORT = 32
 """Length of the prompt on which it is checked that nothing but attention carries a donor to it."""
@@ -61,6 +62,8 @@ class Borrow(NamedEdit):
 
 def require_same_sight(seen: Visibility, length: int) -> None:
     """Refuse a layer in which a prompt sees other keys of its own after a donor: chunks are counted from the start."""
+    import torch
+
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
     moved = seen.rows(rows + length + UNLENT, slice(length + UNLENT, None))
     if not torch.equal(moved, seen.rows(rows, slice(0, length))):
@@ -74,6 +77,8 @@ def require_same_sight(seen: Visibility, length: int) -> None:
 def borrowed(rule: Rule, length: int, lends: bool = True) -> Rule:
     """Another rule, narrowed: a donor of length + 64 keys among itself, then a prompt that sees the nearest `length`
     keys, or itself only if nothing is lent."""
+    import torch
+
     start = length + UNLENT
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -94,6 +99,10 @@ NOWHERE = Scope(everywhere=False)
 def require_closed(model: PreTrainedModel) -> None:
     """Refuse a model in which the donor changes a prompt that does not see it: there, lending is not what makes the
     difference. The same prompt is read after two donors, at the same positions, with nothing lent."""
+    import torch
+
+    from posleak.probe import attach, relative_difference
+
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     ids = (torch.arange(2 * SHORT + UNLENT, device=model.device) * 7 % vocabulary).repeat(2, 1)
     ids[1, :-SHORT] = ids[1, :-SHORT].flip(0)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError
 from posleak.inputs import Prompts
 from posleak.inputs.bodies import RandomFirstBody
 from posleak.inputs.bos import FirstToken
-from posleak.probe import Probe
 
 from .base import Kind, NamedEdit, Site, register
 from .scope import Scope
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from posleak.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class FirstEmbedding(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
+        import torch
+
         table = probe.model.get_input_embeddings()
         new = self.vector(table)
 
@@ -59,6 +63,8 @@ class FirstEmbedding(NamedEdit):
 
     def vector(self, table: torch.nn.Module) -> Tensor:
         """The new embedding [W]; for noise a unit vector. Made by calling the module, which may scale its rows."""
+        import torch
+
         weight = next(table.parameters())
         rows, device = weight.shape[0], weight.device
         with torch.inference_mode():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError
-from posleak.probe import Call, Probe, call_rows, default_plan
+from posleak.probe.plan import default_plan
 
 from .base import Kind, NamedEdit, ScopedEdit, Site, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from posleak.probe import Call, Probe
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,11 @@ class FreezeSink(ScopedEdit):
     needs_causal: ClassVar[bool] = True
 
     def at(self, call: Call, heads: Tensor) -> Call:
+        from posleak.probe import call_rows
+
         late = call_rows(call, default_plan(call.query.shape[2])).references
         share = (late.first[..., 0] - late.log_z).exp().mean(-1)  # [B, H]
-        return replace(call, frozen=share.masked_fill(~heads, torch.nan))
+        return replace(call, frozen=share.masked_fill(~heads, math.nan))
 
 
 @dataclass
@@ -88,6 +93,8 @@ class PatchOrigin(NamedEdit):
 
     def reads(self, ids: Tensor) -> None:
         """The token's own run is made before the first pass, when all other edits are installed: it has them too."""
+        import torch
+
         probe = self._taken.probe
         if probe is not None and not self._taken.seen:
             with probe.aside(self._taken):
@@ -103,6 +110,8 @@ class PatchOrigin(NamedEdit):
 
 def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
     """x [B, K, T, E] with its position 0 replaced, by a copy, but for the prompts to keep [B]."""
+    import torch
+
     chosen = torch.where(keep.to(x.device)[:, None, None], x[:, :, 0], first.to(x))
     return torch.cat([chosen[:, :, None], x[:, :, 1:]], dim=2)
 

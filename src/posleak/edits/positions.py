@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from posleak.errors import UnsupportedError
-from posleak.probe import Call, Probe
 
 from .base import Kind, NamedEdit, Site, register
 from .scope import Scope
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from posleak.probe import Call, Probe
 
 SUFFIX = "inv_freq"
 MOVING = ("dynamic", "longrope")
@@ -82,6 +82,9 @@ class Rotation(NamedEdit):
 
     def frequencies(self, module: Any, old: Tensor, layer_type: str) -> tuple[Tensor, float | None]:
         """New frequencies [d/2], and a new temperature where the kind has one."""
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         k, d = torch.arange(len(old), device=old.device), 2 * len(old)
         if self.kind in ("ntk", "linear", "yarn") and self.number == 1:
             return old, None
@@ -141,6 +144,10 @@ class Ring(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
+        import torch
+
+        from .double import AllDouble
+
         modules = {id(module): module for module, _ in rotary_buffers(probe)}.values()
         hooks = [module.register_forward_hook(on_circle) for module in modules]
         exact = AllDouble() if probe.model.dtype == torch.float64 else nullcontext()
@@ -155,25 +162,14 @@ class Ring(NamedEdit):
         return replace(call, visibility=call.visibility.replaced("everything", everything))
 
 
-class AllDouble(TorchFunctionMode):
-    """Keeps float64 tensors float64 where models cast to float32 and back, inside their norms and softmaxes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float or (func is Tensor.to and torch.float32 in (*args, *kwargs.values())):
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
-
-
 def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
     """cos and sin at whole turns per N positions, to the precision of the states: transformers' own are float32.
 
     The frequency is the angle between the first two positions; turns are counted in whole numbers, so that position N
     is position 0 to the last bit, however the module lays out its dimensions.
     """
+    import torch
+
     if not (isinstance(out, tuple) and len(out) == 2 and not torch.is_complex(out[0])):
         raise UnsupportedError("its rotation is not a pair of cosines and sines", where=type(module).__name__)
     cos, sin = (part.double() for part in out)

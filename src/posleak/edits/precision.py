@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-
-from posleak.probe import Probe
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import Kind, NamedEdit, Site, register
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+if TYPE_CHECKING:
+    import torch
+
+    from posleak.probe import Probe
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class Precision(NamedEdit):
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        return DTYPES[self.name]
+        import torch
+
+        found: torch.dtype = getattr(torch, self.name)
+        return found
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        dtype, kept = DTYPES[self.name], {}
+        dtype, kept = self.weights_dtype, {}
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from posleak.errors import InputError
-from posleak.probe import Call
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from posleak.probe import Call
 
 _ITEM = re.compile(r"(?P<first>\d+)(-(?P<last>\d+)|\.(?P<head>\d+))?")
 
@@ -49,6 +51,8 @@ class Scope:
 
     def heads(self, call: Call) -> Tensor:
         """bool [H]: the heads of this call that are in scope."""
+        import torch
+
         chosen = torch.full((call.heads,), self.everywhere, dtype=torch.bool, device=call.query.device)
         for first, last, head in self.items:
             if first <= call.index <= last:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-from torch import Tensor
-from transformers.masking_utils import causal_mask_function
-
-from posleak.probe import Call
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import Kind, NamedEdit, Site, register
 from .positions import everything
 from .scope import Scope
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from posleak.probe import Call
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Window(NamedEdit):
     def edit(self, call: Call) -> Call:
         seen = call.visibility
         if self.size == 0:
-            return (
-                call if seen.causal else replace(call, visibility=seen.replaced("causal", causal_mask_function, True))
-            )
+            from transformers.masking_utils import causal_mask_function as causal
+
+            return call if seen.causal else replace(call, visibility=seen.replaced("causal", causal, True))
         if self.size >= call.query.shape[2]:
             return call  # no key is farther away, so the window hides nothing, and the kernel needs no mask for it
 

@@ -10,7 +10,17 @@ never their starts, and position 0 decided by a policy that is written into the 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
 from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
-from posleak.inputs.source import KINDS, ConstantToken, Kind, RandomTokens, Source, TextCrops, parse, register
+from posleak.inputs.source import (
+    KINDS,
+    ConstantToken,
+    Kind,
+    RandomTokens,
+    Source,
+    TextCrops,
+    parse,
+    register,
+    require_source,
+)
 from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
 
@@ -31,4 +41,5 @@ __all__ = [
     "parse",
     "prepare",
     "register",
+    "require_source",
 ]

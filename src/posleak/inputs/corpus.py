@@ -43,11 +43,15 @@ def read_corpus(path: str) -> Corpus:
     if path == STDLIB:
         version, text = standard_library_text()
         return Corpus((STDLIB,), (text,), python=version)
+    place = require_text(path)
+    return _read_folder(place) if place.is_dir() else Corpus((place.name,), (_read(place),))
+
+
+def require_text(path: str) -> Path:
+    """The file or folder at `path`; refused if there is none."""
     place = Path(path).expanduser()
-    if place.is_file():
-        return Corpus((place.name,), (_read(place),))
-    if place.is_dir():
-        return _read_folder(place)
+    if place.is_file() or place.is_dir() or path == STDLIB:
+        return place
     raise InputError(
         "no such text",
         where="inputs",

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body
+from posleak.inputs.corpus import require_text
 from posleak.inputs.crops import CropBody, crop_body
 from posleak.inputs.vocabulary import Vocabulary
 from posleak.plugins import load_plugins, own_name
@@ -70,6 +71,13 @@ def parse(text: str) -> Source:
         raise InputError(
             "the input cannot be read", where="inputs", got=repr(text), expected=" | ".join(kind.forms)
         ) from error
+
+
+def require_source(text: str) -> None:
+    """Refuse a text that is not there, before a model is loaded. Records of runs may name texts that are gone."""
+    source = parse(text)
+    if isinstance(source, TextCrops):
+        require_text(source.path)
 
 
 @dataclass(frozen=True)

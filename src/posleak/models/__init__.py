@@ -27,8 +27,9 @@ Importing this package is quick: torch and transformers are imported only when a
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from posleak.lazy import lazy
 
 if TYPE_CHECKING:
     from posleak.models.builtin import BUILTIN as BUILTIN
@@ -46,26 +47,14 @@ if TYPE_CHECKING:
     from posleak.models.subject import Subject as Subject
 
 _HOMES = {
-    "BUILTIN": "builtin",
-    "DEFAULT": "builtin",
-    "Builtin": "builtin",
-    "Listed": "builtin",
-    "cached": "builtin",
-    "checkpoints": "steps",
-    "fetch": "builtin",
-    "listing": "builtin",
-    "Identity": "identity",
-    "load": "loading",
-    "available_bytes": "memory",
-    "read_weights": "memory",
-    "Subject": "subject",
+    "builtin": ("BUILTIN", "DEFAULT", "Builtin", "Listed", "cached", "fetch", "listing"),
+    "steps": ("checkpoints",),
+    "identity": ("Identity",),
+    "loading": ("load",),
+    "memory": ("available_bytes", "read_weights"),
+    "subject": ("Subject",),
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
-
-def __getattr__(name: str) -> object:
-    """Import the home of a public name on first use (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy(__name__, _HOMES)

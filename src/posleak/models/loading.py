@@ -104,6 +104,8 @@ def load(
     is called with each step and `notice` with the terms of use; by default both print to stderr.
     """
     text = _name(name)
+    pretrained.require_dtype(dtype)
+    sources.require_path(text)
     asked = _Asked(caching.root(cache), trust_remote_code, allow_pickle, verify)
     with ExitStack() as stack:
         located = sources.at_hand(text, asked.cache)

@@ -131,6 +131,12 @@ def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def require_dtype(dtype: object) -> None:
+    """Refuse a name of a dtype that is none; needs no torch."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ModelError("unknown dtype", where="dtype", got=repr(dtype), expected=", ".join(DTYPES))
+
+
 def pick_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
     """A torch dtype or 'auto'; by default float32 on a CPU, where it costs little, and as stored elsewhere."""
     import torch
@@ -138,8 +144,6 @@ def pick_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | st
     if isinstance(dtype, torch.dtype):
         return dtype
     name = dtype or ("float32" if device == "cpu" else "auto")
-    if name not in DTYPES:
-        raise ModelError("unknown dtype", where="dtype", got=repr(dtype), expected=", ".join(DTYPES))
     chosen: torch.dtype | str = name if name == "auto" else getattr(torch, name)
     return chosen
 

@@ -72,6 +72,17 @@ def at_hand(name: str, cache: Path) -> Located | None:
     return None if folder is None else _converted(folder)
 
 
+def require_path(name: str) -> None:
+    """Refuse what looks like a path and leads nowhere."""
+    if name in builtin.BUILTIN or not _looks_like_a_path(name):
+        return
+    with border("no model can be found under this name", name, _nearest(name)):
+        path = Path(name).expanduser()
+        there = path.exists()
+    if not there:
+        raise ModelError("no such file or folder", where=name, remedy="check the path; " + _nearest(path.name))
+
+
 def resolve(name: str, wish: Wish) -> Located:
     """Where the model `name` is."""
     if name in builtin.BUILTIN:
@@ -86,7 +97,10 @@ def resolve(name: str, wish: Wish) -> Located:
 
         return _converted(convert.user_gguf(path.resolve(), wish.cache, wish.progress, verify=wish.verify))
     if _looks_like_a_path(name):
-        raise ModelError("no such file or folder", where=name, remedy="check the path; " + _nearest(path.name))
+        raise ModelError(
+            "this file is no model", where=name, expected="a folder or a .gguf file",
+            remedy="name the folder that holds the model's config.json; " + _nearest(path.name),
+        )  # fmt: skip
     return _hub(name, wish)
 
 

@@ -16,8 +16,8 @@ from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
-from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
-from posleak.runs.spec import require_between
+from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.spec import parse_bytes, require_between
 from posleak.typed import plain
 
 from .closure import Closure

@@ -1,14 +1,39 @@
-"""Stage 3, listening: the one attention function, the plan of rows, attaching and detaching, calibration."""
+"""Stage 3, listening: the one attention function, the plan of rows, attaching and detaching, calibration.
 
-from .attachment import Observer, Probe, attach, body, takes_positions
-from .calibration import Calibration, calibrate, relative_difference
-from .call import Call
-from .edit import Edit
-from .hold import exclusive
-from .placement import Motion, Placement, read_placements
-from .plan import Plan, default_plan
-from .rows import Rows, call_rows, reduce_rows
-from .visibility import Visibility
+Plans and the seam of edits need no torch: what is asked for is checked before it is imported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posleak.lazy import lazy
+
+if TYPE_CHECKING:
+    from .attachment import Observer, Probe, attach, body, takes_positions
+    from .calibration import Calibration, calibrate, relative_difference
+    from .call import Call
+    from .edit import Edit
+    from .hold import exclusive
+    from .placement import Motion, Placement, read_placements
+    from .plan import Plan, default_plan
+    from .rows import Rows, call_rows, reduce_rows
+    from .visibility import Visibility
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "attachment": ("Observer", "Probe", "attach", "body", "takes_positions"),
+        "calibration": ("Calibration", "calibrate", "relative_difference"),
+        "call": ("Call",),
+        "edit": ("Edit",),
+        "hold": ("exclusive",),
+        "placement": ("Motion", "Placement", "read_placements"),
+        "plan": ("Plan", "default_plan"),
+        "rows": ("Rows", "call_rows", "reduce_rows"),
+        "visibility": ("Visibility",),
+    },
+)
 
 __all__ = [
     "Calibration",

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxtyping import Int
-from torch import Tensor
-
 from posleak.inputs import Prompts
 
-from .call import Call
-
 if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+
     from .attachment import Probe
+    from .call import Call
 
 
 class Edit:

@@ -8,13 +8,33 @@ loop      prompts -> results batch by batch, each written as soon as it is measu
 measure   one measurement from beginning to end
 run       the result: a record and labelled arrays
 conditions  the same prompts under many edits, each a run
+
+`spec` is imported without torch, so that a wrong call is refused at once.
 """
 
-from .measure import Measurement, measure
-from .memory import memory_plan, parse_bytes
-from .record import DEFINITIONS_VERSION, Record
-from .run import Run, split
-from .spec import MeasureSpec
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posleak.lazy import lazy
+
+if TYPE_CHECKING:
+    from .measure import Measurement, measure
+    from .memory import memory_plan
+    from .record import DEFINITIONS_VERSION, Record
+    from .run import Run, split
+    from .spec import MeasureSpec, parse_bytes
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "measure": ("Measurement", "measure"),
+        "memory": ("memory_plan",),
+        "record": ("DEFINITIONS_VERSION", "Record"),
+        "run": ("Run", "split"),
+        "spec": ("MeasureSpec", "parse_bytes"),
+    },
+)
 
 __all__ = [
     "DEFINITIONS_VERSION",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from posleak.callable import call_as
 from posleak.errors import InputError, PosleakWarning, StorageError
 from posleak.files import sole_writer
 from posleak.inputs import InputFacts, Prompts, prepare
@@ -25,10 +26,10 @@ from posleak.stopwatch import stage
 
 from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
-from .memory import calibration_length, memory_plan, parse_bytes, within_memory
+from .memory import calibration_length, memory_plan, within_memory
 from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
 from .run import Run
-from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec
+from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec, parse_bytes
 
 Progress = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
@@ -275,3 +276,6 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
             f"--prompts {FEWEST} or more"
         )
+
+
+call_as(__name__, measure)  # this module hides the function in its package

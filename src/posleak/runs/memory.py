@@ -11,7 +11,6 @@ fitting        the largest batch that stays within --max-memory
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -23,9 +22,6 @@ from posleak.probe.rows import PROFILE
 from posleak.text import size
 
 from .spec import MeasureSpec
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 STATES, HEADS, INNER = 6, 5, 4
 """Tensors of one token that a decoder layer holds at the same time, at most: as wide as the residual stream, as all
@@ -240,15 +236,3 @@ def _within(subject: Subject, limit: int) -> int:
     """What a limit on the whole process leaves for work."""
     with exclusive(subject.model):  # an edit of another thread may have changed the size of its weights
         return limit - weight_bytes(subject) - LIBRARIES
-
-
-def parse_bytes(text: str | int | None) -> int | None:
-    """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
-    if not isinstance(text, str):
-        return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if found is None or (found[3] and not found[2]):
-        raise InputError(
-            "not an amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
-        )
-    return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -93,3 +94,19 @@ def require_between(name: str, value: int, least: int, most: int = MOST, *, why:
 
 def batches(prompts: int, batch: int) -> list[range]:
     return [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
+
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str | int | None) -> int | None:
+    """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
+    if not isinstance(text, str):
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if found is None or (found[3] and not found[2]):
+        raise InputError(
+            "not an amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
+        )
+    return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])

@@ -5,7 +5,16 @@ balance   shares of mask, drift and sink in one measurement, and how the residua
 run       measures cell by cell, into run folders that are kept and reused
 """
 
-from .cells import STUDIES, Cell, Study, study
-from .run import Row, Table, run_study
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posleak.lazy import lazy
+
+if TYPE_CHECKING:
+    from .cells import STUDIES, Cell, Study, study
+    from .run import Row, Table, run_study
+
+__getattr__ = lazy(__name__, {"cells": ("STUDIES", "Cell", "Study", "study"), "run": ("Row", "Table", "run_study")})
 
 __all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study"]
