@@ -156,7 +156,7 @@ def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path)
     assert victim.stdout is not None
     measured = list[str]()
     for line in victim.stdout:
-        if re.search(r": \d+ of \d+ prompts$", line):
+        if re.search(r": prompts? .* of \d+, layer \d+ of \d+$", line):
             measured.append(line.split(":")[0])
         if len(set(measured)) == 4:  # the baseline, and three conditions
             break
@@ -170,7 +170,7 @@ def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path)
     undisturbed.communicate()
     assert said[-1] == "finished"
     assert {path: path.stat().st_mtime_ns for path in done} == done, "a finished condition is not written again"
-    again = {line.split(":")[0] for line in said if re.search(r": \d+ of \d+ prompts$", line)}
+    again = {line.split(":")[0] for line in said if re.search(r": prompts? .* of \d+, layer \d+ of \d+$", line)}
     assert not again & {", ".join(Run.load(path.parent).record.spec.edits) or "baseline" for path in done}
     assert (out / "claims.json").read_text() == (whole / "claims.json").read_text()
     assert (out / "origin.json").read_text() == (whole / "origin.json").read_text()

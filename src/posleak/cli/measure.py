@@ -53,9 +53,9 @@ def measure_command(
 
         from .progress import prompt_progress
 
-        with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as progress:
+        with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as watch:
             ready = Measurement.of(subject, spec, max_memory=max_memory)
-            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, progress=progress)
+            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, watch=watch)
     found = spent.as_dict(run.record.memory.total)
     if as_json:
         emit(run.as_dict() | ({} if found is None else {"profile": found}))

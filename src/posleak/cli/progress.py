@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from posleak.runs.watch import Reached, Watch
 
 
 @contextmanager
-def prompt_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar over prompts, where there is a terminal to draw it on; the callback takes (done, of)."""
-    counts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    columns = (*counts, TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("prompts", total=None)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+def prompt_progress(console: Console) -> Iterator[Watch | None]:
+    """A bar over prompts, moving with every layer; None where there is no terminal to draw it on."""
+    if not console.is_terminal:
+        yield None
+        return
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("calibrating", total=None)
+
+        def show(reached: Reached) -> None:
+            bar.update(task, completed=reached.done, total=reached.of, description=reached.text)
+
+        yield show

@@ -5,6 +5,7 @@ record    run.json as dataclasses
 folder    files that are whole or not there
 memory    what a measurement will hold, and the batch that keeps it within a limit
 loop      prompts -> results batch by batch, each written as soon as it is measured
+watch     how far a batch is, layer by layer
 measure   one measurement from beginning to end
 run       the result: a record and labelled arrays
 conditions  the same prompts under many edits, each a run

@@ -24,10 +24,11 @@ from posleak.models import Subject
 from posleak.probe import Plan
 
 from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
-from .measure import Measurement, Progress
+from .measure import Measurement
 from .record import clear_run, slug
 from .run import Run
 from .spec import MeasureSpec
+from .watch import Watch
 
 CONDITIONS = "conditions"
 """Where a folder keeps the runs of its conditions."""
@@ -104,18 +105,18 @@ class Conditions:
         if key not in self._runs:
             name = ", ".join(key) or "baseline"
             self.progress(name)
-            self._runs[key] = self._measured(key, lambda done, of: self.progress(f"{name}: {done} of {of} prompts"))
+            self._runs[key] = self._measured(key, lambda reached: self.progress(f"{name}: {reached.text}"))
         return self._runs[key]
 
-    def _measured(self, key: Edits, progress: Progress) -> Run:
+    def _measured(self, key: Edits, watch: Watch) -> Run:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
-            return self.baseline.run_with_warnings(self.folder, progress=progress)
+            return self.baseline.run_with_warnings(self.folder, watch=watch)
         spec = replace(self.spec, edits=key)
         ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, *key)
-        return ready.run(place, calibration=known, progress=progress)
+        return ready.run(place, calibration=known, watch=watch)
 
 
 def condition_folder(folder: Path, *edits: str) -> Path:

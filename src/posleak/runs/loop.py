@@ -17,11 +17,12 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Placement, Plan, attach, exclusive, read_placements
+from posleak.probe import Edit, Observer, Placement, Plan, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
+from .watch import Watch, Watcher
 
 FORWARD = "forward"
 """The stage of a model's own forward pass, attention included, without the time that measuring adds."""
@@ -30,14 +31,21 @@ FORWARD = "forward"
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
+    watch: Watch | None = None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
-    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured."""
+    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
+
+    `watch` is told of every layer, if it is known how many there are.
+    """
     todo = list(at)
     while folder is not None and todo and (chunk := read_batch(folder, todo[0])) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
+    beside = [] if watch is None or layers is None else [Watcher(watch, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
-    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements)) as measured:
+    with closing(
+        measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements, beside=beside)
+    ) as measured:
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -53,17 +61,19 @@ def measure_chunks(
     layers: int | None = None,
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None,
+    beside: Sequence[Observer] = (),
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
-    What positions do to queries and keys is read off the model first, unless `placements` has it. The model stays
-    attached until the last chunk is taken or the generator is closed.
+    What positions do to queries and keys is read off the model first, unless `placements` has it. Observers `beside`
+    look on. The model stays attached until the last chunk is taken or the generator is closed.
     """
     remaining = iter(ids)
     if (first := next(remaining, None)) is not None:
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
-        yield from observed_chunks(model, chain([first], remaining), observer, layers=layers, edits=edits)
+        batches = chain([first], remaining)
+        yield from observed_chunks(model, batches, observer, layers=layers, edits=edits, beside=beside)
 
 
 def placements_of(
@@ -109,9 +119,10 @@ def observed_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
+    beside: Sequence[Observer] = (),
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer sees them."""
-    with attach(model, [observer], edits) as probe:
+    """One chunk per batch, as this observer sees them; observers `beside` it look on."""
+    with attach(model, [observer, *beside], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))

@@ -30,6 +30,7 @@ from .memory import calibration_length, memory_plan, within_memory
 from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
 from .run import Run
 from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec, parse_bytes
+from .watch import Watch
 
 Progress = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
@@ -133,23 +134,26 @@ class Measurement:
         fresh: bool = False,
         calibration: Calibration | None = None,
         progress: Progress = lambda done, of: None,
+        watch: Watch | None = None,
     ) -> Run:
         """Measure, or read back or resume what the folder has; `calibration`: this subject's, if known already.
 
-        One process and one thread at a time may measure into a folder.
+        `progress` is told of every batch, `watch` of every layer. One process and one thread at a time may measure into
+        a folder.
         """
         if folder is None:
-            return self._measured(None, now(), calibration, progress)
+            return self._measured(None, now(), calibration, progress, watch)
         if not fresh and (found := self._kept(folder)) is not None:
             return found
         with sole_writer(folder):
             if fresh:
                 clear_run(folder)
             found = None if fresh else self._kept(folder)  # somebody else may have finished it in the meantime
-            return found or self._measured(folder, self._created(folder), calibration, progress)
+            return found or self._measured(folder, self._created(folder), calibration, progress, watch)
 
     def _measured(
-        self, folder: Path | None, created: str, calibration: Calibration | None, progress: Progress
+        self, folder: Path | None, created: str, calibration: Calibration | None, progress: Progress,
+        watch: Watch | None,
     ) -> Run:  # fmt: skip
         if calibration is None:
             with stage("calibration"):
@@ -163,7 +167,7 @@ class Measurement:
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=self.spec.parsed_edits, placements=placements,
+                edits=self.spec.parsed_edits, placements=placements, watch=watch,
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
@@ -172,12 +176,13 @@ class Measurement:
         return _finished(Run(record, assemble(chunks, plan), folder))
 
     def run_with_warnings(
-        self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None
-    ) -> Run:
+        self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None,
+        watch: Watch | None = None,
+    ) -> Run:  # fmt: skip
         """`run`, with its notes issued as warnings: those known beforehand at once, those about numbers after it."""
         for note in self.notes:
             warnings.warn(note, PosleakWarning, stacklevel=3)
-        run = self.run(folder, fresh=fresh, progress=progress)
+        run = self.run(folder, fresh=fresh, progress=progress, watch=watch)
         for note in run.record.warnings:
             if note not in self.notes:
                 warnings.warn(note, PosleakWarning, stacklevel=3)

@@ -14,6 +14,7 @@ from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
 from posleak.models import Subject, load
 from posleak.runs import Measurement, Run, parse_bytes
+from posleak.runs.watch import Watch
 
 from .balance import Balance
 from .cells import Cell, Study
@@ -74,11 +75,11 @@ def _measured(cells: list[Cell], root: Path, progress: Say, limit: int | None) -
     subject = _load(cells[0], progress)
     for cell in cells:
         ready = Measurement.of(subject, cell.spec, max_memory=limit)
-        yield cell, ready.run_with_warnings(root / ready.folder_name, progress=_said(cell, progress))
+        yield cell, ready.run_with_warnings(root / ready.folder_name, watch=_said(cell, progress))
 
 
-def _said(cell: Cell, progress: Say) -> Callable[[int, int], None]:
-    return lambda done, of: progress(f"{cell.label}: {done} of {of} prompts")
+def _said(cell: Cell, progress: Say) -> Watch:
+    return lambda reached: progress(f"{cell.label}: {reached.text}")
 
 
 def _load(cell: Cell, progress: Say) -> Subject:
