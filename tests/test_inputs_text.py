@@ -126,10 +126,16 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(" ".join(tiny.WORDS[:45]), encoding="utf-8")
+    with pytest.raises(
+        InputError, match=r"got: 37 tokens\n.*expected: 60.*\n.*longer text, or use --length 37 or less"
+    ):
+        prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
+    (tmp_path / "long.txt").unlink()
     (tmp_path / "a.txt").write_text(" ".join(tiny.WORDS[:30]), encoding="utf-8")
     usable = 30 - 2 * DROPPED
-    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*expected: 40.*\n.*--length of {usable} or less"):
-        prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)
+    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*expected: 40.*\n.*use a longer text$"):
+        prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)  # 22 tokens could not be measured either
     prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=usable, seed=0).batch(range(50))
     (tmp_path / "b.txt").write_text("w1 w2", encoding="utf-8")
     with pytest.raises(InputError, match=r"longest of 2 documents.*\n.*\n.*join the files"):

@@ -77,7 +77,8 @@ def test_the_sink_stabilises_the_mask(run: Run) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-9)])
 def test_one_token_repeated_leaks_through_the_mask_alone(smollm: Subject, dtype: str, bound: float) -> None:
     subject = smollm if dtype == "float32" else pl.load("smollm2-135m", dtype=dtype)
-    found = pl.measure(subject, "constant", bos="none", length=256, prompts=4)
+    with pytest.warns(PosleakWarning, match="all 4 prompts are the same"):
+        found = pl.measure(subject, "constant", bos="none", length=256, prompts=4)
     for layer in layers(found):
         assert abs(layer["drift"]) < bound, layer["layer"]
         assert abs(layer["sink"]) < bound, layer["layer"]
@@ -107,7 +108,8 @@ def test_its_position_comes_from_masks_here_and_earlier(smollm: Subject) -> None
 
 
 def test_one_token_repeated_has_no_other_source_than_the_mask_here(smollm: Subject) -> None:
-    found = pl.trace(smollm, "constant", bos="none", length=128, prompts=4).layers["all"].power
+    with pytest.warns(PosleakWarning, match="all 4 prompts are the same"):
+        found = pl.trace(smollm, "constant", bos="none", length=128, prompts=4).layers["all"].power
     assert np.abs(found["earlier"].value).max() < 1e-6
     assert np.abs(found["origin"].value).max() < 1e-6
     assert found["here"].value == pytest.approx(found["total"].value, rel=1e-3)

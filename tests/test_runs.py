@@ -251,7 +251,7 @@ def test_unknown_options_raise(llama: Subject) -> None:
 def test_text_is_measured_and_its_hash_kept(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     model = subject(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0).model
-    (tmp_path / "book.txt").write_text("The position of a word in the text of the library is not its place. " * 60)
+    (tmp_path / "book.txt").write_text(" ".join(f"The position of word {n} is not its place." for n in range(900)))
     found = pl.measure(Subject.of(model, tokenizer), f"text:{tmp_path / 'book.txt'}", length=48, prompts=4)
     assert re.fullmatch("[0-9a-f]{64}", found.record.inputs.text_sha256 or "")
     assert found.data.attrs["remainder"] < 1e-9

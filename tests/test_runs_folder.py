@@ -274,6 +274,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
         ({"inputs": "constant"}, "inputs 'random' there, 'constant' asked for"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:all 7 prompts are the same")
 def test_a_folder_with_another_measurement_is_refused(
     finished: Path, llama: Subject, change: dict[str, Any], said: str
 ) -> None:
@@ -324,9 +325,9 @@ def test_a_text_that_was_changed_is_another_measurement(tmp_path: Path) -> None:
     tokenizer, book = byte_tokenizer(), tmp_path / "book.txt"
     reader = Subject.of(tiny("llama", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0), tokenizer)
     asked: dict[str, Any] = {"inputs": f"text:{book}", "out": tmp_path / "run", "length": 40, "prompts": 4}
-    book.write_text("The position of a word in the text of the library. " * 60)
+    book.write_text(" ".join(f"The position of word {n} in the text of the library." for n in range(600)))
     pl.measure(reader, **asked)
-    book.write_text("The position of a book in the text of the library. " * 60)
+    book.write_text(" ".join(f"The position of book {n} in the text of the library." for n in range(600)))
     with pytest.raises(RunError, match="text_sha256"):
         pl.measure(reader, **asked)
 
@@ -349,9 +350,19 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path, llama: Su
     (tmp_path / "run").write_text("theirs")
     with pytest.raises(StorageError, match="the file cannot be written") as error:
         pl.measure(llama, out=tmp_path / "run", **SPEC)
-    assert "move away what stands in the way" in str(error.value)
+    assert f"move away the file {tmp_path / 'run'}, where a folder is needed, or" in str(error.value)
     assert "free some space" not in str(error.value)
     assert (tmp_path / "run").read_text() == "theirs"
+
+
+def test_the_obstacle_is_named_and_not_what_lies_behind_it(tmp_path: Path, llama: Subject) -> None:
+    (tmp_path / "theirs").write_text("theirs")
+    with pytest.raises(StorageError) as error:
+        pl.measure(llama, out=tmp_path / "theirs" / "deep" / "run", **SPEC)
+    assert f"move away the file {tmp_path / 'theirs'}, where a folder is needed" in str(error.value)
+    (tmp_path / "run" / "run.json").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"run\.json: a folder that posleak did not write is in the way"):
+        pl.measure(llama, out=tmp_path / "run", **SPEC)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, whole: Run) -> None:

@@ -64,5 +64,8 @@ SCALING = "scaling"
 LENT, LEFT = "lent", "left"
 """Only under a borrowed context: what its keys take away from the total, and the total that is left with them."""
 
+SHORTEST = 32
+"""Tokens of the shortest prompt that can be measured: below, its last quarter holds too few reference queries."""
+
 EARLY = 32
 """Queries before this position are summarised as `early`."""

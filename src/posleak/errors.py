@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Self
 
+from posleak.axes import SHORTEST
+
 
 class PosleakError(Exception):
     """Root of posleak's errors; the message is built from its parts, so that every error reads alike."""
@@ -74,6 +76,11 @@ class StorageError(PosleakError):
 
 class PosleakWarning(UserWarning):
     """Something the user should know about numbers that are still correct."""
+
+
+def shorter_prompts(most: int, why: str = "") -> str | None:
+    """The remedy against prompts of more than `most` tokens; None if so short ones cannot be measured."""
+    return f"use --length {most} or less{why}" if most >= SHORTEST else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -82,13 +82,25 @@ def cannot_write(path: Path, error: OSError) -> StorageError:
     )  # fmt: skip
 
 
+def _obstacle(error: OSError, path: Path) -> str:
+    """What stands where a folder or a file is needed, said by its own name."""
+    wanted = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else path
+    for place in (wanted, *wanted.parents):
+        with contextlib.suppress(OSError):
+            if place.is_dir() and error.errno == errno.EISDIR:
+                return f"the folder {place}, where a file is needed"
+            if place.exists() and not place.is_dir():
+                return f"the file {place}, where a folder is needed"
+    return f"what stands in the way at {wanted}"
+
+
 def _help(error: OSError, path: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free some space, or choose another place with --out"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "choose a place with --out that you may write to"
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        return f"move away what stands in the way at {error.filename or path}, or choose another place with --out"
+        return f"move away {_obstacle(error, path)}, or choose another place with --out"
     if error.errno == errno.ENAMETOOLONG:
         return "choose a shorter name with --out"
     return "choose another place with --out"
@@ -123,7 +135,7 @@ def remove_own(path: Path) -> None:
 
 def in_the_way(path: Path) -> StorageError:
     return StorageError(
-        "a file that posleak did not write is in the way", where=str(path),
+        f"a {'folder' if path.is_dir() else 'file'} that posleak did not write is in the way", where=str(path),
         remedy="move it away, or choose another place with --out",
     )  # fmt: skip
 

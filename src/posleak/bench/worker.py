@@ -70,7 +70,8 @@ def _peak(asked: dict[str, Any]) -> int:
     subject, length = load(asked["model"], **asked["loading"]), asked["length"]
     ids = np.asarray(asked["ids"], dtype=np.int64)
     contestant = case(asked["case"])
-    contestant.make(subject, default_plan(WARM), ids[:, :WARM])(ids[:, :WARM])
+    first = ids[:, : min(WARM, length)]
+    contestant.make(subject, default_plan(first.shape[1]), first)(first)
     run = contestant.make(subject, default_plan(length), ids)
     read_weights(subject.model)
     with PeakMemory() as peak:

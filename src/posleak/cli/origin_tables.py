@@ -159,7 +159,7 @@ def _heads(found: Origin, layer: int) -> Sequence[Cell | str]:
         return [""] * 5
     chosen = reading.readers & calls[:, None]
     low, high = (x[calls].sum() for x in (reading.counts.low, reading.counts.high))
-    count = Cell(Text(f"{int(chosen.sum())}"), f"{low:.0f}–{high:.0f}")
+    count = Cell(Text(f"{int(chosen.sum())}"), "" if math.isnan(low) else f"{low:.0f}–{high:.0f}")
     if not chosen.any():
         return [count, *["–"] * 4]
     means = [x.value[chosen].mean() for x in (reading.at_0, reading.written, reading.spread, reading.along)]

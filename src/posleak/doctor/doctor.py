@@ -75,7 +75,7 @@ def doctor(
     refused before the first forward pass.
     """
     require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
-    plan = default_plan(length or doctor_length(subject))
+    plan = default_plan(doctor_length(subject) if length is None else length)
     batch = _batch(subject, plan, prompts, short, parse_bytes(max_memory))
     with exclusive(subject.model):
         return _diagnosis(subject, plan, prompts, seed, short, batch, progress)

@@ -29,7 +29,9 @@ def parse_edit(text: str) -> NamedEdit:
 
 
 def _unreadable(text: str, kind: Kind) -> InputError:
-    return InputError("the edit cannot be read", where=f"--edit {text}", expected=kind.form)
+    return InputError(
+        "the edit cannot be read", where=f"--edit {text}", expected=kind.form, remedy=f"as in --edit {kind.example}"
+    )
 
 
 def parse_edits(texts: Sequence[str]) -> tuple[NamedEdit, ...]:

@@ -10,6 +10,7 @@ never their starts, and position 0 decided by a policy that is written into the 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
 from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
+from posleak.inputs.repeats import repeat_notes
 from posleak.inputs.source import (
     KINDS,
     ConstantToken,
@@ -41,5 +42,6 @@ __all__ = [
     "parse",
     "prepare",
     "register",
+    "repeat_notes",
     "require_source",
 ]

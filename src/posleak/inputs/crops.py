@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from posleak.errors import InputError
+from posleak.errors import InputError, shorter_prompts
 from posleak.inputs.corpus import Corpus, read_corpus
 from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
+
+SAMPLED = 8
+"""Crops from which the length of a token is read."""
 
 DROPPED = 4
 """Tokens thrown away at the start of a slice, and again at its end, where a word may be cut."""
@@ -33,9 +36,28 @@ class CropBody:
     """[documents + 1], from 0: cumulative number of characters at which a crop may begin."""
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
+        which, start = self._place(seed, index)
+        return self._crop(self.corpus.documents[which], start, length)
+
+    def _place(self, seed: int, index: int) -> tuple[int, int]:
+        """The document of a crop, and the character at which it begins."""
         place = int(draw(seed, index, 1, below=self.reach[-1])[0])
         which = bisect_right(self.reach, place) - 1
-        return self._crop(self.corpus.documents[which], 1 + place - self.reach[which], length)
+        return which, 1 + place - self.reach[which]
+
+    def spans(self, seed: int, count: int, length: int) -> tuple[np.ndarray, int]:
+        """Where the first crops lie in the text, as parts of it [count, 2], and how many tokens the text has.
+
+        Both are estimates: how many characters a token has is read off a few crops.
+        """
+        before = list(accumulate(map(len, self.corpus.documents), initial=0))
+        places = [self._place(seed, index) for index in range(count)]
+        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED]]
+        tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED for piece in pieces)
+        wide = sum(map(len, pieces)) / tokens
+        starts = np.array([before[which] + start for which, start in places], dtype=float)
+        ends = np.minimum(starts + wide * (length + DROPPED), [before[which + 1] for which, _ in places])
+        return np.stack([starts, ends], axis=1) / self.corpus.characters, round(self.corpus.characters / wide)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -109,10 +131,11 @@ def inner_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
 
 def _too_short(corpus: Corpus, tokens: int, length: int) -> InputError:
     many = len(corpus.documents) > 1
+    join = "join the files into one" if many else None
     return InputError(
         "no document is long enough for one crop" if many else "the text is too short for one crop",
         where="inputs",
         got=f"{tokens} tokens inside the longest of {len(corpus.documents)} documents" if many else f"{tokens} tokens",
         expected=f"{length} tokens or more, not counting {DROPPED} at either end",
-        remedy=f"use a longer text, a --length of {tokens} or less" + (", or join the files into one" if many else ""),
+        remedy=", or ".join(way for way in ("use a longer text", shorter_prompts(tokens), join) if way),
     )

@@ -66,11 +66,12 @@ def writing(place: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
     except Exception as error:
         told = error.__cause__ if isinstance(error, StorageError) and error.__cause__ is not None else error
         number = None if isinstance(told, PosleakError) else errno_of(told)
-        if number not in _HELP:
+        helps = _HELP | ({errno.ENOENT: "make the folder"} if not place.exists() else {})
+        if number not in helps:
             raise
         raise ModelError(
             "the model cannot be written", where=str(place), got=one_line(told),
-            remedy=f"{_HELP[number]}, or set {setting} to another folder",
+            remedy=f"{helps[number]}, or set {setting} to another folder",
         ) from error  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from posleak.errors import UnsupportedError
+from posleak.errors import UnsupportedError, shorter_prompts
 from posleak.stopwatch import stage
 
 from .call import Call
@@ -246,7 +246,7 @@ def _refuse_selection(where: str, key: Float[Tensor, "B K keys E"], indices: Int
         raise UnsupportedError(
             "queries read only some keys, selected by content: not their nearest ones, so offsets have gaps",
             where=where, got=f"{indices.shape[-1]} of {key.shape[2]} keys",
-            remedy=f"use --length {indices.shape[-1]} or less, where every key is selected",
+            remedy=shorter_prompts(indices.shape[-1], ", where every key is selected"),
         )  # fmt: skip
 
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from posleak.axes import SHORTEST
 from posleak.errors import InputError
 
 ORIGIN = 4
 """How many first tokens are the origin unless one says otherwise: as many as StreamingLLM keeps."""
-
-SHORTEST = 32
-"""Below this length the last quarter holds too few reference queries to average over."""
 
 LONGEST, DENSEST = 2**24, 64
 """Above these no prompt of any model and no plan of any use can be meant."""

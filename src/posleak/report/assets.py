@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from posleak.arrays import Array
+from posleak.errors import StorageError
 from posleak.files import write_atomically
 from posleak.leakage import Estimate
 from posleak.runs.record import slug
@@ -51,7 +52,11 @@ def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> Path:
-    write_atomically(path, write)
+    try:
+        write_atomically(path, write)
+    except StorageError as error:
+        remedy = None if error.remedy is None else error.remedy.replace("--out", "--assets")
+        raise StorageError(error.what, where=error.where, got=error.got, remedy=remedy) from error
     return path
 
 

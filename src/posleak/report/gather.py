@@ -88,9 +88,10 @@ def require_some(found: Sequence[object], refused: Sequence[Refused], least: int
     """Refuse to go on with fewer than `least` runs, naming those that were refused."""
     if len(found) < least:
         raise RunError(
-            f"{what} needs {least} run{'s' if least > 1 else ''} that can be read", got=f"{len(found)}",
-            expected="; ".join(f"{each.name}: {each.reason}" for each in refused) or None,
-            remedy="give folders that `posleak measure`, `posleak trace` or `posleak claims` wrote",
+            f"{what} needs {least} run{'s' if least > 1 else ''} that can be read",
+            got="; ".join([f"{len(found)}", *(f"{each.name}: {each.reason}" for each in refused)]),
+            remedy="do what is said of each, or give folders that `posleak measure`, `posleak trace` or `posleak "
+            "claims` wrote and finished",
         )  # fmt: skip
 
 

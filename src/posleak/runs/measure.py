@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.callable import call_as
-from posleak.errors import InputError, PosleakWarning, StorageError
+from posleak.errors import InputError, PosleakWarning, StorageError, shorter_prompts
 from posleak.files import sole_writer
-from posleak.inputs import InputFacts, Prompts, prepare
+from posleak.inputs import InputFacts, Prompts, prepare, repeat_notes
+from posleak.inputs.prompts import UNLENT
 from posleak.leakage import FEWEST, assemble, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
 from posleak.models import Subject
@@ -100,11 +101,13 @@ class Measurement:
     ) -> Measurement:
         """`ids` are prompts that were given; `base` are prompts that another measurement of this spec has prepared."""
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
+        notes = list(size_notes(subject, resolved))
         if base is None:
             with stage("prompts"):
                 inputs = spec.inputs if ids is None else ids
                 base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
-        return cls(subject, spec, resolved, base, tuple(size_notes(subject, resolved)))
+                notes += repeat_notes(base, spec.prompts)
+        return cls(subject, spec, resolved, base, tuple(notes))
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -268,7 +271,8 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
         borrowed = f" after a context of {spec.borrowed}" if spec.borrowed else ""
         what = f"length {spec.length}{borrowed} is beyond the model's context of {context} positions"
         if not subject.identity.rotary:
-            raise InputError(what, where=subject.identity.name, remedy=f"use --length {context} or less")
+            most = (context - UNLENT) // 2 if spec.borrowed else context
+            raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
         yield f"{what}: what is measured there is extrapolation"
     if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
         yield (

@@ -124,6 +124,8 @@ def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_w
 def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
     path = folder / RECORD
+    if path.is_dir():
+        raise in_the_way(path)
     if not path.is_file():
         raise RunError(
             "this is no run folder: it has no run.json",

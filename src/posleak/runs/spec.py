@@ -88,7 +88,7 @@ def require_between(name: str, value: int, least: int, most: int = MOST, *, why:
     raise InputError(
         f"{name} is too {'small' if small else 'large'}{reason}", got=f"{value:,}",
         expected=f"at least {least:,}" if small else f"at most {most:,}",
-        remedy=f"use --{name} {least:,} or more" if small and why is not None else None,
+        remedy=f"use --{name} {least} or more" if small else f"use --{name} {most} or less",
     )  # fmt: skip
 
 
