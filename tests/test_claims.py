@@ -96,7 +96,7 @@ def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once(
     assert said.count("baseline") == 1
     assert said.count("bos=zero") == 1
     assert lab.kept("mask", "shift=0").ratio.value == 1
-    null = lab.kept("total", "window=1000").ratio
+    null = lab.kept("total", "rope=ntk:1").ratio
     assert [float(x) for x in (null.value, null.low, null.high)] == [1, 1, 1]
 
 

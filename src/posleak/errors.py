@@ -54,6 +54,10 @@ class InputError(PosleakError):
     """The tokens that were asked for cannot be made."""
 
 
+class NoEffectError(InputError):
+    """An edit would change nothing: the plain numbers would stand under its name."""
+
+
 class UnsupportedError(PosleakError):
     """The model does something that posleak does not understand; it is refused rather than approximated."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from posleak.errors import NoEffectError
 
 from .app import RUNS, app, emit, out, spoken_warnings, working
 from .options import Json, MaxMemory, Seed, named, named_path
@@ -51,7 +54,8 @@ def study_command(
     }
     chosen = study(name).at(models=models or (), **changes)
     for cell in chosen.cells:
-        _ = cell.spec  # refuses what cannot be measured before a model is loaded
+        with suppress(NoEffectError):  # such a cell is left out, and the table says so
+            _ = cell.spec  # refuses what cannot be measured before a model is loaded
     parse_bytes(max_memory)
     with spoken_warnings(), working(name) as update:
         found = run_study(chosen, root, update, max_memory=max_memory)
@@ -82,6 +86,7 @@ def study_table(found: Table) -> Group:
     return Group(
         Text(found.question, style="bold"),
         made,
+        *(Text(f"left out: {label}: {why}", style="dim") for label, why in found.left_out.items()),
         Text(
             "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change "
             "of the residual per relative depth, divided by its mean; removed: 1 − residual power / that of the "

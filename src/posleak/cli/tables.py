@@ -63,10 +63,10 @@ def layers_table(summary: Summary) -> RenderableType:
     numbers = summary.layers["all"]
     shown = parts_of(numbers)
     made = table(["layer", "total", *shown, "shares", "at 0"], right=["layer", "at 0"], gap=1)
-    for layer in range(len(numbers.power["total"].value)):
-        cells = [cell(numbers.power[name][layer], name) for name in ("total", *shown)]
-        bar = share_bar({name: float(numbers.share[name][layer].value) for name in shown})
-        made.add_row(str(layer), *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
+    for layer, name in enumerate(summary.layer_names):
+        cells = [cell(numbers.power[part][layer], part) for part in ("total", *shown)]
+        bar = share_bar({part: float(numbers.share[part][layer].value) for part in shown})
+        made.add_row(name, *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
     return made
 
 

@@ -1,7 +1,7 @@
 """Stage 4, what if: changes to the embedding at 0, positions, visibility, context, and reads of position 0.
 
 Each is a frozen value with a short text (`--edit TEXT`), says where it acts, and leaves the model as it was. An edit
-that changes nothing, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
+that changes nothing by its own text, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.

@@ -18,9 +18,9 @@ def parse_edit(text: str) -> NamedEdit:
     name, _, value = text.strip().partition("=")
     if name not in KINDS:
         raise InputError("unknown edit", where=f"--edit {text}", got=name, remedy=did_you_mean(name, KINDS))
-    value, _, where = value.partition("@")
-    scope, kind = Scope.parse(where or None), KINDS[name]
-    if where and not kind.scoped:
+    value, at, where = value.partition("@")
+    scope, kind = Scope.parse(where if at else None), KINDS[name]
+    if at and not kind.scoped:
         raise _unreadable(text, kind)
     try:
         return kind.make(value, scope)

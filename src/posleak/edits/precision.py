@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from posleak.probe import Probe
+from posleak.probe import Placement, Probe
 
 from .base import Kind, NamedEdit, Site, register
 
@@ -33,12 +33,17 @@ class Precision(NamedEdit):
     def weights_dtype(self) -> torch.dtype:
         return DTYPES[self.name]
 
+    def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
+        """It changes numbers and no positions."""
+        return []
+
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         dtype, kept = DTYPES[self.name], {}
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:
+                    probe.touch(self).note("parameters")
                     kept[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)
             yield

@@ -11,7 +11,7 @@ import xarray as xr
 from jaxtyping import Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, PARTS, QUERY, SCALING
+from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names
 
 from .dataset import component, components
 from .power import gram_matrix
@@ -98,6 +98,7 @@ class Summary:
     layer_ordinary   the same to one ordinary far key [L]; NaN where none is seen
     sink_attention, layer_sink_attention   its first column: attention to position 0
     width            how many first positions the sink of a head takes, by the median over prompts [L, H]
+    numbers          the model's own layer of each attention call [L]
     """
 
     heads: dict[str, Numbers]
@@ -108,6 +109,12 @@ class Summary:
     layer_ordinary: Estimate
     width: Int64[np.ndarray, "L H"]
     prompts: int
+    numbers: tuple[int, ...]
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What layers are called in tables and figures."""
+        return layer_names(self.numbers)
 
     @property
     def sink_attention(self) -> Estimate:
@@ -131,6 +138,7 @@ def summarise(data: xr.Dataset, grams: dict[str, Grams]) -> Summary:
         layer_ordinary=jackknife.mean(_mean_over_heads(ordinary)).estimate,
         width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
+        numbers=tuple(data[LAYER].values.tolist()),
     )
 
 
@@ -141,7 +149,13 @@ def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B 
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
-    """One record per number and head: layer, head, queries, quantity, component, value, low, high, unit, n."""
+    """One record per number and head: layer (the model's number), call (in order), head, queries, quantity, component,
+    value, low, high, unit, n."""
+    for record in _all_records(summary):
+        yield {"layer": summary.numbers[record["call"]], **record}
+
+
+def _all_records(summary: Summary) -> Iterator[dict[str, Any]]:
     for queries, numbers in summary.heads.items():
         for name, estimate in numbers.power.items():
             yield from _records(estimate, queries, "power", name, "nats²")
@@ -152,9 +166,9 @@ def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:
-    for layer, head in np.ndindex(estimate.value.shape):
-        cell = estimate[layer, head]
+    for call, head in np.ndindex(estimate.value.shape):
+        cell = estimate[call, head]
         yield {
-            "layer": layer, "head": head, "queries": queries, "quantity": quantity, "component": name,
+            "call": call, "head": head, "queries": queries, "quantity": quantity, "component": name,
             "value": float(cell.value), "low": float(cell.low), "high": float(cell.high), "unit": unit, "n": cell.n,
         }  # fmt: skip

@@ -8,6 +8,7 @@ from .hold import exclusive
 from .placement import Motion, Placement, read_placements
 from .plan import Plan, default_plan
 from .rows import Rows, call_rows, reduce_rows
+from .touch import Touch, Touched
 from .visibility import Visibility
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Plan",
     "Probe",
     "Rows",
+    "Touch",
+    "Touched",
     "Visibility",
     "attach",
     "body",

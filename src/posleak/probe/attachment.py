@@ -30,6 +30,7 @@ from .call import Call
 from .edit import Edit
 from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
+from .touch import Touch
 from .visibility import Visibility, read_mask, visibility_mask
 
 HARMLESS = frozenset(
@@ -64,7 +65,8 @@ class Observer(Protocol):
 class Probe:
     """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order.
 
-    Passes of one thread only: of the one that attached the model, or that last called `forward`.
+    Passes of one thread only: of the one that attached the model, or that last called `forward`. layers: by the id of a
+    module, the layer that it is part of.
     """
 
     model: PreTrainedModel
@@ -73,6 +75,8 @@ class Probe:
     edits: Sequence[Edit] = ()
     calls: int = 0
     modules: list[torch.nn.Module] = field(default_factory=list)
+    layers: dict[int, int | None] = field(default_factory=dict, repr=False)
+    touches: dict[int, Touch] = field(default_factory=dict, repr=False)
     _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
@@ -100,17 +104,27 @@ class Probe:
         if bias is not None and softcap is not None:
             raise UnsupportedError("logits are both soft-capped and biased, in an unknown order", where=where)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = Call(self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias)
+        layer = self.layers.get(id(module))
+        call = Call(
+            self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias,
+            layer=self.calls if layer is None else layer,
+        )  # fmt: skip
         if self.edits:
             with stage("edits"):
                 for edit in self.edits:
-                    call = edit.edit(call)
+                    changed = edit.edit(call)
+                    self.touch(edit).see(call, edit.heads(call, changed))
+                    call = changed
         out = attend(call)
         for observer in self.observers:
             observer.observe(call, out)
         self.calls += 1
         self.modules.append(module)
         return out.transpose(1, 2).contiguous(), None
+
+    def touch(self, edit: Edit) -> Touch:
+        """What this edit has changed so far; edits note here what they change besides attention calls."""
+        return self.touches.setdefault(id(edit), Touch())
 
     def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
         """The model's body on ids, without the head: its logits are B × T × vocabulary and nobody asked.
@@ -175,6 +189,11 @@ def body(model: PreTrainedModel) -> torch.nn.Module:
     return model.base_model
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module is part of, in the model's own counting: the first number in its name."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """Can position ids be given to the model? Some count tokens themselves."""
     return "position_ids" in inspect.signature(body(model).forward).parameters
@@ -190,7 +209,8 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
             remedy="posleak measures any family on the interface; `posleak doctor MODEL` says whether one is",
         )
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
-    probe = Probe(model, hold, tuple(observers), tuple(edits))
+    layers = {id(module): layer_of(name) for name, module in model.named_modules()}
+    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.undoing as stack:
         stack.callback(AttentionInterface._global_mapping.pop, name, None)
         stack.callback(AttentionMaskInterface._global_mapping.pop, name, None)

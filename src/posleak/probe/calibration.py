@@ -34,10 +34,16 @@ from .rows import check_finite
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found, and by what it is judged; stored with every result."""
+    """What was found, and by what it is judged; stored with every result.
+
+    layers: how many attention calls a forward pass makes;  by call, numbers: its layer, as the model counts layers;
+    heads: its query heads;  modules, windows;  unmeasured: other attention that ran
+    """
 
     length: int
     layers: int
+    numbers: tuple[int, ...]
+    heads: tuple[int, ...]
     modules: tuple[str, ...]
     windows: tuple[int | None, ...]
     unmeasured: tuple[str, ...]
@@ -78,6 +84,8 @@ class KernelObserver:
     future: float = 0.0
     partition: float = 0.0
     windows: tuple[int | None, ...] = ()
+    numbers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     learned_sinks: bool = False
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
@@ -87,13 +95,15 @@ class KernelObserver:
         try:
             check_finite(call.logits(positions[-1:]))
         except CheckError as error:
-            raise error.at(f"layer {call.index}") from error
+            raise error.at(f"layer {call.layer}") from error
         on, from_on = kernel_weights(call, keys)
         self.future = max(self.future, float(from_on.masked_fill(keys <= positions[:, None], 0).abs().max()))
         self.partition = max(self.partition, partition_gap(call, keys, on))
         seen = int(call.visibility.rows(positions[-1:])[0, 0, 0].sum())
         self.learned_sinks |= call.s_aux is not None
         self.windows += (None if seen == T else seen,)
+        self.numbers += (call.layer,)
+        self.heads += (call.heads,)
 
 
 def kernel_weights(
@@ -143,6 +153,8 @@ def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     return Calibration(
         length=ids.shape[1],
         layers=layers,
+        numbers=observer.numbers,
+        heads=observer.heads,
         modules=modules,
         windows=observer.windows,
         unmeasured=unmeasured,

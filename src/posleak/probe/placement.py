@@ -99,6 +99,15 @@ class Placement:
     temperature: Float64[Tensor, "P"] | None = None
     unevenness: float = 0.0
 
+    def differs(self, other: Placement) -> bool:
+        """Do positions do something else in the other one? Where states depend on position before any attention, what
+        keys do cannot be told, and it is taken for different."""
+        one, two = self.rotation, other.rotation
+        if one is None or two is None:
+            return one is not two or self.gap != other.gap or self.stays == LEARNED
+        same = torch.equal(one.first, two.first) and torch.equal(one.angles, two.angles)
+        return not same or (self.temperature is None) != (other.temperature is None)
+
     @property
     def moves(self) -> str:
         """In a word: how the origin is moved in this call."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -108,13 +109,13 @@ def depth(figure: Figure, each: View) -> None:
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
     top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
     axes = top.subplots()
-    _powers(axes, each.layers.numbers["all"].power, ("total", *each.parts))
+    _powers(axes, each.layers.numbers["all"].power, ("total", *each.parts), each.places)
     axes.set(xlabel="layer", ylabel="power, nats²", title=_title(each))
     left, right = below.subplots(1, 2)
-    _band(left, each.layers.numbers["all"].stabilisation, LIGHT["sink"], no_effect=1.0)
+    _band(left, each.layers.numbers["all"].stabilisation, LIGHT["sink"], each.places, no_effect=1.0)
     left.axhline(1, color="#999999", linewidth=0.5, linestyle=":")
     left.set(xlabel="layer", ylabel="stabilisation, times", yscale="log")
-    _band(right, each.layers.sink_attention, LIGHT["sink"])
+    _band(right, each.layers.sink_attention, LIGHT["sink"], each.places)
     right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
 
 
@@ -122,8 +123,8 @@ def both(figure: Figure, each: View) -> None:
     """Above where position comes from, below where it is read, over one axis of layers."""
     assert each.trace is not None
     above, below = figure.subplots(2, 1, sharex=True)
-    _powers(above, each.trace.layers["all"].power, ("total", *each.sources))
-    _powers(below, each.layers.numbers["all"].power, ("total", *each.parts))
+    _powers(above, each.trace.layers["all"].power, ("total", *each.sources), each.places)
+    _powers(below, each.layers.numbers["all"].power, ("total", *each.parts), each.places)
     above.set(ylabel="where from, nats²", title=_title(each))
     below.set(xlabel="layer", ylabel="where read, nats²")
 
@@ -132,9 +133,9 @@ def _title(each: View) -> str:
     return _text(f"{each.label}, n = {each.prompts}, {each.length} tokens")
 
 
-def _powers(axes: Axes, powers: dict[str, Estimate], names: Sequence[str]) -> None:
+def _powers(axes: Axes, powers: dict[str, Estimate], names: Sequence[str], x: Array) -> None:
     for name in names:
-        _band(axes, powers[name], LIGHT[name], name)
+        _band(axes, powers[name], LIGHT[name], x, name)
     axes.axhline(0, color="#999999", linewidth=0.5)
     axes.set(ylim=power_range(powers, names))
     axes.legend(ncols=5, loc="upper right")
@@ -148,6 +149,7 @@ def sink_profile(figure: Figure, each: View) -> None:
     axes.vlines(profile.width[wide] - 0.5, wide - 0.5, wide + 0.5, color="black", linewidth=2)
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="position", ylabel="layer", title=_title(each))
+    _named(axes.yaxis, each)
 
 
 def by_layer(figure: Figure, each: View) -> None:
@@ -156,10 +158,18 @@ def by_layer(figure: Figure, each: View) -> None:
     assert each.trace.ladder is not None
     axes, found = figure.subplots(), each.trace.ladder
     _map(figure, axes, found.left.value, "earlier", "nats²")
-    rows, ends = np.arange(1, len(found.upto) - 1), np.array(found.upto[1:-1])
-    axes.vlines(ends + 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
+    rows = np.arange(1, len(found.upto) - 1)
+    ends = np.searchsorted(each.record.calibration.numbers, found.upto[1:-1], side="right")
+    axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
     axes.set(xlabel="layer", ylabel="context lent to", title=_title(each))
+    _named(axes.xaxis, each)
     axes.set_yticks(range(len(found.upto)), lent_to(found))
+
+
+def _named(axis: Axis, each: View) -> None:
+    """Ticks of a map's axis with the names of the layers, in the place of their counts."""
+    axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axis.set_major_formatter(lambda x, _: each.names[int(x)] if 0 <= x < len(each.names) else "")
 
 
 def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None:
@@ -171,9 +181,10 @@ def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None
     figure.colorbar(shown, ax=axes, label=unit)
 
 
-def _band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, no_effect: float = 0.0) -> None:
+def _band(
+    axes: Axes, estimate: Estimate, colour: str, x: Array, label: str | None = None, no_effect: float = 0.0
+) -> None:  # fmt: skip
     value, low, high = estimate.value, estimate.low, estimate.high
-    x = np.arange(len(value))
     axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(x, value, color=colour, label=label)
     clear = (low > no_effect) | (high < no_effect)
@@ -199,6 +210,7 @@ def heads(figure: Figure, each: View) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(shown, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
+    _named(figure.axes[0].yaxis, each)
 
 
 def position_0(figure: Figure, each: View) -> None:

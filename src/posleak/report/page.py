@@ -63,8 +63,8 @@ class Page:
         """What the page's script reads."""
         runs = [
             {"label": v.label, "length": v.length, "parts": v.parts, "sources": v.sources,
-             "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves, "figures": figures,
-             "origin": _origin(v)}
+             "names": v.names, "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves,
+             "figures": figures, "origin": _origin(v)}
             for v, figures in zip(self.views, self.figures, strict=True)
         ]  # fmt: skip
         found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.axes import HEAD, LEFT, PROMPT
+from posleak.arrays import Array
+from posleak.axes import HEAD, LEFT, PROMPT, layer_names, layer_places
 from posleak.claims import Result
 from posleak.doctor import Diagnosis
 from posleak.leakage import Estimate, tidy
@@ -115,6 +116,21 @@ class View:
         return self.record.spec.length
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What the layers are called."""
+        return layer_names(self.record.calibration.numbers)
+
+    @property
+    def places(self) -> Array:
+        """Where the layers stand on an axis."""
+        return np.array(layer_places(self.record.calibration.numbers))
+
+    @property
+    def stays(self) -> str:
+        """Layers in which the origin stays where it is."""
+        return ", ".join(self.names[call] for call in self.record.motion.stays)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of what position comes from; none without a trace."""
         return () if self.trace is None else SOURCES
@@ -171,7 +187,7 @@ def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
     for row in tidy(run.summary):
         key = row["queries"], row["quantity"], row["component"]
         cells = columns.setdefault(key, np.full((layers, heads, 3), np.nan))
-        cells[row["layer"], row["head"]] = row["value"], row["low"], row["high"]
+        cells[row["call"], row["head"]] = row["value"], row["low"], row["high"]
     for queries, found in () if trace is None else trace.heads.items():
         for name in SOURCES:
             for quantity, cell in (("power", found.power[name]), ("share", found.share[name])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -17,11 +17,14 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Placement, Plan, attach, exclusive, read_placements
+from posleak.probe import Edit, Placement, Plan, Touch, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
+
+SeeTouches = Callable[[list[Touch]], None]
+"""Told what each edit changed."""
 
 FORWARD = "forward"
 """The stage of a model's own forward pass, attention included, without the time that measuring adds."""
@@ -30,14 +33,20 @@ FORWARD = "forward"
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
+    touched: SeeTouches = lambda touches: None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
-    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured."""
+    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
+
+    `touched` is told what the edits changed in the first batch that is measured, before that is written.
+    """
     todo = list(at)
     while folder is not None and todo and (chunk := read_batch(folder, todo[0])) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
-    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements)) as measured:
+    with closing(
+        measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements, touched=touched)
+    ) as measured:
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -53,6 +62,7 @@ def measure_chunks(
     layers: int | None = None,
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None,
+    touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
@@ -63,7 +73,9 @@ def measure_chunks(
     if (first := next(remaining, None)) is not None:
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
-        yield from observed_chunks(model, chain([first], remaining), observer, layers=layers, edits=edits)
+        yield from observed_chunks(
+            model, chain([first], remaining), observer, layers=layers, edits=edits, touched=touched
+        )
 
 
 def placements_of(
@@ -109,8 +121,10 @@ def observed_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
+    touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch, as this observer sees them."""
+    first = True
     with attach(model, [observer], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
@@ -124,6 +138,9 @@ def observed_chunks(
                     expected=layers,
                     remedy="the model changes its layers from call to call; it cannot be measured",
                 )
+            if first:
+                touched([probe.touch(edit) for edit in edits])
+                first = False
             with stage("arrays"):
                 chunk = stack_layers(seen)
             yield chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posleak.errors import InputError, PosleakWarning, StorageError
+from posleak.axes import layer_names
+from posleak.edits import NamedEdit
+from posleak.errors import InputError, NoEffectError, PosleakWarning, StorageError
 from posleak.files import sole_writer
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import FEWEST, assemble, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
 from posleak.models import Subject
-from posleak.probe import Calibration, Motion, calibrate
+from posleak.probe import Calibration, Motion, Placement, Touch, Touched, calibrate
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
@@ -112,6 +114,11 @@ class Measurement:
             prompts = edit.prompts(prompts)
         return prompts
 
+    @property
+    def _first(self) -> NDArray[np.int64]:
+        """The first prompt [1, T]."""
+        return self.prompts.batch([0])
+
     @cached_property
     def inputs(self) -> InputFacts:
         return self.prompts.describe()
@@ -152,23 +159,52 @@ class Measurement:
     ) -> Run:  # fmt: skip
         if calibration is None:
             with stage("calibration"):
-                calibration = calibrated(self.subject, self.prompts.batch([0]))
-        placements = placements_of(self.subject.model, self.prompts.batch([0]), self.spec.plan, self.spec.parsed_edits)
-        motion = Motion.of(placements, self.spec.plan, self.subject.dtype)
-        record = self._record(calibration, motion, created)
-        if folder is not None:
-            record.write(folder)
-        chunks, plan = [], self.spec.plan
+                calibration = calibrated(self.subject, self._first)
+        edits, plan = self.spec.parsed_edits, self.spec.plan
+        for edit in edits:
+            edit.require_within(calibration)
+        placements = placements_of(self.subject.model, self._first, plan, edits)
+        placed = [self._placed(placements, edit) for edit in edits]
+        motion = Motion.of(placements, plan, self.subject.dtype)
+        writing = _Writing(self._record(calibration, motion, created), folder)
+        chunks = []
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=self.spec.parsed_edits, placements=placements,
+                edits=edits, placements=placements,
+                touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)),
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
-        return _finished(Run(record, assemble(chunks, plan), folder))
+        return _finished(Run(writing.record, assemble(chunks, plan, calibration.numbers), folder))
+
+    def _placed(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
+        """The calls in which a placing edit changes what positions do."""
+        if not edit.placing:
+            return []
+        others = [each for each in self.spec.parsed_edits if each is not edit]
+        return edit.placed(placements_of(self.subject.model, self._first, self.spec.plan, others), placements)
+
+    def _touched(
+        self, touches: list[Touch], placed: list[list[int]], calibration: Calibration
+    ) -> tuple[Touched, ...]:  # fmt: skip
+        """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
+        edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
+        for edit, touch, calls in zip(edits, touches, placed, strict=True):
+            if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
+                touch.note("the tokens")
+            touch.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
+        found = tuple(touch.found(edit.text) for edit, touch in zip(edits, touches, strict=True))
+        for edit, each in zip(edits, found, strict=True):
+            if each.nothing and not edit.null:
+                raise NoEffectError(
+                    "the edit changes nothing in this model, so that its numbers would be those without it",
+                    where=f"{self.subject.identity.name}, --edit {each.edit}",
+                    remedy="leave it out, or change what it names (docs/edits.md)",
+                )  # fmt: skip
+        return found
 
     def run_with_warnings(
         self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None
@@ -211,6 +247,27 @@ class Measurement:
         )  # fmt: skip
 
 
+@dataclass
+class _Writing:
+    """The record of a run that is being measured, on disk as it changes; a resumed one keeps what its edits touched."""
+
+    record: Record
+    folder: Path | None
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            earlier = read_record(self.folder).touched if (self.folder / RECORD).exists() else ()
+            self._write(replace(self.record, touched=earlier))
+
+    def touched(self, found: tuple[Touched, ...]) -> None:
+        self._write(replace(self.record, touched=found))
+
+    def _write(self, record: Record) -> None:
+        self.record = record
+        if self.folder is not None:
+            record.write(self.folder)
+
+
 def _finished(run: Run) -> Run:
     """Write the results, then the record that says that the run is finished, and only then remove the batches."""
     with stage("summary"):
@@ -232,7 +289,8 @@ def _narrow_note(run: Run) -> list[str]:
     origin = run.record.plan.origin
     if not (narrow := narrow_layers(run.data, origin)):
         return []
-    where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(map(str, narrow))}"
+    names = layer_names(run.record.calibration.numbers)
+    where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
     return [
         f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
         f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
@@ -245,7 +303,9 @@ def _stays_note(run: Run) -> list[str]:
     motion = run.record.motion
     if not motion.stays:
         return []
-    where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {', '.join(map(str, motion.stays))}"
+    names = layer_names(run.record.calibration.numbers)
+    stays = ", ".join(names[call] for call in motion.stays)
+    where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {stays}"
     return [f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"]
 
 

@@ -52,7 +52,7 @@ class Run:
         done = [chunk for at in record.spec.batches() if (chunk := read_batch(folder, at)) is not None]
         if sum(len(chunk["mask"]) for chunk in done) < 2:
             raise _unfinished(folder, record)
-        return cls(record, assemble(done, record.plan), folder)
+        return cls(record, assemble(done, record.plan, record.calibration.numbers), folder)
 
     def under(self, record: Record) -> Run:
         """The same data under another record; numbers that were computed are kept."""
@@ -102,8 +102,8 @@ class Run:
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edits,
-                "definitions": record.definitions_version, "origin": record.plan.origin, "motion": record.motion,
-                "remainder": self.remainder, "calibration": record.calibration,
+                "touched": record.touched, "definitions": record.definitions_version, "origin": record.plan.origin,
+                "motion": record.motion, "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
                 "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1"},
@@ -137,9 +137,9 @@ def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     shares = {name: share[layer].value for name, share in summary.layers["all"].share.items()}
     profile = summary.layer_profile[layer]
     return {
-        "layer": layer, **values, "ci": {name: [cell.low, cell.high] for name, cell in cells.items()},
-        "share": shares, "profile": profile, "ordinary": summary.layer_ordinary[layer],
-        "sink_width": summary.width[layer],
+        "layer": summary.numbers[layer], "call": layer, **values,
+        "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}, "share": shares,
+        "profile": profile, "ordinary": summary.layer_ordinary[layer], "sink_width": summary.width[layer],
     }  # fmt: skip
 
 

@@ -52,6 +52,8 @@ class MeasureSpec:
         require_measurable(self.parsed_edits)
         object.__setattr__(self, "edits", tuple(edit.text for edit in self.parsed_edits))
         _ = self.plan  # refuses a length that is too short or too long
+        for edit in self.parsed_edits:
+            edit.require_length(self.length)
 
     @cached_property
     def plan(self) -> Plan:

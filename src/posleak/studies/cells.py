@@ -64,9 +64,9 @@ def _knobs(model: str, edits: Sequence[str]) -> tuple[Cell, ...]:
     return (Cell(model), *(Cell(model, (edit,)) for edit in edits))
 
 
-NTK = tuple(f"rope=ntk:{factor}" for factor in (1, 2, 4, 8))
+NTK = tuple(f"rope=ntk:{factor}" for factor in (2, 4, 8))
 SCALED = ("rope=linear:2", "rope=linear:4", "rope=yarn:4")
-WINDOWS = tuple(f"window={size}{sink}" for size in (64, 128, 256, 512) for sink in ("", "+sink"))
+WINDOWS = tuple(f"window={size}{sink}" for size in (64, 128, 256) for sink in ("", "+sink"))
 
 STUDIES = {
     study.name: study

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import TooLargeError
+from posleak.errors import NoEffectError, TooLargeError
 from posleak.files import write_json
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
@@ -42,11 +42,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """study.json: the question and every row; runs are named, not copied."""
+    """study.json: the question and every row; runs are named, not copied.
+
+    left_out   cells, by label, whose edits would change nothing in their model or at their length, and why
+    """
 
     study: str
     question: str
     rows: list[Row]
+    left_out: dict[str, str]
 
 
 def run_study(
@@ -62,19 +66,28 @@ def run_study(
     """
     limit = parse_bytes(max_memory)
     rows: list[Row] = []
+    left_out: dict[str, str] = {}
     for _, cells in groupby(chosen.cells, key=lambda cell: (cell.model, cell.dtype)):
-        rows += _rows(list(_measured(list(cells), Path(root), progress, limit)))
-    table = Table(chosen.name, chosen.question, rows)
+        rows += _rows(list(_measured(list(cells), Path(root), progress, limit, left_out)))
+    table = Table(chosen.name, chosen.question, rows, left_out)
     write_json(Path(root) / f"study-{chosen.name}" / TABLE, table)
     return table
 
 
-def _measured(cells: list[Cell], root: Path, progress: Say, limit: int | None) -> Iterator[tuple[Cell, Run]]:
+def _measured(
+    cells: list[Cell], root: Path, progress: Say, limit: int | None, left_out: dict[str, str]
+) -> Iterator[tuple[Cell, Run]]:  # fmt: skip
+    """The cells of one model; those whose edits would change nothing go to `left_out`."""
     progress(f"loading {cells[0].model}")
     subject = _load(cells[0], progress)
     for cell in cells:
-        ready = Measurement.of(subject, cell.spec, max_memory=limit)
-        yield cell, ready.run_with_warnings(root / ready.folder_name, progress=_said(cell, progress))
+        try:
+            ready = Measurement.of(subject, cell.spec, max_memory=limit)
+            run = ready.run_with_warnings(root / ready.folder_name, progress=_said(cell, progress))
+        except NoEffectError as error:
+            left_out[cell.label] = error.what
+        else:
+            yield cell, run
 
 
 def _said(cell: Cell, progress: Say) -> Callable[[int, int], None]:

@@ -14,7 +14,7 @@ They add up to T exactly. Both runs are ordinary ones, in one folder: the borrow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -98,7 +98,7 @@ class Trace:
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
             raise RunError("the two passes of the trace read different prompts", where=str(folder),
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
-        kept = {k: condition_folder(folder, _step(k)) for k in range(ordinary.data.sizes["layer"] - 1)}
+        kept = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
         return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
 
     def _repr_html_(self) -> str:
@@ -156,7 +156,7 @@ class Trace:
         """None if nothing was lent to some layers only."""
         if not self.steps:
             return None
-        last = self.ordinary.data.sizes["layer"] - 1
+        last = max(self.ordinary.record.calibration.numbers)
         return Ladder.of({-1: self.ordinary, **self.steps, last: self.borrowed})
 
     @property
@@ -188,7 +188,8 @@ class Trace:
         powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
         shares = {name: share[layer] for name, share in numbers.share.items()}
         return {
-            "layer": layer, **{name: power.value for name, power in powers.items()},
+            "layer": self.ordinary.summary.numbers[layer], "call": layer,
+            **{name: power.value for name, power in powers.items()},
             "share": {name: share.value for name, share in shares.items()},
             "ci": {name: [power.low, power.high] for name, power in powers.items()}
             | {"share": {name: [share.low, share.high] for name, share in shares.items()}},
@@ -204,9 +205,10 @@ def _step(upto: int) -> str:
     return f"{BORROWED}@0-{upto}" if upto else f"{BORROWED}@0"
 
 
-def rungs(layers: int) -> list[int]:
-    """K = 0, 1, 2, 4, 8, … below the last layer, which is the borrowed pass itself."""
-    return [k for k in (0, *(2**power for power in range(16))) if k < layers - 1]
+def rungs(numbers: Sequence[int]) -> list[int]:
+    """The first, second, third, fifth, ninth … layer with attention, but not the last: that is the borrowed pass."""
+    layers = sorted(set(numbers))
+    return [layers[k] for k in (0, *(2**power for power in range(16))) if k < len(layers) - 1]
 
 
 def trace(
@@ -243,5 +245,5 @@ def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
     with conditions.writing():
         if conditions.folder is None or not is_finished(conditions.folder):
             placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
-        layers = conditions.run().data.sizes["layer"]
-        return Trace.of(conditions, rungs(layers) if by_layer else ())
+        numbers = conditions.run().record.calibration.numbers
+        return Trace.of(conditions, rungs(numbers) if by_layer else ())
