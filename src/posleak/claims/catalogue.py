@@ -49,7 +49,7 @@ class Result(Finding):
         return cls(**vars(found), **about, claim=claim.sentence)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "verdict": self.verdict}
+        return {**vars(self), "verdict": self.verdict, "too_few": self.too_few}
 
 
 CLAIMS: dict[str, Claim] = {}

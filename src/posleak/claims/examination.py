@@ -8,21 +8,23 @@ origin.json   position 0 of the same subject, and origin.nc with the arrays that
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import PosleakError, RunError
+from posleak.errors import PosleakError, PosleakWarning, RunError
 from posleak.files import Sealed
 from posleak.models import Subject
 from posleak.origin import read_origin, write_origin
 from posleak.runs import MeasureSpec, Run
+from posleak.show.failures import is_of_the_model, unforeseen
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
 from .catalogue import Claim, Result, registry
-from .finding import Finding
+from .finding import ENOUGH, Finding
 from .lab import CLAIMS, Lab
 
 LENGTH, PROMPTS = 256, 16
@@ -85,6 +87,9 @@ def examined(lab: Lab) -> ClaimsRun:
 
 
 def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
+    if lab.spec.prompts < ENOUGH:
+        what = f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more"
+        warnings.warn(what, PosleakWarning, stacklevel=4)
     run = lab.run()
     kept = {result.id: result for result in (read_findings(folder, run.record.digest) if folder is not None else ())}
     for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
@@ -98,7 +103,8 @@ def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
     """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
-    not applicable, and the refusal is the reason."""
+    not applicable, and the refusal is the reason. So is one in whose test the model itself breaks down: the others still
+    have their verdicts."""
     for each in registry() if chosen is None else chosen:
         lab.progress(f"claim {each.number}: {each.title}")
         try:
@@ -106,6 +112,10 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]
                 finding = each.test(lab)
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
+        except Exception as error:
+            if not is_of_the_model(error):
+                raise
+            finding = Finding.not_applicable(unforeseen(error))
         yield Result.about(each, finding)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from posleak.arrays import Array
 from posleak.inputs import prepare
@@ -32,9 +33,8 @@ from posleak.runs.memory import (
 )
 from posleak.trace import Trace
 
-from .finding import Edited, Kept
+from .finding import ENOUGH, Edited, Kept
 
-ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
@@ -98,11 +98,16 @@ class Lab(Conditions):
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @cached_property
+    def few(self) -> NDArray[np.int64]:
+        """The baseline's first prompts: as many as a verdict needs, for laws that hold for each prompt."""
+        return self.ids[:ENOUGH]
+
+    @cached_property
     def origin(self) -> Origin:
         """What is found at position 0, on prompts made with the same seed; measured once."""
         self.progress("position 0")
         return origin(
-            self.subject, length=self.spec.length, prompts=ORIGIN_PROMPTS, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
+            self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
             bos=self.spec.bos, max_memory=self.max_memory,
         )  # fmt: skip
 

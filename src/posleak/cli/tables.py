@@ -133,8 +133,11 @@ def _effect(result: Result) -> Text:
     """`39% (22% … 50%) removed, n=16`, or why there is none."""
     if math.isnan(result.effect):
         return Text(str(result.reason or "could not be estimated").splitlines()[0], style="dim")
+    from posleak.claims import ENOUGH
+
     value, rest = effect(result.estimate, result.unit)
-    return Text(value, style="bold").append(f" {rest}, n={result.n}", style="dim not bold")
+    needs = f", a verdict needs {ENOUGH}" if result.too_few else ""
+    return Text(value, style="bold").append(f" {rest}, n={result.n}{needs}", style="dim not bold")
 
 
 def doctor_table(diagnosis: Diagnosis) -> Group:

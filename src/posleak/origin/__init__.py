@@ -20,7 +20,7 @@ from .origin import Origin, origin
 from .portrait import Portrait, ordinary_tokens
 from .position_probe import PositionProbe, position_probe
 from .projection import Projection, projections
-from .reading import EPSILON, Reading, ReadingObserver
+from .reading import EPSILON, Reading, ReadingObserver, reader_counts
 from .record import OriginRecord
 from .states import Alone, alone, states
 from .store import StoredOrigin, read_origin, write_origin
@@ -49,6 +49,7 @@ __all__ = [
     "position_probe",
     "projections",
     "read_origin",
+    "reader_counts",
     "states",
     "write_origin",
 ]

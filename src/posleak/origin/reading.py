@@ -125,7 +125,7 @@ class Reading:
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
         late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
-        counts, total = _counts(at_0, jackknife)
+        counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
         means = {"at_0": at_0, "written": written, "along": along}
         spread, positional, varies = _variation(attention, jackknife, readers)
@@ -172,7 +172,7 @@ def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.
     return np.concatenate([np.stack([padded(layer) for layer in layers], axis=1) for layers in batches])
 
 
-def _counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
     """Readers of each call [L], and of all: from heads whose interval lies above ε to those where it reaches ε."""
     found = jackknife.mean(at_0).estimate
     unknown = np.nan if found.n < FEWEST else 0.0
