@@ -19,6 +19,7 @@ from families import tiny
 from posleak.claims import ENOUGH, Claim, Finding, Lab, Side, Verdict, claims, examine, registry
 from posleak.claims.paper import rolled_gaps
 from posleak.leakage import Jackknife
+from posleak.leakage.power import of_gram
 from posleak.leakage.trend import depth_slope, slope
 from posleak.models import Subject
 from posleak.runs import MeasureSpec
@@ -166,7 +167,7 @@ def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
 
 def test_a_planted_trend_is_found() -> None:
     """Layer l has power l / 3 in every prompt: slope 2 per relative depth over seven layers, 2 of their mean."""
-    powers = Jackknife(5).inner(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5)))
+    powers = Jackknife(5).inner(of_gram(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5))))
     absolute, relative = (found.estimate for found in depth_slope(powers))
     assert float(absolute.value) == pytest.approx(2.0)
     assert np.isnan(absolute.low), "prompts that do not differ have no interval"

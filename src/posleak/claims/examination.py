@@ -103,8 +103,7 @@ def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
     """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
-    not applicable, and the refusal is the reason. So is one in whose test the model itself breaks down: the others still
-    have their verdicts."""
+    not applicable, and the refusal is the reason. So is one in whose test the model breaks down: others go on."""
     for each in registry() if chosen is None else chosen:
         lab.progress(f"claim {each.number}: {each.title}")
         try:

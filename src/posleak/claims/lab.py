@@ -66,12 +66,12 @@ class Lab(Conditions):
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """One component's power by layer [L], mean over heads."""
-        return self.jackknife.inner(np.nanmean(self.run(*edits).grams["all"].own[name], axis=1))
+        return self.jackknife.inner(np.nanmean(self.run(*edits).products["all"].own[name], axis=1))
 
     def power(self, name: str, *edits: str, early: bool = False, layers: slice = slice(None)) -> Sampled:
         """One component's power, mean over heads and the chosen layers."""
-        gram = self.run(*edits).grams["early" if early else "all"].own[name][layers]
-        return self.jackknife.inner(np.nanmean(gram, axis=(0, 1)))
+        sums = self.run(*edits).products["early" if early else "all"].own[name][layers]
+        return self.jackknife.inner(np.nanmean(sums, axis=(0, 1)))
 
     def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False, draws: int = 1) -> Kept:
         """How much of a component's power an edit leaves, paired; `later`: in the layers after the first.

@@ -26,7 +26,7 @@ from posleak.leakage import (
     component,
 )
 from posleak.leakage.dataset import assemble, stack_layers
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.origin import closure as closed_system
 from posleak.probe import (
     Call,
@@ -158,8 +158,8 @@ def first_layer(bench: Bench) -> Check:
     powers = {}
     for name in ("drift", "sink"):
         x = component(data, name).values
-        gram = np.nanmean(gram_matrix(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
-        powers[name] = prompts.inner(gram).at(level=0.999)
+        sums = np.nanmean(products(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
+        powers[name] = prompts.inner(sums).at(level=0.999)
     name = max(powers, key=lambda name: float(powers[name].interval[0]))
     why = (
         "i.i.d. tokens meet no position before the first attention: drift and sink are 0 within their intervals, "

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.leakage import FEWEST, Estimate, Jackknife, combined
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
 
@@ -197,9 +197,11 @@ def _variation(
     The common variance never multiplies a prompt with itself: content that differs between prompts adds nothing to it.
     """
     centred = attention - attention.mean(-1, keepdims=True)
-    gram = gram_matrix(centred, centred)  # [L, H, B, B]
-    variance = jackknife.mean(np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0))
+    variance = jackknife.mean((centred**2).mean(-1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = {"spread": combined(np.sqrt, variance), "positional": jackknife.inner(gram) / variance}
+        found = {
+            "spread": combined(np.sqrt, variance),
+            "positional": jackknife.inner(products(centred, centred)) / variance,
+        }
     whole = {name: combined(lambda x: _mean(x, readers), each).estimate for name, each in found.items()}
     return found["spread"].estimate, found["positional"].estimate, whole

@@ -14,7 +14,7 @@ import xarray as xr
 from posleak.errors import RunError
 from posleak.files import sha256_of, write_atomically
 from posleak.leakage import Summary, assemble, component, components, summarise, tidy
-from posleak.leakage.summary import Grams, Numbers
+from posleak.leakage.summary import Numbers, Products
 from posleak.show.notebook import compact_html
 from posleak.typed import plain
 
@@ -57,7 +57,7 @@ class Run:
     def under(self, record: Record) -> Run:
         """The same data under another record; numbers that were computed are kept."""
         run = Run(record, self.data, self.path)
-        run.__dict__.update({name: value for name, value in self.__dict__.items() if name in ("grams", "summary")})
+        run.__dict__.update({name: value for name, value in self.__dict__.items() if name in ("products", "summary")})
         return run
 
     @property
@@ -76,14 +76,14 @@ class Run:
         return float(self.data.attrs["remainder"])
 
     @cached_property
-    def grams(self) -> dict[str, Grams]:
-        """Gram matrices of early and of all queries: what all numbers are computed from."""
-        return {"early": Grams.of(self.data, early=True), "all": Grams.of(self.data)}
+    def products(self) -> dict[str, Products]:
+        """Products of prompts, of early and of all queries: what all numbers are computed from."""
+        return Products.by_queries({name: component(self.data, name) for name in components(self.data)})
 
     @cached_property
     def summary(self) -> Summary:
         """All numbers with intervals."""
-        return summarise(self.data, self.grams)
+        return summarise(self.data, self.products)
 
     def parts(self) -> xr.DataArray:
         """Mean over prompts of every component: (component, layer, head, query, offset), in nats."""

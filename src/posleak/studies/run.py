@@ -11,7 +11,7 @@ from typing import Any
 from posleak.errors import NoEffectError, TooLargeError
 from posleak.files import write_json
 from posleak.leakage import Estimate, Jackknife
-from posleak.leakage.summary import Grams
+from posleak.leakage.summary import Products
 from posleak.models import Subject, load
 from posleak.runs import Measurement, Run, parse_bytes
 
@@ -107,22 +107,22 @@ def _load(cell: Cell, progress: Say) -> Subject:
 
 def _rows(measured: list[tuple[Cell, Run]]) -> Iterator[Row]:
     first = measured[0][1]
-    before = _grams(first)
+    before = _products(first)
     for cell, run in measured:
         paired = run.prompts == first.prompts and run.record.inputs.same_tokens(first.record.inputs)
-        removed = _removed(_grams(run), before, cell) if paired and run is not first else {}
+        removed = _removed(_products(run), before, cell) if paired and run is not first else {}
         yield Row(cell, run, Balance.of(run), removed)
 
 
-def _grams(run: Run) -> dict[str, Grams]:
-    return {queries: grams.averaged((0, 1)) for queries, grams in run.grams.items()}
+def _products(run: Run) -> dict[str, Products]:
+    return {queries: found.averaged((0, 1)) for queries, found in run.products.items()}
 
 
-def _removed(after: dict[str, Grams], before: dict[str, Grams], cell: Cell) -> dict[str, Estimate]:
+def _removed(after: dict[str, Products], before: dict[str, Products], cell: Cell) -> dict[str, Estimate]:
     """1 − power after / before, by component and queries, paired on the same prompts."""
     jackknife = Jackknife(cell.prompts)
     return {
-        f"{name}, {queries}": 1 - jackknife.inner(gram).over(jackknife.inner(before[queries].own[name])).estimate
+        f"{name}, {queries}": 1 - jackknife.inner(sums).over(jackknife.inner(before[queries].own[name])).estimate
         for queries in ("early", "all")
-        for name, gram in after[queries].own.items()
+        for name, sums in after[queries].own.items()
     }

@@ -26,7 +26,7 @@ import xarray as xr
 from posleak.axes import LEFT
 from posleak.errors import RunError
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.summary import Grams, Shares
+from posleak.leakage.summary import Products, Shares
 from posleak.models import Subject
 from posleak.probe.plan import ORIGIN
 from posleak.runs import MeasureSpec, Run
@@ -60,13 +60,13 @@ class Ladder:
     @classmethod
     def of(cls, runs: dict[int, Run]) -> Ladder:
         upto = tuple(sorted(runs))
-        grams = np.stack([np.nanmean(_left_grams(runs[k]), axis=1) for k in upto])  # [K, L, B, B]
-        prompts = Jackknife(grams.shape[-1])
-        return cls(upto, prompts.inner(grams).estimate, prompts.inner(grams[:, 1:].mean(1)).estimate)
+        sums = np.stack([np.nanmean(_left(runs[k]), axis=1) for k in upto])  # [K, L, sums]
+        prompts = Jackknife(runs[upto[0]].prompts)
+        return cls(upto, prompts.inner(sums).estimate, prompts.inner(sums[:, 1:].mean(1)).estimate)
 
 
-def _left_grams(run: Run) -> Any:
-    own = run.grams["all"].own
+def _left(run: Run) -> Any:
+    own = run.products["all"].own
     return own[LEFT] if LEFT in own else own["total"]
 
 
@@ -120,27 +120,24 @@ class Trace:
         return max(gap, self.ordinary.remainder, self.borrowed.remainder)
 
     @cached_property
-    def grams(self) -> dict[str, Grams]:
-        """Gram matrices of early and of all queries."""
-        return {
-            queries: Grams.of_components(self.components, SOURCES, early=queries == "early")
-            for queries in ("early", "all")
-        }
+    def products(self) -> dict[str, Products]:
+        """Products of prompts, of early and of all queries."""
+        return Products.by_queries(self.components, SOURCES)
 
     @cached_property
     def layers(self) -> dict[str, Shares]:
         """Powers and shares by layer [L], means over heads; of early and of all queries."""
-        return {queries: Shares.of(grams.averaged((1,)), self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def heads(self) -> dict[str, Shares]:
         """The same by layer and head [L, H]."""
-        return {queries: Shares.of(grams, self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found, self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def model(self) -> dict[str, Shares]:
         """The same of the whole model."""
-        return {queries: Shares.of(grams.averaged((0, 1)), self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
