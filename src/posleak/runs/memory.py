@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
+from posleak.leakage.power import NEIGHBOURS
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
@@ -50,8 +51,8 @@ KEPT = 3
 COMPONENTS, BETWEEN = 8, 3
 """Components of the leakage that are laid out at every pair at the same time, and arrays of that size in between."""
 
-GRAMS = 2 * 14 + 1
-"""Gram matrices of all components and their shares, for early and all queries, and one in between."""
+PRODUCTS = 2 * 14 + 1
+"""Products of prompts (leakage/power.py) of all components and shares, for early and all queries, and one between."""
 
 REPLICATES = 5 * 9
 """Numbers per prompt that the interval of one number holds at the same time: nine replicates per prompt, five times."""
@@ -131,7 +132,8 @@ def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None 
     Q, D, first = len(plan.queries), len(plan.offsets), PROFILE + plan.origin
     depth, H = subject.identity.layers, subject.identity.heads
     kept = KEPT * (Q * D + 6 * Q + D + first)
-    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + GRAMS * prompts
+    products = PRODUCTS * (1 + min(NEIGHBOURS, prompts // 2))
+    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + products
     summed = H * (depth if layers is None else layers)
     return 8 * prompts * (depth * H * kept + summed * work) + summed * RECORDS + FIRST_USE
 
