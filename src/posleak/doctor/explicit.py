@@ -73,8 +73,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
         attention = {watch.names[id(module)] for module in probe.modules}
     if watch.found is None:
         return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
-    if watch.embedding:
-        return Entrance(TABLE, watch.found)
+    if watch.embedding:  # whose numbers may be sines for a rotation, which leaves the states alone
+        return Entrance(TABLE, watch.found) if _differs(out[0]) else None
     return Entrance(SINKS if watch.found in attention else RECURRENT, watch.found)
 
 

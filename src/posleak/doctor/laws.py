@@ -274,7 +274,8 @@ def _padding_cause(bench: Bench, padding: int = PADDING) -> str | None:
     keep[:, :padding] = 0
     given = {}
     if takes_positions(bench.model):
-        given = {"position_ids": (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)[None]}
+        places = (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)
+        given = {"position_ids": places.expand_as(padded)}
     with exclusive(bench.model), torch.inference_mode():
         plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.rounding import PARTITION
 
-from .trail import Trail
+from .trail import SAME, Trail
 from .visibility import Visibility, read_mask, split_mask
 
 BIASED = "baddbmm"
@@ -83,7 +83,7 @@ class Watch(TorchFunctionMode):
         elif tracked:
             trail: Trail = self.trails[tracked[0]]
             found = trail.after(name, tracked[0], args, kwargs, out)
-            if found is not None and len(tracked) > 1:
+            if found is not None and len(tracked) > 1 and name not in SAME:
                 found = replace(found, unknown=f"{name} of two products")
         if found is not None:
             self.trails[out] = found
@@ -230,7 +230,10 @@ class Watch(TorchFunctionMode):
         if self.open:
             raise self._refusal("it has weights from queries and keys that are not multiplied with values")
         if not self.calls:
-            raise self._refusal("it has none, or not as products of queries, keys and values")
+            raise UnsupportedError(
+                "no attention was seen in a forward pass: the model has none, or none that is softmax(q kᵀ) v",
+                where=type(self.model).__name__, remedy=CANNOT,
+            )  # fmt: skip
 
     def _refusal(self, what: str, remedy: str = CANNOT, got: Any = None) -> UnsupportedError:
         inside = f" ({type(self.running[-1]).__name__})" if self.running else ""

@@ -125,6 +125,8 @@ def _as_decoder(family: str) -> Iterator[str]:
     default = CONFIG_MAPPING[family]()
     if default.is_encoder_decoder:
         yield "the decoder of an encoder-decoder, with is_encoder_decoder=False"
+    elif getattr(default, "causal", True) is False:
+        yield "an encoder family, with causal=True"
     elif getattr(default, "is_decoder", True) is False and family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         yield "an encoder family, with is_decoder=True"
 
