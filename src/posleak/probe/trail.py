@@ -2,9 +2,9 @@
 
     t = scaling · q kᵀ + bias, where not hidden
 
-A `Trail` is that form of one tensor. Each function that the model applies turns it into the trail of the result: numbers
-scale, tensors are added, masks hide, views change the shape only. Whatever else happens is named in `unknown`, and the
-call is refused. Biases and masks are the model's own tensors, not differences of rounded logits.
+A `Trail` is that form of one tensor. Each function that the model applies turns it into the trail of the result:
+numbers scale, tensors are added, masks hide, views change the shape only. Whatever else happens is named in `unknown`,
+and the call is refused. Biases and masks are the model's own tensors, not differences of rounded logits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ HIDES = -1e4
 """A number in the place of a logit that hides its key; that the softmax then gives it nothing is checked."""
 
 SAME = frozenset(
-    "view reshape view_as reshape_as flatten unflatten contiguous clone detach to type type_as float double half bfloat16"
-    .split()
+    {
+        "view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "contiguous", "clone", "detach",
+        "to", "type", "type_as", "float", "double", "half", "bfloat16",
+    }
 )  # fmt: skip
 """Functions that keep every number, up to rounding."""
 
@@ -183,6 +185,8 @@ def _replaced(trail: Trail, ndim: int, mask: Bool[Tensor, "..."], value: float |
 
 
 def _at_least(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+    if len(args) > 2 or kwargs.get("max") is not None:
+        return None
     least = _number(_other(x, args, kwargs) if len(args) > 1 else kwargs.get("min"))
     return trail if not trail.weights and least is not None and least <= torch.finfo(x.dtype).min / 2 else None
 

@@ -1,8 +1,8 @@
 """Attention that a model computes by itself, off transformers' attention interface: seen while it is computed.
 
-A watch is on during one forward pass of such a model. It sees every function of torch that the model calls, follows what
-becomes of products of queries and keys (trail.py), and knows an attention call by its end: weights from a softmax over
-such a product, multiplied with values; or torch's own fused attention. What it was made of is handed to the one
+A watch is on during one forward pass of such a model. It sees every function of torch that the model calls, follows
+what becomes of products of queries and keys (trail.py), and knows an attention call by its end: weights from a softmax
+over such a product, multiplied with values; or torch's own fused attention. What it was made of is handed to the one
 attention function, and what that returns takes the place of the product of weights and values. Nothing here knows a
 model by name. A pattern that does not fit is refused, with what the model did.
 """
@@ -53,7 +53,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.attention, self.model, self.prompts, self.length = attention, model, prompts, length
         self.running: list[torch.nn.Module] = []
-        self.trails = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self.trails = WeakIdKeyDictionary()
         self.masks: list[tuple[Tensor, Visibility]] = []
         self.calls = 0
         self.open = 0
@@ -101,7 +101,7 @@ class Watch(TorchFunctionMode):
 
     def _has_heads(self, x: Tensor) -> bool:
         """[B, H, …] or [B·H, …]"""
-        return x.ndim == 4 and len(x) == self.prompts or x.ndim == 3 and len(x) % self.prompts == 0
+        return len(x) == self.prompts if x.ndim == 4 else x.ndim == 3 and len(x) % self.prompts == 0
 
     def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Trail | None:
         x = args[0] if args else kwargs["input"]
