@@ -149,15 +149,15 @@ def eager_parity(bench: laws.Bench, padding: int = PADDING) -> Check:
     """The model's last states under the probe against its eager attention's, on left-padded prompts.
 
     Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
+    A model that computes its attention itself is watched in its eager form, which may differ from its fused one.
     """
     model = bench.model
     ids = torch.from_numpy(np.pad(bench.few, ((0, 0), (padding, 0)), mode="edge")).to(model.device)
     keep = torch.ones_like(ids)
     keep[:, :padding] = 0
     call = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
-    with exclusive(model), torch.inference_mode():
-        with implemented(model, "eager"):
-            expected = body(model)(**call)[0][:, padding:]
+    with exclusive(model), torch.inference_mode(), implemented(model, "eager"):
+        expected = body(model)(**call)[0][:, padding:]
         with attach(model):
             found = body(model)(**call)[0][:, padding:]
     why = f"states under the probe equal those of eager attention, with {padding} tokens of left padding"
