@@ -2,8 +2,8 @@
 
 A plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. That
 of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families that compute their
-attention themselves hold tokens² numbers per head under any tool, which the plan includes (`own_bytes`); those that only
-compute with a full mask hold tokens² per prompt, which it does not.
+attention themselves hold tokens² numbers per head under any tool, which the plan includes (`own_bytes`). Those that
+only compute with a full mask hold tokens² per prompt, which it does not.
 
 memory_plan    of a measurement; origin, doctor and bench have plans of their own, made of the same pieces
 require_room   the guard: a plan against --max-memory and what the machine has free
