@@ -15,7 +15,17 @@ from transformers import PreTrainedModel
 from posleak.errors import CheckError
 from posleak.inputs import prepare
 from posleak.models import Subject
-from posleak.probe import Calibration, Plan, attach, body, calibrate, default_plan, exclusive, relative_difference
+from posleak.probe import (
+    Calibration,
+    Plan,
+    attach,
+    body,
+    calibrate,
+    default_plan,
+    exclusive,
+    relative_difference,
+    takes_positions,
+)
 from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
 from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
@@ -168,7 +178,10 @@ def rounding_floor(bench: laws.Bench, dtype: torch.dtype) -> Check:
     """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage."""
     model = bench.model if bench.model.dtype == dtype else in_dtype(bench.model, dtype)
     name = str(dtype).removeprefix("torch.")
-    why = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}: measured, not judged"
+    what = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}"
+    why = f"{what}: measured, not judged"
+    if not takes_positions(model):
+        return Check(f"floor {name}", 0.0, None, "nats rms", f"{what}: not measured, the model takes no position ids")
     try:
         value = laws.shift_floor(model, bench.plan, bench.few, laws.SHIFT)
     except CheckError as error:

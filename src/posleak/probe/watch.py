@@ -199,6 +199,10 @@ class Watch(TorchFunctionMode):
         bias: Float[Tensor, "#B #H T keys"] | None,
         dropout: float = 0.0,
     ) -> Float[Tensor, "B H T Ev"]:
+        if query.shape[2] != self.length:
+            raise self._refusal(
+                "its queries are not the tokens of the prompt", got=f"{query.shape[2]} queries for {self.length} tokens"
+            )
         if mask is None and query.shape[2] == key.shape[2] == 1:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
         seen = None if mask is None else self._visibility(mask.expand(len(query), -1, -1, -1))
