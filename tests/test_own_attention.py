@@ -424,6 +424,15 @@ def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
     assert untouched(model)
 
 
+def test_a_model_that_replaces_its_modules_is_refused() -> None:
+    """BigBird turns its sparse attention into a full one at the first short prompt, and keeps it for long ones."""
+    sizes = {"is_decoder": True, "hidden_size": 24, "num_attention_heads": 3, "block_size": 8}
+    with pytest.raises(UnsupportedError, match=r"replaces its own modules[\s\S]*new: BigBirdSelfAttention"):
+        calibrate(tiny("big_bird", **sizes), tokens())
+    full = tiny("big_bird", attention_type="original_full", **sizes)
+    assert calibrate(full, tokens()).ok
+
+
 def test_attention_that_sees_the_future_is_refused() -> None:
     model = tiny("xlm", emb_dim=30, n_heads=3, n_layers=2, n_words=VOCAB, causal=False)
     with pytest.raises(CheckError, match="puts weight on future keys"):

@@ -42,7 +42,7 @@ class Trail:
     """
 
     query: Float[Tensor, "*batch T E"]
-    key: Float[Tensor, "*batch keys E"]
+    key: Float[Tensor, "*shared keys E"]
     prompts: int
     scaling: float = 1.0
     bias: Float[Tensor, "#B #H #T #keys"] | None = None
