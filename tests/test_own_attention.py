@@ -426,7 +426,7 @@ def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
 
 def test_a_model_that_replaces_its_modules_is_refused() -> None:
     """BigBird turns its sparse attention into a full one at the first short prompt, and keeps it for long ones."""
-    sizes = {"is_decoder": True, "hidden_size": 24, "num_attention_heads": 3, "block_size": 8}
+    sizes: dict[str, Any] = {"is_decoder": True, "hidden_size": 24, "num_attention_heads": 3, "block_size": 8}
     with pytest.raises(UnsupportedError, match=r"replaces its own modules[\s\S]*new: BigBirdSelfAttention"):
         calibrate(tiny("big_bird", **sizes), tokens())
     full = tiny("big_bird", attention_type="original_full", **sizes)

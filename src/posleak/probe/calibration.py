@@ -135,9 +135,9 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
 
 def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
-    native, modules = str(model.config._attn_implementation), list(model.modules())
+    native, before = str(model.config._attn_implementation), list(model.modules())
     expected = _states(model, ids)
-    _require_same_modules(model, modules)
+    _require_same_modules(model, before)
     with attach(model, [observer]) as probe, executed_modules(model) as ran:
         found = probe.forward(ids)[0]
         layers, modules, unmeasured = _account(model, probe, ran)
