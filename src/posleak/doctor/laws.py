@@ -44,7 +44,7 @@ from posleak.probe import (
 from posleak.rounding import AGREE, EXACT
 
 from .check import Check
-from .explicit import TABLE, Entrance, first_entrance
+from .explicit import COUNTING, RECURRENT, TABLE, Entrance, first_entrance, shifts
 from .memory import FEW, PADDING
 
 Ids = NDArray[np.int64]
@@ -228,12 +228,16 @@ def shifted_positions(bench: Bench, shift: int) -> Check:
 
 
 def _shift_cause(bench: Bench) -> str | None:
-    if bench.entrance is not None and bench.entrance.kind == TABLE:
-        return bench.entrance.reason
+    entrance = bench.entrance
+    if entrance is not None and entrance.kind == TABLE:
+        return entrance.reason
     scaled = [float(place.temperature.max()) for place in bench.placements if place.temperature is not None]
     if scaled:
         return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
-    return bench.uneven
+    if entrance is None or entrance.kind != RECURRENT:
+        return bench.uneven
+    moved = shifts(bench.model, entrance.module, int(bench.constant[0, 0]), SHIFT)
+    return replace(entrance, kind=COUNTING).reason if moved else bench.uneven
 
 
 def closure(bench: Bench) -> Check:
@@ -274,7 +278,8 @@ def _padding_cause(bench: Bench, padding: int = PADDING) -> str | None:
     keep[:, :padding] = 0
     given = {}
     if takes_positions(bench.model):
-        given = {"position_ids": (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)[None]}
+        places = (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)
+        given = {"position_ids": places.expand_as(padded)}
     with exclusive(bench.model), torch.inference_mode():
         plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]

@@ -3,7 +3,8 @@
     with attach(model, observers=[rows]) as probe:
         probe.forward(ids)
 
-Any model on transformers' attention interface is served by the same function; nothing here knows a model by name.
+Any model on transformers' attention interface is served by the same function; nothing here knows a model by name. What
+a model computes off the interface is seen while it is computed, and handed to that function too (watch.py).
 On exit, also after an exception, the model has its own attention back and the registries are as they were. A model is
 attached once at a time: another thread waits, and the same thread is refused (hold.py).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +33,7 @@ from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
 from .touch import Touch
 from .visibility import Visibility, read_mask, visibility_mask
+from .watch import keeps_own_attention, watching
 
 HARMLESS = frozenset(
     {
@@ -202,33 +204,46 @@ def takes_positions(model: PreTrainedModel) -> bool:
 @contextmanager
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
     """Let the probe compute the model's attention, and give everything back on exit."""
-    if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            "the model does not use transformers' attention interface, so its attention cannot be observed",
-            where=type(model).__name__,
-            remedy="posleak measures any family on the interface; `posleak doctor MODEL` says whether one is",
-        )
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
     layers = {id(module): layer_of(name) for name, module in model.named_modules()}
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.undoing as stack:
-        stack.callback(AttentionInterface._global_mapping.pop, name, None)
-        stack.callback(AttentionMaskInterface._global_mapping.pop, name, None)
-        AttentionInterface.register(name, probe.attention)
-        AttentionMaskInterface.register(name, visibility_mask)
+        if keeps_own_attention(model):
+            stack.enter_context(watching(model, body(model), probe.attention))
+        else:
+            stack.enter_context(registered(name, probe.attention))
+            stack.enter_context(implemented(model, name))
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
-        stack.enter_context(implemented(model, name))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         yield probe
 
 
 @contextmanager
+def registered(name: str, attention: Callable[..., Any]) -> Iterator[None]:
+    """transformers knows the attention function, and the mask function beside it, by this name."""
+    try:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, visibility_mask)
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@contextmanager
 def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile."""
+    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile.
+
+    A model that keeps its own attention has at most an eager and a fused form of it, and looks up which it is to use.
+    """
     before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
     try:
-        model.set_attn_implementation(name)
+        if keeps_own_attention(model):
+            for config, _ in before:
+                config._attn_implementation_internal = name
+        else:
+            model.set_attn_implementation(name)
         yield
     finally:
         for config, implementation in before:

@@ -145,8 +145,9 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
 
 def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
-    native = str(model.config._attn_implementation)
+    native, before = str(model.config._attn_implementation), list(model.modules())
     expected = _states(model, ids)
+    _require_same_modules(model, before)
     with attach(model, [observer]) as probe, executed_modules(model) as ran:
         found = probe.forward(ids)[0]
         layers, modules, unmeasured = _account(model, probe, ran)
@@ -172,6 +173,19 @@ def _states(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B
     with torch.inference_mode():
         found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return found
+
+
+def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
+    """A model may put other modules in the place of its own when it sees how long the prompt is."""
+    replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
+    if replaced:
+        kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
+        raise UnsupportedError(
+            "the model replaces its own modules while it reads a short prompt, and keeps the new ones, so that what is "
+            "found here says nothing about longer prompts",
+            where=type(model).__name__, got=f"new: {', '.join(kinds)}",
+            remedy="choose in its config.json the kind of attention that is to be measured, if it can be causal",
+        )  # fmt: skip
 
 
 def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:

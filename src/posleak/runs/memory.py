@@ -1,8 +1,9 @@
 """How much memory work on a model will hold, computed before it starts, and the one guard that refuses too much.
 
 A plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. That
-of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families whose own code computes
-with the full mask hold tokens² numbers under any tool; the plan does not include that.
+of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families that compute their
+attention themselves hold tokens² numbers per head under any tool, which the plan includes (`own_bytes`). Those that
+only compute with a full mask hold tokens² per prompt, which it does not.
 
 memory_plan    of a measurement; origin, doctor and bench have plans of their own, made of the same pieces
 require_room   the guard: a plan against --max-memory and what the machine has free
@@ -21,6 +22,7 @@ from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
 from posleak.probe.rows import PROFILE
+from posleak.probe.watch import keeps_own_attention
 from posleak.text import size
 
 from .spec import MeasureSpec
@@ -126,6 +128,11 @@ def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
     return prompts * (subject.identity.heads * EXPLICIT + 2) * length**2 * max(4, item)
 
 
+def own_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
+    """What a model that computes its attention itself holds beside posleak's: logits and weights of all pairs."""
+    return square_bytes(subject, prompts, length, item) if keeps_own_attention(subject.model) else 0
+
+
 def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None = None) -> int:
     """The results of all prompts, and of some layers or all what is made of them: components at every pair, products of
     prompts with each other, numbers without each prompt, and records."""
@@ -139,7 +146,10 @@ def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None 
 
 
 def _explicit(subject: Subject) -> bool:
-    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it?"""
+    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it? What a model that
+    computes its attention itself adds to logits is not known before it runs."""
+    if keeps_own_attention(subject.model):
+        return True
     capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
 
@@ -164,9 +174,10 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     weights = weight_count(subject) * item if edited else 0
     # Of a model that takes no position ids, two prompts of one token each show what positions do.
     at_once = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
+    pairs = max(own_bytes(subject, spec.batch, read, item), own_bytes(subject, 2, spec.length, item))
     rows = row_bytes(subject, spec.plan, spec.batch, read, item, ROWS if not spec.edits else 2 * ROWS)
     return MemoryPlan(
-        pass_bytes(subject, at_once, item) + weights,
+        pass_bytes(subject, at_once, item) + pairs + weights,
         max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),
         result_bytes(subject, spec.plan, spec.prompts),
     )
