@@ -15,9 +15,11 @@ from typing import Any
 
 from posleak.errors import PosleakError, RunError
 from posleak.files import Sealed
-from posleak.models import Subject
+from posleak.inputs import Inputs
+from posleak.models import AnyModel
 from posleak.origin import read_origin, write_origin
-from posleak.runs import MeasureSpec, Run
+from posleak.runs import Run
+from posleak.runs.asked import asked
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
@@ -61,21 +63,34 @@ class ClaimsRun:
 
 
 def claims(
-    subject: Subject,
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    inputs: str = "random",
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] | None = None,
 ) -> ClaimsRun:
-    """Test every claim. With `out`, findings that the folder has are kept, and each new one is written at once."""
-    spec, folder = MeasureSpec(inputs, bos, length, prompts, seed), None if out is None else Path(out)
-    return examined(Lab(subject, spec, folder, fresh, max_memory, progress))
+    """Test every claim on a subject: each gets an effect, an interval and a verdict.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`: a source, or prompts that you have
+    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    out         a folder: findings that it has are kept, and each new one is written at once
+    fresh       test again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
+    """
+    found = asked(subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos)
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given))
 
 
 def examined(lab: Lab) -> ClaimsRun:

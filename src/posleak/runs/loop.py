@@ -17,7 +17,7 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Placement, Plan, attach, exclusive, read_placements
+from posleak.probe import Edit, Observer, Placement, Plan, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
@@ -30,6 +30,7 @@ FORWARD = "forward"
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured."""
     todo = list(at)
@@ -37,7 +38,11 @@ def kept_chunks(
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
-    with closing(measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements)) as measured:
+    with closing(
+        measure_chunks(
+            model, ids, plan, layers=layers, edits=edits, placements=placements, observers=observers
+        )
+    ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -53,6 +58,7 @@ def measure_chunks(
     layers: int | None = None,
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
@@ -63,7 +69,9 @@ def measure_chunks(
     if (first := next(remaining, None)) is not None:
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
-        yield from observed_chunks(model, chain([first], remaining), observer, layers=layers, edits=edits)
+        yield from observed_chunks(
+            model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers
+        )
 
 
 def placements_of(
@@ -109,9 +117,10 @@ def observed_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
+    others: Sequence[Observer] = (),
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer sees them."""
-    with attach(model, [observer], edits) as probe:
+    """One chunk per batch, as this observer sees them; `others` see the same calls after it."""
+    with attach(model, [observer, *others], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))

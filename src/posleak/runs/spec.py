@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
+from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, texts_of
 from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.prompts import UNLENT
@@ -50,7 +50,7 @@ class MeasureSpec:
         if self.inputs != GIVEN:
             parse(self.inputs)
         require_measurable(self.parsed_edits)
-        object.__setattr__(self, "edits", tuple(edit.text for edit in self.parsed_edits))
+        object.__setattr__(self, "edits", texts_of(self.parsed_edits, self.edits))
         _ = self.plan  # refuses a length that is too short or too long
 
     @cached_property

@@ -103,7 +103,8 @@ STUDIES = {
 }
 
 
-def study(name: str) -> Study:
+def study_named(name: str) -> Study:
+    """One of the studies that posleak knows."""
     if name not in STUDIES:
         raise InputError("no study of this name", got=name, remedy=did_you_mean(name, STUDIES))
     return STUDIES[name]

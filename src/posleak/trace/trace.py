@@ -25,11 +25,13 @@ import xarray as xr
 
 from posleak.axes import LEFT
 from posleak.errors import RunError
+from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Grams, Shares
-from posleak.models import Subject
+from posleak.models import AnyModel
 from posleak.probe.plan import ORIGIN
-from posleak.runs import MeasureSpec, Run
+from posleak.runs import Run
+from posleak.runs.asked import asked
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD
 from posleak.runs.loop import placements_of
@@ -210,11 +212,11 @@ def rungs(layers: int) -> list[int]:
 
 
 def trace(
-    subject: Subject,
-    inputs: str = "random",
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
     origin: int = ORIGIN,
@@ -222,20 +224,30 @@ def trace(
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Where a subject's sense of position comes from: here, earlier and origin, by a second pass over a borrowed
-    context.
+    """Where a subject's sense of position comes from: here, earlier and origin, by a pass over a borrowed context.
 
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`: a source, or prompts that you have
+    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    origin      width of the origin: how many first tokens count as it
     by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
     out         a folder: the ordinary run, and the others below it; what is there already is not measured again
-
-    The other options are those of `measure`.
+    fresh       measure again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
-    return traced(
-        Conditions(subject, spec, None if out is None else Path(out), fresh, max_memory, progress), by_layer=by_layer
+    found = asked(
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin
     )
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    return traced(
+        Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
+    )  # fmt: skip
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
