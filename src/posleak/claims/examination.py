@@ -8,6 +8,7 @@ origin.json   position 0 of the same subject, and origin.nc with the arrays that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from posleak.models import AnyModel
 from posleak.origin import read_origin, write_origin
 from posleak.runs import Run
 from posleak.runs.asked import asked
+from posleak.runs.run import said
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
@@ -41,12 +43,17 @@ class Findings:
 FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak claims` again")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClaimsRun:
-    """The baseline, and what was found."""
+    """The baseline, and what was found: one result per claim, with its effect, interval and verdict."""
 
     run: Run
     results: tuple[Result, ...]
+
+    def __repr__(self) -> str:
+        verdicts = Counter(result.verdict.value for result in self.results)
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        return f"ClaimsRun({len(self.results)} claims: {counted}; {said(self.run)})"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `posleak claims --json`."""

@@ -20,6 +20,7 @@ from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
 from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
 from posleak.runs.spec import require_between
+from posleak.text import visible
 
 from . import laws
 from .check import Check
@@ -30,7 +31,7 @@ LONGEST = 1280
 PROMPTS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """All checks of one model; `calibration` is what every measurement of it would start with."""
 
@@ -42,9 +43,16 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
+        """Did every check pass?"""
         return all(check.ok for check in self.checks)
 
+    def __repr__(self) -> str:
+        failed = [check.id for check in self.checks if not check.ok]
+        found = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
+        return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {found})"
+
     def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak doctor --json` (docs/json.md)."""
         return {
             "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
             "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),

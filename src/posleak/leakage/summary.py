@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from jaxtyping import Float64, Int64
 
@@ -149,6 +150,22 @@ def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
             yield from _records(estimate, queries, "share", name, "1")
         yield from _records(numbers.stabilisation, queries, "stabilisation", None, "1")
     yield from _records(summary.sink_attention, "reference", "sink_attention", None, "1")
+
+
+def by_head(summary: Summary) -> pd.DataFrame:
+    """The powers of all queries and the attention to position 0 as a table, one row per head that exists: most leakage
+    first; a head without a number for it comes last."""
+    rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
+    for record in tidy(summary):
+        if (record["quantity"], record["queries"]) in (("power", "all"), ("sink_attention", "reference")):
+            name = record["component"] or record["quantity"]
+            row = rows.setdefault((record["layer"], record["head"]), {"layer": record["layer"], "head": record["head"]})
+            units[name] = record["unit"]
+            row |= {name: record["value"], f"{name}_low": record["low"], f"{name}_high": record["high"]}
+    table = pd.DataFrame([row | {"n": summary.prompts} for row in rows.values()]).dropna(subset=["sink_attention"])
+    table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
+    table.attrs["units"] = units
+    return table
 
 
 def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from posleak.models import AnyModel, Identity, Subject, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
 from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
 from posleak.runs.spec import require_between
+from posleak.text import visible
 from posleak.typed import plain
 
 from .closure import Closure
@@ -35,7 +36,7 @@ CALIBRATION_LENGTH = 128
 TOKENS_AT_ONCE = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Origin:
     """Everything about position 0 of one model. Its JSON is `record.OriginRecord`; arrays for figures stay in the
     parts: `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`."""
@@ -54,7 +55,17 @@ class Origin:
     fingerprint: Fingerprint
     position_probe: PositionProbe
 
+    def __repr__(self) -> str:
+        token, readers = (
+            self.trajectory.spelled or self.trajectory.token,
+            sum(int(x.sum()) for x in self.reading.readers),
+        )
+        facts = f"{self.prompts} prompts of {self.length} tokens, {len(self.portrait.tokens)} first tokens"
+        line = f"{self.identity.name}: {facts}; reference {token!r}; {readers} sink-reading heads"
+        return f"Origin({visible(line)})"
+
     def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak origin --json` (docs/json.md)."""
         token, spelled = self.trajectory.token, self.trajectory.spelled
         found: dict[str, Any] = plain(
             {

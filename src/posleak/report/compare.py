@@ -16,6 +16,7 @@ from posleak.axes import PARTS
 from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.leakage.summary import Grams
 from posleak.runs import Run
+from posleak.text import visible
 from posleak.typed import plain
 
 from .gather import Given, Refused, Shown, gather, require_some
@@ -40,7 +41,7 @@ class Row:
     paired: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Rows for all queries, then for early ones; in each the runs, then their differences from the first."""
 
@@ -49,6 +50,10 @@ class Comparison:
     rows: list[Row]
     refused: list[Refused]
     notes: list[str]
+
+    def __repr__(self) -> str:
+        refused = f"; {len(self.refused)} refused" if self.refused else ""
+        return f"Comparison({visible(', '.join(self.labels))}{refused})"
 
     def name(self, row: Row) -> str:
         """`B`, or `B − A`."""

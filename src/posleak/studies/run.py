@@ -15,6 +15,7 @@ from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Grams
 from posleak.models import AnyModel, Subject, load, subject_of
 from posleak.runs import Measurement, Run, parse_bytes
+from posleak.text import visible
 
 from .balance import Balance
 from .cells import Cell, Study, study_named
@@ -41,13 +42,17 @@ class Row:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """study.json: the question and every row; runs are named, not copied."""
 
     study: str
     question: str
     rows: list[Row]
+
+    def __repr__(self) -> str:
+        cells = ", ".join(row.cell.label for row in self.rows)
+        return f"Table({self.study}: {visible(cells)})"
 
 
 def study(

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from posleak.axes import LEFT
+from posleak.axes import LEFT, PARTS, SCALING
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
@@ -36,8 +36,13 @@ from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
+from posleak.runs.run import said
 from posleak.show.notebook import compact_html
+from posleak.show.numbers import estimate
 from posleak.typed import plain
+
+if TYPE_CHECKING:
+    from posleak.show.plots import Picture
 
 LENGTH, PROMPTS = 256, 16
 
@@ -72,9 +77,9 @@ def _left_grams(run: Run) -> Any:
     return own[LEFT] if LEFT in own else own["total"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
-    """`ordinary` and `borrowed` are runs on the same prompts; `ladder`: contexts lent up to some layers only."""
+    """Where position comes from: `ordinary` and `borrowed` are runs on the same prompts, `steps` those by layer."""
 
     ordinary: Run
     borrowed: Run
@@ -102,6 +107,20 @@ class Trace:
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
         kept = {k: condition_folder(folder, _step(k)) for k in range(ordinary.data.sizes["layer"] - 1)}
         return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
+
+    def plot(self) -> Picture:
+        """Powers by layer with their intervals: above where position comes from, below where it is read."""
+        from posleak.show.plots import Picture, both, drawn
+
+        run, read = self.ordinary, self.ordinary.summary.layers["all"]
+        parts = [name for name in (*PARTS, SCALING) if name in read.share]
+        title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
+        above, below = (self.layers["all"].power, SOURCES), (read.power, parts)
+        return Picture(drawn(lambda figure: both(figure, above, below, title)), title)
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in SOURCES)
+        return f"Trace({said(self.ordinary)}; {shares})"
 
     def _repr_html_(self) -> str:
         """In a notebook: shares with intervals, compactly."""
