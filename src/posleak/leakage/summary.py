@@ -112,10 +112,12 @@ class Summary:
 
     @property
     def sink_attention(self) -> Estimate:
+        """Mean attention of the reference queries to position 0, by layer and head [L, H]."""
         return self.profile[..., 0]
 
     @property
     def layer_sink_attention(self) -> Estimate:
+        """The same, means over heads [L]."""
         return self.layer_profile[..., 0]
 
 

@@ -57,7 +57,9 @@ _numbers = itertools.count()
 class Observer(Protocol):
     """Looks at every attention call; `out` is what the model goes on with."""
 
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None: ...
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        """Called once for each attention call of a forward pass, in order, after edits; it must change neither."""
+        ...
 
 
 @dataclass

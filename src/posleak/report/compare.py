@@ -75,7 +75,12 @@ class Comparison:
 
 
 def compare(runs: Iterable[Given]) -> Comparison:
-    """Compare finished runs; those that cannot be compared are named in `refused` with the reason."""
+    """Compare finished runs: each beside the first, with differences and intervals.
+
+    Runs that cannot be compared are named in `refused` with the reason.
+
+    runs        two or more runs, traces or folders
+    """
     found, refused = gather(runs, partial=False, traces=False)
     require_some(found, refused, 2, "a comparison")
     return comparison(found, refused)

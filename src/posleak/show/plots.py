@@ -127,6 +127,7 @@ def band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, 
     """One number by layer, with its interval."""
     value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(x, value, color=colour, label=label)
     clear = (low > no_effect) | (high < no_effect)

@@ -55,6 +55,11 @@ class Study:
     def at(self, *, models: Sequence[str] = (), **changes: Any) -> Study:
         """The same study of other models, or at another length, number of prompts or seed."""
         known = dict.fromkeys(cell.model for cell in self.cells)
+        if len(models) > len(known):
+            raise InputError(
+                "the study has fewer models than were given", where=f"study {self.name}", got=", ".join(models),
+                expected=f"at most {len(known)}, in the places of {', '.join(known)}",
+            )  # fmt: skip
         names = dict(zip(known, models or known))
         cells = [replace(cell, model=names[cell.model], **changes) for cell in self.cells if cell.model in names]
         return replace(self, cells=tuple(cells))
