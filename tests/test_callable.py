@@ -29,6 +29,7 @@ MISSPELT = {
     "origin": ("token", "tokens"),
     "study": ("model", "models"),
 }
+PLAIN: Any = pydoc.plaintext  # type: ignore[attr-defined]
 PACKAGES = ("trace", "claims", "doctor", "origin", "report")
 
 
@@ -94,7 +95,7 @@ def test_packages_that_can_be_called_keep_their_attributes(name: str) -> None:
 
 @pytest.mark.parametrize("name", MISSPELT)
 def test_help_shows_every_option_with_its_type_before_anything_else(name: str) -> None:
-    shown = pydoc.render_doc(getattr(pl, name), renderer=pydoc.plaintext).partition("PACKAGE CONTENTS")[0]
+    shown = pydoc.render_doc(getattr(pl, name), renderer=PLAIN).partition("PACKAGE CONTENTS")[0]
     function = inspect.unwrap(getattr(pl, name))
     for each in inspect.signature(function).parameters.values():
         assert re.search(rf"\b{each.name}: '?{re.escape(str(each.annotation))}", shown), each.name

@@ -18,14 +18,13 @@ from families import tiny
 from inputs_subject import byte_tokenizer, word_tokenizer
 from inputs_subject import subject as reader
 from posleak import edits as stage
-from posleak.claims import Lab
-from posleak.edits import NamedEdit, Site
+from posleak.claims import ClaimsRun, Lab
+from posleak.edits import NamedEdit, Site, parse_edit
 from posleak.errors import InputError, ModelError, PosleakWarning, RunError
 from posleak.inputs import GivenPrompts, prepare, read_given
 from posleak.leakage import by_head
 from posleak.probe import Call, Edit
 from posleak.runs import MeasureSpec, Run
-from posleak.runs.conditions import Conditions
 from runs_tiny import assert_same_bits, files, subject
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 5, "batch": 2, "seed": 3}
@@ -75,8 +74,6 @@ def test_what_is_no_model_is_refused_with_what_would_do(name: str) -> None:
 
 
 def test_a_study_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_path: Path) -> None:
-    found = pl.study("first-token", models=[llama], length=48, prompts=4, out=tmp_path) if False else None
-    assert found is None
     table = pl.study("dtypes", models=llama, length=48, prompts=4, out=tmp_path)
     assert [row.cell.label for row in table.rows] == [
         "tiny-llama", "tiny-llama · dtype=bfloat16", "tiny-llama · dtype=float16",
@@ -101,12 +98,14 @@ def test_a_length_and_a_number_of_prompts_beside_ids_cut_them(llama: pl.Subject)
             assert_same_bits(pl.measure(llama, same), cut)
 
 
+UNEQUAL = [[5] * 40, [5] * 50, [5] * 40]
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "message"),
     [
-        ([[5] * 40, [5] * 50, [5] * 40], {}, r"not equally long\n  got: prompts of 40, 50, 40 tokens\n.*\n  remedy: pass "
-         "length=40"),
-        ([[5] * 40, [5] * 50], {"length": 45}, "length=45, and 40 tokens in prompts 0\n  remedy: pass length=40 or less"),
+        (UNEQUAL, {}, r"not equally long\n  got: prompts of 40, 50, 40 tokens\n.*\n  remedy: pass length=40"),
+        (UNEQUAL, {"length": 45}, "length=45, and 40, 40 tokens in prompts 0, 2\n  remedy: pass length=40 or less"),
         (IDS, {"prompts": 7}, r"got: prompts=7, 6 given\n  expected: 1 to 6"),
         (IDS, {"prompts": 0}, "expected: 1 to 6"),
         (IDS, {"length": "64"}, "not the length of a prompt\n  got: '64'"),
@@ -117,7 +116,7 @@ def test_a_length_and_a_number_of_prompts_beside_ids_cut_them(llama: pl.Subject)
         ([], {}, "table of whole numbers"),
         ("radnom", {}, "did you mean 'random'"),
         ("Random", {}, "did you mean 'random'"),
-        ("texts:book.txt", {}, "did you mean 'text:"),
+        ("texts:book.txt", {}, "unknown kind of input"),
         ("", {}, "unknown kind of input"),
         ("a text that is read", {}, r"needs a tokenizer(.|\n)*Subject.of\(model, tokenizer\)"),
         ([{"role": "user", "content": "hello"}], {}, "a chat needs a tokenizer"),
@@ -170,7 +169,7 @@ TEMPLATE = (
 def test_chats_are_written_by_the_template_alone() -> None:
     who = reader(word_tokenizer(prepend="<s>"))
     chat = [{"role": "w7", "content": "w0 w1"}, {"role": "w8", "content": "w2"}]
-    with pytest.raises(InputError, match="the tokenizer has none\n  remedy: set tokenizer.chat_template"):
+    with pytest.raises(InputError, match=r"the tokenizer has none\n  remedy: set tokenizer\.chat_template"):
         read_given(who, chat)
     who.tokenizer.chat_template = TEMPLATE
     found = read_given(who, chat)
@@ -188,7 +187,7 @@ def test_chats_are_written_by_the_template_alone() -> None:
 def test_texts_are_measured_as_their_ids_are() -> None:
     tokenizer = byte_tokenizer()
     who = pl.Subject.of(tiny("llama", vocab_size=len(tokenizer), bos_token_id=7, eos_token_id=0), tokenizer, "reads")
-    texts = ["the position of a word in the text " * 3, "a library has many words, and each its own place " * 2] * 2
+    texts = ["the position of a word in the text " * 9, "a library has many words, and each its own place " * 9] * 2
     ids = [[7, *tokenizer(text)["input_ids"]][:40] for text in texts]
     with given():
         read = pl.measure(who, texts, length=40)
@@ -214,7 +213,7 @@ def test_given_prompts_are_traced_and_tested_as_they_stand(llama: pl.Subject) ->
     lab = Lab(llama, MeasureSpec("given", length=60, prompts=6), given=GivenPrompts.of_ids(IDS))
     assert np.array_equal(lab.ids, IDS)
     with pytest.raises(InputError, match="the prompts were given with their first token"):
-        _ = Conditions(llama, lab.spec, given=lab.given).run("bos=none") if lab.run else None
+        parse_edit("bos=none").prompts(lab.tokens)
 
 
 # -- edits and observers ----------------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def test_given_prompts_are_traced_and_tested_as_they_stand(llama: pl.Subject) ->
 
 @dataclass
 class Seen:
-    """How much later keys weigh, by call; what an observer of a user may look like."""
+    """Which calls there were, of how many prompts, and with which scaling."""
 
     calls: list[tuple[int, int, float]] = field(default_factory=list)
 
@@ -278,10 +277,10 @@ def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> Non
 def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
     llama: pl.Subject, tmp_path: Path, registered: None
 ) -> None:
-    for edit in (Halved(), "temporary"):
-        unknown = edit if isinstance(edit, Edit) else type("Unregistered", (Halved,), {})()
+    other = type("Other", (Softer,), {"text": "softer=3.0"})(2.0)  # its text makes another edit
+    for edit in (Halved(), other):
         with pytest.raises(RunError, match="given as an object stays in memory"):
-            pl.measure(llama, **SMALL, edits=unknown, out=tmp_path / "run")
+            pl.measure(llama, **SMALL, edits=edit, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(RunError, match="given as an object stays in memory"):
         pl.measure(llama, **SMALL, edits=Halved()).save(tmp_path / "run")
@@ -322,7 +321,8 @@ def test_observers_are_not_passed_by(llama: pl.Subject, tmp_path: Path) -> None:
         pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen])
     pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen], fresh=True)
     assert len(seen.calls) == LAYERS * BATCHES
-    for wrong in (Seen, Halved(), 3):
+    wrongs: list[Any] = [Seen, Halved(), 3]
+    for wrong in wrongs:
         with pytest.raises(InputError, match="this is no observer"):
             pl.measure(llama, **SMALL, observers=wrong)
 
@@ -418,7 +418,7 @@ def test_results_print_themselves_in_a_line(run: Run, llama: pl.Subject, tmp_pat
     assert "earlier " in repr(traced)
     assert traced.plot()._repr_html_().count("where from") == 1
     found = [run, traced, pl.doctor(llama, short=True), pl.origin(llama, length=48, prompts=3, tokens=20), llama]
-    found += [run.plot(), pl.claims.ClaimsRun(run, ()), pl.compare([run, run])]
+    found += [run.plot(), ClaimsRun(run, ()), pl.compare([run, run])]
     for each in found:
         assert "\n" not in repr(each)
         assert len(repr(each)) < 250

@@ -84,15 +84,16 @@ def written(function: Callable[..., Any], name: str | None = None, width: int = 
 
 
 def _parameter(each: inspect.Parameter) -> str:
-    text = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
+    stars = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
+    text = stars + each.name
     if each.annotation is not each.empty:
         text += f": {_type(each.annotation)}"
     if each.default is each.empty:
         return text
-    plain = each.default is None or isinstance(each.default, str | int | float | tuple)
+    simple = each.default is None or isinstance(each.default, str | int | float | tuple)
     equals = " = " if each.annotation is not each.empty else "="
-    return f"{text}{equals}{each.default!r}" if plain else f"{text}{equals}…"
+    return f"{text}{equals}{each.default!r}" if simple else f"{text}{equals}…"
 
 
 def _type(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return str(annotation) if isinstance(annotation, str) else inspect.formatannotation(annotation)

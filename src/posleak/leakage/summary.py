@@ -158,12 +158,12 @@ def by_head(summary: Summary) -> pd.DataFrame:
     """The powers of all queries and the attention to position 0 as a table, one row per head that exists: most leakage
     first; a head without a number for it comes last."""
     rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
-    for record in tidy(summary):
-        if (record["quantity"], record["queries"]) in (("power", "all"), ("sink_attention", "reference")):
-            name = record["component"] or record["quantity"]
-            row = rows.setdefault((record["layer"], record["head"]), {"layer": record["layer"], "head": record["head"]})
-            units[name] = record["unit"]
-            row |= {name: record["value"], f"{name}_low": record["low"], f"{name}_high": record["high"]}
+    for number in tidy(summary):
+        if (number["quantity"], number["queries"]) in (("power", "all"), ("sink_attention", "reference")):
+            name, place = number["component"] or number["quantity"], (number["layer"], number["head"])
+            units[name] = number["unit"]
+            row = rows.setdefault(place, dict(zip(("layer", "head"), place)))
+            row |= {name: number["value"], f"{name}_low": number["low"], f"{name}_high": number["high"]}
     table = pd.DataFrame([row | {"n": summary.prompts} for row in rows.values()]).dropna(subset=["sink_attention"])
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
     table.attrs["units"] = units

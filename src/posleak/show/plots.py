@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from posleak.errors import InputError
 from posleak.files import write_atomically
@@ -127,7 +128,7 @@ def band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, 
     """One number by layer, with its interval."""
     value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(x, value, color=colour, label=label)
     clear = (low > no_effect) | (high < no_effect)
