@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -81,6 +83,9 @@ def test_a_study_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_pa
     assert repr(table) == f"Table(dtypes: {', '.join(row.cell.label for row in table.rows)})"
     with pytest.raises(InputError, match=r"names of their own\n  got: object, object"):
         pl.study("architectures", models=[llama.model, llama.model], out=tmp_path)
+    wrong: Any = llama
+    with pytest.raises(InputError, match=r"this is no study\n(.|\n)*models=\[model\]"):
+        pl.study(wrong, out=tmp_path)
     with pytest.raises(InputError, match="fewer models than were given"):
         pl.study("dtypes", models=[llama, "another"], out=tmp_path)
 
@@ -114,6 +119,8 @@ UNEQUAL = [[5] * 40, [5] * 50, [5] * 40]
         (IDS[0], {}, r"table of whole numbers.*\n  got: shape \(60,\)(.|\n)*\[ids\]"),
         (IDS / 2, {}, "table of whole numbers"),
         ([], {}, "table of whole numbers"),
+        ("random", {"length": "64"}, "length must be a whole number\n  got: '64'"),
+        ("random", {"prompts": 4.5}, "prompts must be a whole number\n  got: 4.5"),
         ("radnom", {}, "did you mean 'random'"),
         ("Random", {}, "did you mean 'random'"),
         ("texts:book.txt", {}, "unknown kind of input"),
@@ -398,9 +405,9 @@ def test_split_keeps_the_noise_or_the_prompts(run: Run) -> None:
 
 def test_pictures_are_shown_and_saved(run: Run, tmp_path: Path) -> None:
     picture = run.plot()
-    html = picture._repr_html_()
-    assert html.startswith("<svg")
-    assert all(name in html for name in ("tiny-llama", "mask", "drift", "sink", "attention to position 0"))
+    shown = picture._repr_html_()
+    assert shown.startswith("<svg")
+    assert all(name in shown for name in ("tiny-llama", "mask", "drift", "sink", "attention to position 0"))
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")):
         assert picture.save(tmp_path / name).read_bytes().startswith(start)
     with pytest.raises(InputError, match=r"expected: \.png \| \.svg \| \.pdf"):
@@ -423,3 +430,15 @@ def test_results_print_themselves_in_a_line(run: Run, llama: pl.Subject, tmp_pat
         assert "\n" not in repr(each)
         assert len(repr(each)) < 250
         assert repr(each).startswith(f"{type(each).__name__}(")
+
+
+def test_a_report_says_how_to_repeat_what_no_command_line_can(llama: pl.Subject, tmp_path: Path) -> None:
+    with given():
+        own = pl.measure(llama, IDS, length=48, prompts=4, edits=["window=16", Halved()])
+    page = pl.report(own, tmp_path / "page.html").read_text(encoding="utf-8")
+    said = re.search(r'class="command">(.*?)</code>', page)
+    assert said is not None
+    assert html.unescape(said[1]) == (
+        "posleak.measure('tiny-llama', ids_that_were_given, length=48, prompts=4, seed=0, bos='auto', origin=4, "
+        "batch=4, density=1, edits=['window=16', Halved])"
+    )

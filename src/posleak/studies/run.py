@@ -78,6 +78,11 @@ def study(
     progress    called with what is done now, in words
     """
     chosen = study_named(study) if isinstance(study, str) else study
+    if not isinstance(chosen, Study):
+        raise InputError(
+            "this is no study", where="study", got=f"{study!r:.80}", expected="the name of a study, or a Study",
+            remedy='a model goes into models: study("architectures", models=[model])',
+        )  # fmt: skip
     single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
     names, subjects = _named([models] if single else list(models))  # type: ignore[list-item, arg-type]
     asked = {"length": length, "prompts": prompts, "seed": seed}
