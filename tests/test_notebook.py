@@ -206,6 +206,9 @@ def test_the_warning_counts_the_places_that_are_alike() -> None:
     table = np.array([[1, 5, 6, 7], [2, 5, 8, 7], [3, 5, 6, 7]])
     prompts = prepare(reader(), GivenPrompts.of_ids(table), length=4, seed=0)
     assert "the same token in every prompt at 2 of 3 places" in str(prompts.caution)
+    assert "repeat" not in str(prompts.caution)
+    twice = prepare(reader(), GivenPrompts.of_ids(np.concatenate([table, table[:2]])), length=4, seed=0)
+    assert str(twice.caution).endswith("; 2 of 5 prompts repeat others, so that intervals are too short")
     assert prepare(reader(), "random", length=4, seed=0).caution is None
     other = prepare(reader(), table[:, ::-1], length=4, seed=0)
     assert (prompts.policy, other.policy) == ("none", 7)

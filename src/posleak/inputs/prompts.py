@@ -138,9 +138,12 @@ class Prompts:
         B, T = self.body.table.shape
         alike = int((self.body.table[:, 1:] == self.body.table[:1, 1:]).all(0).sum()) if B > 1 else 0
         same = f" (the same token in every prompt at {alike} of {T - 1} places after the first)" if alike else ""
+        again = B - len(np.unique(self.body.table, axis=0))
+        twice = f"; {again} of {B} prompts repeat others, so that intervals are too short" if again else ""
         return (
             "the prompts were given: what their texts have at fixed places, such as a template or the start of a "
             f"document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) have no such places"
+            f"{twice}"
         )
 
     def describe(self) -> InputFacts:
