@@ -20,7 +20,7 @@ import posleak as pl
 from families import tiny
 from inputs_subject import byte_tokenizer
 from models_tiny import edit_config
-from posleak.errors import RunError, StorageError
+from posleak.errors import PosleakWarning, RunError, StorageError
 from posleak.files import remove
 from posleak.models import Subject
 from posleak.runs import Run
@@ -315,8 +315,9 @@ def test_the_same_weights_under_another_config_are_another_measurement(tmp_path:
 
 def test_other_ids_are_another_measurement(tmp_path: Path, llama: Subject) -> None:
     table = np.random.default_rng(0).integers(3, 101, (4, 40))
-    pl.measure(llama, table, out=tmp_path / "run")
-    with pytest.raises(RunError, match="ids_sha256"):
+    with pytest.warns(PosleakWarning, match="the prompts were given"):
+        pl.measure(llama, table, out=tmp_path / "run")
+    with pytest.raises(RunError, match="ids_sha256"), pytest.warns(PosleakWarning):
         pl.measure(llama, table[::-1], out=tmp_path / "run")
 
 

@@ -7,6 +7,8 @@ status of the command line: 2 for a call that cannot work as written, 1 for a ch
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Self
 
@@ -78,6 +80,14 @@ class StorageError(PosleakError):
 
 class PosleakWarning(UserWarning):
     """Something the user should know about numbers that are still correct."""
+
+
+def warn(note: str) -> None:
+    """Issue a PosleakWarning at the line of the caller's own code: Python shows one text once for each line."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "posleak":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(note, PosleakWarning, stacklevel=level)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

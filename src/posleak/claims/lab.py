@@ -108,7 +108,7 @@ class Lab(Conditions):
         self.progress("position 0")
         return origin(
             self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
-            bos=self.spec.bos, max_memory=self.max_memory,
+            bos=self.tokens.policy, max_memory=self.max_memory,
         )  # fmt: skip
 
     def text_fingerprint(self) -> Estimate | None:

@@ -47,12 +47,12 @@ def study_command(
     Example: `posleak study architectures`
     """
     from posleak.runs import parse_bytes
-    from posleak.studies import run_study, study
+    from posleak.studies import run_study, study_named
 
     changes = {
         key: value for key, value in (("length", length), ("prompts", prompts), ("seed", seed)) if value is not None
     }
-    chosen = study(name).at(models=models or (), **changes)
+    chosen = study_named(name).at(models=models or (), **changes)
     for cell in chosen.cells:
         with suppress(NoEffectError):  # such a cell is left out, and the table says so
             _ = cell.spec  # refuses what cannot be measured before a model is loaded

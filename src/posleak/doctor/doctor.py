@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from posleak.errors import CheckError
 from posleak.inputs import prepare
-from posleak.models import Subject
+from posleak.models import AnyModel, Subject, subject_of
 from posleak.probe import (
     Calibration,
     Plan,
@@ -30,6 +30,7 @@ from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
 from posleak.runs.memory import MemoryPlan, fitting, many, parse_bytes, require_room
 from posleak.runs.spec import require_between
+from posleak.text import visible
 
 from . import laws
 from .check import Check
@@ -40,7 +41,7 @@ LONGEST = 1280
 PROMPTS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """All checks of one model; `calibration` is what every measurement of it would start with."""
 
@@ -52,9 +53,16 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
+        """Did every check pass?"""
         return all(check.ok for check in self.checks)
 
+    def __repr__(self) -> str:
+        failed = [check.id for check in self.checks if not check.ok]
+        found = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
+        return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {found})"
+
     def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak doctor --json` (docs/json.md)."""
         return {
             "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
             "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
@@ -69,26 +77,34 @@ def doctor_length(subject: Subject) -> int:
 
 
 def doctor(
-    subject: Subject,
+    subject: AnyModel,
     *,
     length: int | None = None,
     prompts: int = PROMPTS,
     seed: int = 0,
     short: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda check: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Calibration, parity with eager attention, the laws, and the rounding floor of each dtype.
+    """Can this model be measured, and are the numbers right here: calibration, parity, laws, rounding floors.
 
-    The short form leaves out what needs many prompts (L3) or copies of the model (the floors). All prompts are read at
-    once, fewer where `max_memory`, what the process may hold with the loaded model, asks for it. What cannot fit is
-    refused before the first forward pass.
+    All prompts are read at once, fewer where `max_memory` asks for it. What cannot fit is refused before the first
+    forward pass.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    length      tokens per prompt: 96, or longer than the model's windows
+    prompts     how many, for the laws that hold on average
+    seed        of the tokens
+    short       leave out what needs many prompts (law L3) or copies of the model (the floors)
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
     require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
-    plan = default_plan(length or doctor_length(subject))
-    batch = _batch(subject, plan, prompts, short, parse_bytes(max_memory))
-    with exclusive(subject.model):
-        return _diagnosis(subject, plan, prompts, seed, short, batch, progress)
+    who, say = subject_of(subject), progress or (lambda check: None)
+    plan = default_plan(length or doctor_length(who))
+    batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
+    with exclusive(who.model):
+        return _diagnosis(who, plan, prompts, seed, short, batch, say)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:

@@ -7,7 +7,8 @@ that changes nothing by its own text, such as `shift=0`, changes no bit of the r
 # Importing a module registers its edits, in the order of docs/edits.md.
 from . import embedding, visibility, origin, context, positions, precision  # noqa: F401, I001
 from .base import KINDS, Kind, NamedEdit, ScopedEdit, Site, register
-from .parse import parse_edit, parse_edits, require_measurable
+from .own import texts, texts_of
+from .parse import parse_edit, parse_edits, require_measurable, require_readable, unreadable
 from .scope import Scope
 
 __all__ = [
@@ -21,4 +22,8 @@ __all__ = [
     "parse_edits",
     "register",
     "require_measurable",
+    "require_readable",
+    "texts",
+    "texts_of",
+    "unreadable",
 ]

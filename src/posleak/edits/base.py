@@ -31,6 +31,7 @@ class Site(Enum):
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
+    OWN = "what an edit object without a text changes"
 
 
 class NamedEdit(Edit):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posleak.errors import InputError
 from posleak.inputs import Prompts
-from posleak.inputs.bodies import RandomFirstBody
+from posleak.inputs.bodies import GivenBody, RandomFirstBody
 from posleak.inputs.bos import FirstToken
 from posleak.probe import Probe
 
@@ -94,6 +94,11 @@ class FirstOrdinary(NamedEdit):
         return f"bos={self.kind}"
 
     def prompts(self, prompts: Prompts) -> Prompts:
+        if self.kind == "none" and isinstance(prompts.body, GivenBody):
+            raise InputError(
+                "the prompts were given with their first token: nothing else can stand there without a BOS",
+                where=self.text, remedy="give prompts without it (of texts: bos='none'), or use bos=random",
+            )  # fmt: skip
         first = FirstToken(self.kind, None, None)
         body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body
         return replace(prompts, first=first, body=body)

@@ -9,8 +9,19 @@ never their starts, and position 0 decided by a policy that is written into the 
 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
-from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
-from posleak.inputs.source import KINDS, ConstantToken, Kind, RandomTokens, Source, TextCrops, parse, register
+from posleak.inputs.given import GivenPrompts, Inputs, Readable, read_given
+from posleak.inputs.prompts import InputFacts, Prompts, prepare
+from posleak.inputs.source import (
+    KINDS,
+    ConstantToken,
+    Kind,
+    RandomTokens,
+    Source,
+    TextCrops,
+    names_source,
+    parse,
+    register,
+)
 from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
 
@@ -19,7 +30,9 @@ __all__ = [
     "Body",
     "ConstantToken",
     "FirstToken",
+    "GivenPrompts",
     "InputFacts",
+    "Inputs",
     "Kind",
     "Prompts",
     "RandomTokens",
@@ -28,7 +41,9 @@ __all__ = [
     "TextCrops",
     "Vocabulary",
     "draw",
+    "names_source",
     "parse",
     "prepare",
+    "read_given",
     "register",
 ]

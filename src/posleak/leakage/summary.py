@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from jaxtyping import Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names
+from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names, layer_places
 
 from .power import by_cell, products_of
 from .profile import sink_width
@@ -122,11 +123,18 @@ class Summary:
         return layer_names(self.numbers)
 
     @property
+    def places(self) -> Array:
+        """Where layers stand on an axis."""
+        return np.array(layer_places(self.numbers))
+
+    @property
     def sink_attention(self) -> Estimate:
+        """Mean attention of the reference queries to position 0, by layer and head [L, H]."""
         return self.profile[..., 0]
 
     @property
     def layer_sink_attention(self) -> Estimate:
+        """The same, means over heads [L]."""
         return self.layer_profile[..., 0]
 
 
@@ -168,6 +176,22 @@ def _all_records(summary: Summary) -> Iterator[dict[str, Any]]:
             yield from _records(estimate, queries, "share", name, "1")
         yield from _records(numbers.stabilisation, queries, "stabilisation", None, "1")
     yield from _records(summary.sink_attention, "reference", "sink_attention", None, "1")
+
+
+def by_head(summary: Summary) -> pd.DataFrame:
+    """The powers of all queries and the attention to position 0 as a table, one row per head that exists: most leakage
+    first; a head without a number for it comes last."""
+    rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
+    for number in tidy(summary):
+        if (number["quantity"], number["queries"]) in (("power", "all"), ("sink_attention", "reference")):
+            name, place = number["component"] or number["quantity"], (number["layer"], number["head"])
+            units[name] = number["unit"]
+            row = rows.setdefault(place, dict(zip(("layer", "head"), place)))
+            row |= {name: number["value"], f"{name}_low": number["low"], f"{name}_high": number["high"]}
+    table = pd.DataFrame([row | {"n": summary.prompts} for row in rows.values()]).dropna(subset=["sink_attention"])
+    table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
+    table.attrs["units"] = units
+    return table
 
 
 def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:

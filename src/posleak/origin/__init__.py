@@ -12,7 +12,11 @@ cosines         mean cosines with intervals
 context         the two forward passes of each prompt that the parts share
 origin          all of it on one model
 record, store   the same as JSON and arrays, and beside a run
+
+`posleak.origin` is this package and can be called: `posleak.origin(subject)`.
 """
+
+from posleak.callable import call_as
 
 from .closure import Closure, closure
 from .fingerprint import Fingerprint, fingerprint
@@ -53,3 +57,5 @@ __all__ = [
     "states",
     "write_origin",
 ]
+
+call_as(__name__, origin)

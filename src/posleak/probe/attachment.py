@@ -60,7 +60,9 @@ _numbers = itertools.count()
 class Observer(Protocol):
     """Looks at every attention call; `out` is what the model goes on with."""
 
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None: ...
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        """Called once for each attention call of a forward pass, in order, after edits; it must change neither."""
+        ...
 
 
 @dataclass
@@ -142,6 +144,8 @@ class Probe:
                 positions = edit.positions(moved := positions)
                 if positions is not moved:
                     kwargs["position_ids"] = positions
+                    if not edit.placing:
+                        self.touch(edit).note("position ids")
             with torch.inference_mode():
                 return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 

@@ -16,6 +16,7 @@ from posleak.axes import PARTS
 from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.leakage.summary import Products
 from posleak.runs import Run
+from posleak.text import visible
 from posleak.typed import plain
 
 from .gather import Given, Refused, Shown, gather, require_some
@@ -40,7 +41,7 @@ class Row:
     paired: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Rows for all queries, then for early ones; in each the runs, then their differences from the first."""
 
@@ -49,6 +50,10 @@ class Comparison:
     rows: list[Row]
     refused: list[Refused]
     notes: list[str]
+
+    def __repr__(self) -> str:
+        refused = f"; {len(self.refused)} refused" if self.refused else ""
+        return f"Comparison({visible(', '.join(self.labels))}{refused})"
 
     def name(self, row: Row) -> str:
         """`B`, or `B − A`."""
@@ -70,7 +75,12 @@ class Comparison:
 
 
 def compare(runs: Iterable[Given]) -> Comparison:
-    """Compare finished runs; those that cannot be compared are named in `refused` with the reason."""
+    """Compare finished runs: each beside the first, with differences and intervals.
+
+    Runs that cannot be compared are named in `refused` with the reason.
+
+    runs        two or more runs, traces or folders
+    """
     found, refused = gather(runs, partial=False, traces=False)
     require_some(found, refused, 2, "a comparison")
     return comparison(found, refused)

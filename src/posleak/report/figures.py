@@ -18,6 +18,7 @@ from posleak.arrays import Array
 from posleak.claims import Kept
 from posleak.leakage import Estimate
 from posleak.origin import OriginRecord
+from posleak.show.scale import power_range
 from posleak.trace import SOURCES, Ladder
 from posleak.typed import plain
 
@@ -92,16 +93,6 @@ def both(view: View, traced: Traced, queries: str) -> Figure:
         legend=legend | {"y": 1.01}, legend2=legend | {"y": 0.44},
     )  # fmt: skip
     return finished(figure, "layer", "where from, nats²")
-
-
-def power_range(powers: dict[str, Estimate], names: Iterable[str]) -> list[float]:
-    """An axis for the values: of a band that is much wider it shows a part, so that the lines can be read."""
-    cells = np.concatenate([np.stack([powers[n].value, powers[n].low, powers[n].high]) for n in names], axis=-1)
-    if not np.isfinite(cells[0]).any():
-        return [0.0, 1.0]
-    least, most, low, high = np.nanmin(cells[0]), np.nanmax(cells[0]), np.nanmin(cells), np.nanmax(cells)
-    height = max(most - min(least, 0.0), 1e-12)
-    return [float(max(low, least - height / 2) - 0.05 * height), float(min(high, most + height) + 0.05 * height)]
 
 
 def _components(powers: dict[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:

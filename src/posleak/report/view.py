@@ -14,12 +14,14 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LEFT, PROMPT, layer_names, layer_places
 from posleak.claims import Result
 from posleak.doctor import Diagnosis
+from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
 from posleak.leakage.summary import Numbers, Shares
 from posleak.origin import OriginRecord, StoredOrigin
 from posleak.runs import Record, Run
+from posleak.runs.spec import GIVEN
 from posleak.show import numbers, words
 from posleak.trace import SOURCES, Ladder, Trace
 
@@ -239,9 +241,11 @@ def _pictures(stored: StoredOrigin) -> Pictures:
 
 
 def command(shown: Shown) -> str:
-    """The command line that measures the same again."""
+    """The command line that measures the same again; a call from Python, where no command line could name it."""
     spec = shown.run.record.spec
     verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
+    if spec.inputs == GIVEN or any(unreadable(spec.edits)):
+        return _call(verb, shown.run)
     line = ["posleak", verb, shown.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
     line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
     if verb != "claims":
@@ -252,3 +256,14 @@ def command(shown: Shown) -> str:
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
         line += [word for edit in spec.edits for word in ("--edit", edit)]
     return shlex.join(line)
+
+
+def _call(verb: str, run: Run) -> str:
+    """What was given as objects is named by what it is: prompts, and edits without a text."""
+    spec, own = run.record.spec, set(unreadable(run.record.spec.edits))
+    inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
+    edits = ", ".join(edit if edit in own else repr(edit) for edit in spec.edits)
+    options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
+    options |= {"origin": spec.origin} if verb != "claims" else {}
+    options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"} if verb == "measure" else {}
+    return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

@@ -17,7 +17,7 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Placement, Plan, Touch, attach, exclusive, read_placements
+from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
@@ -33,7 +33,7 @@ FORWARD = "forward"
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
-    touched: SeeTouches = lambda touches: None,
+    observers: Sequence[Observer] = (), touched: SeeTouches = lambda touches: None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
 
@@ -45,8 +45,10 @@ def kept_chunks(
     ids = (prompts.batch(batch) for batch in todo)
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
-        measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements, touched=touched)
-    ) as measured:
+        measure_chunks(
+            model, ids, plan, layers=layers, edits=edits, placements=placements, observers=observers, touched=touched
+        )
+    ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -62,6 +64,7 @@ def measure_chunks(
     layers: int | None = None,
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None,
+    observers: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
@@ -74,7 +77,7 @@ def measure_chunks(
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
         yield from observed_chunks(
-            model, chain([first], remaining), observer, layers=layers, edits=edits, touched=touched
+            model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers, touched=touched
         )
 
 
@@ -121,11 +124,12 @@ def observed_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
+    others: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer sees them."""
+    """One chunk per batch, as this observer sees them; `others` see the same calls after it."""
     first = True
-    with attach(model, [observer], edits) as probe:
+    with attach(model, [observer, *others], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))

@@ -113,15 +113,17 @@ RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh"
 """run.json"""
 
 
-def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str]) -> str:
-    """Hash of what was asked, of which model, on which tokens, with which software.
+def digest(
+    spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str], once: str = ""
+) -> str:
+    """Hash of what was asked, of which model, on which tokens, with which software; `once` makes it like no other.
 
     A text that was changed under the same name has another hash in `inputs`.
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
     text = json.dumps(plain([DEFINITIONS_VERSION, spec, subject, inputs, bits]), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256((text + once).encode()).hexdigest()
 
 
 def read_record(folder: Path) -> Record:

@@ -5,7 +5,7 @@ balance   shares of mask, drift and sink in one measurement, and how the residua
 run       measures cell by cell, into run folders that are kept and reused
 """
 
-from .cells import STUDIES, Cell, Study, study
-from .run import Row, Table, run_study
+from .cells import STUDIES, Cell, Study, study_named
+from .run import Row, Table, run_study, study
 
-__all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study"]
+__all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study", "study_named"]

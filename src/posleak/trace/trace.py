@@ -18,24 +18,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from posleak.axes import LEFT
+from posleak.axes import LEFT, PARTS, SCALING
 from posleak.errors import RunError
+from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Products, Shares
-from posleak.models import Subject
+from posleak.models import AnyModel
 from posleak.probe.plan import ORIGIN
-from posleak.runs import MeasureSpec, Run
+from posleak.runs import Run
+from posleak.runs.asked import asked
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
+from posleak.runs.run import said
 from posleak.show.notebook import compact_html
+from posleak.show.numbers import estimate
 from posleak.typed import plain
+
+if TYPE_CHECKING:
+    from posleak.show.plots import Picture
 
 LENGTH, PROMPTS = 256, 16
 
@@ -70,9 +77,9 @@ def _left(run: Run) -> Any:
     return own[LEFT] if LEFT in own else own["total"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
-    """`ordinary` and `borrowed` are runs on the same prompts; `ladder`: contexts lent up to some layers only."""
+    """Where position comes from: `ordinary` and `borrowed` are runs on the same prompts, `steps` those by layer."""
 
     ordinary: Run
     borrowed: Run
@@ -100,6 +107,20 @@ class Trace:
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
         kept = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
         return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
+
+    def plot(self) -> Picture:
+        """Powers by layer with their intervals: above where position comes from, below where it is read."""
+        from posleak.show.plots import Picture, both, drawn
+
+        run, read = self.ordinary, self.ordinary.summary.layers["all"]
+        parts = [name for name in (*PARTS, SCALING) if name in read.share]
+        title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
+        above, below = (self.layers["all"].power, SOURCES), (read.power, parts)
+        return Picture(drawn(lambda figure: both(figure, above, below, run.summary.places, title)), title)
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in SOURCES)
+        return f"Trace({said(self.ordinary)}; {shares})"
 
     def _repr_html_(self) -> str:
         """In a notebook: shares with intervals, compactly."""
@@ -209,11 +230,11 @@ def rungs(numbers: Sequence[int]) -> list[int]:
 
 
 def trace(
-    subject: Subject,
-    inputs: str = "random",
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
     origin: int = ORIGIN,
@@ -221,20 +242,30 @@ def trace(
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Where a subject's sense of position comes from: here, earlier and origin, by a second pass over a borrowed
-    context.
+    """Where a subject's sense of position comes from: here, earlier and origin, by a pass over a borrowed context.
 
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`: a source, or prompts that you have
+    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    origin      width of the origin: how many first tokens count as it
     by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
     out         a folder: the ordinary run, and the others below it; what is there already is not measured again
-
-    The other options are those of `measure`.
+    fresh       measure again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
-    return traced(
-        Conditions(subject, spec, None if out is None else Path(out), fresh, max_memory, progress), by_layer=by_layer
+    found = asked(
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin
     )
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    return traced(
+        Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
+    )  # fmt: skip
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
