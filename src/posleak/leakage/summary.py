@@ -164,11 +164,11 @@ def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
     """One record per number and head: layer (the model's number), call (in order), head, queries, quantity, component,
     value, low, high, unit, n."""
-    for record in _all_records(summary):
-        yield {"layer": summary.numbers[record["call"]], **record}
+    for row in _all_rows(summary):
+        yield {"layer": summary.numbers[row["call"]], **row}
 
 
-def _all_records(summary: Summary) -> Iterator[dict[str, Any]]:
+def _all_rows(summary: Summary) -> Iterator[dict[str, Any]]:
     for queries, numbers in summary.heads.items():
         for name, estimate in numbers.power.items():
             yield from _records(estimate, queries, "power", name, "nats²")
