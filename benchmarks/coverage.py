@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posleak.leakage import FEWEST, Jackknife, Sampled
+from posleak.leakage.power import of_gram
 from posleak.leakage.student import quantile
 
 Array = NDArray[np.float64]
@@ -47,7 +48,7 @@ class Draw:
 
 def replicated(x: Array) -> Sampled:
     jackknife = Jackknife(x.shape[1])
-    return jackknife.inner(x) if x.ndim == 3 else jackknife.mean(x.T)
+    return jackknife.inner(of_gram(x)) if x.ndim == 3 else jackknife.mean(x.T)
 
 
 # Methods: experiments -> the ends of their intervals, [T] each.
@@ -312,12 +313,17 @@ NUMBERS = ("total", "mask", "drift", "sink", "residual")
 def real(model: str, truth: int, length: int, subsets: int, sizes: list[int]) -> dict[str, Any]:
     """Powers, and shares of the total, of each layer and of the whole model."""
     import posleak
-    from posleak.leakage.summary import Grams
+    from posleak.leakage import component
 
     data = posleak.measure(posleak.load(model), length=length, prompts=truth, seed=1).data
-    layers = [Grams.of(data.isel(layer=[k])).averaged((1,)) for k in range(data.sizes["layer"])]
-    own = {name: np.concatenate([g.own[name] for g in layers]) for name in NUMBERS}
-    crossed = {name: np.concatenate([g.with_total[name] for g in layers]) for name in NUMBERS[1:]}
+
+    def grams(name: str, other: str) -> Array:
+        """Gram matrices by layer [L, B, B], mean over heads; subsets of prompts are cut out of them."""
+        x, y = (component(data, each).values for each in (name, other))
+        return np.stack([layer_gram(x[:, layer], y[:, layer]) for layer in range(x.shape[1])])
+
+    own = {name: grams(name, name) for name in NUMBERS}
+    crossed = {name: grams(name, "total") for name in NUMBERS[1:]}
     own, crossed = ({k: np.concatenate([g, g.mean(0)[None]]) for k, g in d.items()} for d in (own, crossed))
     rng, hits = np.random.default_rng(0), dict[str, dict[int, list[Array]]]()
     for n in sizes:
@@ -353,13 +359,20 @@ def of_the_rest(gram: Array, rest: Array) -> Array:
     return found
 
 
+def layer_gram(x: Array, y: Array) -> Array:
+    """Mean over heads, queries and offsets [B, …] of the products of prompts: [B, B]."""
+    there = np.isfinite(x[0]) & np.isfinite(y[0])
+    found: Array = x[:, there] @ y[:, there].T / there.sum()
+    return found
+
+
 def numbers(
     own: dict[str, Array], crossed: dict[str, Array], chosen: NDArray[np.int64], true: dict[str, Array]
 ) -> dict[str, tuple[Sampled, Array]]:
     """Powers and shares of the chosen prompts, each with its truth; cells are the layers, and last the model."""
     jackknife = Jackknife(len(chosen))
-    power = {name: jackknife.inner(g[:, chosen[:, None], chosen]) for name, g in own.items()}
-    part = {name: jackknife.inner(g[:, chosen[:, None], chosen]) for name, g in crossed.items()}
+    power = {name: jackknife.inner(of_gram(g[:, chosen[:, None], chosen])) for name, g in own.items()}
+    part = {name: jackknife.inner(of_gram(g[:, chosen[:, None], chosen])) for name, g in crossed.items()}
     found = {f"power of {name}": (number, true[name]) for name, number in power.items()}
     return found | {
         f"share of {name}": (number.over(power["total"]), true[f"{name} in total"] / true["total"])

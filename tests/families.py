@@ -58,13 +58,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bitnet": {},
 }
 
+DERIVED = {"falcon": ("head_dim",)}
+"""Sizes that a family's config works out for itself."""
+
 
 def tiny(
     family: str, *, seed: int = 0, scale: float = 12.0, dtype: torch.dtype = torch.float32, **more: Any
 ) -> PreTrainedModel:
     """A random model of this family with sharpened attention, in evaluation mode."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**BASE, **FAMILIES.get(family, {}), **more})
+    sizes = {name: size for name, size in BASE.items() if name not in DERIVED.get(family, ())}
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **more})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import pydoc
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 import posleak as pl
-from posleak.callable import ArgumentError, checked
+from posleak.callable import ArgumentError, checked, written
 from posleak.errors import InputError
 from runs_tiny import SPEC, subject
 
@@ -24,8 +26,11 @@ MISSPELT = {
     "compare": ("run", "runs"),
     "report": ("asset", "assets"),
     "split": ("runs", "run"),
+    "origin": ("token", "tokens"),
+    "study": ("model", "models"),
 }
-PACKAGES = ("trace", "claims", "doctor", "report")
+PLAIN: Any = pydoc.plaintext  # type: ignore[attr-defined]
+PACKAGES = ("trace", "claims", "doctor", "origin", "report")
 
 
 @pytest.mark.parametrize("name", MISSPELT)
@@ -86,6 +91,23 @@ def test_packages_that_can_be_called_keep_their_attributes(name: str) -> None:
     assert inspect.ismodule(package)
     assert package.__wrapped__ is function
     assert package.__all__
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_help_shows_every_option_with_its_type_before_anything_else(name: str) -> None:
+    shown = pydoc.render_doc(getattr(pl, name), renderer=PLAIN).partition("PACKAGE CONTENTS")[0]
+    function = inspect.unwrap(getattr(pl, name))
+    for each in inspect.signature(function).parameters.values():
+        assert re.search(rf"\b{each.name}: '?{re.escape(str(each.annotation))}", shown), each.name
+        assert re.search(rf"^\s+{each.name}  ", shown, flags=re.M), each.name
+    assert inspect.cleandoc(function.__doc__ or "").splitlines()[0] in shown
+
+
+def test_signatures_are_written_as_in_the_code() -> None:
+    def one(a: int, *rest: str, b: float | None = None, c: Any = print, **more: Any) -> list[int]: ...  # type: ignore[empty-body]
+
+    assert written(one) == "one(a: int, *rest: str, b: float | None = None, c: Any = …, **more: Any) -> list[int]"
+    assert written(one, "two", width=20).splitlines()[:3] == ["two(", "    a: int,", "    *rest: str,"]
 
 
 def test_a_right_call_is_passed_on_and_its_own_type_errors_are_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from families import tiny
-from posleak.claims import Claim, Finding, Lab, Side, Verdict, claims, examine, registry
+from posleak.claims import ENOUGH, Claim, Finding, Lab, Side, Verdict, claims, examine, registry
 from posleak.claims.paper import rolled_gaps
 from posleak.leakage import Jackknife
+from posleak.leakage.power import of_gram
 from posleak.leakage.trend import depth_slope, slope
 from posleak.models import Subject
 from posleak.runs import MeasureSpec
@@ -29,12 +31,21 @@ numbers = st.floats(-10, 10)
 @given(numbers, numbers, numbers, st.sampled_from(Side))
 def test_the_interval_alone_decides(a: float, b: float, no_effect: float, side: Side) -> None:
     low, high = min(a, b), max(a, b)
-    verdict = Finding((low + high) / 2, low, high, "", 9, no_effect, side).verdict
+    verdict = Finding((low + high) / 2, low, high, "", ENOUGH, no_effect, side).verdict
     if low <= no_effect <= high:
         assert verdict is Verdict.INCONCLUSIVE
     else:
         claimed = (low > no_effect) == (side is Side.ABOVE)
         assert verdict is (Verdict.SUPPORTED if claimed else Verdict.CONTRADICTED)
+
+
+@given(st.integers(0, ENOUGH - 1), st.sampled_from(Side))
+def test_too_few_prompts_decide_nothing(n: int, side: Side) -> None:
+    """However far from no effect the interval lies: at two prompts one seed supported a claim, another refuted it."""
+    found = Finding(5.0, 4.0, 6.0, "", n, 0.0, side)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.too_few
+    assert not replace(found, n=ENOUGH).too_few
 
 
 def test_nan_is_inconclusive_and_a_reason_is_not_applicable() -> None:
@@ -53,7 +64,7 @@ def test_the_registry_covers_every_number_with_unique_names() -> None:
 
 
 def examined(model: PreTrainedModel) -> dict[str, Any]:
-    lab = Lab(Subject.of(model, name="tiny"), MeasureSpec(length=64, prompts=6))
+    lab = Lab(Subject.of(model, name="tiny"), MeasureSpec(length=64, prompts=16))
     return {result.id: result for result in examine(lab)}
 
 
@@ -96,7 +107,7 @@ def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once(
     assert said.count("baseline") == 1
     assert said.count("bos=zero") == 1
     assert lab.kept("mask", "shift=0").ratio.value == 1
-    null = lab.kept("total", "window=1000").ratio
+    null = lab.kept("total", "rope=ntk:1").ratio
     assert [float(x) for x in (null.value, null.low, null.high)] == [1, 1, 1]
 
 
@@ -105,11 +116,11 @@ def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeyp
     whole = registry()
 
     def broken(lab: Lab) -> Finding:
-        raise RuntimeError("out of luck")
+        raise MemoryError("out of luck")
 
     failing = [*whole[:2], Claim(3, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[2:4]]
     monkeypatch.setattr("posleak.claims.examination.registry", lambda: failing)
-    with pytest.raises(RuntimeError, match="out of luck"):
+    with pytest.raises(MemoryError, match="out of luck"):
         claims(subject, out=tmp_path / "run", length=64, prompts=4)
     stored = json.loads((tmp_path / "run" / "claims.json").read_text())
     assert [entry["id"] for entry in stored["claims"]] == [claim.id for claim in whole[:2]]
@@ -119,6 +130,27 @@ def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeyp
     found = claims(subject, out=tmp_path / "run", length=64, prompts=4, progress=tested.append)
     assert [result.id for result in found.results] == [claim.id for claim in whole[:4]]
     assert not any(whole[0].title in line for line in tested)
+
+
+def test_one_claim_that_breaks_down_does_not_cost_the_verdicts_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As when a model has no kernel for a dtype. The reason names a file with the traceback."""
+    monkeypatch.setenv("POSLEAK_CACHE", str(tmp_path))
+    whole = registry()
+
+    def broken(lab: Lab) -> Finding:
+        raise RuntimeError("expected scalar type BFloat16 but found Double")
+
+    chosen = [Claim(0, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[1:3]]
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=16))
+    first, *others = examine(lab, chosen)
+    assert first.verdict is Verdict.NOT_APPLICABLE
+    assert first.reason is not None
+    assert "expected scalar type BFloat16 but found Double" in first.reason
+    kept = Path(first.reason.split("traceback: ")[1].splitlines()[0])
+    assert "in broken" in kept.read_text()
+    assert all(each.verdict is not Verdict.NOT_APPLICABLE for each in others)
 
 
 def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
@@ -135,7 +167,7 @@ def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
 
 def test_a_planted_trend_is_found() -> None:
     """Layer l has power l / 3 in every prompt: slope 2 per relative depth over seven layers, 2 of their mean."""
-    powers = Jackknife(5).inner(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5)))
+    powers = Jackknife(5).inner(of_gram(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5))))
     absolute, relative = (found.estimate for found in depth_slope(powers))
     assert float(absolute.value) == pytest.approx(2.0)
     assert np.isnan(absolute.low), "prompts that do not differ have no interval"

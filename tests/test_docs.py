@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
@@ -22,7 +23,7 @@ from posleak.cli.profile import Profile
 from posleak.models import builtin
 from posleak.origin import origin
 from posleak.studies import Cell, Study, run_study
-from posleak.tools import cli_docs, edit_docs
+from posleak.tools import api_docs, cli_docs, edit_docs
 from posleak.typed import plain
 from runs_tiny import SPEC, subject
 
@@ -41,10 +42,31 @@ FREE: dict[str, set[str]] = {
 """Objects whose keys are the model's own, or that the page describes in words."""
 
 
-@pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md")])
+@pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md"), (api_docs, "api.md")])
 def test_pages_that_are_made_are_current(module: Any, page: str) -> None:
     written = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert written == module.page(), f"run `python -m {module.__name__} > docs/{page}`"
+
+
+@pytest.mark.parametrize("name", api_docs.functions())
+def test_every_option_of_a_function_has_its_line_and_its_type(name: str) -> None:
+    function = api_docs.functions()[name]
+    sentences, options = api_docs.described(function)
+    assert re.match(r"[A-Z].*[^.]*[.]", sentences), "a first sentence"
+    parameters = inspect.signature(function).parameters
+    assert list(options) == list(parameters), "in the order of the signature"
+    assert all(each.annotation is not each.empty for each in parameters.values())
+
+
+@pytest.mark.parametrize("path", api_docs.CLASSES)
+def test_every_public_member_of_a_class_says_what_it_is(path: str) -> None:
+    for name, member in api_docs.members(api_docs.found(path)).items():
+        function = api_docs.function_of(member)
+        assert re.search(r"[.?)](\s|$)", api_docs.sentence(member)), f"{path}.{name} has no sentence"
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not signature.empty, f"{path}.{name} has no type"
+        own = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
+        assert all(each.annotation is not each.empty for each in own), f"{path}.{name} has no types"
 
 
 def documented(command: str) -> set[str]:

@@ -131,13 +131,13 @@ def test_the_edit_is_parsed_and_refused_like_any_other(plugins: Path) -> None:
 
 
 def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None:
-    found = pl.claims(subject(), **SMALL, out=plugins / "run")
+    found = pl.claims(subject(), length=64, prompts=16, out=plugins / "run")
     mine = found.results[-1]
     assert (mine.number, mine.id) == (100, "softer.mask")
     assert len(found.results) == len(registry()) > 20
     assert mine.verdict in (Verdict.SUPPORTED, Verdict.CONTRADICTED)
     assert mine.edited is not None
-    after = pl.measure(subject(), **SMALL, edits="temperature=2")
+    after = pl.measure(subject(), length=64, prompts=16, edits="temperature=2")
     assert mine.effect == pytest.approx(power(after, "mask") / power(found.run, "mask"))
 
     page = pl.report(plugins / "run", plugins / "page.html").read_text(encoding="utf-8")

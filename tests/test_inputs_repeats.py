@@ -85,6 +85,7 @@ def test_equal_prompts_are_counted(reader: Subject, tmp_path: Path) -> None:
     assert said.startswith("all 6 prompts are the same: ")
 
 
+@pytest.mark.filterwarnings("ignore:the prompts were given")
 def test_it_is_a_warning_of_the_measurement_and_its_record_keeps_it() -> None:
     table = np.arange(4 * 64).reshape(4, 64) % 90 + 3
     table[2] = table[0]

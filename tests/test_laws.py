@@ -17,7 +17,7 @@ from posleak.doctor.laws import GaugeObserver
 from posleak.edits import parse_edits
 from posleak.leakage import Jackknife, LeakageObserver, Parts, Sampled, assemble, component
 from posleak.leakage.dataset import stack_layers
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.models import Subject
 from posleak.probe import Placement, Plan, attach, default_plan, read_placements
 from posleak.runs import MeasureSpec
@@ -63,7 +63,7 @@ def by_layer(x: xr.DataArray) -> np.ndarray:
 def first_layer_power(x: xr.DataArray) -> Sampled:
     """Power in the first layer, at a level that a true law misses once in a thousand."""
     values = x.values[:, 0].reshape(x.shape[0], x.shape[2], -1)
-    return Jackknife(len(values)).inner(np.nanmean(gram_matrix(values, values), axis=0)).at(0.999)
+    return Jackknife(len(values)).inner(np.nanmean(products(values, values), axis=0)).at(0.999)
 
 
 @families

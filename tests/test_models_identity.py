@@ -66,6 +66,14 @@ def test_learned_positions_have_no_rotary() -> None:
     assert (identity.rotary, identity.head_dim, identity.kv_heads, identity.layers) == ({}, 6, 4, 3)
 
 
+def test_a_context_that_is_not_positive_is_unknown() -> None:
+    """XLNet's config says −1."""
+    config = transformers.XLNetConfig(vocab_size=97, d_model=24, n_layer=2, n_head=4, d_inner=40)
+    assert config.max_position_embeddings == -1
+    assert Subject.of(transformers.XLNetLMHeadModel(config)).context is None
+    assert Subject.of(tiny()).context == 128
+
+
 def test_identity_is_json_and_one_line() -> None:
     identity = Subject.of(tiny("Mistral", sliding_window=7), name="me").identity
     assert from_json(Identity, json.dumps(plain(identity))) == identity

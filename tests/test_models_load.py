@@ -138,6 +138,7 @@ def test_unknown_architecture(folder: Path, cache: Path) -> None:
         (transformers.BartConfig(), "an encoder-decoder"),
         (transformers.T5Config(), "no causal language model"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (transformers.XLMConfig(), "xlm with causal=False"),
     ],
 )
 def test_models_without_a_causal_mask(

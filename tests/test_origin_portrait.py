@@ -9,6 +9,7 @@ import torch
 from families import VOCAB, tiny
 from posleak.inputs import Vocabulary
 from posleak.leakage import Jackknife
+from posleak.leakage.power import of_gram
 from posleak.origin import Alone, Portrait, Scale, Trajectory, alone, fingerprint, ordinary_tokens, projections
 from posleak.origin.cosines import mean_cosine, pair_cosines, resultant
 from posleak.origin.fingerprint import carried_difference
@@ -69,7 +70,7 @@ def test_mean_cosines_by_the_full_matrix() -> None:
 def test_the_interval_of_a_mean_cosine_agrees_with_that_of_its_gram_matrix() -> None:
     x, jackknife = torch.randn(15, 6) + 0.3, Jackknife(15)
     u = (x / x.norm(dim=-1, keepdim=True)).double().numpy()
-    expected = jackknife.inner(u @ u.T).estimate
+    expected = jackknife.inner(of_gram(u @ u.T)).estimate
     found, _ = pair_cosines([x], jackknife)
     ends = [expected.value, expected.low, expected.high]
     assert np.allclose([found.value[0], found.low[0], found.high[0]], ends, atol=1e-5)

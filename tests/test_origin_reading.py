@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, VOCAB, tiny
 from posleak.leakage import Jackknife
 from posleak.origin import Reading, ReadingObserver, projections
-from posleak.origin.projection import Projection, layer_of
+from posleak.origin.projection import Projection
 from posleak.origin.reading import LayerReading, attention_to_origin
 from posleak.probe import Call, Plan, Visibility, attach
 
@@ -164,11 +164,6 @@ def test_position_zero_out_of_sight_is_not_read() -> None:
         call.visibility.replaced("near", lambda b, h, q, k: (k <= q) & (q - k < 5)), 1.0,
     )  # fmt: skip
     assert attention_to_origin(hidden, torch.tensor([3, 4, 5, 60])).flatten().round(decimals=3).tolist()[2:] == [0, 0]
-
-
-@pytest.mark.parametrize(("name", "layer"), [("model.layers.7.self_attn", 7), ("h.3.attn.2.x", 3), ("attention", 5)])
-def test_the_layer_of_a_module(name: str, layer: int) -> None:
-    assert layer_of(name, 5) == layer
 
 
 def _plan(length: int) -> Plan:

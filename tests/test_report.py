@@ -30,7 +30,6 @@ from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
 from posleak.report import compare
-from posleak.report.figures import power_range
 from posleak.report.formats import FORMATS, escape_latex
 from posleak.report.gather import gather
 from posleak.report.page import Page, script_json
@@ -39,6 +38,7 @@ from posleak.runs import Run
 from posleak.runs.folder import write_batch
 from posleak.runs.record import read_record
 from posleak.show.numbers import effect, interval, number, percent
+from posleak.show.scale import power_range
 from posleak.show.words import lead
 from posleak.trace import SOURCES, Trace
 from report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced

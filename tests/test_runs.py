@@ -45,7 +45,7 @@ def test_a_run_is_a_record_a_dataset_and_a_table(run: Run) -> None:
         assert data["drift"].attrs["units"] == "nats"
         assert data["pairs"].dtype == bool
     table = pq.read_table(run.path / "heads.parquet")
-    columns = ["layer", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n"]
+    columns = ["layer", "call", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n"]
     assert table.column_names == columns
     powers = table.filter((pq_column(table, "quantity") == "power") & (pq_column(table, "queries") == "all"))
     assert len(powers) == 3 * 3 * len(COMPONENTS)
@@ -59,7 +59,7 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     assert run.path is not None
     record = json.loads((run.path / "run.json").read_text())
     assert list(record)[:2] == ["format", "format_version"]
-    assert (record.pop("format"), record.pop("format_version"), len(record.pop("sha256"))) == ("posleak run", 4, 64)
+    assert (record.pop("format"), record.pop("format_version"), len(record.pop("sha256"))) == ("posleak run", 5, 64)
     assert record == plain(run.record)
     assert record["status"] == "finished"
     assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "origin": 4, "edits": []}
@@ -156,10 +156,12 @@ def test_each_prompt_goes_through_once(llama: Subject) -> None:
 
 def test_ids_can_be_given(llama: Subject) -> None:
     table = np.random.default_rng(0).integers(3, 101, (4, 40))
-    found = pl.measure(llama, table)
+    with pytest.warns(PosleakWarning, match="the prompts were given"):
+        found = pl.measure(llama, table)
     assert (found.record.spec.inputs, found.record.spec.prompts) == ("given", 4)
     assert found.record.inputs.source == "ids"
-    assert_same_bits(found, pl.measure(llama, table.tolist()))
+    with pytest.warns(PosleakWarning, match="the prompts were given"):
+        assert_same_bits(found, pl.measure(llama, table.tolist()))
     with pytest.raises(InputError, match="table of whole numbers"):
         pl.measure(llama, np.arange(40))
 

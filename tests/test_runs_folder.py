@@ -20,7 +20,7 @@ import posleak as pl
 from families import tiny
 from inputs_subject import byte_tokenizer
 from models_tiny import edit_config
-from posleak.errors import RunError, StorageError
+from posleak.errors import PosleakWarning, RunError, StorageError
 from posleak.files import remove
 from posleak.models import Subject
 from posleak.runs import Run
@@ -149,8 +149,8 @@ def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, da
         ('{"format": "posleak run", "status": "fini', "run.json is corrupt"),
         ('{"format": "posleak run", "a": NaN}', "NaN is not JSON"),
         ('{"format": "posleak run", "a": ' + "[" * 100_000, "run.json is corrupt"),
-        ('{"format": "posleak run", "format_version": 4}', "changed or damaged after it was written"),
-        (sealed({"format": "posleak run", "format_version": 4}), "digest: Field required"),
+        ('{"format": "posleak run", "format_version": 5}', "changed or damaged after it was written"),
+        (sealed({"format": "posleak run", "format_version": 5}), "digest: Field required"),
         ('{"format": "posleak run", "format_version": 2}', "format version 2"),
         ('{"format": "posleak run", "format_version": 3, "definitions_version": 1}', "version 1 of the definitions"),
         ('{"format": "posleak run", "format_version": 99}', "format version 99"),
@@ -316,8 +316,9 @@ def test_the_same_weights_under_another_config_are_another_measurement(tmp_path:
 
 def test_other_ids_are_another_measurement(tmp_path: Path, llama: Subject) -> None:
     table = np.random.default_rng(0).integers(3, 101, (4, 40))
-    pl.measure(llama, table, out=tmp_path / "run")
-    with pytest.raises(RunError, match="ids_sha256"):
+    with pytest.warns(PosleakWarning, match="the prompts were given"):
+        pl.measure(llama, table, out=tmp_path / "run")
+    with pytest.raises(RunError, match="ids_sha256"), pytest.warns(PosleakWarning):
         pl.measure(llama, table[::-1], out=tmp_path / "run")
 
 

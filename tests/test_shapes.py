@@ -15,7 +15,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError, install_import_hook
 
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.origin.cosines import mean_cosine
 from posleak.probe.rows import gather_offsets
 
@@ -26,7 +26,7 @@ WRONG: dict[Callable[..., Any], tuple[Any, ...]] = {
         torch.tensor([0, 1]),
         4,
     ),  # one position for three rows
-    gram_matrix: (np.ones((4, 2, 5)), np.ones((4, 1, 5))),  # the cells of x and y differ
+    products: (np.ones((4, 2, 5)), np.ones((4, 1, 5))),  # the cells of x and y differ
     mean_cosine: (torch.ones(2, 3, 4),),  # not the rows of one matrix
 }
 """Each gives some number if nobody looks."""

@@ -10,7 +10,7 @@ import pytest
 
 from families import tiny
 from posleak.errors import InputError
-from posleak.studies import STUDIES, Cell, Study, run_study, study
+from posleak.studies import STUDIES, Cell, Study, run_study, study_named
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def test_sliding_and_global_layers_have_slopes_of_their_own(models: dict[str, st
 
 def test_an_unknown_study_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'architectures'"):
-        study("architecture")
+        study_named("architecture")
 
 
 def test_studies_are_well_formed() -> None:
     for name, chosen in STUDIES.items():
         assert chosen.name == name
         assert len({cell.label + str(cell.length) for cell in chosen.cells}) == len(chosen.cells)
-    other = study("architectures").at(models=["a", "b", "c"], length=64)
+    other = study_named("architectures").at(models=["a", "b", "c"], length=64)
     assert [(cell.model, cell.length) for cell in other.cells] == [("a", 64), ("b", 64), ("c", 64)]
 
 

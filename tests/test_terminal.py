@@ -89,7 +89,11 @@ def of_study() -> list[RenderableType]:
     removed = {"residual, all": Estimate(np.asarray(0.123), np.asarray(-0.456), np.asarray(0.789), 8)}
     balance = Balance.of(run())
     rows = [Row(cell, run(), balance, {}), Row(replace(cell, edits=("window=16",)), run(), balance, removed)]
-    return [study_table(Table("knobs", "Does the rotation or the window decide?", rows))]
+    return [
+        study_table(
+            Table("knobs", "Does the rotation or the window decide?", rows, {"tiny-llama · rope=ntk:4": "nothing"})
+        )
+    ]
 
 
 def of_bench() -> list[RenderableType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,19 @@ def test_lending_up_to_a_layer_leaves_the_later_ones_to_tell(found: Trace) -> No
     assert found.as_dict()["by_layer"]["lent_up_to"] == [-1, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(1, []), (2, [0]), (3, [0, 1]), (30, [0, 1, 2, 4, 8, 16])])
-def test_the_rungs_of_the_ladder(layers: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (range(1), []),
+        (range(2), [0]),
+        (range(3), [0, 1]),
+        (range(30), [0, 1, 2, 4, 8, 16]),
+        ((1, 3), [1]),
+        ((0, 0, 1, 1, 2, 2), [0, 1]),
+        ((3, 7, 11, 15), [3, 7, 11]),
+    ],
+)
+def test_the_rungs_of_the_ladder(layers: Sequence[int], expected: list[int]) -> None:
     assert rungs(layers) == expected
 
 

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from .claims.examination import claims
     from .doctor.doctor import doctor
     from .models import Subject, load
+    from .origin.origin import origin
     from .report.compare import compare
     from .report.page import report
     from .runs import Run, measure, split
+    from .studies import study
     from .trace.trace import trace
 
 _HOMES = {
@@ -35,8 +37,10 @@ _HOMES = {
     "measure": ".runs.measure",
     "split": ".runs",
     "trace": ".trace",
+    "origin": ".origin",
     "claims": ".claims",
     "doctor": ".doctor",
+    "study": ".studies",
     "report": ".report",
     "compare": ".report",
 }
@@ -50,8 +54,10 @@ __all__ = [
     "doctor",
     "load",
     "measure",
+    "origin",
     "report",
     "split",
+    "study",
     "trace",
 ]
 

@@ -3,7 +3,8 @@
 Axes (letters in shapes; names of dimensions in results)
 
     B  prompt     prompts; what the expectation is taken over
-    L  layer      attention calls of one forward pass, in call order
+    L  layer      attention calls of one forward pass, in call order; each carries the number that its layer has in the
+                  model, and `layer_names` tells several calls of one layer apart
     H  head       query heads
     K             key and value heads; K divides H, and they are never repeated in memory
     T             positions 0 … N−1 of one prompt; N is its length
@@ -45,8 +46,12 @@ Words
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 PROMPT = "prompt"
 LAYER = "layer"
+CALL = "call"
 HEAD = "head"
 QUERY = "query"
 OFFSET = "offset"
@@ -69,3 +74,29 @@ SHORTEST = 32
 
 EARLY = 32
 """Queries before this position are summarised as `early`."""
+
+
+def layer_names(numbers: Sequence[int]) -> tuple[str, ...]:
+    """What the attention calls of a model are called: the layer's own number, `3`; `3a` and `3b` where it makes two."""
+    calls, seen, names = Counter(numbers), Counter[int](), []
+    for number in numbers:
+        names.append(f"{number}{chr(ord('a') + seen[number])}" if calls[number] > 1 else str(number))
+        seen[number] += 1
+    return tuple(names)
+
+
+def layer_places(numbers: Sequence[int]) -> tuple[float, ...]:
+    """Where they stand on an axis of layers: at their number; several calls of one layer share the way to the next."""
+    calls, seen, places = Counter(numbers), Counter[int](), []
+    for number in numbers:
+        places.append(number + seen[number] / calls[number])
+        seen[number] += 1
+    return tuple(places)
+
+
+def listed_layers(numbers: Sequence[int]) -> str:
+    """`layers 0 to 29`; `layers 1, 3`"""
+    distinct = sorted(set(numbers))
+    if len(distinct) > 2 and distinct == list(range(distinct[0], distinct[-1] + 1)):
+        return f"layers {distinct[0]} to {distinct[-1]}"
+    return f"layer{'s' if len(distinct) > 1 else ''} {', '.join(map(str, distinct))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
@@ -57,3 +58,42 @@ def call_as(module: str, function: Callable[..., Any]) -> None:
     package.__class__ = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(checked(function))})
     package.__signature__ = inspect.signature(function)
     package.__wrapped__ = function
+    first, _, rest = inspect.cleandoc(package.__doc__ or "").partition("\n\n")  # help() shows the first line as a title
+    about = inspect.cleandoc(function.__doc__ or "")
+    package.__doc__ = f"{first}\n\n{written(function)}\n\n{textwrap.indent(about, '    ')}\n\n{rest}"
+
+
+def written(function: Callable[..., Any], name: str | None = None, width: int = 100) -> str:
+    """A signature as it stands in the code, types without quotes, on one line or with one line per parameter.
+
+    The first parameter of a method is left out. A default that is no plain value is written as `…`.
+    """
+    signature = inspect.signature(function)
+    named = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
+    found, star = list[str](), False
+    for each in named:
+        if each.kind is each.KEYWORD_ONLY and not star:
+            found.append("*")
+        star = star or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
+        found.append(_parameter(each))
+    returned = "" if signature.return_annotation is signature.empty else f" -> {_type(signature.return_annotation)}"
+    head, line = name or function.__name__, ", ".join(found)
+    if len(head) + len(line) + len(returned) + 2 <= width:
+        return f"{head}({line}){returned}"
+    return f"{head}(\n" + "".join(f"    {each},\n" for each in found) + f"){returned}"
+
+
+def _parameter(each: inspect.Parameter) -> str:
+    stars = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
+    text = stars + each.name
+    if each.annotation is not each.empty:
+        text += f": {_type(each.annotation)}"
+    if each.default is each.empty:
+        return text
+    simple = each.default is None or isinstance(each.default, str | int | float | tuple)
+    equals = " = " if each.annotation is not each.empty else "="
+    return f"{text}{equals}{each.default!r}" if simple else f"{text}{equals}…"
+
+
+def _type(annotation: Any) -> str:
+    return str(annotation) if isinstance(annotation, str) else inspect.formatannotation(annotation)

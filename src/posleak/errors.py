@@ -7,6 +7,8 @@ status of the command line: 2 for a call that cannot work as written, 1 for a ch
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Self
 
@@ -56,6 +58,10 @@ class InputError(PosleakError):
     """The tokens that were asked for cannot be made."""
 
 
+class NoEffectError(InputError):
+    """An edit would change nothing: the plain numbers would stand under its name."""
+
+
 class UnsupportedError(PosleakError):
     """The model does something that posleak does not understand; it is refused rather than approximated."""
 
@@ -81,6 +87,14 @@ class PosleakWarning(UserWarning):
 def shorter_prompts(most: int, why: str = "") -> str | None:
     """The remedy against prompts of more than `most` tokens; None if so short ones cannot be measured."""
     return f"use --length {most} or less{why}" if most >= SHORTEST else None
+
+
+def warn(note: str) -> None:
+    """Issue a PosleakWarning at the line of the caller's own code: Python shows one text once for each line."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "posleak":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(note, PosleakWarning, stacklevel=level)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

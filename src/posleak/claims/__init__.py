@@ -13,11 +13,12 @@ from posleak.callable import call_as
 
 from .catalogue import CLAIMS, Claim, Result, claim, registry
 from .examination import ClaimsRun, claims, examine, examined, read_findings
-from .finding import Edited, Finding, Kept, Side, Verdict
+from .finding import ENOUGH, Edited, Finding, Kept, Side, Verdict
 from .lab import Lab
 
 __all__ = [
     "CLAIMS",
+    "ENOUGH",
     "Claim",
     "ClaimsRun",
     "Edited",

@@ -45,11 +45,13 @@ class Result(Finding):
 
     @classmethod
     def about(cls, claim: Claim, found: Finding) -> Result:
+        """A finding as the result of its claim."""
         about: dict[str, Any] = {"number": claim.number, "id": claim.id, "title": claim.title, "method": claim.method}
         return cls(**vars(found), **about, claim=claim.sentence)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "verdict": self.verdict}
+        """Its fields, and the verdict that follows from them."""
+        return {**vars(self), "verdict": self.verdict, "too_few": self.too_few}
 
 
 CLAIMS: dict[str, Claim] = {}

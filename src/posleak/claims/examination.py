@@ -8,21 +8,26 @@ origin.json   position 0 of the same subject, and origin.nc with the arrays that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import PosleakError, RunError
+from posleak.errors import PosleakError, RunError, warn
 from posleak.files import Sealed
-from posleak.models import Subject
+from posleak.inputs import Inputs
+from posleak.models import AnyModel
 from posleak.origin import read_origin, write_origin
-from posleak.runs import MeasureSpec, Run
+from posleak.runs import Run
+from posleak.runs.asked import asked
+from posleak.runs.run import said
+from posleak.show.failures import is_of_the_model, unforeseen
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
 from .catalogue import Claim, Result, registry
-from .finding import Finding
+from .finding import ENOUGH, Finding
 from .lab import CLAIMS, Lab
 
 LENGTH, PROMPTS = 256, 16
@@ -39,12 +44,17 @@ class Findings:
 FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak claims` again")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ClaimsRun:
-    """The baseline, and what was found."""
+    """The baseline, and what was found: one result per claim, with its effect, interval and verdict."""
 
     run: Run
     results: tuple[Result, ...]
+
+    def __repr__(self) -> str:
+        verdicts = Counter(result.verdict.value for result in self.results)
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        return f"ClaimsRun({len(self.results)} claims: {counted}; {said(self.run)})"
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `posleak claims --json`."""
@@ -61,21 +71,34 @@ class ClaimsRun:
 
 
 def claims(
-    subject: Subject,
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    inputs: str = "random",
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] | None = None,
 ) -> ClaimsRun:
-    """Test every claim. With `out`, findings that the folder has are kept, and each new one is written at once."""
-    spec, folder = MeasureSpec(inputs, bos, length, prompts, seed), None if out is None else Path(out)
-    return examined(Lab(subject, spec, folder, fresh, max_memory, progress))
+    """Test every claim on a subject: each gets an effect, an interval and a verdict.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`: a source, or prompts that you have
+    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    out         a folder: findings that it has are kept, and each new one is written at once
+    fresh       test again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
+    """
+    found = asked(subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos)
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given))
 
 
 def examined(lab: Lab) -> ClaimsRun:
@@ -85,6 +108,8 @@ def examined(lab: Lab) -> ClaimsRun:
 
 
 def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
+    if lab.spec.prompts < ENOUGH:
+        warn(f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more")
     run = lab.run()
     kept = {result.id: result for result in (read_findings(folder, run.record.digest) if folder is not None else ())}
     for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
@@ -98,7 +123,7 @@ def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
     """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
-    not applicable, and the refusal is the reason."""
+    not applicable, and the refusal is the reason. So is one in whose test the model breaks down: others go on."""
     for each in registry() if chosen is None else chosen:
         lab.progress(f"claim {each.number}: {each.title}")
         try:
@@ -106,6 +131,10 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]
                 finding = each.test(lab)
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
+        except Exception as error:
+            if not is_of_the_model(error):
+                raise
+            finding = Finding.not_applicable(unforeseen(error))
         yield Result.about(each, finding)
 
 

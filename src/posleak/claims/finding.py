@@ -4,7 +4,8 @@ A claim says that an effect lies above (or below) a value of no effect. Its inte
 
     supported      the whole interval lies on the claimed side
     contradicted   the whole interval lies on the other side
-    inconclusive   the interval contains the value of no effect
+    inconclusive   the interval contains the value of no effect, or comes from fewer than 16 prompts: below that it may
+                   cover less than it says (docs/definitions.md), and another seed could turn the verdict
     not applicable the model or the input does not have what the claim is about; `reason` says why
 """
 
@@ -19,6 +20,9 @@ import numpy as np
 
 from posleak.leakage import Estimate
 from posleak.typed import Number
+
+ENOUGH = 16
+"""Prompts, heads or tokens, whatever n counts, that a verdict needs."""
 
 
 class Verdict(Enum):
@@ -103,9 +107,16 @@ class Finding:
         return Estimate(np.asarray(self.effect), np.asarray(self.low), np.asarray(self.high), self.n)
 
     @property
+    def too_few(self) -> bool:
+        """Is n too small for a verdict, whatever the interval says?"""
+        return self.reason is None and self.n < ENOUGH
+
+    @property
     def verdict(self) -> Verdict:
         if self.reason is not None:
             return Verdict.NOT_APPLICABLE
+        if self.too_few:
+            return Verdict.INCONCLUSIVE
         above, below = self.low > self.no_effect, self.high < self.no_effect
         if not (above or below):
             return Verdict.INCONCLUSIVE

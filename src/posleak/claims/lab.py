@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from posleak.arrays import Array
 from posleak.inputs import prepare
@@ -32,9 +33,8 @@ from posleak.runs.memory import (
 from posleak.runs.spec import parse_bytes
 from posleak.trace import Trace
 
-from .finding import Edited, Kept
+from .finding import ENOUGH, Edited, Kept
 
-ORIGIN_PROMPTS = 8
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
@@ -66,12 +66,12 @@ class Lab(Conditions):
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """One component's power by layer [L], mean over heads."""
-        return self.jackknife.inner(np.nanmean(self.run(*edits).grams["all"].own[name], axis=1))
+        return self.jackknife.inner(np.nanmean(self.run(*edits).products["all"].own[name], axis=1))
 
     def power(self, name: str, *edits: str, early: bool = False, layers: slice = slice(None)) -> Sampled:
         """One component's power, mean over heads and the chosen layers."""
-        gram = self.run(*edits).grams["early" if early else "all"].own[name][layers]
-        return self.jackknife.inner(np.nanmean(gram, axis=(0, 1)))
+        sums = self.run(*edits).products["early" if early else "all"].own[name][layers]
+        return self.jackknife.inner(np.nanmean(sums, axis=(0, 1)))
 
     def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False, draws: int = 1) -> Kept:
         """How much of a component's power an edit leaves, paired; `later`: in the layers after the first.
@@ -98,12 +98,17 @@ class Lab(Conditions):
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @cached_property
+    def few(self) -> NDArray[np.int64]:
+        """The baseline's first prompts: as many as a verdict needs, for laws that hold for each prompt."""
+        return self.ids[:ENOUGH]
+
+    @cached_property
     def origin(self) -> Origin:
         """What is found at position 0, on prompts made with the same seed; measured once."""
         self.progress("position 0")
         return origin(
-            self.subject, length=self.spec.length, prompts=ORIGIN_PROMPTS, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
-            bos=self.spec.bos, max_memory=self.max_memory,
+            self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
+            bos=self.tokens.policy, max_memory=self.max_memory,
         )  # fmt: skip
 
     def text_fingerprint(self) -> Estimate | None:

@@ -19,7 +19,7 @@ from posleak.doctor import laws
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
-from posleak.origin import closure
+from posleak.origin import closure, reader_counts
 from posleak.probe import attach, exclusive, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING
 from posleak.show.numbers import REMOVED
@@ -32,8 +32,8 @@ from .lab import LATER, Lab
 FIRST_LAYER = 0.05
 """The first layer counts as all mask if its residual power is below this share of its mask power."""
 
-ROLL, ROLLED = 11, 4
-"""By how many places prompts are rolled, and how many of them are."""
+ROLL = 11
+"""By how many places prompts are rolled."""
 
 
 @claim(
@@ -44,7 +44,7 @@ ROLL, ROLLED = 11, 4
 def relative_logits(lab: Lab) -> Finding:
     if not lab.subject.identity.rotary:
         return Finding.not_applicable("the model has no rotary position encoding")
-    model, plan, ids = lab.subject.model, lab.plan, lab.ids[:8]
+    model, plan, ids = lab.subject.model, lab.plan, lab.few
     with exclusive(model):
         floors = np.array([laws.shift_floor(model, plan, row[None], laws.SHIFT) for row in ids])
         rounding = AGREE.of(model.dtype)
@@ -68,7 +68,7 @@ def leakage_exists(lab: Lab) -> Finding:
 def mask_in_every_layer(lab: Lab) -> Finding:
     powers = lab.layers("mask").estimate
     least = int(np.argmin(powers.low))
-    return Finding.of(powers[least], "nats²", details={"layer": least, "layers": powers})
+    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.numbers[least], "layers": powers})
 
 
 @claim(
@@ -89,8 +89,9 @@ def first_layer_is_mask(lab: Lab) -> Finding:
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
     model, wide = lab.subject.model, "dtype=float64"
-    lab.require_float64(ROLLED)
-    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(ROLLED))).to(lab.subject.device)
+    count = len(lab.few)
+    lab.require_float64(count)
+    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))).to(lab.subject.device)
     gaps, masked = rolled_gaps(model, ids, [wide, "ring"]), rolled_gaps(model, ids[:1], [wide])
     details, bound = {"with the mask": max(masked), "dtype": "float64"}, RING.of(torch.float64)
     return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
@@ -157,7 +158,7 @@ def isolation_origin(lab: Lab) -> Finding:
     "largest relative difference of the state at position 0 in context and alone, over all depths, per prompt",
 )  # fmt: skip
 def closed_system(lab: Lab) -> Finding:
-    model, ids = lab.subject.model, torch.from_numpy(lab.ids[:8])
+    model, ids = lab.subject.model, torch.from_numpy(lab.few)
     with exclusive(model):
         found, bound = closure(model, ids), CLOSED.of(model.dtype)
         opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
@@ -173,9 +174,10 @@ def closed_system(lab: Lab) -> Finding:
     "share of heads whose mean attention to position 0 over the reference queries is above 0.3",
 )  # fmt: skip
 def sink_heads(lab: Lab) -> Finding:
-    reading = lab.origin.reading
-    heads = sum(reading.heads)
-    return Finding.of(reading.total / heads, "share of heads", details={"heads": heads, "by call": reading.counts})
+    at_0 = lab.run().data["profile"].values[..., 0]
+    heads = int(np.isfinite(at_0[0]).sum())
+    counts, total = reader_counts(at_0, lab.jackknife)
+    return Finding.of(total / heads, "share of heads", details={"heads": heads, "by call": counts})
 
 
 @claim(

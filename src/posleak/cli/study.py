@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from posleak.errors import NoEffectError
 
 from .app import RUNS, app, emit, out, spoken_warnings, working
 from .options import Json, MaxMemory, Seed, named, named_path
@@ -44,14 +47,15 @@ def study_command(
     Example: `posleak study architectures`
     """
     from posleak.runs.spec import parse_bytes
-    from posleak.studies import study
+    from posleak.studies import study_named
 
     changes = {
         key: value for key, value in (("length", length), ("prompts", prompts), ("seed", seed)) if value is not None
     }
-    chosen = study(name).at(models=models or (), **changes)
+    chosen = study_named(name).at(models=models or (), **changes)
     for cell in chosen.cells:
-        _ = cell.spec  # refuses what cannot be measured before a model is loaded
+        with suppress(NoEffectError):  # such a cell is left out, and the table says so
+            _ = cell.spec  # refuses what cannot be measured before a model is loaded
     parse_bytes(max_memory)
     from posleak.studies import run_study
 
@@ -84,6 +88,7 @@ def study_table(found: Table) -> Group:
     return Group(
         prose(found.question, style="bold"),
         made,
+        *(prose(f"left out: {label}: {why}", style="dim") for label, why in found.left_out.items()),
         prose(
             "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change "
             "of the residual per relative depth, divided by its mean; removed: 1 − residual power / that of the "

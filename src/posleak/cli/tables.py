@@ -70,10 +70,10 @@ def layers_table(summary: Summary) -> RenderableType:
     numbers = summary.layers["all"]
     shown = parts_of(numbers)
     made = table(["layer", "total", *shown, "shares", "at 0"], right=["layer", "at 0"], gap=1)
-    for layer in range(len(numbers.power["total"].value)):
-        cells = [cell(numbers.power[name][layer], name) for name in ("total", *shown)]
-        bar = share_bar({name: float(numbers.share[name][layer].value) for name in shown})
-        made.add_row(str(layer), *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
+    for layer, name in enumerate(summary.layer_names):
+        cells = [cell(numbers.power[part][layer], part) for part in ("total", *shown)]
+        bar = share_bar({part: float(numbers.share[part][layer].value) for part in shown})
+        made.add_row(name, *cells, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
     return made
 
 
@@ -140,8 +140,11 @@ def _effect(result: Result) -> Text:
     """`39% (22% … 50%) removed, n=16`, or why there is none."""
     if math.isnan(result.effect):
         return Text(str(result.reason or "could not be estimated").splitlines()[0], style="dim")
+    from posleak.claims import ENOUGH
+
     value, rest = effect(result.estimate, result.unit)
-    return Text(value, style="bold").append(f" {rest}, n={result.n}", style="dim not bold")
+    needs = f", a verdict needs {ENOUGH}" if result.too_few else ""
+    return Text(value, style="bold").append(f" {rest}, n={result.n}{needs}", style="dim not bold")
 
 
 def doctor_table(diagnosis: Diagnosis) -> Group:

@@ -44,11 +44,11 @@ def layers_table(found: Trace) -> RenderableType:
     """One line per layer."""
     numbers, attention = found.layers["all"], found.attention
     made = table(["layer", "total", *NAMES, "shares", "to origin"], right=["layer"], gap=1)
-    for layer in range(len(numbers.power["total"].value)):
+    for layer, called in enumerate(found.ordinary.summary.layer_names):
         cells = [cell(numbers.power[name][layer], name) for name in ("total", *NAMES)]
         bar = share_bar({name: float(numbers.share[name][layer].value) for name in NAMES})
         to_origin = " → ".join(f"{attention[name].value[layer]:.2f}" for name in ("ordinary", "borrowed"))
-        made.add_row(str(layer), *cells, bar, to_origin)
+        made.add_row(called, *cells, bar, to_origin)
     return made
 
 

@@ -14,12 +14,23 @@ from transformers import PreTrainedModel
 
 from posleak.errors import CheckError
 from posleak.inputs import prepare
-from posleak.models import Subject
-from posleak.probe import Calibration, Plan, attach, body, calibrate, default_plan, exclusive, relative_difference
+from posleak.models import AnyModel, Subject, subject_of
+from posleak.probe import (
+    Calibration,
+    Plan,
+    attach,
+    body,
+    calibrate,
+    default_plan,
+    exclusive,
+    relative_difference,
+    takes_positions,
+)
 from posleak.probe.attachment import implemented
 from posleak.rounding import AGREE
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
 from posleak.runs.spec import parse_bytes, require_between
+from posleak.text import visible
 
 from . import laws
 from .check import Check
@@ -30,7 +41,7 @@ LONGEST = 1280
 PROMPTS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """All checks of one model; `calibration` is what every measurement of it would start with."""
 
@@ -42,9 +53,16 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
+        """Did every check pass?"""
         return all(check.ok for check in self.checks)
 
+    def __repr__(self) -> str:
+        failed = [check.id for check in self.checks if not check.ok]
+        found = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
+        return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {found})"
+
     def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak doctor --json` (docs/json.md)."""
         return {
             "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
             "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
@@ -59,26 +77,34 @@ def doctor_length(subject: Subject) -> int:
 
 
 def doctor(
-    subject: Subject,
+    subject: AnyModel,
     *,
     length: int | None = None,
     prompts: int = PROMPTS,
     seed: int = 0,
     short: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda check: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Calibration, parity with eager attention, the laws, and the rounding floor of each dtype.
+    """Can this model be measured, and are the numbers right here: calibration, parity, laws, rounding floors.
 
-    The short form leaves out what needs many prompts (L3) or copies of the model (the floors). All prompts are read at
-    once, fewer where `max_memory`, what the process may hold with the loaded model, asks for it. What cannot fit is
-    refused before the first forward pass.
+    All prompts are read at once, fewer where `max_memory` asks for it. What cannot fit is refused before the first
+    forward pass.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    length      tokens per prompt: 96, or longer than the model's windows
+    prompts     how many, for the laws that hold on average
+    seed        of the tokens
+    short       leave out what needs many prompts (law L3) or copies of the model (the floors)
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
     require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
-    plan = default_plan(doctor_length(subject) if length is None else length)
-    batch = _batch(subject, plan, prompts, short, parse_bytes(max_memory))
-    with exclusive(subject.model):
-        return _diagnosis(subject, plan, prompts, seed, short, batch, progress)
+    who, say = subject_of(subject), progress or (lambda check: None)
+    plan = default_plan(doctor_length(who) if length is None else length)
+    batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
+    with exclusive(who.model):
+        return _diagnosis(who, plan, prompts, seed, short, batch, say)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
@@ -149,15 +175,15 @@ def eager_parity(bench: laws.Bench, padding: int = PADDING) -> Check:
     """The model's last states under the probe against its eager attention's, on left-padded prompts.
 
     Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
+    A model that computes its attention itself is watched in its eager form, which may differ from its fused one.
     """
     model = bench.model
     ids = torch.from_numpy(np.pad(bench.few, ((0, 0), (padding, 0)), mode="edge")).to(model.device)
     keep = torch.ones_like(ids)
     keep[:, :padding] = 0
     call = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
-    with exclusive(model), torch.inference_mode():
-        with implemented(model, "eager"):
-            expected = body(model)(**call)[0][:, padding:]
+    with exclusive(model), torch.inference_mode(), implemented(model, "eager"):
+        expected = body(model)(**call)[0][:, padding:]
         with attach(model):
             found = body(model)(**call)[0][:, padding:]
     why = f"states under the probe equal those of eager attention, with {padding} tokens of left padding"
@@ -168,7 +194,10 @@ def rounding_floor(bench: laws.Bench, dtype: torch.dtype) -> Check:
     """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage."""
     model = bench.model if bench.model.dtype == dtype else in_dtype(bench.model, dtype)
     name = str(dtype).removeprefix("torch.")
-    why = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}: measured, not judged"
+    what = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}"
+    why = f"{what}: measured, not judged"
+    if not takes_positions(model):
+        return Check(f"floor {name}", 0.0, None, "nats rms", f"{what}: not measured, the model takes no position ids")
     try:
         value = laws.shift_floor(model, bench.plan, bench.few, laws.SHIFT)
     except CheckError as error:

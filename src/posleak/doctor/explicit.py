@@ -19,17 +19,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.probe import attach, body
+from posleak.probe import attach, body, relative_difference
 from posleak.probe.hold import own
+from posleak.rounding import AGREE
 
 LENGTH = 37
 """A prime that no other axis of a model has as its size: the axis of positions is recognised by it."""
 
 TABLE, RECURRENT, SINKS = "position table", "recurrent layer", "learned sink logits"
+COUNTING = "recurrent layer that reads position ids"
 
 REASONS = {
     TABLE: "it has a table of absolute positions ({module}), which writes position into the residual stream",
     RECURRENT: "{module} carries a state from token to token that starts empty, so that it counts positions",
+    COUNTING: "the recurrent layer {module} reads position ids itself, and its output changes with them",
     SINKS: "the learned sink logits of {module} take a share that depends on how many keys a query sees",
 }
 
@@ -73,9 +76,25 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
         attention = {watch.names[id(module)] for module in probe.modules}
     if watch.found is None:
         return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
-    if watch.embedding:
-        return Entrance(TABLE, watch.found)
+    if watch.embedding:  # whose numbers may be sines for a rotation, which leaves the states alone
+        return Entrance(TABLE, watch.found) if _differs(out[0]) else None
     return Entrance(SINKS if watch.found in attention else RECURRENT, watch.found)
+
+
+def shifts(model: PreTrainedModel, module: str, token: int, by: int) -> bool:
+    """Does a module's output change with the position ids alone? For a layer of the kind that reads no others."""
+    outputs: list[Tensor] = []
+    keep = own(lambda _, args, out: outputs.append(next(_along_positions([out, *_values(out)]))))
+    handle = model.get_submodule(module).register_forward_hook(keep)
+    try:
+        with attach(model) as probe:
+            ids = torch.full((1, LENGTH), token, device=model.device)
+            for start in (0, by):
+                probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
+    finally:
+        handle.remove()
+    still, moved = outputs
+    return relative_difference(moved, still) > AGREE.of(model.dtype)
 
 
 @contextmanager

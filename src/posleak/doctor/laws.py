@@ -26,7 +26,7 @@ from posleak.leakage import (
     component,
 )
 from posleak.leakage.dataset import assemble, stack_layers
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.origin import closure as closed_system
 from posleak.probe import (
     Call,
@@ -44,7 +44,7 @@ from posleak.probe import (
 from posleak.rounding import AGREE, EXACT
 
 from .check import Check
-from .explicit import TABLE, Entrance, first_entrance
+from .explicit import COUNTING, RECURRENT, TABLE, Entrance, first_entrance, shifts
 from .memory import FEW, PADDING
 
 Ids = NDArray[np.int64]
@@ -158,8 +158,8 @@ def first_layer(bench: Bench) -> Check:
     powers = {}
     for name in ("drift", "sink"):
         x = component(data, name).values
-        gram = np.nanmean(gram_matrix(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
-        powers[name] = prompts.inner(gram).at(level=0.999)
+        sums = np.nanmean(products(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
+        powers[name] = prompts.inner(sums).at(level=0.999)
     name = max(powers, key=lambda name: float(powers[name].interval[0]))
     why = (
         "i.i.d. tokens meet no position before the first attention: drift and sink are 0 within their intervals, "
@@ -228,12 +228,16 @@ def shifted_positions(bench: Bench, shift: int) -> Check:
 
 
 def _shift_cause(bench: Bench) -> str | None:
-    if bench.entrance is not None and bench.entrance.kind == TABLE:
-        return bench.entrance.reason
+    entrance = bench.entrance
+    if entrance is not None and entrance.kind == TABLE:
+        return entrance.reason
     scaled = [float(place.temperature.max()) for place in bench.placements if place.temperature is not None]
     if scaled:
         return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
-    return bench.uneven
+    if entrance is None or entrance.kind != RECURRENT:
+        return bench.uneven
+    moved = shifts(bench.model, entrance.module, int(bench.constant[0, 0]), SHIFT)
+    return replace(entrance, kind=COUNTING).reason if moved else bench.uneven
 
 
 def closure(bench: Bench) -> Check:
@@ -274,7 +278,8 @@ def _padding_cause(bench: Bench, padding: int = PADDING) -> str | None:
     keep[:, :padding] = 0
     given = {}
     if takes_positions(bench.model):
-        given = {"position_ids": (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)[None]}
+        places = (torch.arange(padded.shape[1], device=ids.device) - padding).clamp(min=0)
+        given = {"position_ids": places.expand_as(padded)}
     with exclusive(bench.model), torch.inference_mode():
         plain = body(bench.model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         moved = body(bench.model)(input_ids=padded, attention_mask=keep, use_cache=False, **given)[0][:, padding:]

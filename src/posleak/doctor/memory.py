@@ -6,6 +6,7 @@ from posleak.models import Subject
 from posleak.probe import Plan
 from posleak.runs.memory import (
     MemoryPlan,
+    own_bytes,
     pass_bytes,
     result_bytes,
     row_bytes,
@@ -28,7 +29,9 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
     whole = state_bytes(subject, FEW * T, item) + square_bytes(subject, FEW, T, item)
     copies = 0 if short else weight_count(subject) * (item + 4)  # one as it is, which is then rounded
     return MemoryPlan(
-        activations=max(pass_bytes(subject, batch * T, item), few + max(whole, copies)),
+        activations=max(
+            pass_bytes(subject, batch * T, item) + own_bytes(subject, batch, T, item), few + max(whole, copies)
+        ),
         rows=max(row_bytes(subject, plan, at_once, T, max(4, item)) for at_once in (batch, FEW)),
         results=result_bytes(subject, plan, prompts, layers=1) + 8 * prompts * T,
     )

@@ -1,7 +1,7 @@
 """Stage 4, what if: changes to the embedding at 0, positions, visibility, context, and reads of position 0.
 
 Each is a frozen value with a short text (`--edit TEXT`), says where it acts, and leaves the model as it was. An edit
-that changes nothing, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
+that changes nothing by its own text, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
 
 A text is read and refused without torch: modules here import it only inside the functions that compute.
 """
@@ -9,7 +9,8 @@ A text is read and refused without torch: modules here import it only inside the
 # Importing a module registers its edits, in the order of docs/edits.md.
 from . import embedding, visibility, origin, context, positions, precision  # noqa: F401, I001
 from .base import KINDS, Kind, NamedEdit, ScopedEdit, Site, register
-from .parse import parse_edit, parse_edits, require_measurable
+from .own import texts, texts_of
+from .parse import parse_edit, parse_edits, require_measurable, require_readable, unreadable
 from .scope import Scope
 
 __all__ = [
@@ -23,4 +24,8 @@ __all__ = [
     "parse_edits",
     "register",
     "require_measurable",
+    "require_readable",
+    "texts",
+    "texts_of",
+    "unreadable",
 ]

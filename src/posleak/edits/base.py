@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from posleak.probe import Call
+    from posleak.probe import Calibration, Call
 
 
 class Site(Enum):
@@ -34,6 +34,7 @@ class Site(Enum):
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
+    OWN = "what an edit object without a text changes"
 
 
 class NamedEdit(Edit):
@@ -41,6 +42,7 @@ class NamedEdit(Edit):
 
     causal: queries still do not see later keys under it; otherwise leakage at equal offsets is not defined.
     needs_causal: it is only defined where queries do not see later keys.
+    null: by its own text it changes nothing, as `shift=0`: a control. Any other edit that changes nothing is an error.
     """
 
     site: ClassVar[Site]
@@ -50,6 +52,16 @@ class NamedEdit(Edit):
     @property
     def text(self) -> str:
         raise AssertionError(f"{type(self).__name__} has no text")
+
+    def require_within(self, calibration: Calibration) -> None:
+        """Refuse a model that does not have what it names."""
+
+    def require_length(self, length: int) -> None:
+        """Refuse prompts that are too short for it to change anything."""
+
+    @property
+    def null(self) -> bool:
+        return False
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -68,6 +80,9 @@ class ScopedEdit(NamedEdit):
     @property
     def text(self) -> str:
         return self.name + self.scope.text
+
+    def require_within(self, calibration: Calibration) -> None:
+        self.scope.require(calibration.numbers, calibration.heads, f"--edit {self.text}")
 
     def edit(self, call: Call) -> Call:
         heads = self.scope.heads(call)

@@ -19,8 +19,8 @@ from posleak.inputs import Prompts
 from posleak.inputs.prompts import UNLENT
 from posleak.rounding import CLOSED
 
-from .base import Kind, NamedEdit, Site, register
-from .scope import EVERYWHERE, Scope
+from .base import Kind, ScopedEdit, Site, register
+from .scope import Scope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,21 +34,16 @@ SHORT = 32
 
 
 @dataclass(frozen=True)
-class Borrow(NamedEdit):
+class Borrow(ScopedEdit):
     """Queries of the layers in scope are lent the keys that they lack."""
 
-    scope: Scope = EVERYWHERE
-
+    name: ClassVar[str] = "context=borrowed"
     site: ClassVar[Site] = Site.CONTEXT
     needs_causal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
             raise InputError("a context is lent to whole layers", where=self.text, expected="layers, as in @0-5")
-
-    @property
-    def text(self) -> str:
-        return f"context=borrowed{self.scope.text}"
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors()
@@ -58,6 +53,10 @@ class Borrow(NamedEdit):
         call.visibility.kept(("same after a donor", length), lambda: require_same_sight(call.visibility, length))
         rule = borrowed(call.visibility.rule, length, lends)
         return replace(call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + UNLENT)
+
+    def heads(self, before: Call, after: Call) -> int:
+        """Those that are lent something."""
+        return int(self.scope.heads(before).sum())
 
 
 def require_same_sight(seen: Visibility, length: int) -> None:

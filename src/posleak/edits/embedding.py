@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError
 from posleak.inputs import Prompts
-from posleak.inputs.bodies import RandomFirstBody
+from posleak.inputs.bodies import GivenBody, RandomFirstBody
 from posleak.inputs.bos import FirstToken
 
 from .base import Kind, NamedEdit, Site, register
@@ -50,6 +50,7 @@ class FirstEmbedding(NamedEdit):
         new = self.vector(table)
 
         def put(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+            probe.touch(self).note("the embedding at position 0")
             first = new.to(out)
             if self.kind == "noise":
                 first = first * out[:, 0].norm(dim=-1, keepdim=True)
@@ -99,6 +100,11 @@ class FirstOrdinary(NamedEdit):
         return f"bos={self.kind}"
 
     def prompts(self, prompts: Prompts) -> Prompts:
+        if self.kind == "none" and isinstance(prompts.body, GivenBody):
+            raise InputError(
+                "the prompts were given with their first token: nothing else can stand there without a BOS",
+                where=self.text, remedy="give prompts without it (of texts: bos='none'), or use bos=random",
+            )  # fmt: skip
         first = FirstToken(self.kind, None, None)
         body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body
         return replace(prompts, first=first, body=body)

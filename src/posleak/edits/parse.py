@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from posleak.errors import InputError, did_you_mean
+from posleak.errors import InputError, RunError, did_you_mean
 from posleak.plugins import load_plugins
 
 from .base import KINDS, Kind, NamedEdit, Site
+from .own import OwnText
 from .positions import Ring
 from .scope import Scope
 
 
 def parse_edit(text: str) -> NamedEdit:
     """One edit from its text."""
+    if isinstance(text, OwnText):
+        return text.edit
     load_plugins()
     name, _, value = text.strip().partition("=")
     if name not in KINDS:
         raise InputError("unknown edit", where=f"--edit {text}", got=name, remedy=did_you_mean(name, KINDS))
-    value, _, where = value.partition("@")
-    scope, kind = Scope.parse(where or None), KINDS[name]
-    if where and not kind.scoped:
+    value, at, where = value.partition("@")
+    scope, kind = Scope.parse(where if at else None), KINDS[name]
+    if at and not kind.scoped:
         raise _unreadable(text, kind)
     try:
         return kind.make(value, scope)
@@ -49,7 +52,7 @@ BY_PLACE = (Site.EMBEDDING, Site.VISIBILITY, Site.ORIGIN)
 
 def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
     reason = None
-    if first.site is second.site:
+    if first.site is second.site is not Site.OWN:
         reason = f"both change the {first.site.value}"
     for one, other in ((first, second), (second, first)):
         if not one.causal and other.needs_causal:
@@ -74,3 +77,26 @@ def require_measurable(edits: Sequence[NamedEdit]) -> None:
                 where=f"--edit {edit.text}",
                 remedy="`posleak claims` uses it to show where position enters; measure with window= or sink= instead",
             )
+
+
+def unreadable(edits: Iterable[str]) -> Iterator[str]:
+    """The texts from which an edit cannot be made again."""
+    for text in edits:
+        if isinstance(text, OwnText):
+            try:
+                same = parse_edit(str(text)) == text.edit
+            except InputError:
+                same = False
+            if not same:
+                yield str(text)
+
+
+def require_readable(edits: Iterable[str], where: str) -> None:
+    """Refuse to write results whose edits cannot be read back from the record."""
+    if found := list(unreadable(edits)):
+        raise RunError(
+            "a run under an edit that was given as an object stays in memory: from its record nobody could make the "
+            "edit again", where=where, got=", ".join(found), expected="edits that are registered",
+            remedy="derive it from posleak.edits.NamedEdit, register its Kind (docs/extending.md), and let its text "
+            "make an equal edit; or keep the run in memory",
+        )  # fmt: skip

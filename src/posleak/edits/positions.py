@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from posleak.probe import Call, Probe
+    from posleak.probe import Call, Placement, Probe
 
 SUFFIX = "inv_freq"
 MOVING = ("dynamic", "longrope")
@@ -38,8 +38,28 @@ class Shift(NamedEdit):
     def text(self) -> str:
         return f"shift={self.by}"
 
+    @property
+    def null(self) -> bool:
+        return self.by == 0
+
     def positions(self, positions: Tensor) -> Tensor:
         return positions + self.by if self.by else positions
+
+    def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
+        """Where positions do anything at all: a shift moves all of them alike."""
+        turned = [place.rotation is None or len(place.rotation.first) > 0 for place in within]
+        return [call for call, turns in enumerate(turned) if turns and not self.null]
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        from posleak.probe import takes_positions
+
+        if not takes_positions(probe.model):
+            raise UnsupportedError(
+                "the model takes no position ids, so that a shift changes nothing", where=f"--edit {self.text}",
+                remedy="it counts its tokens for itself: measure it without the shift",
+            )  # fmt: skip
+        yield
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,10 @@ class Rotation(NamedEdit):
     def text(self) -> str:
         return f"rope={self.kind}" if self.kind == "none" else f"rope={self.kind}:{self.number:.15g}"
 
+    @property
+    def null(self) -> bool:
+        return self.kind in ("ntk", "linear", "yarn") and self.number == 1
+
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         kept: list[tuple[torch.nn.Module, str, Any]] = []
@@ -86,7 +110,7 @@ class Rotation(NamedEdit):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         k, d = torch.arange(len(old), device=old.device), 2 * len(old)
-        if self.kind in ("ntk", "linear", "yarn") and self.number == 1:
+        if self.null:
             return old, None
         if self.kind == "ntk":
             return old * (self.number ** (-2 * k / max(d - 2, 1))).to(old), None
@@ -210,8 +234,8 @@ register(
     Kind(
         "shift", "shift=K",
         "position ids: K is added to each. RoPE knows differences only, so that nothing but rounding should change",
-        "a second edit of positions; `ring`. Not refused: models that take no position ids, where it has no effect, "
-        "and tables of too few positions, which end in PyTorch's IndexError", "shift=512",
+        "a second edit of positions; `ring`; models that take no position ids. Not refused: tables of too few "
+        "positions, which end in PyTorch's IndexError", "shift=512",
         lambda value, scope: Shift(int(value)),
     )
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +12,7 @@ from .base import Kind, NamedEdit, Site, register
 if TYPE_CHECKING:
     import torch
 
-    from posleak.probe import Probe
+    from posleak.probe import Placement, Probe
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -37,12 +37,17 @@ class Precision(NamedEdit):
         found: torch.dtype = getattr(torch, self.name)
         return found
 
+    def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
+        """It changes numbers and no positions."""
+        return []
+
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         dtype, kept = self.weights_dtype, {}
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:
+                    probe.touch(self).note("parameters")
                     kept[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)
             yield

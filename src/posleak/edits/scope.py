@@ -1,11 +1,17 @@
-"""At which layers and heads an edit acts: `@3`, `@2-5`, `@3.1` (layer 3, head 1), `@2-5,7.0`; nothing: everywhere."""
+"""At which layers and heads an edit acts: `@3`, `@2-5`, `@3.1` (layer 3, head 1), `@2-5,7.0`; nothing: everywhere.
+
+Layers have the numbers that the model itself gives them: in a hybrid, whose attention is in some layers only, these are
+the numbers that tables show.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from posleak.axes import listed_layers
 from posleak.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,17 +33,7 @@ class Scope:
     def parse(cls, text: str | None) -> Scope:
         if text is None:
             return cls()
-        items = []
-        for part in text.split(","):
-            match = _ITEM.fullmatch(part.strip())
-            if match is None:
-                raise InputError(
-                    "the scope of an edit cannot be read", where=f"@{text}", got=repr(part),
-                    expected="layers and heads such as @3, @2-5 or @3.1 (layer 3, head 1), separated by commas",
-                )  # fmt: skip
-            first, last, head = match["first"], match["last"] or match["first"], match["head"]
-            items.append((int(first), int(last), None if head is None else int(head)))
-        return cls(tuple(items), everywhere=False)
+        return cls(tuple(_item(part.strip(), text) for part in text.split(",")), everywhere=False)
 
     @property
     def text(self) -> str:
@@ -55,9 +51,39 @@ class Scope:
 
         chosen = torch.full((call.heads,), self.everywhere, dtype=torch.bool, device=call.query.device)
         for first, last, head in self.items:
-            if first <= call.index <= last:
+            if first <= call.layer <= last:
                 chosen[slice(None) if head is None else slice(head, head + 1)] = True
         return chosen
+
+    def require(self, numbers: Sequence[int], heads: Sequence[int], where: str) -> None:
+        """Refuse layers and heads that the model does not have: by attention call, the layer's number and its heads.
+
+        A layer without attention may lie within a range, but not stand alone.
+        """
+        for first, last, head in self.items:
+            here = [count for number, count in zip(numbers, heads, strict=True) if first <= number <= last]
+            if not here or last > max(numbers):
+                raise InputError(
+                    "the edit names layers in which there is no attention to change", where=where,
+                    got=f"layer {first}" if first == last else f"layers {first} to {last}",
+                    expected=f"among {listed_layers(numbers)}",
+                )  # fmt: skip
+            if head is not None and head >= max(here):
+                raise InputError(
+                    "the edit names a head that the layer does not have", where=where,
+                    got=f"head {head} of layer {first}", expected=f"heads 0 to {max(here) - 1}",
+                )  # fmt: skip
+
+
+def _item(part: str, text: str) -> tuple[int, int, int | None]:
+    match = _ITEM.fullmatch(part)
+    first, last, head = (None, None, None) if match is None else (match["first"], match["last"], match["head"])
+    if first is None or int(last or first) < int(first):
+        raise InputError(
+            "the scope of an edit cannot be read", where=f"@{text}", got=repr(part),
+            expected="layers and heads such as @3, @2-5 or @3.1 (layer 3, head 1), separated by commas",
+        )  # fmt: skip
+    return int(first), int(last or first), None if head is None else int(head)
 
 
 EVERYWHERE = Scope()

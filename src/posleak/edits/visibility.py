@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from posleak.errors import NoEffectError
+
 from .base import Kind, NamedEdit, Site, register
 from .positions import everything
 from .scope import Scope
@@ -13,7 +15,10 @@ from .scope import Scope
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from posleak.probe import Call
+    from posleak.probe import Call, Visibility
+
+ROWS = 64
+"""Queries that are looked at to see whether a window hides anything."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Window(NamedEdit):
         if self.size == 0:
             from transformers.masking_utils import causal_mask_function as causal
 
-            return call if seen.causal else replace(call, visibility=seen.replaced("causal", causal, True))
+            return call if seen.causal else _with(call, self.text, seen.replaced("causal", causal, True))
         if self.size >= call.query.shape[2]:
             return call  # no key is farther away, so the window hides nothing, and the kernel needs no mask for it
 
@@ -58,7 +63,27 @@ class Window(NamedEdit):
             seen_before: Tensor = seen.rule(batch, head, query, key)
             return seen_before & ((near | (key == 0)) if self.sink else near)
 
-        return replace(call, visibility=seen.replaced(self.text, nearest))
+        return _with(call, self.text, seen.replaced(self.text, nearest))
+
+    def require_length(self, length: int) -> None:
+        if self.size >= length:
+            raise NoEffectError(
+                "the window is as long as the prompts, so that it hides nothing", where=f"--edit {self.text}",
+                got=f"prompts of {length} tokens", remedy=f"use a window below {length}, or a longer --length",
+            )  # fmt: skip
+
+
+def _with(call: Call, name: str, new: Visibility) -> Call:
+    """The call with another visibility; itself if no query sees other keys: its own window may be the narrower one."""
+    import torch
+
+    seen = call.visibility
+
+    def differ() -> bool:
+        rows = torch.unique(torch.linspace(0, seen.shape[2] - 1, ROWS).long())
+        return not torch.equal(seen.rows(rows), new.rows(rows))
+
+    return replace(call, visibility=new) if seen.kept((name, "differs"), differ) else call
 
 
 def _make_window(value: str, scope: Scope) -> Window:

@@ -9,7 +9,8 @@ never their starts, and position 0 decided by a policy that is written into the 
 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
-from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
+from posleak.inputs.given import GivenPrompts, Inputs, Readable, read_given
+from posleak.inputs.prompts import InputFacts, Prompts, prepare
 from posleak.inputs.repeats import repeat_notes
 from posleak.inputs.source import (
     KINDS,
@@ -18,6 +19,7 @@ from posleak.inputs.source import (
     RandomTokens,
     Source,
     TextCrops,
+    names_source,
     parse,
     register,
     require_source,
@@ -30,7 +32,9 @@ __all__ = [
     "Body",
     "ConstantToken",
     "FirstToken",
+    "GivenPrompts",
     "InputFacts",
+    "Inputs",
     "Kind",
     "Prompts",
     "RandomTokens",
@@ -39,8 +43,10 @@ __all__ = [
     "TextCrops",
     "Vocabulary",
     "draw",
+    "names_source",
     "parse",
     "prepare",
+    "read_given",
     "register",
     "repeat_notes",
     "require_source",

@@ -124,12 +124,7 @@ def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
     """A private copy of `table`, checked: [B, T], whole numbers, T = length, all in the vocabulary."""
     ids = np.asarray(table)
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
-        raise InputError(
-            "ids must be a table of whole numbers, one row per prompt",
-            where="inputs",
-            got=f"shape {ids.shape}, dtype {ids.dtype}",
-            expected="int64 [B, T] with B of 1 or more",
-        )
+        raise no_table(ids)
     if ids.shape[1] != length:
         raise InputError(
             "the ids given are not as long as the length asked for",
@@ -143,3 +138,10 @@ def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
     copy = ids.astype(np.int64)
     copy.setflags(write=False)
     return GivenBody(copy)
+
+
+def no_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
+    return InputError(
+        "ids must be a table of whole numbers, one row per prompt", where="inputs",
+        got=f"shape {ids.shape}, dtype {ids.dtype}", expected="int64 [B, T] with B of 1 or more", remedy=remedy,
+    )  # fmt: skip

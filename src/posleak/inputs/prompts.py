@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from posleak.errors import InputError
 from posleak.inputs.bodies import DONORS, Body, ConstantBody, GivenBody, OtherGivenBody, given_body
 from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
+from posleak.inputs.given import GivenPrompts, Readable, check_length
 from posleak.inputs.source import Source, parse
 from posleak.inputs.stream import LIMIT, METHOD, check_seed
-from posleak.inputs.vocabulary import Vocabulary, read_vocabulary
+from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
 
 UNLENT = 64
 """A donor is so much longer than its prompt: its first tokens, the sinks among them, are never lent."""
@@ -61,16 +62,6 @@ class InputFacts:
 
 NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_token": "", "vocabulary_size": 0,
                           "vocabulary_excluded": 0, "context": 0}  # fmt: skip
-
-
-class Readable(Protocol):
-    """What this stage needs of a subject."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +122,27 @@ class Prompts:
         """How many prompts there are; None: as many as one asks for."""
         return len(self.body.table) if isinstance(self.body, GivenBody) else None
 
+    @property
+    def policy(self) -> str | int:
+        """The BOS policy under which other prompts begin as these do."""
+        if self.first.policy != AS_GIVEN or not isinstance(self.body, GivenBody):
+            return self.first.policy
+        starts = np.unique(self.body.table[:, 0])
+        return int(starts[0]) if len(starts) == 1 else "none"
+
+    @property
+    def caution(self) -> str | None:
+        """What is to be known of numbers from prompts that were given; None for others, which are stationary."""
+        if not isinstance(self.body, GivenBody):
+            return None
+        B, T = self.body.table.shape
+        alike = int((self.body.table[:, 1:] == self.body.table[:1, 1:]).all(0).sum()) if B > 1 else 0
+        same = f" (the same token in every prompt at {alike} of {T - 1} places after the first)" if alike else ""
+        return (
+            "the prompts were given: what their texts have at fixed places, such as a template or the start of a "
+            f"document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) have no such places"
+        )
+
     def describe(self) -> InputFacts:
         """What a result must say about its input."""
         said = self.body.describe()
@@ -162,7 +174,7 @@ class Prompts:
 
 def prepare(
     subject: Readable,
-    inputs: str | Source | np.ndarray = "random",
+    inputs: str | Source | GivenPrompts | np.ndarray = "random",
     *,
     bos: str | int = "auto",
     length: int,
@@ -170,27 +182,14 @@ def prepare(
 ) -> Prompts:
     """Prompts of `length` tokens, BOS included, or an InputError that says what to change.
 
-    `inputs` is what `parse` reads, its result, or a table of ids [B, T], which is used as it stands.
+    `inputs` is what `parse` reads, its result, or prompts that were given: a table of ids [B, T] is used as it stands.
     """
-    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 2:
-        raise InputError("not the length of a prompt", where="inputs", got=repr(length), expected="2 or more tokens")
-    seed = check_seed(seed)
-    configs = _configs(subject.model.config)
+    length, seed = check_length(length), check_seed(seed)
+    configs = text_configs(subject.model.config)
     vocabulary = read_vocabulary(configs, subject.tokenizer)
     source = parse(inputs) if isinstance(inputs, str) else inputs
-    if not isinstance(source, np.ndarray) and hasattr(source, "body"):
+    if not isinstance(source, np.ndarray | GivenPrompts) and hasattr(source, "body"):
         first = decide(bos, configs, vocabulary)
-        return Prompts(source.text, first, vocabulary, source.body(int(length), seed, vocabulary), int(length), seed)
-    if bos not in ("auto", AS_GIVEN):
-        raise InputError(
-            "ids given directly already have their first token", where="inputs", got=f"bos={bos!r}",
-            expected="no BOS policy", remedy="write the token into column 0, and leave bos out",
-        )  # fmt: skip
-    body = given_body(source, int(length), vocabulary)
-    return Prompts("ids", FirstToken(AS_GIVEN, None, None), vocabulary, body, int(length), seed)
-
-
-def _configs(config: Any) -> list[Any]:
-    """The text part of the config, then the whole: a model of several modalities may name its BOS in either."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return [text] if text is config else [text, config]
+        return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
+    given = source if isinstance(source, GivenPrompts) else GivenPrompts.of_ids(source, bos)
+    return Prompts(given.kind, given.first, vocabulary, given_body(given.table, length, vocabulary), length, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
@@ -52,6 +53,14 @@ def register(kind: Kind) -> None:
 def forms() -> tuple[str, ...]:
     """Everything that `parse` reads, for messages and help."""
     return tuple(form for kind in KINDS.values() for form in kind.forms)
+
+
+def names_source(text: str) -> bool:
+    """Is this what `--inputs` takes, or a misspelling of it? Any other string is a text for the model to read."""
+    load_plugins()
+    name = text.partition(":")[0]
+    one_word = len(text.split()) < 2
+    return name in KINDS or (one_word and bool(get_close_matches(name.lower(), KINDS, cutoff=0.6))) or not text.strip()
 
 
 def parse(text: str) -> Source:

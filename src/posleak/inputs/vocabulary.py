@@ -97,3 +97,9 @@ def id_list(value: int | list[int] | None) -> list[int]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def text_configs(config: Any) -> list[Any]:
+    """The text part of the config, then the whole: a model of several modalities may name its BOS in either."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [text] if text is config else [text, config]

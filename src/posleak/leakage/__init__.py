@@ -5,7 +5,7 @@ from .observer import AttentionObserver, LeakageObserver
 from .profile import narrow_layers, sink_width
 from .sampled import FEWEST, Estimate, Jackknife, Sampled, combined
 from .split import Parts, split
-from .summary import Summary, summarise, tidy
+from .summary import Summary, by_head, summarise, tidy
 
 __all__ = [
     "FEWEST",
@@ -17,6 +17,7 @@ __all__ = [
     "Sampled",
     "Summary",
     "assemble",
+    "by_head",
     "combined",
     "component",
     "components",

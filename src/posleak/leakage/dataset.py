@@ -12,7 +12,8 @@
     pairs                                        (layer, query, offset)  where a query has a body key at an offset
     remainder                                    (prompt batch maximum, as an attribute)
 
-A layer is one attention call, in call order. Layers with fewer heads than the widest are filled with NaN.
+A layer is one attention call, in call order, labelled with the number that the model gives to its layer; `call` counts
+the calls. Layers with fewer heads than the widest are filled with NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import xarray as xr
 from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 
-from posleak.axes import COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
+from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
 from posleak.probe import Plan
 
 from .split import Parts
@@ -74,19 +75,21 @@ def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndar
     return np.pad(array, missing, constant_values=np.nan)
 
 
-def assemble(chunks: Sequence[Chunk], plan: Plan, attributes: dict[str, Any] | None = None) -> xr.Dataset:
-    """All prompts of a measurement as one dataset."""
+def assemble(chunks: Sequence[Chunk], plan: Plan, numbers: Sequence[int] | None = None) -> xr.Dataset:
+    """All prompts of a measurement as one dataset; numbers: the model's own layer of each call, if they are known."""
     data = {
         name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
         for name, axes in (ARRAYS | OPTIONAL).items()
         if name in chunks[0]
     }
     data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
-    coords = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
+    coords: dict[str, Any] = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
     sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}
     coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD, POSITION)})
+    if numbers is not None:
+        coords |= {LAYER: list(numbers), CALL: (LAYER, list(range(len(numbers))))}
     remainder = max(float(chunk["remainder"]) for chunk in chunks)
-    return xr.Dataset(data, coords, {**(attributes or {}), "remainder": remainder})
+    return xr.Dataset(data, coords, {"remainder": remainder})
 
 
 def component(data: xr.Dataset, name: str) -> Float64[xr.DataArray, "B L H Q D"]:

@@ -27,7 +27,7 @@ def sink_width(
 
 
 def narrow_layers(data: xr.Dataset, origin: int) -> dict[int, int]:
-    """Layers where the sink goes on behind the origin, each with the width of the origin that would do.
+    """Attention calls where the sink goes on behind the origin, each with the width of the origin that would do.
 
     There the keys m … m+7 get more than 5 times the attention of ordinary ones, and over 0.02 of all, in the mean over
     prompts and heads. A width at the end of what was looked at means that or more.

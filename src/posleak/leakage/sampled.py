@@ -6,7 +6,7 @@ noise. Numbers of one result leave out the same prompts, so that sums, differenc
 drawn at random.
 
     jackknife = Jackknife(prompts)
-    after, before = jackknife.inner(gram_after), jackknife.inner(gram_before)
+    after, before = jackknife.inner(products_after), jackknife.inner(products_before)
     removed = 1 - after.over(before).estimate      # value, low, high, n
 
 With v the number, v_i without prompt i and v_ij without i and j, of n prompts:
@@ -25,24 +25,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 
 from posleak.arrays import Array
 
-from .power import unbiased
+from .power import pairs, unbiased
 from .student import quantile
 
 LEVEL = 0.95
 
 FEWEST = 4
 """Prompts below which there is no interval: with three, what two do together cannot be told."""
-
-NEIGHBOURS = 8
-"""Each prompt is left out together with so many that follow it, in a ring; up to 17 prompts these are all pairs."""
 
 ALIKE = 1e-7
 """Replicates that differ by so little, beside their number, differ by rounding: so do the prompts."""
@@ -172,14 +169,6 @@ def _reach(t: float, ones: Cells, twos: Cells, n: int) -> Cells:
     return found
 
 
-@cache
-def pairs(prompts: int) -> tuple[Int64[np.ndarray, "pairs"], Int64[np.ndarray, "pairs"]]:
-    """The prompts that are left out together: each with those that follow it in a ring, no pair twice."""
-    first, step = np.meshgrid(np.arange(prompts), np.arange(1, min(NEIGHBOURS, prompts // 2) + 1))
-    once = (2 * step < prompts) | (first < step)
-    return first[once], (first + step)[once] % prompts
-
-
 def combined(function: Callable[..., Any], *numbers: Sampled | float | int) -> Sampled:
     """function(…) of the values, and of every replicate: it must be smooth, and act on the last axes only."""
     sampled = [number for number in numbers if isinstance(number, Sampled)]
@@ -200,13 +189,10 @@ class Jackknife:
         with np.errstate(invalid="ignore", divide="ignore"):
             return self._replicated(x.mean(0), (total - x) / (n - 1), (total - x[first] - x[second]) / (n - 2))
 
-    def inner(self, gram: Float64[np.ndarray, "*cells B B"]) -> Sampled:
-        """⟨x, y⟩ from the Gram matrices of x and y."""
-        first, second = pairs(self.prompts)
-        own = np.diagonal(gram, axis1=-2, axis2=-1)
-        with_others = np.moveaxis(gram.sum(-1) + gram.sum(-2) - 2 * own, -1, 0)
-        together = np.moveaxis(gram[..., first, second] + gram[..., second, first], -1, 0)
-        return self.of_sums(unbiased(gram), with_others, together)
+    def inner(self, sums: Float64[np.ndarray, "*cells sums"]) -> Sampled:
+        """⟨x, y⟩ from the products of x and y (power.py)."""
+        n, found = self.prompts, np.moveaxis(sums, -1, 0)
+        return self.of_sums(unbiased(sums, n), found[:n], found[n:])
 
     def of_sums(
         self,

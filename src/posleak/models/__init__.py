@@ -21,6 +21,7 @@
     sources     a name -> a folder
     steps       a folder of checkpoints -> their folders, in the order of training
     loading     `load`
+    given       what may stand in the place of a subject
 
 Importing this package is quick: torch and transformers are imported only when a model is touched.
 """
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from posleak.models.builtin import cached as cached
     from posleak.models.builtin import fetch as fetch
     from posleak.models.builtin import listing as listing
+    from posleak.models.given import AnyModel as AnyModel
+    from posleak.models.given import subject_of as subject_of
     from posleak.models.identity import Identity as Identity
     from posleak.models.loading import load as load
     from posleak.models.memory import available_bytes as available_bytes
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "builtin": ("BUILTIN", "DEFAULT", "Builtin", "Listed", "cached", "fetch", "listing"),
+    "given": ("AnyModel", "subject_of"),
     "steps": ("checkpoints",),
     "identity": ("Identity",),
     "loading": ("load",),

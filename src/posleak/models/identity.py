@@ -181,8 +181,9 @@ def _head_dim(text: PreTrainedConfig) -> int:
 
 
 def _context(text: PreTrainedConfig) -> int | None:
+    """Some configs say −1 for "as many as you like"."""
     context = getattr(text, "max_position_embeddings", None)
-    return None if context is None else int(context)
+    return None if context is None or int(context) < 1 else int(context)
 
 
 def _quantisation(config: PreTrainedConfig) -> str | None:

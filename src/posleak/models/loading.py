@@ -98,10 +98,17 @@ def load(
 ) -> Subject:
     """Load a built-in model, a folder, a GGUF file or a hub id.
 
-    Weights are float32 on a CPU and as stored elsewhere, unless `dtype` says otherwise; the device is the accelerator
-    if there is one. Code and pickles from strangers are refused unless allowed. `verify` hashes all weights again
-    instead of trusting what was remembered of files that look unchanged. While a built-in model is fetched, `progress`
-    is called with each step and `notice` with the terms of use; by default both print to stderr.
+    name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id
+    device             where it computes: the accelerator if there is one, else the CPU
+    dtype              of its weights: float32 on a CPU, and as stored elsewhere
+    device_map         how transformers shall spread it over devices, instead of `device`
+    revision           of a hub id: a branch, a tag or a commit
+    trust_remote_code  let code run that comes with the model; it is refused otherwise
+    allow_pickle       read weights that are pickles, which can run code; they are refused otherwise
+    verify             hash all weights again, instead of trusting what is remembered of files that look unchanged
+    cache              a folder for what is fetched and converted, instead of the platform's cache
+    progress           called with each step while a built-in model is fetched; by default it prints to stderr
+    notice             called with the terms of use of a built-in model; by default it prints to stderr
     """
     text = _name(name)
     pretrained.require_dtype(dtype)

@@ -92,6 +92,8 @@ def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
         raise _not_a_decoder(folder, f"{config.model_type}: an encoder-decoder")
     if getattr(text, "is_decoder", True) is False and text.model_type in masked:
         raise _not_a_decoder(folder, f"{config.model_type}: an encoder (is_decoder is false)")
+    if getattr(text, "causal", True) is False:
+        raise _not_a_decoder(folder, f"{config.model_type} with causal=False")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise _not_a_decoder(folder, f"{config.model_type} with use_bidirectional_attention")
 

@@ -12,7 +12,11 @@ cosines         mean cosines with intervals
 context         the two forward passes of each prompt that the parts share
 origin          all of it on one model
 record, store   the same as JSON and arrays, and beside a run
+
+`posleak.origin` is this package and can be called: `posleak.origin(subject)`.
 """
+
+from posleak.callable import call_as
 
 from .closure import Closure, closure
 from .fingerprint import Fingerprint, fingerprint
@@ -20,7 +24,7 @@ from .origin import Origin, origin
 from .portrait import Portrait, ordinary_tokens
 from .position_probe import PositionProbe, position_probe
 from .projection import Projection, projections
-from .reading import EPSILON, Reading, ReadingObserver
+from .reading import EPSILON, Reading, ReadingObserver, reader_counts
 from .record import OriginRecord
 from .states import Alone, alone, states
 from .store import StoredOrigin, read_origin, write_origin
@@ -49,6 +53,9 @@ __all__ = [
     "position_probe",
     "projections",
     "read_origin",
+    "reader_counts",
     "states",
     "write_origin",
 ]
+
+call_as(__name__, origin)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
-from posleak.leakage.sampled import NEIGHBOURS, pairs
+from posleak.leakage.power import NEIGHBOURS, pairs
 
 from .states import unit
 

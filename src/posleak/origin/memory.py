@@ -9,6 +9,7 @@ from posleak.runs.memory import (
     REPLICATES,
     SLACK,
     MemoryPlan,
+    own_bytes,
     pass_bytes,
     row_bytes,
     square_bytes,
@@ -35,7 +36,7 @@ def origin_plan(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: 
     outputs = COPIES * 8 * batch * subject.identity.heads * len(plan.rows) * subject.identity.head_dim
     work = (_portrait(subject, tokens), _fingerprint(subject, prompts), _position_probe(subject, prompts, T))
     return MemoryPlan(
-        activations=max(pass_bytes(subject, batch * T, item) + both, alone),
+        activations=max(pass_bytes(subject, batch * T, item) + own_bytes(subject, batch, T, item) + both, alone),
         rows=max(row_bytes(subject, plan, batch, T, item) + outputs, square_bytes(subject, 1, min(128, T), item)),
         results=_kept(subject, plan, prompts, tokens) + int(SLACK * max(work)) + FIRST_USE,
     )

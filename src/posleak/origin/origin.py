@@ -14,10 +14,11 @@ from torch import Tensor
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
-from posleak.models import Identity, Subject
+from posleak.models import AnyModel, Identity, Subject, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
 from posleak.runs.spec import parse_bytes, require_between
+from posleak.text import visible
 from posleak.typed import plain
 
 from .closure import Closure
@@ -35,7 +36,7 @@ CALIBRATION_LENGTH = 128
 TOKENS_AT_ONCE = 2048
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Origin:
     """Everything about position 0 of one model. Its JSON is `record.OriginRecord`; arrays for figures stay in the
     parts: `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`."""
@@ -54,7 +55,17 @@ class Origin:
     fingerprint: Fingerprint
     position_probe: PositionProbe
 
+    def __repr__(self) -> str:
+        token, readers = (
+            self.trajectory.spelled or self.trajectory.token,
+            sum(int(x.sum()) for x in self.reading.readers),
+        )
+        facts = f"{self.prompts} prompts of {self.length} tokens, {len(self.portrait.tokens)} first tokens"
+        line = f"{self.identity.name}: {facts}; reference {token!r}; {readers} sink-reading heads"
+        return f"Origin({visible(line)})"
+
     def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak origin --json` (docs/json.md)."""
         token, spelled = self.trajectory.token, self.trajectory.spelled
         found: dict[str, Any] = plain(
             {
@@ -70,7 +81,7 @@ class Origin:
 
 
 def origin(
-    subject: Subject,
+    subject: AnyModel,
     *,
     length: int = 256,
     prompts: int = 8,
@@ -79,20 +90,30 @@ def origin(
     bos: str | int = "auto",
     batch: int = 0,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda part: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Origin:
-    """Position 0 of a subject: prompts of random tokens for what needs a context, `tokens` first tokens for the rest.
+    """Position 0 of a subject: what stands there, what becomes of it, who reads it, and what that tells later tokens.
 
     The reference token of trajectory and portrait is the BOS; with `bos="none"` it is the first of the drawn tokens.
-    `batch` prompts are read at once (0: about 2048 tokens, fewer where `max_memory`, what the process may hold with the
-    loaded model, asks for it). What cannot fit is refused before the first forward pass.
+    What cannot fit into memory is refused before the first forward pass.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    length      tokens per prompt, for what needs a context
+    prompts     how many prompts of random tokens
+    tokens      how many first tokens the portrait shows
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    batch       prompts at once (0: about 2048 tokens, fewer where `max_memory` asks for it)
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
     plan = default_plan(length)
     _check(prompts, tokens, batch)
-    at_once = _batch(subject, plan, prompts, tokens, batch, parse_bytes(max_memory))
-    texts = prepare(subject, "random", bos=bos, length=length, seed=seed)
-    with exclusive(subject.model):
-        return _origin(subject, texts, plan, prompts, tokens, at_once, progress)
+    who, say = subject_of(subject), progress or (lambda part: None)
+    at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
+    texts = prepare(who, "random", bos=bos, length=length, seed=seed)
+    with exclusive(who.model):
+        return _origin(who, texts, plan, prompts, tokens, at_once, say)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:

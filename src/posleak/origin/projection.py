@@ -76,7 +76,7 @@ def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} 
 class _Watched:
     """One attention call: what it returned, and the modules that took that, or what those made of it."""
 
-    module: torch.nn.Module
+    layer: int
     returned: Float[Tensor, "B T HEv"]  # H × Ev: the heads side by side
     shape: tuple[int, int]
     takers: list[tuple[torch.nn.Module, Tensor, Tensor]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Watch:
     calls: list[_Watched] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.calls.append(_Watched(call.module, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
+        self.calls.append(_Watched(call.layer, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
 
     def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.calls or not args or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
@@ -131,19 +131,12 @@ def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projec
 
 def _project(index: int, call: _Watched, names: dict[int, str]) -> Projection:
     heads, size = call.shape
-    layer = layer_of(names[id(call.module)], index)
     for module, x, y in call.takers:
         matrix, bias = affine(module, heads * size)
         gap = (x.float() @ matrix + bias - y.float()).abs().max() / y.float().abs().max()
         if gap <= AFFINE.of(y.dtype):
-            return Projection(index, layer, heads, size, names[id(module)], module, _gain(call.after))
-    return Projection(index, layer, heads, size, None, None, None)
-
-
-def layer_of(name: str, index: int) -> int:
-    """The layer that a module is part of: the first number in its name, else the index of its call."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return numbers[0] if numbers else index
+            return Projection(index, call.layer, heads, size, names[id(module)], module, _gain(call.after))
+    return Projection(index, call.layer, heads, size, None, None, None)
 
 
 def _gain(after: Sequence[tuple[Tensor, Tensor]]) -> Float32[Tensor, "W"] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.leakage import FEWEST, Estimate, Jackknife, combined
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
 
@@ -125,7 +125,7 @@ class Reading:
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
         late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
-        counts, total = _counts(at_0, jackknife)
+        counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
         means = {"at_0": at_0, "written": written, "along": along}
         spread, positional, varies = _variation(attention, jackknife, readers)
@@ -172,7 +172,7 @@ def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.
     return np.concatenate([np.stack([padded(layer) for layer in layers], axis=1) for layers in batches])
 
 
-def _counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
     """Readers of each call [L], and of all: from heads whose interval lies above ε to those where it reaches ε."""
     found = jackknife.mean(at_0).estimate
     unknown = np.nan if found.n < FEWEST else 0.0
@@ -197,9 +197,11 @@ def _variation(
     The common variance never multiplies a prompt with itself: content that differs between prompts adds nothing to it.
     """
     centred = attention - attention.mean(-1, keepdims=True)
-    gram = gram_matrix(centred, centred)  # [L, H, B, B]
-    variance = jackknife.mean(np.moveaxis(np.diagonal(gram, axis1=-2, axis2=-1), -1, 0))
+    variance = jackknife.mean((centred**2).mean(-1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = {"spread": combined(np.sqrt, variance), "positional": jackknife.inner(gram) / variance}
+        found = {
+            "spread": combined(np.sqrt, variance),
+            "positional": jackknife.inner(products(centred, centred)) / variance,
+        }
     whole = {name: combined(lambda x: _mean(x, readers), each).estimate for name, each in found.items()}
     return found["spread"].estimate, found["positional"].estimate, whole

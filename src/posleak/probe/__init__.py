@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .placement import Motion, Placement, read_placements
     from .plan import Plan, default_plan
     from .rows import Rows, call_rows, reduce_rows
+    from .touch import Touch, Touched
     from .visibility import Visibility
 
 __getattr__ = lazy(
@@ -31,6 +32,7 @@ __getattr__ = lazy(
         "placement": ("Motion", "Placement", "read_placements"),
         "plan": ("Plan", "default_plan"),
         "rows": ("Rows", "call_rows", "reduce_rows"),
+        "touch": ("Touch", "Touched"),
         "visibility": ("Visibility",),
     },
 )
@@ -45,6 +47,8 @@ __all__ = [
     "Plan",
     "Probe",
     "Rows",
+    "Touch",
+    "Touched",
     "Visibility",
     "attach",
     "body",

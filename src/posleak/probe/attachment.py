@@ -3,7 +3,8 @@
     with attach(model, observers=[rows]) as probe:
         probe.forward(ids)
 
-Any model on transformers' attention interface is served by the same function; nothing here knows a model by name.
+Any model on transformers' attention interface is served by the same function; nothing here knows a model by name. What
+a model computes off the interface is seen while it is computed, and handed to that function too (watch.py).
 On exit, also after an exception, the model has its own attention back and the registries are as they were. A model is
 attached once at a time: another thread waits, and the same thread is refused (hold.py).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +31,9 @@ from .call import Call
 from .edit import Edit
 from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
+from .touch import Touch
 from .visibility import Visibility, read_mask, visibility_mask
+from .watch import keeps_own_attention, watching
 
 HARMLESS = frozenset(
     {
@@ -57,14 +60,17 @@ _numbers = itertools.count()
 class Observer(Protocol):
     """Looks at every attention call; `out` is what the model goes on with."""
 
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None: ...
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        """Called once for each attention call of a forward pass, in order, after edits; it must change neither."""
+        ...
 
 
 @dataclass
 class Probe:
     """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order.
 
-    Passes of one thread only: of the one that attached the model, or that last called `forward`.
+    Passes of one thread only: of the one that attached the model, or that last called `forward`. layers: by the id of a
+    module, the layer that it is part of.
     """
 
     model: PreTrainedModel
@@ -73,6 +79,8 @@ class Probe:
     edits: Sequence[Edit] = ()
     calls: int = 0
     modules: list[torch.nn.Module] = field(default_factory=list)
+    layers: dict[int, int | None] = field(default_factory=dict, repr=False)
+    touches: dict[int, Touch] = field(default_factory=dict, repr=False)
     _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
@@ -100,17 +108,27 @@ class Probe:
         if bias is not None and softcap is not None:
             raise UnsupportedError("logits are both soft-capped and biased, in an unknown order", where=where)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = Call(self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias)
+        layer = self.layers.get(id(module))
+        call = Call(
+            self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias,
+            layer=self.calls if layer is None else layer,
+        )  # fmt: skip
         if self.edits:
             with stage("edits"):
                 for edit in self.edits:
-                    call = edit.edit(call)
+                    changed = edit.edit(call)
+                    self.touch(edit).see(call, edit.heads(call, changed))
+                    call = changed
         out = attend(call)
         for observer in self.observers:
             observer.observe(call, out)
         self.calls += 1
         self.modules.append(module)
         return out.transpose(1, 2).contiguous(), None
+
+    def touch(self, edit: Edit) -> Touch:
+        """What this edit has changed so far; edits note here what they change besides attention calls."""
+        return self.touches.setdefault(id(edit), Touch())
 
     def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
         """The model's body on ids, without the head: its logits are B × T × vocabulary and nobody asked.
@@ -126,6 +144,8 @@ class Probe:
                 positions = edit.positions(moved := positions)
                 if positions is not moved:
                     kwargs["position_ids"] = positions
+                    if not edit.placing:
+                        self.touch(edit).note("position ids")
             with torch.inference_mode():
                 return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
@@ -175,6 +195,11 @@ def body(model: PreTrainedModel) -> torch.nn.Module:
     return model.base_model
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module is part of, in the model's own counting: the first number in its name."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """Can position ids be given to the model? Some count tokens themselves."""
     return "position_ids" in inspect.signature(body(model).forward).parameters
@@ -183,32 +208,46 @@ def takes_positions(model: PreTrainedModel) -> bool:
 @contextmanager
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
     """Let the probe compute the model's attention, and give everything back on exit."""
-    if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            "the model does not use transformers' attention interface, so its attention cannot be observed",
-            where=type(model).__name__,
-            remedy="posleak measures any family on the interface; `posleak doctor MODEL` says whether one is",
-        )
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
-    probe = Probe(model, hold, tuple(observers), tuple(edits))
+    layers = {id(module): layer_of(name) for name, module in model.named_modules()}
+    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.undoing as stack:
-        stack.callback(AttentionInterface._global_mapping.pop, name, None)
-        stack.callback(AttentionMaskInterface._global_mapping.pop, name, None)
-        AttentionInterface.register(name, probe.attention)
-        AttentionMaskInterface.register(name, visibility_mask)
+        if keeps_own_attention(model):
+            stack.enter_context(watching(model, body(model), probe.attention))
+        else:
+            stack.enter_context(registered(name, probe.attention))
+            stack.enter_context(implemented(model, name))
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
-        stack.enter_context(implemented(model, name))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         yield probe
 
 
 @contextmanager
+def registered(name: str, attention: Callable[..., Any]) -> Iterator[None]:
+    """transformers knows the attention function, and the mask function beside it, by this name."""
+    try:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, visibility_mask)
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@contextmanager
 def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile."""
+    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile.
+
+    A model that keeps its own attention has at most an eager and a fused form of it, and looks up which it is to use.
+    """
     before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
     try:
-        model.set_attn_implementation(name)
+        if keeps_own_attention(model):
+            for config, _ in before:
+                config._attn_implementation_internal = name
+        else:
+            model.set_attn_implementation(name)
         yield
     finally:
         for config, implementation in before:

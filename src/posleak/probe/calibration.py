@@ -34,10 +34,16 @@ from .rows import check_finite
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found, and by what it is judged; stored with every result."""
+    """What was found, and by what it is judged; stored with every result.
+
+    layers: how many attention calls a forward pass makes;  by call, numbers: its layer, as the model counts layers;
+    heads: its query heads;  modules, windows;  unmeasured: other attention that ran
+    """
 
     length: int
     layers: int
+    numbers: tuple[int, ...]
+    heads: tuple[int, ...]
     modules: tuple[str, ...]
     windows: tuple[int | None, ...]
     unmeasured: tuple[str, ...]
@@ -78,6 +84,8 @@ class KernelObserver:
     future: float = 0.0
     partition: float = 0.0
     windows: tuple[int | None, ...] = ()
+    numbers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     learned_sinks: bool = False
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
@@ -87,13 +95,15 @@ class KernelObserver:
         try:
             check_finite(call.logits(positions[-1:]))
         except CheckError as error:
-            raise error.at(f"layer {call.index}") from error
+            raise error.at(f"layer {call.layer}") from error
         on, from_on = kernel_weights(call, keys)
         self.future = max(self.future, float(from_on.masked_fill(keys <= positions[:, None], 0).abs().max()))
         self.partition = max(self.partition, partition_gap(call, keys, on))
         seen = int(call.visibility.rows(positions[-1:])[0, 0, 0].sum())
         self.learned_sinks |= call.s_aux is not None
         self.windows += (None if seen == T else seen,)
+        self.numbers += (call.layer,)
+        self.heads += (call.heads,)
 
 
 def kernel_weights(
@@ -135,14 +145,17 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
 
 def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
-    native = str(model.config._attn_implementation)
+    native, before = str(model.config._attn_implementation), list(model.modules())
     expected = _states(model, ids)
+    _require_same_modules(model, before)
     with attach(model, [observer]) as probe, executed_modules(model) as ran:
         found = probe.forward(ids)[0]
         layers, modules, unmeasured = _account(model, probe, ran)
     return Calibration(
         length=ids.shape[1],
         layers=layers,
+        numbers=observer.numbers,
+        heads=observer.heads,
         modules=modules,
         windows=observer.windows,
         unmeasured=unmeasured,
@@ -160,6 +173,19 @@ def _states(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B
     with torch.inference_mode():
         found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return found
+
+
+def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
+    """A model may put other modules in the place of its own when it sees how long the prompt is."""
+    replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
+    if replaced:
+        kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
+        raise UnsupportedError(
+            "the model replaces its own modules while it reads a short prompt, and keeps the new ones, so that what is "
+            "found here says nothing about longer prompts",
+            where=type(model).__name__, got=f"new: {', '.join(kinds)}",
+            remedy="choose in its config.json the kind of attention that is to be measured, if it can be causal",
+        )  # fmt: skip
 
 
 def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:

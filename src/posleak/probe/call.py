@@ -22,6 +22,9 @@ class Call:
     The last three are for edits, and stay as they are where `among` and `of_heads` cut the rest. Of queries after
     position 0, unread: heads that may not read it; frozen: the share that they read there instead of their own (NaN:
     their own). start: where the prompt begins, after a borrowed context.
+
+    index counts the calls of a forward pass; layer is the number that the model itself gives to the layer of this call:
+    a hybrid has attention in some of its layers only, and some layers make two calls.
     """
 
     index: int
@@ -37,6 +40,7 @@ class Call:
     unread: Bool[Tensor, "_H"] | None = None
     frozen: Float[Tensor, "B _H"] | None = None
     start: int = 0
+    layer: int = 0
 
     @property
     def heads(self) -> int:

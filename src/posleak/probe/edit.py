@@ -6,7 +6,7 @@ takes it away again. The edits themselves are stage 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .attachment import Probe
     from .call import Call
+    from .placement import Placement
 
 
 class Edit:
@@ -48,3 +49,20 @@ class Edit:
     def edit(self, call: Call) -> Call:
         """Another attention call."""
         return call
+
+    def heads(self, before: Call, after: Call) -> int:
+        """How many heads of a call it changed."""
+        if after is before:
+            return 0
+        import torch
+
+        named = [
+            x for x, y in ((after.unread, before.unread), (after.frozen, before.frozen)) if x is not None and x is not y
+        ]
+        chosen = [x if x.dtype == torch.bool else ~x.isnan().all(0) for x in named]
+        return int(torch.stack(chosen).any(0).sum()) if chosen else before.heads
+
+    def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
+        """Asked of a placing edit: the calls in which it changes what positions do, which were read off the model
+        without it and with it."""
+        return [call for call, (one, other) in enumerate(zip(without, within, strict=True)) if one.differs(other)]

@@ -62,10 +62,10 @@ def _fused(
     mask: Bool[Tensor, "#B 1 P keys"] | None,
     scaling: float,
 ) -> Float[Tensor, "B H P Ev"]:
-    grouped = query.shape[1] != key.shape[1]
+    grouped, wide = query.shape[1] != key.shape[1], value.to(query.dtype)  # some models multiply in float32 only
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
-    )
+        query, key, wide, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
+    ).to(value.dtype)
 
 
 def _blocks(call: Call, attend_block: Callable[[Call, slice, slice, Tensor], Tensor]) -> Float[Tensor, "B H T Ev"]:

@@ -40,6 +40,7 @@ from .attachment import attach, takes_positions
 from .call import Call
 from .edit import Edit
 from .plan import Plan
+from .watch import Watch
 
 LEARNED = "its states depend on absolute position before any attention, so a key cannot be told from its place"
 UNEVEN = "something acts on keys after their rotation that does not turn with it, such as a norm with weights"
@@ -98,6 +99,15 @@ class Placement:
     gap: float = 0.0
     temperature: Float64[Tensor, "P"] | None = None
     unevenness: float = 0.0
+
+    def differs(self, other: Placement) -> bool:
+        """Do positions do something else in the other one? Where states depend on position before any attention, what
+        keys do cannot be told, and it is taken for different."""
+        one, two = self.rotation, other.rotation
+        if one is None or two is None:
+            return one is not two or self.gap != other.gap or self.stays == LEARNED
+        same = torch.equal(one.first, two.first) and torch.equal(one.angles, two.angles)
+        return not same or (self.temperature is None) != (other.temperature is None)
 
     @property
     def moves(self) -> str:
@@ -174,7 +184,7 @@ class PlacementObserver:
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         query, key, value = (self._by_place(x) for x in (call.query, call.key, call.value))
-        rounding = CONSTANT.of(call.query.dtype)
+        rounding = CONSTANT.of(call.value.dtype)  # that of states; queries and keys may be wider
         if float((value - value[:, :1]).abs().max()) > rounding * float(value.abs().max()):
             self.found.append(Placement(None, LEARNED))
             return
@@ -186,7 +196,7 @@ class PlacementObserver:
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
         at = replace(rotation, angles=rotation.angles[rows])
-        moved = gap <= self.places.bound(call.query.dtype)
+        moved = gap <= self.places.bound(call.value.dtype)
         self.found.append(Placement(at if moved else None, None if moved else UNEVEN, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
@@ -265,7 +275,10 @@ class Counting(TorchFunctionMode):
     @no_type_check  # or the check of its types, in the tests, would be the caller that it sees
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COUNTS:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
+            frame = sys._getframe(1)
+            if frame.f_code is Watch.__torch_function__.__code__ and frame.f_back is not None:
+                frame = frame.f_back  # a watch stands between
+            caller = frame.f_globals.get("__name__", "")
             self.found |= caller != SORTING and not caller.startswith("posleak.")
         return func(*args, **(kwargs or {}))
 

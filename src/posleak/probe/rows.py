@@ -296,7 +296,7 @@ def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | Non
         found = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
         return found if not call.start else replace(found, lent=_lent(call, rows))
     except (CheckError, UnsupportedError) as error:
-        raise error.at(f"layer {call.index}") from error
+        raise error.at(f"layer {call.layer}") from error
 
 
 def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:

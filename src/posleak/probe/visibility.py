@@ -133,20 +133,26 @@ class Visibility(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
+def split_mask(mask: Shaped[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."] | None]:
+    """What a mask lets be seen, and what it adds to the logits of visible keys (None: nothing).
+
+    Boolean: visible or not. Floating: the dtype's lowest number hides a key, and anything else is a bias.
+    """
+    if mask.dtype == torch.bool:
+        return mask, None
+    seen = mask > torch.finfo(mask.dtype).min / 2
+    bias = mask.masked_fill(~seen, 0)
+    return seen, bias if bool(bias.any()) else None
+
+
 def read_mask(
     mask: Shaped[Tensor, "B #H T keys"],
 ) -> tuple[Visibility, Float[Tensor, "B #H T keys"] | None] | None:
     """A mask that the model computed, one or one per head: the visible keys, and what it adds to the logits of others.
 
-    Boolean: visible or not. Floating: the dtype's lowest number hides a key, and anything else is a bias. None where
-    heads of one layer see different keys, which has no rule.
+    None where heads of one layer see different keys, which has no rule.
     """
-    bias: Tensor | None = None
-    seen = mask
-    if mask.dtype != torch.bool:
-        seen = mask > torch.finfo(mask.dtype).min / 2
-        bias = mask.masked_fill(~seen, 0)
-        bias = bias if bool(bias.any()) else None
+    seen, bias = split_mask(mask)
     if not bool((seen == seen[:, :1]).all()):
         return None
     seen = seen[:, 0]

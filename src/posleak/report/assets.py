@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,28 +13,23 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import write_atomically
-from posleak.leakage import Estimate
 from posleak.runs.record import slug
+from posleak.show import plots
 from posleak.show.colours import LIGHT
+from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
 
-from .figures import RATIOS, every_part, forest_rows, lent_to, power_range
+from .figures import RATIOS, every_part, forest_rows, lent_to
 from .gather import Shown
 from .tables import tables
 from .view import View, view
 
-STYLE: Any = {
-    "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
-    "legend.frameon": False, "lines.linewidth": 1.2, "svg.fonttype": "none", "svg.hashsalt": "posleak",
-}  # fmt: skip
-FORMATS: dict[str, dict[str, Any]] = {"png": {"dpi": 300}, "svg": {"metadata": {"Date": None}}}
-WIDTH = 6.75
-"""Inches: the text width of most two-column papers."""
+SUFFIXES = ("png", "svg")
 
 
 def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
@@ -47,7 +40,7 @@ def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
         written.append(_write(folder / f"{name}.csv", partial(_csv, table)))
         written.append(_write(folder / f"{name}.parquet", partial(_parquet, table)))
     for name, figure in figures([view(shown, 0) for shown in found]):
-        written += [_write(folder / f"{name}.{suffix}", partial(_save, figure, suffix)) for suffix in FORMATS]
+        written += [_write(folder / f"{name}.{suffix}", partial(write, figure, suffix)) for suffix in SUFFIXES]
     return written
 
 
@@ -68,19 +61,14 @@ def _parquet(table: pa.Table, path: Path) -> None:
     pq.write_table(table, path, compression="zstd")
 
 
-def _save(figure: Figure, suffix: str, path: Path) -> None:
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(path, format=suffix, bbox_inches="tight", **FORMATS[suffix])
-
-
 def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
     """Names and figures; with several runs each name ends with the run's number and label."""
     for k, each in enumerate(views):
         suffix = f"-{k + 1}-{slug(each.label)}" if len(views) > 1 else ""
-        yield f"depth{suffix}", _figure(depth, each, (WIDTH, 4.6))
+        yield f"depth{suffix}", _figure(depth, each)
         yield f"sink-profile{suffix}", _figure(sink_profile, each, (WIDTH, 1.2 + 0.09 * len(each.profile.width)))
         if each.trace is not None:
-            yield f"both{suffix}", _figure(both, each, (WIDTH, 4.6))
+            yield f"both{suffix}", _figure(both, each)
             if each.trace.ladder is not None:
                 yield f"by-layer{suffix}", _figure(by_layer, each, (WIDTH, 1.2 + 0.2 * len(each.trace.ladder.upto)))
         yield f"heads{suffix}", _figure(heads, each, (WIDTH, 1.2 + 0.09 * each.heads["shape"][0]))
@@ -89,60 +77,28 @@ def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
         if each.edited:
             yield f"edits{suffix}", _figure(edits, each, (WIDTH, 0.8 + 0.42 * len(each.edited)))
     if len(views) > 1:
-        with matplotlib.rc_context(STYLE):
-            figure = _blank((WIDTH, 0.8 + 0.5 * len(views)))
-            balance(figure, views)
-        yield "balance", figure
+        yield "balance", drawn(lambda figure: balance(figure, views), (WIDTH, 0.8 + 0.5 * len(views)))
 
 
-def _figure(draw: Callable[[Figure, View], None], each: View, size: tuple[float, float]) -> Figure:
-    with matplotlib.rc_context(STYLE):
-        figure = _blank(size)
-        draw(figure, each)
-    return figure
-
-
-def _blank(size: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+def _figure(draw: Callable[[Figure, View], None], each: View, size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:
+    return drawn(lambda figure: draw(figure, each), size)
 
 
 def depth(figure: Figure, each: View) -> None:
     """Powers per layer with bands; below it stabilisation and attention to position 0."""
-    rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
-    top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
-    axes = top.subplots()
-    _powers(axes, each.layers.numbers["all"].power, ("total", *each.parts))
-    axes.set(xlabel="layer", ylabel="power, nats²", title=_title(each))
-    left, right = below.subplots(1, 2)
-    _band(left, each.layers.numbers["all"].stabilisation, LIGHT["sink"], no_effect=1.0)
-    left.axhline(1, color="#999999", linewidth=0.5, linestyle=":")
-    left.set(xlabel="layer", ylabel="stabilisation, times", yscale="log")
-    _band(right, each.layers.sink_attention, LIGHT["sink"])
-    right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
+    numbers, attention = each.layers.numbers["all"], each.layers.sink_attention
+    plots.depth(figure, numbers, attention, each.parts, each.places, _title(each))
 
 
 def both(figure: Figure, each: View) -> None:
     """Above where position comes from, below where it is read, over one axis of layers."""
     assert each.trace is not None
-    above, below = figure.subplots(2, 1, sharex=True)
-    _powers(above, each.trace.layers["all"].power, ("total", *each.sources))
-    _powers(below, each.layers.numbers["all"].power, ("total", *each.parts))
-    above.set(ylabel="where from, nats²", title=_title(each))
-    below.set(xlabel="layer", ylabel="where read, nats²")
+    sources, parts = each.trace.layers["all"].power, each.layers.numbers["all"].power
+    plots.both(figure, (sources, each.sources), (parts, each.parts), each.places, _title(each))
 
 
 def _title(each: View) -> str:
-    return _text(f"{each.label}, n = {each.prompts}, {each.length} tokens")
-
-
-def _powers(axes: Axes, powers: dict[str, Estimate], names: Sequence[str]) -> None:
-    for name in names:
-        _band(axes, powers[name], LIGHT[name], name)
-    axes.axhline(0, color="#999999", linewidth=0.5)
-    axes.set(ylim=power_range(powers, names))
-    axes.legend(ncols=5, loc="upper right")
+    return f"{each.label}, n = {each.prompts}, {each.length} tokens"
 
 
 def sink_profile(figure: Figure, each: View) -> None:
@@ -152,7 +108,8 @@ def sink_profile(figure: Figure, each: View) -> None:
     wide = np.flatnonzero((profile.width > 0) & (profile.width <= profile.attention.value.shape[1]))
     axes.vlines(profile.width[wide] - 0.5, wide - 0.5, wide + 0.5, color="black", linewidth=2)
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="position", ylabel="layer", title=_title(each))
+    axes.set(xlabel="position", ylabel="layer", title=as_text(_title(each)))
+    _named(axes.yaxis, each)
 
 
 def by_layer(figure: Figure, each: View) -> None:
@@ -161,10 +118,18 @@ def by_layer(figure: Figure, each: View) -> None:
     assert each.trace.ladder is not None
     axes, found = figure.subplots(), each.trace.ladder
     _map(figure, axes, found.left.value, "earlier", "nats²")
-    rows, ends = np.arange(1, len(found.upto) - 1), np.array(found.upto[1:-1])
-    axes.vlines(ends + 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
-    axes.set(xlabel="layer", ylabel="context lent to", title=_title(each))
+    rows = np.arange(1, len(found.upto) - 1)
+    ends = np.searchsorted(each.record.calibration.numbers, found.upto[1:-1], side="right")
+    axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
+    axes.set(xlabel="layer", ylabel="context lent to", title=as_text(_title(each)))
+    _named(axes.xaxis, each)
     axes.set_yticks(range(len(found.upto)), lent_to(found))
+
+
+def _named(axis: Axis, each: View) -> None:
+    """Ticks of a map's axis with the names of the layers, in the place of their counts."""
+    axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axis.set_major_formatter(lambda x, _: each.names[int(x)] if 0 <= x < len(each.names) else "")
 
 
 def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None:
@@ -174,16 +139,6 @@ def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None
     shown = axes.imshow(value, cmap=ramp, norm=matplotlib.colors.PowerNorm(0.5, 0, top), aspect="auto")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     figure.colorbar(shown, ax=axes, label=unit)
-
-
-def _band(axes: Axes, estimate: Estimate, colour: str, label: str | None = None, no_effect: float = 0.0) -> None:
-    value, low, high = estimate.value, estimate.low, estimate.high
-    x = np.arange(len(value))
-    axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-    axes.plot(x, value, color=colour, label=label)
-    clear = (low > no_effect) | (high < no_effect)
-    axes.plot(x[clear], value[clear], ".", color=colour, markersize=4)
-    axes.plot(x[~clear], value[~clear], "o", color=colour, markersize=3, markerfacecolor="white")
 
 
 def heads(figure: Figure, each: View) -> None:
@@ -204,6 +159,7 @@ def heads(figure: Figure, each: View) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(shown, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
+    _named(figure.axes[0].yaxis, each)
 
 
 def position_0(figure: Figure, each: View) -> None:
@@ -213,7 +169,7 @@ def position_0(figure: Figure, each: View) -> None:
     x = np.arange(len(path.norm))
     left.fill_between(x, many.norm[0], many.norm[2], color=LIGHT["mask"], alpha=0.25, linewidth=0)
     left.plot(x, many.norm[1], color=LIGHT["mask"], label=f"{many.n} first tokens")
-    left.plot(x, path.norm, color=LIGHT["sink"], label=_text(path.spelled or f"token {path.token}"))
+    left.plot(x, path.norm, color=LIGHT["sink"], label=as_text(path.spelled or f"token {path.token}"))
     left.plot(x, body.median_norm, ":", color="#777777", label="ordinary positions")
     left.set(yscale="log", xlabel="depth", ylabel="norm of the state")
     left.legend()
@@ -243,7 +199,7 @@ def edits(figure: Figure, each: View) -> None:
     ticks = {x: text for x, text in RATIOS.items() if low <= x <= high}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xticks([], minor=True)
-    names = [_text(result.edited.about) for result in each.edited if result.edited is not None]
+    names = [as_text(result.edited.about) for result in each.edited if result.edited is not None]
     axes.set_yticks(range(len(names)), names)
     if seen:
         figure.legend(ncols=4, loc="outside upper center")
@@ -266,12 +222,7 @@ def balance(figure: Figure, views: Sequence[View]) -> None:
             seen.add(name)
     axes.axvline(0, color="#777777", linewidth=0.6)
     axes.set(xlabel="share of the total, all queries", ylim=(len(views) - 0.5, -0.5))
-    axes.set_yticks(range(len(views)), [_text(each.label) for each in views])
+    axes.set_yticks(range(len(views)), [as_text(each.label) for each in views])
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     if seen:
         figure.legend(ncols=4, loc="outside upper center")
-
-
-def _text(text: str) -> str:
-    """Text for matplotlib, which reads $ as mathematics: $ is escaped, and unprintable characters are spelled out."""
-    return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))

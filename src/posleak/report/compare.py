@@ -14,8 +14,9 @@ import numpy as np
 
 from posleak.axes import PARTS
 from posleak.leakage import Estimate, Jackknife, Sampled
-from posleak.leakage.summary import Grams
+from posleak.leakage.summary import Products
 from posleak.runs import Run
+from posleak.text import visible
 from posleak.typed import plain
 
 from .gather import Given, Refused, Shown, gather, require_some
@@ -40,7 +41,7 @@ class Row:
     paired: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Rows for all queries, then for early ones; in each the runs, then their differences from the first."""
 
@@ -49,6 +50,10 @@ class Comparison:
     rows: list[Row]
     refused: list[Refused]
     notes: list[str]
+
+    def __repr__(self) -> str:
+        refused = f"; {len(self.refused)} refused" if self.refused else ""
+        return f"Comparison({visible(', '.join(self.labels))}{refused})"
 
     def name(self, row: Row) -> str:
         """`B`, or `B − A`."""
@@ -70,7 +75,12 @@ class Comparison:
 
 
 def compare(runs: Iterable[Given]) -> Comparison:
-    """Compare finished runs; those that cannot be compared are named in `refused` with the reason."""
+    """Compare finished runs: each beside the first, with differences and intervals.
+
+    Runs that cannot be compared are named in `refused` with the reason.
+
+    runs        two or more runs, traces or folders
+    """
     found, refused = gather(runs, partial=False, traces=False)
     require_some(found, refused, 2, "a comparison")
     return comparison(found, refused)
@@ -79,9 +89,9 @@ def compare(runs: Iterable[Given]) -> Comparison:
 def comparison(found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Comparison:
     """The first run is what the others are compared with."""
     first, others = found[0], found[1:]
-    rows, grams = list[Row](), [{q: s.run.grams[q].averaged((0, 1)) for q in QUERIES} for s in found]
+    rows, sums = list[Row](), [{q: s.run.products[q].averaged((0, 1)) for q in QUERIES} for s in found]
     for queries in QUERIES:
-        own = [_numbers(s.run, grams[k][queries], queries) for k, s in enumerate(found)]
+        own = [_numbers(s.run, sums[k][queries], queries) for k, s in enumerate(found)]
         rows += [Row(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
         for k, other in enumerate(others, start=1):
             paired = same_prompts(first.run, other.run)
@@ -107,14 +117,14 @@ def facts(shown: Shown) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(run: Run, grams: Grams, queries: str) -> dict[str, Sampled]:
+def _numbers(run: Run, products: Products, queries: str) -> dict[str, Sampled]:
     """Every quantity with its replicates."""
     jackknife = Jackknife(run.prompts)
-    power = {name: jackknife.inner(gram) for name, gram in grams.own.items()}
+    power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
     found = {
         "total": power["total"],
         "residual": power["residual"],
-        **{name: jackknife.inner(grams.with_total[name]).over(power["total"]) for name in PARTS},
+        **{name: jackknife.inner(products.with_total[name]).over(power["total"]) for name in PARTS},
         "stabilisation": power["mask_without_sink"].over(power["mask"]),
     }
     if queries == "all":

@@ -16,7 +16,7 @@ import xarray as xr
 from posleak.arrays import Array
 from posleak.axes import EARLY, LAYER, PARTS, SCALING
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.power import gram_matrix
+from posleak.leakage.power import products
 
 
 def parts(data: xr.Dataset) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def curves(data: xr.Dataset) -> Curves:
 def _parts(layer: xr.Dataset, jackknife: Jackknife) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     x = {name: component(layer, name).values for name in ("total", *parts(layer))}  # [B, 1, H, Q, D]
     mean = {name: jackknife.mean(nan_mean(values, -1)).estimate for name, values in x.items()}
-    return mean, {name: jackknife.inner(gram_matrix(values, values)).estimate for name, values in x.items()}
+    return mean, {name: jackknife.inner(products(values, values)).estimate for name, values in x.items()}
 
 
 def _logits(layer: xr.Dataset, jackknife: Jackknife) -> tuple[Estimate, Estimate]:

@@ -18,10 +18,11 @@ from posleak.arrays import Array
 from posleak.claims import Kept
 from posleak.leakage import Estimate
 from posleak.origin import OriginRecord
+from posleak.show.scale import power_range
 from posleak.trace import SOURCES, Ladder
 from posleak.typed import plain
 
-from .view import Pictures, Profile, Traced, View
+from .view import Pictures, Traced, View
 
 Figure = dict[str, Any]
 
@@ -41,11 +42,11 @@ def run_figures(view: View) -> dict[str, Figure]:
     found = {f"depth-{queries}": depth(view, queries) for queries in ("all", "early")}
     found |= {f"stabilisation-{queries}": stabilisation(view, queries) for queries in ("all", "early")}
     found["sink-attention"] = sink_attention(view)
-    found["sink-profile"] = sink_profile(view.profile)
+    found["sink-profile"] = sink_profile(view)
     if view.trace is not None:
         found |= {f"both-{queries}": both(view, view.trace, queries) for queries in ("all", "early")}
         if view.trace.ladder is not None:
-            found["ladder"] = ladder(view.trace.ladder)
+            found["ladder"] = ladder(view.trace.ladder, view)
     if view.origin is not None:
         found |= {"norm": norm(view.origin), "alike": alike(view.origin), "readers": readers(view.origin)}
     if view.pictures is not None:
@@ -71,7 +72,7 @@ def every_part(views: Sequence[View]) -> tuple[str, ...]:
 def depth(view: View, queries: str) -> Figure:
     """total, mask, drift and sink per layer, with bands."""
     powers, names = view.layers.numbers[queries].power, ("total", *view.parts)
-    figure = go.Figure(_components(powers, names))
+    figure = go.Figure(_components(powers, names, view.places))
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
     figure.update_layout(yaxis={"range": power_range(powers, names)})
     return finished(figure, "layer", "power, nats²")
@@ -81,8 +82,8 @@ def both(view: View, traced: Traced, queries: str) -> Figure:
     """Above where position comes from, below where it is read, over one axis of layers."""
     sources, parts = ("total", *SOURCES), ("total", *view.parts)
     from_, read = traced.layers[queries].power, view.layers.numbers[queries].power
-    below = [trace.update(yaxis="y2", legend="legend2") for trace in _components(read, parts)]
-    figure = go.Figure([*_components(from_, sources), *below])
+    below = [trace.update(yaxis="y2", legend="legend2") for trace in _components(read, parts, view.places)]
+    figure = go.Figure([*_components(from_, sources, view.places), *below])
     for axis in ("y", "y2"):
         figure.add_hline(y=0, yref=axis, line={"color": "var(--faint)", "width": 1})
     legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
@@ -94,39 +95,34 @@ def both(view: View, traced: Traced, queries: str) -> Figure:
     return finished(figure, "layer", "where from, nats²")
 
 
-def power_range(powers: dict[str, Estimate], names: Iterable[str]) -> list[float]:
-    """An axis for the values: of a band that is much wider it shows a part, so that the lines can be read."""
-    cells = np.concatenate([np.stack([powers[n].value, powers[n].low, powers[n].high]) for n in names], axis=-1)
-    if not np.isfinite(cells[0]).any():
-        return [0.0, 1.0]
-    least, most, low, high = np.nanmin(cells[0]), np.nanmax(cells[0]), np.nanmin(cells), np.nanmax(cells)
-    height = max(most - min(least, 0.0), 1e-12)
-    return [float(max(low, least - height / 2) - 0.05 * height), float(min(high, most + height) + 0.05 * height)]
+def _components(powers: dict[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:
+    return [trace for name in names for trace in banded(powers[name], name, f"var(--{name})", x=x)]
 
 
-def _components(powers: dict[str, Estimate], names: Iterable[str]) -> list[go.Scatter]:
-    return [trace for name in names for trace in banded(powers[name], name, f"var(--{name})")]
-
-
-def sink_profile(profile: Profile) -> Figure:
+def sink_profile(view: View) -> Figure:
     """Attention of late queries to the first positions; a dotted line ends the origin, a bar the sink of each layer."""
+    profile, y = view.profile, view.places
     layers, positions = profile.attention.value.shape
-    rows = [f"layer {layer}" for layer in range(layers)]
-    figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention"))
+    rows = [f"layer {name}" for name in view.names]
+    figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention").update(y=y.tolist()))
     wide = [layer for layer in range(layers) if 0 < profile.width[layer] <= positions]
     ends = [float(profile.width[layer]) - 0.5 for layer in wide]
-    figure.add_trace(_edges(ends, wide, [f"layer {k}: sink of {profile.width[k]}" for k in wide], "end of the sink"))
+    texts = [f"{rows[k]}: sink of {profile.width[k]}" for k in wide]
+    figure.add_trace(_edges(ends, y[wide].tolist(), texts, "end of the sink"))
     figure.add_vline(x=profile.origin - 0.5, line={"color": "var(--ink)", "width": 1.5, "dash": "dot"})
-    figure.update_layout(yaxis={"range": [layers - 0.5, -0.5], "showgrid": False}, showlegend=False)
+    figure.update_layout(yaxis={"range": [y[-1] + 0.5, y[0] - 0.5], "showgrid": False}, showlegend=False)
     figure.update_layout(xaxis={"showgrid": False, "dtick": 1 if positions <= 16 else 4})
     return finished(figure, "position", "layer")
 
 
-def ladder(found: Ladder) -> Figure:
+def ladder(found: Ladder, view: View) -> Figure:
     """Power that is left in each layer when a context is lent up to layer K; a bar stands after layer K."""
     rows = len(found.upto)
-    figure = go.Figure(_map(found.left, [f"lent to {name}" for name in lent_to(found)], "layer", "earlier", "nats²"))
-    ends, between = [k + 0.5 for k in found.upto[1:-1]], list(range(1, rows - 1))
+    names = [f"lent to {name}" for name in lent_to(found)]
+    figure = go.Figure(_map(found.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
+    after = [int(np.searchsorted(view.record.calibration.numbers, k, side="right")) for k in found.upto[1:-1]]
+    ends = [float(view.places[k - 1 : k + 1].mean()) for k in after]
+    between = list(range(1, rows - 1))
     figure.add_trace(_edges(ends, between, [f"lent up to layer {k}" for k in found.upto[1:-1]], "last layer lent to"))
     figure.update_layout(
         xaxis={"showgrid": False}, showlegend=False,
@@ -159,7 +155,7 @@ def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: st
     )  # fmt: skip
 
 
-def _edges(x: list[float], y: list[int], texts: list[str], name: str) -> go.Scatter:
+def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> go.Scatter:
     """A short upright line at x in each row y."""
     return go.Scatter(
         x=[end for at in x for end in (at, at, None)], y=[end for at in y for end in (at - 0.5, at + 0.5, None)],
@@ -170,15 +166,16 @@ def _edges(x: list[float], y: list[int], texts: list[str], name: str) -> go.Scat
 
 def stabilisation(view: View, queries: str) -> Figure:
     """How many times the sink damps the mask, by layer, on a log axis: 1 is no effect."""
-    found = view.layers.numbers[queries].stabilisation
-    figure = go.Figure([*banded(found, "stabilisation", "var(--sink)", no_effect=1.0), *undefined(found.value)])
+    found, x = view.layers.numbers[queries].stabilisation, view.places
+    figure = go.Figure([*banded(found, "stabilisation", "var(--sink)", no_effect=1.0, x=x), *undefined(found.value, x)])
     figure.add_hline(y=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
     figure.update_layout(showlegend=False)
     return finished(figure, "layer", "times damped", log_y=True)
 
 
 def sink_attention(view: View) -> Figure:
-    figure = go.Figure([*banded(view.layers.sink_attention, "attention to position 0", "var(--sink)")])
+    attention = view.layers.sink_attention
+    figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.places)])
     figure.update_layout(showlegend=False, yaxis={"range": [0, 1]})
     return finished(figure, "layer", "attention to position 0")
 
@@ -379,9 +376,9 @@ def line(y: Array, name: str, colour: str, **style: Any) -> go.Scatter:
     )  # fmt: skip
 
 
-def undefined(values: Array) -> Iterable[go.Scatter]:
+def undefined(values: Array, x: Array) -> Iterable[go.Scatter]:
     """Crosses on the bottom line where a number is not defined."""
-    missing = np.flatnonzero(np.isnan(values)).tolist()
+    missing = x[np.isnan(values)].tolist()
     if missing:
         yield go.Scatter(
             x=missing, y=[float(np.nanmin([*values, 1.0]))] * len(missing), name="not defined", mode="markers",

@@ -63,8 +63,8 @@ class Page:
         """What the page's script reads."""
         runs = [
             {"label": v.label, "length": v.length, "parts": v.parts, "sources": v.sources,
-             "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves, "figures": figures,
-             "origin": _origin(v)}
+             "names": v.names, "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves,
+             "figures": figures, "origin": _origin(v)}
             for v, figures in zip(self.views, self.figures, strict=True)
         ]  # fmt: skip
         found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})
@@ -138,7 +138,14 @@ def _drawn(shown: Shown, most_curves: int) -> tuple[Shown, View, dict[str, Figur
 
 
 def report(runs: Iterable[Given] | Given, out: str | Path, assets: str | Path | None = None) -> Path:
-    """Write one page of one run or of several; returns its path. See `write_report`."""
+    """Write one self-contained page of one run or of several; returns its path.
+
+    An unfinished run is shown as partial. Runs that cannot be shown are named on the page with the reason.
+
+    runs        runs, traces or folders: one, or several
+    out         the page: a file name that ends in .html
+    assets      a folder for figures (PNG, SVG) and tables (CSV, Parquet); None: they are not written
+    """
     return write_report([runs] if isinstance(runs, Given) else runs, out, assets).page
 
 

@@ -24,10 +24,21 @@ def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
         "sink_profile": _sink_profile, "trace": _trace, "trace_heads": _trace_heads, "trace_by_layer": _trace_by_layer,
         "claims": _claims, "edits": _edits, "sink_heads": _sink_heads, "trajectory": _trajectory, "portrait": _portrait,
     }  # fmt: skip
-    made = {name: [{"run": s.label, **row} for s in found for row in maker(s)] for name, maker in makers.items()}
+    made = {
+        name: [{"run": s.label, **_numbered(row, s)} for s in found for row in maker(s)]
+        for name, maker in makers.items()
+    }
     if len(found) > 1:
         made["comparison"] = list(_comparison(found))
     return {name: rows for name, rows in made.items() if rows}
+
+
+def _numbered(row: Record, shown: Shown) -> Record:
+    """A row about an attention call (None: about all) with the number that its layer has in the model."""
+    if "call" not in row or "layer" in row:
+        return row
+    call = row["call"]
+    return {"layer": None if call is None else shown.run.summary.numbers[call], **row}
 
 
 def _model(shown: Shown) -> Iterator[Record]:
@@ -44,18 +55,16 @@ def _layers(shown: Shown) -> Iterator[Record]:
     for queries, numbers in summary.layers.items():
         for layer in range(len(numbers.stabilisation.value)):
             for name, estimate in numbers.power.items():
-                yield _row(
-                    estimate[layer], layer=layer, queries=queries, quantity="power", component=name, unit="nats²"
-                )
+                yield _row(estimate[layer], call=layer, queries=queries, quantity="power", component=name, unit="nats²")
             for name, estimate in numbers.share.items():
-                yield _row(estimate[layer], layer=layer, queries=queries, quantity="share", component=name, unit="1")
+                yield _row(estimate[layer], call=layer, queries=queries, quantity="share", component=name, unit="1")
             yield _row(
-                numbers.stabilisation[layer], layer=layer, queries=queries, quantity="stabilisation", component=None,
+                numbers.stabilisation[layer], call=layer, queries=queries, quantity="stabilisation", component=None,
                 unit="1",
             )  # fmt: skip
     for layer in range(len(summary.layer_sink_attention.value)):
         cell = summary.layer_sink_attention[layer]
-        yield _row(cell, layer=layer, queries="reference", quantity="sink_attention", component=None, unit="1")
+        yield _row(cell, call=layer, queries="reference", quantity="sink_attention", component=None, unit="1")
 
 
 def _heads(shown: Shown) -> Iterator[Record]:
@@ -81,7 +90,7 @@ def _offsets(shown: Shown) -> Iterator[Record]:
 
 def _cells(estimate: Estimate, places: list[int], axis: str, **more: Any) -> Iterator[Record]:
     for layer, head, k in np.ndindex(estimate.value.shape):
-        yield _row(estimate[layer, head, k], layer=layer, head=head, **{axis: places[k]}, **more)
+        yield _row(estimate[layer, head, k], call=layer, head=head, **{axis: places[k]}, **more)
 
 
 def _sink_profile(shown: Shown) -> Iterator[Record]:
@@ -89,7 +98,7 @@ def _sink_profile(shown: Shown) -> Iterator[Record]:
     summary = shown.run.summary
     for layer, head, position in np.ndindex(summary.profile.value.shape):
         cell = summary.profile[layer, head, position]
-        yield _row(cell, layer=layer, head=head, position=position, width=int(summary.width[layer, head]), unit="1")
+        yield _row(cell, call=layer, head=head, position=position, width=int(summary.width[layer, head]), unit="1")
 
 
 def _trace(shown: Shown) -> Iterator[Record]:
@@ -97,16 +106,16 @@ def _trace(shown: Shown) -> Iterator[Record]:
     if shown.trace is None:
         return
     for queries, numbers in shown.trace.model.items():
-        yield from _sources(numbers, (), layer=None, queries=queries)
+        yield from _sources(numbers, (), call=None, queries=queries)
     for queries, numbers in shown.trace.layers.items():
         for layer in range(len(numbers.power["total"].value)):
-            yield from _sources(numbers, (layer,), layer=layer, queries=queries)
+            yield from _sources(numbers, (layer,), call=layer, queries=queries)
 
 
 def _trace_heads(shown: Shown) -> Iterator[Record]:
     for queries, numbers in () if shown.trace is None else shown.trace.heads.items():
         for layer, head in np.ndindex(numbers.power["total"].value.shape):
-            yield from _sources(numbers, (layer, head), layer=layer, head=head, queries=queries)
+            yield from _sources(numbers, (layer, head), call=layer, head=head, queries=queries)
 
 
 def _sources(numbers: Shares, at: tuple[int, ...], **place: Any) -> Iterator[Record]:
@@ -121,9 +130,9 @@ def _trace_by_layer(shown: Shown) -> Iterator[Record]:
     if shown.trace is None or (ladder := shown.trace.ladder) is None:
         return
     for k, upto in enumerate(ladder.upto):
-        yield _row(ladder.mean[k], lent_up_to=upto, layer=None, quantity="power", unit="nats²")
+        yield _row(ladder.mean[k], lent_up_to=upto, call=None, quantity="power", unit="nats²")
         for layer in range(ladder.left.value.shape[1]):
-            yield _row(ladder.left[k, layer], lent_up_to=upto, layer=layer, quantity="power", unit="nats²")
+            yield _row(ladder.left[k, layer], lent_up_to=upto, call=layer, quantity="power", unit="nats²")
 
 
 def _claims(shown: Shown) -> Iterator[Record]:

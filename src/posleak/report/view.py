@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.axes import HEAD, LEFT, PROMPT
+from posleak.arrays import Array
+from posleak.axes import HEAD, LEFT, PROMPT, layer_names, layer_places
 from posleak.claims import Result
 from posleak.doctor import Diagnosis
+from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
 from posleak.leakage.summary import Numbers, Shares
 from posleak.origin import OriginRecord, StoredOrigin
 from posleak.runs import Record, Run
+from posleak.runs.spec import GIVEN
 from posleak.show import numbers, words
 from posleak.trace import SOURCES, Ladder, Trace
 
@@ -115,6 +118,21 @@ class View:
         return self.record.spec.length
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What the layers are called."""
+        return layer_names(self.record.calibration.numbers)
+
+    @property
+    def places(self) -> Array:
+        """Where the layers stand on an axis."""
+        return np.array(layer_places(self.record.calibration.numbers))
+
+    @property
+    def stays(self) -> str:
+        """Layers in which the origin stays where it is."""
+        return ", ".join(self.names[call] for call in self.record.motion.stays)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of what position comes from; none without a trace."""
         return () if self.trace is None else SOURCES
@@ -171,7 +189,7 @@ def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
     for row in tidy(run.summary):
         key = row["queries"], row["quantity"], row["component"]
         cells = columns.setdefault(key, np.full((layers, heads, 3), np.nan))
-        cells[row["layer"], row["head"]] = row["value"], row["low"], row["high"]
+        cells[row["call"], row["head"]] = row["value"], row["low"], row["high"]
     for queries, found in () if trace is None else trace.heads.items():
         for name in SOURCES:
             for quantity, cell in (("power", found.power[name]), ("share", found.share[name])):
@@ -223,9 +241,11 @@ def _pictures(stored: StoredOrigin) -> Pictures:
 
 
 def command(shown: Shown) -> str:
-    """The command line that measures the same again."""
+    """The command line that measures the same again; a call from Python, where no command line could name it."""
     spec = shown.run.record.spec
     verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
+    if spec.inputs == GIVEN or any(unreadable(spec.edits)):
+        return _call(verb, shown.run)
     line = ["posleak", verb, shown.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
     line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
     if verb != "claims":
@@ -236,3 +256,14 @@ def command(shown: Shown) -> str:
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
         line += [word for edit in spec.edits for word in ("--edit", edit)]
     return shlex.join(line)
+
+
+def _call(verb: str, run: Run) -> str:
+    """What was given as objects is named by what it is: prompts, and edits without a text."""
+    spec, own = run.record.spec, set(unreadable(run.record.spec.edits))
+    inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
+    edits = ", ".join(edit if edit in own else repr(edit) for edit in spec.edits)
+    options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
+    options |= {"origin": spec.origin} if verb != "claims" else {}
+    options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"} if verb == "measure" else {}
+    return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

@@ -1,5 +1,6 @@
 """Stage 6, the one measuring path: request, record, loop and folder; atomic, verifiable, resumable.
 
+asked     what a call from Python asks for: a subject, prompts, and the rest as a spec
 spec      what is asked for, checked before a model is loaded
 record    run.json as dataclasses
 folder    files that are whole or not there

@@ -17,9 +17,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.edits import parse_edits
+from posleak.edits import parse_edits, texts_of
 from posleak.files import is_own, remove_own, sole_writer
-from posleak.inputs import Prompts
+from posleak.inputs import GivenPrompts, Prompts
 from posleak.models import Subject
 from posleak.probe import Plan
 
@@ -39,7 +39,8 @@ Edits = tuple[str, ...]
 @dataclass
 class Conditions:
     """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with. With a folder, use it
-    inside `writing()`. `beside`: further files that this work keeps in the folder."""
+    inside `writing()`. `given`: prompts that were handed over. `beside`: further files that this work keeps in the
+    folder."""
 
     beside: ClassVar[tuple[str, ...]] = ()
 
@@ -49,12 +50,13 @@ class Conditions:
     fresh: bool = False
     max_memory: str | int | None = None
     progress: Callable[[str], None] = lambda what: None
+    given: GivenPrompts | None = None
     _runs: dict[Edits, Run] = field(default_factory=dict)
 
     @cached_property
     def baseline(self) -> Measurement:
         """The measurement without edits, made ready."""
-        return Measurement.of(self.subject, self.spec, max_memory=self.max_memory)
+        return Measurement.of(self.subject, self.spec, self.given, self.max_memory)
 
     @property
     def plan(self) -> Plan:
@@ -101,7 +103,7 @@ class Conditions:
 
     def run(self, *edits: str) -> Run:
         """The run under these edits: from memory, from its folder, or measured now."""
-        key = tuple(edit.text for edit in parse_edits(edits))
+        key = texts_of(parse_edits(edits), edits)
         if key not in self._runs:
             name = ", ".join(key) or "baseline"
             self.progress(name)

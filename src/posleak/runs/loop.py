@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -17,12 +17,15 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
-from posleak.probe import Edit, Observer, Placement, Plan, attach, exclusive, read_placements
+from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
 from .watch import Watch, Watcher
+
+SeeTouches = Callable[[list[Touch]], None]
+"""Told what each edit changed."""
 
 FORWARD = "forward"
 """The stage of a model's own forward pass, attention included, without the time that measuring adds."""
@@ -31,11 +34,12 @@ FORWARD = "forward"
 def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
-    watch: Watch | None = None,
+    observers: Sequence[Observer] = (), touched: SeeTouches = lambda touches: None, watch: Watch | None = None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
 
-    `watch` is told of every layer, if it is known how many there are.
+    `touched` is told what the edits changed in the first batch that is measured, before that is written; `watch` of
+    every layer, if it is known how many there are.
     """
     todo = list(at)
     while folder is not None and todo and (chunk := read_batch(folder, todo[0])) is not None:
@@ -44,8 +48,11 @@ def kept_chunks(
     beside = [] if watch is None or layers is None else [Watcher(watch, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
-        measure_chunks(model, ids, plan, layers=layers, edits=edits, placements=placements, beside=beside)
-    ) as measured:
+        measure_chunks(
+            model, ids, plan, layers=layers, edits=edits, placements=placements, observers=[*observers, *beside],
+            touched=touched,
+        )
+    ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
             if folder is not None:
                 with stage("write"):
@@ -61,7 +68,8 @@ def measure_chunks(
     layers: int | None = None,
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None,
-    beside: Sequence[Observer] = (),
+    observers: Sequence[Observer] = (),
+    touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
@@ -72,8 +80,9 @@ def measure_chunks(
     if (first := next(remaining, None)) is not None:
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
-        batches = chain([first], remaining)
-        yield from observed_chunks(model, batches, observer, layers=layers, edits=edits, beside=beside)
+        yield from observed_chunks(
+            model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers, touched=touched
+        )
 
 
 def placements_of(
@@ -119,10 +128,12 @@ def observed_chunks(
     *,
     layers: int | None = None,
     edits: Sequence[Edit] = (),
-    beside: Sequence[Observer] = (),
+    others: Sequence[Observer] = (),
+    touched: SeeTouches = lambda touches: None,
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer sees them; observers `beside` it look on."""
-    with attach(model, [observer, *beside], edits) as probe:
+    """One chunk per batch, as this observer sees them; `others` see the same calls after it."""
+    first = True
+    with attach(model, [observer, *others], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))
@@ -135,6 +146,9 @@ def observed_chunks(
                     expected=layers,
                     remedy="the model changes its layers from call to call; it cannot be measured",
                 )
+            if first:
+                touched([probe.touch(edit) for edit in edits])
+                first = False
             with stage("arrays"):
                 chunk = stack_layers(seen)
             yield chunk

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,24 +13,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from posleak.axes import layer_names
 from posleak.callable import call_as
-from posleak.errors import InputError, PosleakWarning, StorageError, shorter_prompts
+from posleak.edits import NamedEdit, require_readable, texts, unreadable
+from posleak.errors import InputError, NoEffectError, RunError, StorageError, shorter_prompts, warn
 from posleak.files import sole_writer
-from posleak.inputs import InputFacts, Prompts, prepare, repeat_notes
+from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import UNLENT
 from posleak.leakage import FEWEST, assemble, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
-from posleak.models import Subject
-from posleak.probe import Calibration, Motion, calibrate
+from posleak.models import AnyModel, Subject
+from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Touch, Touched, calibrate
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
+from .asked import asked
 from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
 from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
 from .run import Run
-from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec, parse_bytes
+from .spec import MeasureSpec, parse_bytes
 from .watch import Watch
 
 Progress = Callable[[int, int], None]
@@ -38,42 +41,57 @@ Progress = Callable[[int, int], None]
 
 
 def measure(
-    subject: Subject,
-    inputs: str | NDArray[np.int64] = "random",
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,
     density: int = 1,
     origin: int = ORIGIN,
-    edits: Sequence[str] | str = (),
+    edits: str | Edit | Iterable[str | Edit] = (),
+    observers: Observer | Iterable[Observer] = (),
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Progress = lambda done, of: None,
+    progress: Progress | None = None,
 ) -> Run:
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
-    inputs      what it reads: random, constant[:ID], text:PATH, text:stdlib, or a table of ids [B, T]
-    length      tokens per prompt, position 0 included;  prompts: how many;  seed: of the tokens
-    bos         position 0: auto (what the config names as BOS), tokenizer, none, or a token
-    batch       prompts at once (0: about 4096 tokens);  density: refines the plan of sampled rows
+    subject     a Subject, a model of transformers, or what `load` takes: a built-in name, a folder, a file, a hub id
+    inputs      what it reads: "random", "constant[:ID]", "text:PATH", "text:stdlib"; or prompts that you have: a table
+                of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats
+    length      tokens per prompt, position 0 included: 512; prompts that you have are cut to it; without it they must
+                be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens, and of what edits draw
+    bos         position 0: "auto" (what the config names as BOS), "tokenizer", "none", or a token; texts get it put
+                before them, ids and chats are read as they stand
+    batch       prompts at once (0: about 4096 tokens)
+    density     refines the plan of sampled rows
     origin      width of the origin: how many first tokens count as it
-    edits       what if: texts such as "window=64" (docs/edits.md)
+    edits       what if: texts such as "window=64" (docs/edits.md), or your own objects (posleak.probe.Edit)
+    observers   your own: `observe(call, out)` is called for every attention call of every batch, in order, after edits
     out         a folder for the run: an unfinished one there is resumed, a finished one of the same measurement is read
-                back, and `fresh` measures again. Without `out` the run stays in memory
+                back. Without `out` the run stays in memory (`run.save` writes it)
+    fresh       measure again what is in `out`
     max_memory  what the process may hold, the loaded model included ("8GB", or bytes): batches are chosen to stay
                 within it, or the measurement is refused before it starts
+    progress    called with (prompts done, prompts in all)
     """
-    ids = None if isinstance(inputs, str) else np.asarray(inputs)
-    if ids is not None:
-        prompts, length = len(ids), ids.shape[-1]
-    named, texts = inputs if isinstance(inputs, str) else GIVEN, (edits,) if isinstance(edits, str) else tuple(edits)
-    spec = MeasureSpec(named, bos, length, prompts, seed, batch, density, origin, texts)
-    ready = Measurement.of(subject, spec, ids, max_memory)
-    return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress)
+    watching = own_observers(observers)
+    found = asked(
+        subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
+        origin=origin, edits=texts(edits),
+    )  # fmt: skip
+    ready = Measurement.of(found.subject, found.spec, found.given, max_memory, observers=watching)
+    return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
+
+
+def _silent(done: int, of: int) -> None:
+    """No progress is shown."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,7 @@ class Measurement:
 
     asked     as it was asked for;  spec: with every default filled in
     base      the prompts before edits;  notes: what the user should know
+    observers look at the calls of every batch that is measured, besides posleak's own
     """
 
     subject: Subject
@@ -89,25 +108,29 @@ class Measurement:
     spec: MeasureSpec
     base: Prompts
     notes: tuple[str, ...]
+    observers: tuple[Observer, ...] = ()
 
     @classmethod
     def of(
         cls,
         subject: Subject,
         spec: MeasureSpec,
-        ids: NDArray[np.int64] | None = None,
+        given: GivenPrompts | None = None,
         max_memory: str | int | None = None,
         base: Prompts | None = None,
+        observers: tuple[Observer, ...] = (),
     ) -> Measurement:
-        """`ids` are prompts that were given; `base` are prompts that another measurement of this spec has prepared."""
+        """`given` are prompts that were handed over; `base` are those that another measurement of this spec has
+        prepared."""
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
             with stage("prompts"):
-                inputs = spec.inputs if ids is None else ids
+                inputs = spec.inputs if given is None else given
                 base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
                 notes += repeat_notes(base, spec.prompts)
-        return cls(subject, spec, resolved, base, tuple(notes))
+        notes += [] if base.caution is None else [base.caution]
+        return cls(subject, spec, resolved, base, tuple(notes), observers)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -117,13 +140,20 @@ class Measurement:
             prompts = edit.prompts(prompts)
         return prompts
 
+    @property
+    def _first(self) -> NDArray[np.int64]:
+        """The first prompt [1, T]."""
+        return self.prompts.batch([0])
+
     @cached_property
     def inputs(self) -> InputFacts:
         return self.prompts.describe()
 
     @cached_property
     def digest(self) -> str:
-        return digest(self.spec, self.subject.identity, self.inputs, versions())
+        """Under an edit that cannot be made again from its text, no other run has the same."""
+        once = secrets.token_hex(8) if any(unreadable(self.spec.edits)) else ""
+        return digest(self.spec, self.subject.identity, self.inputs, versions(), once)
 
     @property
     def folder_name(self) -> str:
@@ -146,6 +176,9 @@ class Measurement:
         """
         if folder is None:
             return self._measured(None, now(), calibration, progress, watch)
+        require_readable(self.spec.edits, str(folder))
+        if self.observers and not fresh:
+            _require_unseen(folder)
         if not fresh and (found := self._kept(folder)) is not None:
             return found
         with sole_writer(folder):
@@ -160,23 +193,52 @@ class Measurement:
     ) -> Run:  # fmt: skip
         if calibration is None:
             with stage("calibration"):
-                calibration = calibrated(self.subject, self.prompts.batch([0]))
-        placements = placements_of(self.subject.model, self.prompts.batch([0]), self.spec.plan, self.spec.parsed_edits)
-        motion = Motion.of(placements, self.spec.plan, self.subject.dtype)
-        record = self._record(calibration, motion, created)
-        if folder is not None:
-            record.write(folder)
-        chunks, plan = [], self.spec.plan
+                calibration = calibrated(self.subject, self._first)
+        edits, plan = self.spec.parsed_edits, self.spec.plan
+        for edit in edits:
+            edit.require_within(calibration)
+        placements = placements_of(self.subject.model, self._first, plan, edits)
+        placed = [self._placed(placements, edit) for edit in edits]
+        motion = Motion.of(placements, plan, self.subject.dtype)
+        writing = _Writing(self._record(calibration, motion, created), folder)
+        chunks = []
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=self.spec.parsed_edits, placements=placements, watch=watch,
+                edits=edits, placements=placements, observers=self.observers,
+                touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
-        return _finished(Run(record, assemble(chunks, plan), folder))
+        return _finished(Run(writing.record, assemble(chunks, plan, calibration.numbers), folder))
+
+    def _placed(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
+        """The calls in which a placing edit changes what positions do."""
+        if not edit.placing:
+            return []
+        others = [each for each in self.spec.parsed_edits if each is not edit]
+        return edit.placed(placements_of(self.subject.model, self._first, self.spec.plan, others), placements)
+
+    def _touched(
+        self, touches: list[Touch], placed: list[list[int]], calibration: Calibration
+    ) -> tuple[Touched, ...]:  # fmt: skip
+        """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
+        edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
+        for edit, touch, calls in zip(edits, touches, placed, strict=True):
+            if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
+                touch.note("the tokens")
+            touch.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
+        found = tuple(touch.found(edit.text) for edit, touch in zip(edits, touches, strict=True))
+        for edit, each in zip(edits, found, strict=True):
+            if each.nothing and not edit.null:
+                raise NoEffectError(
+                    "the edit changes nothing in this model, so that its numbers would be those without it",
+                    where=f"{self.subject.identity.name}, --edit {each.edit}",
+                    remedy="leave it out, or change what it names (docs/edits.md)",
+                )  # fmt: skip
+        return found
 
     def run_with_warnings(
         self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None,
@@ -184,11 +246,11 @@ class Measurement:
     ) -> Run:  # fmt: skip
         """`run`, with its notes issued as warnings: those known beforehand at once, those about numbers after it."""
         for note in self.notes:
-            warnings.warn(note, PosleakWarning, stacklevel=3)
+            warn(note)
         run = self.run(folder, fresh=fresh, progress=progress, watch=watch)
         for note in run.record.warnings:
             if note not in self.notes:
-                warnings.warn(note, PosleakWarning, stacklevel=3)
+                warn(note)
         return run
 
     def _kept(self, folder: Path) -> Run | None:
@@ -220,6 +282,27 @@ class Measurement:
         )  # fmt: skip
 
 
+@dataclass
+class _Writing:
+    """The record of a run that is being measured, on disk as it changes; a resumed one keeps what its edits touched."""
+
+    record: Record
+    folder: Path | None
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            earlier = read_record(self.folder).touched if (self.folder / RECORD).exists() else ()
+            self._write(replace(self.record, touched=earlier))
+
+    def touched(self, found: tuple[Touched, ...]) -> None:
+        self._write(replace(self.record, touched=found))
+
+    def _write(self, record: Record) -> None:
+        self.record = record
+        if self.folder is not None:
+            record.write(self.folder)
+
+
 def _finished(run: Run) -> Run:
     """Write the results, then the record that says that the run is finished, and only then remove the batches."""
     with stage("summary"):
@@ -241,7 +324,8 @@ def _narrow_note(run: Run) -> list[str]:
     origin = run.record.plan.origin
     if not (narrow := narrow_layers(run.data, origin)):
         return []
-    where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(map(str, narrow))}"
+    names = layer_names(run.record.calibration.numbers)
+    where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
     return [
         f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
         f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
@@ -254,8 +338,32 @@ def _stays_note(run: Run) -> list[str]:
     motion = run.record.motion
     if not motion.stays:
         return []
-    where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {', '.join(map(str, motion.stays))}"
+    names = layer_names(run.record.calibration.numbers)
+    stays = ", ".join(names[call] for call in motion.stays)
+    where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {stays}"
     return [f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"]
+
+
+def own_observers(observers: Observer | Iterable[Observer]) -> tuple[Observer, ...]:
+    """Observers that were given, one or several; what cannot observe is refused."""
+    found = tuple(observers) if isinstance(observers, Iterable) else (observers,)
+    for each in found:
+        if isinstance(each, type) or not isinstance(each, Observer):
+            raise InputError(
+                "this is no observer", where="observers", got=f"{each!r:.80}",
+                expected="an object with a method observe(call, out)",
+                remedy=f"pass an object of the class: {each.__name__}()" if isinstance(each, type) else None,
+            )  # fmt: skip
+    return found
+
+
+def _require_unseen(folder: Path) -> None:
+    """Refuse a folder with results: observers would not see the calls that they are made of."""
+    if (folder / RECORD).exists():
+        raise RunError(
+            "the folder has prompts that are measured already: your observers would not see them", where=str(folder),
+            remedy="pass fresh=True to measure them again, or another out",
+        )  # fmt: skip
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:

@@ -1,8 +1,9 @@
 """How much memory work on a model will hold, computed before it starts, and the one guard that refuses too much.
 
 A plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. That
-of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families whose own code computes
-with the full mask hold tokens² numbers under any tool; the plan does not include that.
+of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families that compute their
+attention themselves hold tokens² numbers per head under any tool, which the plan includes (`own_bytes`). Those that
+only compute with a full mask hold tokens² per prompt, which it does not.
 
 memory_plan    of a measurement; origin, doctor and bench have plans of their own, made of the same pieces
 require_room   the guard: a plan against --max-memory and what the machine has free
@@ -15,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
+from posleak.leakage.power import NEIGHBOURS
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
 from posleak.probe.rows import PROFILE
+from posleak.probe.watch import keeps_own_attention
 from posleak.text import size
 
 from .spec import MeasureSpec
@@ -46,8 +49,8 @@ KEPT = 3
 COMPONENTS, BETWEEN = 8, 3
 """Components of the leakage that are laid out at every pair at the same time, and arrays of that size in between."""
 
-GRAMS = 2 * 14 + 1
-"""Gram matrices of all components and their shares, for early and all queries, and one in between."""
+PRODUCTS = 2 * 14 + 1
+"""Products of prompts (leakage/power.py) of all components and shares, for early and all queries, and one between."""
 
 REPLICATES = 5 * 9
 """Numbers per prompt that the interval of one number holds at the same time: nine replicates per prompt, five times."""
@@ -121,19 +124,28 @@ def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
     return prompts * (subject.identity.heads * EXPLICIT + 2) * length**2 * max(4, item)
 
 
+def own_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
+    """What a model that computes its attention itself holds beside posleak's: logits and weights of all pairs."""
+    return square_bytes(subject, prompts, length, item) if keeps_own_attention(subject.model) else 0
+
+
 def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None = None) -> int:
     """The results of all prompts, and of some layers or all what is made of them: components at every pair, products of
     prompts with each other, numbers without each prompt, and records."""
     Q, D, first = len(plan.queries), len(plan.offsets), PROFILE + plan.origin
     depth, H = subject.identity.layers, subject.identity.heads
     kept = KEPT * (Q * D + 6 * Q + D + first)
-    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + GRAMS * prompts
+    products = PRODUCTS * (1 + min(NEIGHBOURS, prompts // 2))
+    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + products
     summed = H * (depth if layers is None else layers)
     return 8 * prompts * (depth * H * kept + summed * work) + summed * RECORDS + FIRST_USE
 
 
 def _explicit(subject: Subject) -> bool:
-    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it?"""
+    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it? What a model that
+    computes its attention itself adds to logits is not known before it runs."""
+    if keeps_own_attention(subject.model):
+        return True
     capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
 
@@ -158,9 +170,10 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     weights = weight_count(subject) * item if edited else 0
     # Of a model that takes no position ids, two prompts of one token each show what positions do.
     at_once = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
+    pairs = max(own_bytes(subject, spec.batch, read, item), own_bytes(subject, 2, spec.length, item))
     rows = row_bytes(subject, spec.plan, spec.batch, read, item, ROWS if not spec.edits else 2 * ROWS)
     return MemoryPlan(
-        pass_bytes(subject, at_once, item) + weights,
+        pass_bytes(subject, at_once, item) + pairs + weights,
         max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),
         result_bytes(subject, spec.plan, spec.prompts),
     )

@@ -23,7 +23,7 @@ from posleak.errors import RunError
 from posleak.files import Sealed, in_the_way, is_own
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Motion, Plan
+from posleak.probe import Calibration, Motion, Plan, Touched
 from posleak.typed import plain
 
 from .folder import RECORD, remove_run, require_unused
@@ -33,7 +33,7 @@ from .spec import MeasureSpec
 DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
 SUBJECT = (
@@ -67,6 +67,7 @@ class Record:
 
     digest      the hash of everything that decides its numbers: runs with the same digest have the same numbers
     asked       the measurement as it was asked for;  spec: with every default filled in
+    touched     what each edit changed, seen in the first batch
     finished    when it was finished; None while it runs
     files       sha256 of the files beside run.json, by name
     """
@@ -84,6 +85,7 @@ class Record:
     machine: Machine
     warnings: tuple[str, ...]
     created: str
+    touched: tuple[Touched, ...] = ()
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
@@ -93,7 +95,8 @@ class Record:
         """What was measured, in words, without the model."""
         spec = self.spec
         prompts = f"{spec.prompts} prompts of {spec.length} tokens"
-        return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *spec.edits]
+        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edits
+        return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
     def ended(self, files: dict[str, str], notes: list[str]) -> Record:
         """The record of the finished run."""
@@ -110,15 +113,17 @@ RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh"
 """run.json"""
 
 
-def digest(spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str]) -> str:
-    """Hash of what was asked, of which model, on which tokens, with which software.
+def digest(
+    spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str], once: str = ""
+) -> str:
+    """Hash of what was asked, of which model, on which tokens, with which software; `once` makes it like no other.
 
     A text that was changed under the same name has another hash in `inputs`.
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
     text = json.dumps(plain([DEFINITIONS_VERSION, spec, subject, inputs, bits]), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256((text + once).encode()).hexdigest()
 
 
 def read_record(folder: Path) -> Record:

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
 
+from posleak.axes import PARTS, PROMPT, SCALING
+from posleak.edits import require_readable
 from posleak.errors import RunError
-from posleak.files import sha256_of, write_atomically
-from posleak.leakage import Summary, assemble, component, components, summarise, tidy
-from posleak.leakage.summary import Grams, Numbers
+from posleak.files import sha256_of, sole_writer, write_atomically
+from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
+from posleak.leakage.summary import Numbers, Products
 from posleak.show.notebook import compact_html
+from posleak.show.numbers import estimate
+from posleak.text import visible
 from posleak.typed import plain
 
-from .folder import HEADS, RESULTS, batch_path, read_batch, verify_file
+from .folder import HEADS, RECORD, RESULTS, batch_path, read_batch, require_unused, verify_file
+from .memory import many
 from .record import Record, read_record
 
+if TYPE_CHECKING:
+    from posleak.show.plots import Picture
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Run:
-    """`record` is run.json, `data` the labelled per-prompt arrays, `path` the folder (None: only in memory)."""
+    """One measurement: `record` is run.json, `data` the labelled per-prompt arrays, `path` the folder or None."""
 
     record: Record
     data: xr.Dataset
@@ -52,12 +62,27 @@ class Run:
         done = [chunk for at in record.spec.batches() if (chunk := read_batch(folder, at)) is not None]
         if sum(len(chunk["mask"]) for chunk in done) < 2:
             raise _unfinished(folder, record)
-        return cls(record, assemble(done, record.plan), folder)
+        return cls(record, assemble(done, record.plan, record.calibration.numbers), folder)
 
-    def under(self, record: Record) -> Run:
-        """The same data under another record; numbers that were computed are kept."""
-        run = Run(record, self.data, self.path)
-        run.__dict__.update({name: value for name, value in self.__dict__.items() if name in ("grams", "summary")})
+    def save(self, folder: str | Path) -> Run:
+        """Write the run as `measure(out=…)` does, into a folder that has none; returns the run that is there."""
+        place = Path(folder)
+        require_readable(self.record.spec.edits, str(place))
+        if self.record.finished is None:
+            raise _unfinished(place if self.path is None else self.path, self.record)
+        with sole_writer(place):
+            if (place / RECORD).exists():
+                raise RunError("the folder has a run already", where=str(place), remedy="choose another folder")
+            require_unused(place)
+            replace(self.record, finished=None, files={}).write(place)  # killed here, it can be started again
+            record = replace(self.record, files=self.write_results(place))
+            record.write(place)
+        return self.under(record, place)
+
+    def under(self, record: Record, path: Path | None = None) -> Run:
+        """The same data under another record, and at another path; numbers that were computed are kept."""
+        run = Run(record, self.data, path or self.path)
+        run.__dict__.update({name: value for name, value in self.__dict__.items() if name in ("products", "summary")})
         return run
 
     @property
@@ -76,20 +101,52 @@ class Run:
         return float(self.data.attrs["remainder"])
 
     @cached_property
-    def grams(self) -> dict[str, Grams]:
-        """Gram matrices of early and of all queries: what all numbers are computed from."""
-        return {"early": Grams.of(self.data, early=True), "all": Grams.of(self.data)}
+    def products(self) -> dict[str, Products]:
+        """Products of prompts, of early and of all queries: what all numbers are computed from."""
+        return Products.by_queries({name: component(self.data, name) for name in components(self.data)})
 
     @cached_property
     def summary(self) -> Summary:
         """All numbers with intervals."""
-        return summarise(self.data, self.grams)
+        return summarise(self.data, self.products)
 
-    def parts(self) -> xr.DataArray:
-        """Mean over prompts of every component: (component, layer, head, query, offset), in nats."""
-        names = components(self.data)
-        arrays = [component(self.data, name).mean("prompt") for name in names]
-        return xr.concat(arrays, dim=xr.IndexVariable("component", list(names))).rename("leakage")
+    @cached_property
+    def heads(self) -> pd.DataFrame:
+        """One row per layer and head, most leakage first: unbiased powers with intervals, and attention to position 0.
+
+        `total`, `mask`, … are powers in nats² of all queries, `total_low` and `total_high` the ends of the interval,
+        `sink_attention` is the mean attention of late queries to position 0, and `n` the number of prompts.
+        heads.parquet has the same numbers, and those of early queries. `run.heads.head(10)` are the first ten: of many
+        heads, those in front are there by noise as well, so look at the intervals.
+        """
+        return by_head(self.summary)
+
+    def parts(self, *, prompts: bool = False) -> xr.DataArray:
+        """Every component, mean over prompts: (component, layer, head, query, offset), in nats; see `split`."""
+        names, n = list(components(self.data)), self.prompts
+        every = (component(self.data, name) for name in names)
+        axis = xr.IndexVariable("component", names)
+        if prompts:
+            return xr.concat(list(every), dim=axis).rename("leakage")
+        means, errors = [], []
+        for x in every:  # one after the other: each is as large as all prompts
+            means.append(x.mean(PROMPT))
+            spread = x.std(PROMPT, ddof=1, skipna=False) if n > 1 else means[-1] * np.nan  # one prompt has no spread
+            errors.append(spread.values / n**0.5)
+        found = xr.concat(means, dim=axis).rename("leakage")
+        return found.assign_coords(se=(found.dims, np.stack(errors)))
+
+    def plot(self) -> Picture:
+        """Powers by layer with their intervals; below it stabilisation, and attention to position 0. See `Picture`."""
+        from posleak.show.plots import Picture, depth, drawn
+
+        summary, title = self.summary, f"{self.name}, n = {self.prompts}, {self.record.spec.length} tokens"
+        numbers, attention = summary.layers["all"], summary.layer_sink_attention
+        parts = [name for name in (*PARTS, SCALING) if name in numbers.share]
+        return Picture(drawn(lambda figure: depth(figure, numbers, attention, parts, summary.places, title)), title)
+
+    def __repr__(self) -> str:
+        return f"Run({said(self)})"
 
     def _repr_html_(self) -> str:
         """In a notebook: shares with intervals, compactly."""
@@ -102,8 +159,8 @@ class Run:
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edits,
-                "definitions": record.definitions_version, "origin": record.plan.origin, "motion": record.motion,
-                "remainder": self.remainder, "calibration": record.calibration,
+                "touched": record.touched, "definitions": record.definitions_version, "origin": record.plan.origin,
+                "motion": record.motion, "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
                 "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1"},
@@ -137,9 +194,9 @@ def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     shares = {name: share[layer].value for name, share in summary.layers["all"].share.items()}
     profile = summary.layer_profile[layer]
     return {
-        "layer": layer, **values, "ci": {name: [cell.low, cell.high] for name, cell in cells.items()},
-        "share": shares, "profile": profile, "ordinary": summary.layer_ordinary[layer],
-        "sink_width": summary.width[layer],
+        "layer": summary.numbers[layer], "call": layer, **values,
+        "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}, "share": shares,
+        "profile": profile, "ordinary": summary.layer_ordinary[layer], "sink_width": summary.width[layer],
     }  # fmt: skip
 
 
@@ -147,6 +204,21 @@ def _numbers(numbers: Numbers) -> dict[str, Any]:
     return {"power": numbers.power, "share": numbers.share, "stabilisation": numbers.stabilisation}
 
 
-def split(run: Run) -> xr.DataArray:
-    """Labelled components of a run, mean over prompts: (component, layer, head, query, offset), in nats."""
-    return run.parts()
+def said(run: Run) -> str:
+    """A run in one line: model, facts, total power with its interval, and where it is."""
+    total, spec = run.summary.model["all"].power["total"], run.record.spec
+    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edits])
+    place = "in memory" if run.path is None else str(run.path)
+    return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
+
+
+def split(run: Run, *, prompts: bool = False) -> xr.DataArray:
+    """The labelled components of a run: (component, layer, head, query, offset), in nats.
+
+    The mean over prompts, with its standard error as the coordinate `se`. Squares of a mean are biased by that error:
+    they rank heads by noise, where `run.heads` has unbiased powers.
+
+    run         what `measure` returned, or `Run.load` read
+    prompts     keep the prompts apart, as the first axis after the component; without `se`
+    """
+    return run.parts(prompts=prompts)

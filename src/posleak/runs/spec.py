@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
+from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, texts_of
 from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.prompts import UNLENT
@@ -44,6 +45,8 @@ class MeasureSpec:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
+        for name in ("length", "prompts", "seed", "batch", "density", "origin"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         require_between("prompts", self.prompts, 1)
         require_between("batch", self.batch, 0)
         require_between("seed", self.seed, 0, LIMIT - 1)
@@ -51,8 +54,10 @@ class MeasureSpec:
         if self.inputs != GIVEN:
             parse(self.inputs)
         require_measurable(self.parsed_edits)
-        object.__setattr__(self, "edits", tuple(edit.text for edit in self.parsed_edits))
+        object.__setattr__(self, "edits", texts_of(self.parsed_edits, self.edits))
         _ = self.plan  # refuses a length that is too short or too long
+        for edit in self.parsed_edits:
+            edit.require_length(self.length)
 
     @cached_property
     def plan(self) -> Plan:
@@ -77,6 +82,14 @@ class MeasureSpec:
     def batches(self) -> list[range]:
         """Prompts 0 … prompts − 1 in consecutive batches."""
         return batches(self.prompts, self.batch)
+
+
+def whole(name: str, value: Any) -> int:
+    """The value as an int; numpy's are taken too, and a text or a fraction is refused."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} must be a whole number", got=repr(value)) from None
 
 
 def require_between(name: str, value: int, least: int, most: int = MOST, *, why: str | None = None) -> None:

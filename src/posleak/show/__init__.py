@@ -9,6 +9,8 @@ console    a console that shows text as it is
 streams    standard output and standard error that take any text
 failures   what goes wrong as a message and an exit status
 notebook   a measurement or a trace as a few lines of HTML
+scale      how much of the numbers a picture shows
+plots      figures by matplotlib, which is imported only where one is drawn
 
 Earlier stages use it too, since a run knows how it looks in a notebook; so it imports nothing heavy.
 """

@@ -17,6 +17,9 @@ DARK = {
     "run-5": "#c3cad1",
 }  # fmt: skip
 
+LINE = "#999999"
+"""Of lines that mark zero or no effect, in print."""
+
 GLYPHS = {"mask": "█", "drift": "▒", "sink": "·", "scaling": "╱", "earlier": "▒", "here": "█", "origin": "·"}
 """What bars in a terminal are made of, so that they can be read without colour."""
 

@@ -100,7 +100,7 @@ def failure(error: BaseException) -> Failure:
         return Failure(WRONG, str(_no_memory(error)))
     if isinstance(error, OSError):
         return Failure(WRONG, str(_refused(error)))
-    return Failure(UNFORESEEN, _unforeseen(error))
+    return Failure(UNFORESEEN, unforeseen(error))
 
 
 def _interrupted(error: BaseException) -> bool:
@@ -140,7 +140,13 @@ def _refused(error: OSError) -> PosleakError:
 # -- what nobody foresaw ---------------------------------------------------------------------------------------------
 
 
-def _unforeseen(error: BaseException) -> str:
+def is_of_the_model(error: Exception) -> bool:
+    """May other work on the same model go on after it? Not without memory or a disk, which it would lack, too."""
+    return not (_is_no_memory(error) or isinstance(error, OSError))
+
+
+def unforeseen(error: BaseException) -> str:
+    """What is said about an error that nobody foresaw; its traceback is kept."""
     return "\n".join(
         [
             f"something that posleak did not foresee: {one_line(error)}",

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from posleak.lazy import lazy
 
 if TYPE_CHECKING:
-    from .cells import STUDIES, Cell, Study, study
-    from .run import Row, Table, run_study
+    from .cells import STUDIES, Cell, Study, study_named
+    from .run import Row, Table, run_study, study
 
-__getattr__ = lazy(__name__, {"cells": ("STUDIES", "Cell", "Study", "study"), "run": ("Row", "Table", "run_study")})
+__getattr__ = lazy(
+    __name__, {"cells": ("STUDIES", "Cell", "Study", "study_named"), "run": ("Row", "Table", "run_study", "study")}
+)
 
-__all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study"]
+__all__ = ["STUDIES", "Cell", "Row", "Study", "Table", "run_study", "study", "study_named"]

@@ -31,10 +31,10 @@ class Balance:
     @classmethod
     def of(cls, run: Run) -> Balance:
         jackknife = Jackknife(run.prompts)
-        grams = np.nanmean(run.grams["all"].own["residual"], axis=1)  # [L, B, B]
-        powers, kinds = jackknife.inner(grams), {"all": list(range(len(grams)))}
+        sums = np.nanmean(run.products["all"].own["residual"], axis=1)  # [L, sums]
+        powers, kinds = jackknife.inner(sums), {"all": list(range(len(sums)))}
         sliding = [layer for layer, window in enumerate(run.record.calibration.windows) if window is not None]
-        if 0 < len(sliding) < len(grams):
+        if 0 < len(sliding) < len(sums):
             kinds |= {"sliding": sliding, "global": [layer for layer in kinds["all"] if layer not in sliding]}
         found = {kind: depth_slope(powers, layers) for kind, layers in kinds.items() if len(layers) > 1}
         return cls(

@@ -55,6 +55,11 @@ class Study:
     def at(self, *, models: Sequence[str] = (), **changes: Any) -> Study:
         """The same study of other models, or at another length, number of prompts or seed."""
         known = dict.fromkeys(cell.model for cell in self.cells)
+        if len(models) > len(known):
+            raise InputError(
+                "the study has fewer models than were given", where=f"study {self.name}", got=", ".join(models),
+                expected=f"at most {len(known)}, in the places of {', '.join(known)}",
+            )  # fmt: skip
         names = dict(zip(known, models or known))
         cells = [replace(cell, model=names[cell.model], **changes) for cell in self.cells if cell.model in names]
         return replace(self, cells=tuple(cells))
@@ -64,9 +69,9 @@ def _knobs(model: str, edits: Sequence[str]) -> tuple[Cell, ...]:
     return (Cell(model), *(Cell(model, (edit,)) for edit in edits))
 
 
-NTK = tuple(f"rope=ntk:{factor}" for factor in (1, 2, 4, 8))
+NTK = tuple(f"rope=ntk:{factor}" for factor in (2, 4, 8))
 SCALED = ("rope=linear:2", "rope=linear:4", "rope=yarn:4")
-WINDOWS = tuple(f"window={size}{sink}" for size in (64, 128, 256, 512) for sink in ("", "+sink"))
+WINDOWS = tuple(f"window={size}{sink}" for size in (64, 128, 256) for sink in ("", "+sink"))
 
 STUDIES = {
     study.name: study
@@ -103,7 +108,8 @@ STUDIES = {
 }
 
 
-def study(name: str) -> Study:
+def study_named(name: str) -> Study:
+    """One of the studies that posleak knows."""
     if name not in STUDIES:
         raise InputError("no study of this name", got=name, remedy=did_you_mean(name, STUDIES))
     return STUDIES[name]

@@ -11,6 +11,7 @@ hold in every family are the checks of posleak itself: parity, partition, additi
 from __future__ import annotations
 
 import argparse
+import copy
 import signal
 import threading
 from collections import Counter
@@ -85,7 +86,7 @@ def examine_family(family: str) -> Row:
     try:
         with limited(SECONDS):
             model = tiny_model(family)
-            _runs_alone(model)
+            _runs_alone(copy.deepcopy(model))  # a pass may change it
     except Exception as error:
         said = f"{type(error).__name__}: {_first_line(error)}"
         return Row(family, name, NOT_BUILT, why=f"{INCOMPLETE[family]} ({said})" if family in INCOMPLETE else said)
@@ -125,6 +126,8 @@ def _as_decoder(family: str) -> Iterator[str]:
     default = CONFIG_MAPPING[family]()
     if default.is_encoder_decoder:
         yield "the decoder of an encoder-decoder, with is_encoder_decoder=False"
+    elif getattr(default, "causal", True) is False:
+        yield "an encoder family, with causal=True"
     elif getattr(default, "is_decoder", True) is False and family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         yield "an encoder family, with is_decoder=True"
 

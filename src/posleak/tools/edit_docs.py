@@ -29,7 +29,10 @@ what an edit does, compare the run with one without it that has the same seed, l
 `posleak compare RUN RUN` then pairs the prompts.
 
 An edit lasts as long as the run and leaves the model as it was: weights, buffers and attention function are the same
-afterwards, also after an error. An edit that changes nothing, such as `shift=0`, changes no bit of the result.
+afterwards, also after an error. The run says what each edit changed: which layers, and how many heads, or what else
+(`touched` in its record and in `--json`). An edit that changes nothing is an error, so that a slip of the pen does not
+become "no effect"; only an edit that says so itself, `shift=0` or a scaling by 1, is kept as a control, and changes no
+bit of the result.
 
 You can add edits of your own: [extending.md](extending.md). Words are explained in [definitions.md](definitions.md):
 the reference queries, for example, are the late queries that all others are compared with.
@@ -38,8 +41,8 @@ the reference queries, for example, are the late queries that all others are com
 SCOPES = """\
 ## Layers and heads
 
-Some edits take a scope, written behind an @. Without one they act everywhere. Layers and heads are counted from 0; a
-layer is an attention call of the forward pass, in order.
+Some edits take a scope, written behind an @. Without one they act everywhere. Layers and heads are counted from 0, and
+layers as the model counts them: a hybrid has attention in some of its layers only.
 
 | scope | means |
 |---|---|
@@ -48,7 +51,7 @@ layer is an attention call of the forward pass, in order.
 | `@3.1` | layer 3, head 1 |
 | `@2-5,7.0` | layers 2 to 5, and head 0 of layer 7 |
 
-A layer or head that the model does not have is passed over without an error.
+A layer or head that the model does not have is an error, and so is a layer without attention that is named alone.
 """
 
 

@@ -70,7 +70,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024, "n_positions": 1024, "n_ctx": 1024, "max_seq_len": 1024,
     "max_target_positions": 1024, "floor_scale": 8, "log_scaling_n_floor": 8,
     # a family of encoders, or of encoders with decoders, has its decoder measured
-    "is_decoder": True, "is_encoder_decoder": False,
+    "is_decoder": True, "is_encoder_decoder": False, "causal": True,
 }  # fmt: skip
 """What each name is set to, where a config has it. Multiples of 16 where expert products need whole 16 bytes; windows
 shorter than the census's prompts, so that they hide something; value heads narrower than key heads."""
@@ -87,6 +87,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": HYBRID,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     # shared attention reads the stream and the embeddings side by side, so it is twice as wide
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "num_key_value_heads": 4,
@@ -179,6 +180,8 @@ def sharpened(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # a table that the model computes, such as the sines of its rotation
+                continue
             if parameter.ndim > 1 and parameter.is_floating_point():
                 gain = 1.8 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "key")) else 1.0
                 parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)

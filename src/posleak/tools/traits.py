@@ -19,9 +19,10 @@ EQUAL = 1e-3
 @dataclass
 class CallObserver:
     """Traits of every attention call on a constant-token prompt; `turned`: do queries depend on position? None if the
-    states already do, so that it cannot be told."""
+    states already do, so that it cannot be told. `sloped`: is there a bias that is linear in the key's position?"""
 
     turned: list[bool | None] = field(default_factory=list)
+    sloped: list[bool] = field(default_factory=list)
     traits: list[str] = field(default_factory=list)
     heads: set[int] = field(default_factory=set)
 
@@ -29,9 +30,10 @@ class CallObserver:
         same_states = not _differ(call.value[0])
         directions = call.query[0] / call.query[0].norm(dim=-1, keepdim=True).clamp(min=1e-30)
         self.turned.append(_differ(directions) if same_states else None)
+        self.sloped.append(_is_linear(call))
         self.heads.add(call.heads)
         for there, trait in (
-            (call.bias is not None, "bias added to logits"),
+            (call.bias is not None and not self.sloped[-1], "bias added to logits"),
             (call.softcap is not None, "soft-capped logits"),
             (call.s_aux is not None, "learned sink logits"),
             (call.value.shape[-1] != call.key.shape[-1], "values of another width than keys"),
@@ -44,6 +46,16 @@ class CallObserver:
 def _differ(x: Tensor) -> bool:
     """Do the vectors x [H, T, E] of one head differ between positions?"""
     return float((x - x[:, :1]).abs().max()) > EQUAL * float(x.abs().max())
+
+
+def _is_linear(call: Call) -> bool:
+    """Is what the model adds to the last query's logits linear in the position of the key, with a slope?"""
+    if call.bias is None:
+        return False
+    last = torch.tensor([call.query.shape[2] - 1], device=call.query.device)
+    steps = call.bias[:, :, -1].double()[..., call.visibility.rows(last)[0, 0, 0]].diff(dim=-1)
+    size = float(steps.abs().max())
+    return size > 0 and float((steps - steps.mean(-1, keepdim=True)).abs().max()) <= EQUAL * size
 
 
 def _narrowed(call: Call) -> str | None:
@@ -90,7 +102,7 @@ def traits(subject: Subject, calibration: Calibration, length: int, token: int) 
     if other:
         special.append(_hybrid(subject, calibration, other))
     table = entrance is not None and entrance.kind == TABLE
-    positions = "table of positions" if table else _positions(look.turned, rotary)
+    positions = "table of positions" if table else _positions(look.turned, look.sloped, rotary)
     return Traits(positions, tuple(special), _moved(placements))
 
 
@@ -102,12 +114,13 @@ def _moved(placements: list[Placement]) -> str:
     return f"no: {stays[0]}" if len(stays) == len(placements) else f"in some layers; in {len(stays)} not: {stays[0]}"
 
 
-def _positions(turned: list[bool | None], rotary: bool) -> str:
-    known = [rotary if turn is None else turn for turn in turned]
-    if not any(known):
+def _positions(turned: list[bool | None], sloped: list[bool], rotary: bool) -> str:
+    turns = [rotary if turn is None else turn for turn in turned]
+    kinds = " and ".join(kind for kind, calls in (("rotary", turns), ("ALiBi", sloped)) if any(calls))
+    if not kinds:
         return "none (NoPE)"
-    without = known.count(False)
-    return f"rotary, {without} of {len(known)} calls without (NoPE)" if without else "rotary"
+    without = [turn or slope for turn, slope in zip(turns, sloped, strict=True)].count(False)
+    return f"{kinds}, {without} of {len(turns)} calls without (NoPE)" if without else kinds
 
 
 def _hybrid(subject: Subject, calibration: Calibration, other: set[str]) -> str:

@@ -14,28 +14,35 @@ They add up to T exactly. Both runs are ordinary ones, in one folder: the borrow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from posleak.axes import LEFT
+from posleak.axes import LEFT, PARTS, SCALING
 from posleak.errors import RunError
+from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.summary import Grams, Shares
-from posleak.models import Subject
+from posleak.leakage.summary import Products, Shares
+from posleak.models import AnyModel
 from posleak.probe.plan import ORIGIN
-from posleak.runs import MeasureSpec, Run
+from posleak.runs import Run
+from posleak.runs.asked import asked
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
+from posleak.runs.run import said
 from posleak.show.notebook import compact_html
+from posleak.show.numbers import estimate
 from posleak.typed import plain
+
+if TYPE_CHECKING:
+    from posleak.show.plots import Picture
 
 LENGTH, PROMPTS = 256, 16
 
@@ -60,19 +67,19 @@ class Ladder:
     @classmethod
     def of(cls, runs: dict[int, Run]) -> Ladder:
         upto = tuple(sorted(runs))
-        grams = np.stack([np.nanmean(_left_grams(runs[k]), axis=1) for k in upto])  # [K, L, B, B]
-        prompts = Jackknife(grams.shape[-1])
-        return cls(upto, prompts.inner(grams).estimate, prompts.inner(grams[:, 1:].mean(1)).estimate)
+        sums = np.stack([np.nanmean(_left(runs[k]), axis=1) for k in upto])  # [K, L, sums]
+        prompts = Jackknife(runs[upto[0]].prompts)
+        return cls(upto, prompts.inner(sums).estimate, prompts.inner(sums[:, 1:].mean(1)).estimate)
 
 
-def _left_grams(run: Run) -> Any:
-    own = run.grams["all"].own
+def _left(run: Run) -> Any:
+    own = run.products["all"].own
     return own[LEFT] if LEFT in own else own["total"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
-    """`ordinary` and `borrowed` are runs on the same prompts; `ladder`: contexts lent up to some layers only."""
+    """Where position comes from: `ordinary` and `borrowed` are runs on the same prompts, `steps` those by layer."""
 
     ordinary: Run
     borrowed: Run
@@ -98,8 +105,22 @@ class Trace:
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
             raise RunError("the two passes of the trace read different prompts", where=str(folder),
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
-        kept = {k: condition_folder(folder, _step(k)) for k in range(ordinary.data.sizes["layer"] - 1)}
+        kept = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
         return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
+
+    def plot(self) -> Picture:
+        """Powers by layer with their intervals: above where position comes from, below where it is read."""
+        from posleak.show.plots import Picture, both, drawn
+
+        run, read = self.ordinary, self.ordinary.summary.layers["all"]
+        parts = [name for name in (*PARTS, SCALING) if name in read.share]
+        title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
+        above, below = (self.layers["all"].power, SOURCES), (read.power, parts)
+        return Picture(drawn(lambda figure: both(figure, above, below, run.summary.places, title)), title)
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in SOURCES)
+        return f"Trace({said(self.ordinary)}; {shares})"
 
     def _repr_html_(self) -> str:
         """In a notebook: shares with intervals, compactly."""
@@ -120,27 +141,24 @@ class Trace:
         return max(gap, self.ordinary.remainder, self.borrowed.remainder)
 
     @cached_property
-    def grams(self) -> dict[str, Grams]:
-        """Gram matrices of early and of all queries."""
-        return {
-            queries: Grams.of_components(self.components, SOURCES, early=queries == "early")
-            for queries in ("early", "all")
-        }
+    def products(self) -> dict[str, Products]:
+        """Products of prompts, of early and of all queries."""
+        return Products.by_queries(self.components, SOURCES)
 
     @cached_property
     def layers(self) -> dict[str, Shares]:
         """Powers and shares by layer [L], means over heads; of early and of all queries."""
-        return {queries: Shares.of(grams.averaged((1,)), self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def heads(self) -> dict[str, Shares]:
         """The same by layer and head [L, H]."""
-        return {queries: Shares.of(grams, self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found, self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def model(self) -> dict[str, Shares]:
         """The same of the whole model."""
-        return {queries: Shares.of(grams.averaged((0, 1)), self._prompts) for queries, grams in self.grams.items()}
+        return {queries: Shares.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
@@ -156,7 +174,7 @@ class Trace:
         """None if nothing was lent to some layers only."""
         if not self.steps:
             return None
-        last = self.ordinary.data.sizes["layer"] - 1
+        last = max(self.ordinary.record.calibration.numbers)
         return Ladder.of({-1: self.ordinary, **self.steps, last: self.borrowed})
 
     @property
@@ -188,7 +206,8 @@ class Trace:
         powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
         shares = {name: share[layer] for name, share in numbers.share.items()}
         return {
-            "layer": layer, **{name: power.value for name, power in powers.items()},
+            "layer": self.ordinary.summary.numbers[layer], "call": layer,
+            **{name: power.value for name, power in powers.items()},
             "share": {name: share.value for name, share in shares.items()},
             "ci": {name: [power.low, power.high] for name, power in powers.items()}
             | {"share": {name: [share.low, share.high] for name, share in shares.items()}},
@@ -204,17 +223,18 @@ def _step(upto: int) -> str:
     return f"{BORROWED}@0-{upto}" if upto else f"{BORROWED}@0"
 
 
-def rungs(layers: int) -> list[int]:
-    """K = 0, 1, 2, 4, 8, … below the last layer, which is the borrowed pass itself."""
-    return [k for k in (0, *(2**power for power in range(16))) if k < layers - 1]
+def rungs(numbers: Sequence[int]) -> list[int]:
+    """The first, second, third, fifth, ninth … layer with attention, but not the last: that is the borrowed pass."""
+    layers = sorted(set(numbers))
+    return [layers[k] for k in (0, *(2**power for power in range(16))) if k < len(layers) - 1]
 
 
 def trace(
-    subject: Subject,
-    inputs: str = "random",
+    subject: AnyModel,
+    inputs: Inputs = "random",
     *,
-    length: int = LENGTH,
-    prompts: int = PROMPTS,
+    length: int | None = None,
+    prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
     origin: int = ORIGIN,
@@ -222,20 +242,30 @@ def trace(
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Where a subject's sense of position comes from: here, earlier and origin, by a second pass over a borrowed
-    context.
+    """Where a subject's sense of position comes from: here, earlier and origin, by a pass over a borrowed context.
 
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`: a source, or prompts that you have
+    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the tokens
+    bos         position 0, as in `measure`
+    origin      width of the origin: how many first tokens count as it
     by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
     out         a folder: the ordinary run, and the others below it; what is there already is not measured again
-
-    The other options are those of `measure`.
+    fresh       measure again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
     """
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
-    return traced(
-        Conditions(subject, spec, None if out is None else Path(out), fresh, max_memory, progress), by_layer=by_layer
+    found = asked(
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin
     )
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    return traced(
+        Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
+    )  # fmt: skip
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
@@ -243,5 +273,5 @@ def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
     with conditions.writing():
         if conditions.folder is None or not is_finished(conditions.folder):
             placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
-        layers = conditions.run().data.sizes["layer"]
-        return Trace.of(conditions, rungs(layers) if by_layer else ())
+        numbers = conditions.run().record.calibration.numbers
+        return Trace.of(conditions, rungs(numbers) if by_layer else ())

@@ -75,20 +75,23 @@
   const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual", "earlier", "here", "origin"]);
   const shownParts = () => ["total", ...current().parts];
 
+  /* layers have the model's own numbers; data-layer and state.head count attention calls */
+  const headName = (run, layer, head) => `L${run.names[layer]}.H${head}`;
+
   const readAddress = () => {
     const asked = new URLSearchParams(location.hash.slice(1));
     const run = Number(asked.get("run") || 0);
     if (DATA.runs[run]) state.run = run;
-    const head = /^L(\d+)\.H(\d+)$/.exec(asked.get("head") || "");
-    if (head && Number(head[1]) < current().heads.shape[0] && Number(head[2]) < current().heads.heads[Number(head[1])])
-      state.head = [Number(head[1]), Number(head[2])];
+    const head = /^L(\w+)\.H(\d+)$/.exec(asked.get("head") || "");
+    const layer = head ? current().names.indexOf(head[1]) : -1;
+    if (layer >= 0 && Number(head[2]) < current().heads.heads[layer]) state.head = [layer, Number(head[2])];
     const known = (name, values) => { if (values.includes(asked.get(name))) state[name] = asked.get(name); };
     known("component", $$(".component option", article()).map((o) => o.value));
     known("quantity", ["power", "share"]);
     known("queries", ["all", "early"]);
   };
   const writeAddress = () => {
-    const parts = [`head=L${state.head[0]}.H${state.head[1]}`, `component=${state.component}`];
+    const parts = [`head=${headName(current(), ...state.head)}`, `component=${state.component}`];
     if (state.quantity !== "power") parts.push(`quantity=${state.quantity}`);
     if (state.queries !== "all") parts.push(`queries=${state.queries}`);
     if (state.run) parts.push(`run=${state.run}`);
@@ -152,7 +155,7 @@
       button.className = nan ? "nan" : Math.abs(place) > 0.55 ? (ROOT.dataset.theme === "dark" || state.component === "drift" ? "light" : "dark") : "";
       button.style.background = nan ? "" : place < 0 ? mix("var(--paper)", "var(--negative)", -place) : mix("var(--wash)", `var(${scale.colour})`, place);
       button.textContent = mark;
-      const text = `L${layer}.H${head}: ${show(x)} (${show(low)} … ${show(high)})${why ? ", " + why : ""}`;
+      const text = `${headName(run, layer, head)}: ${show(x)} (${show(low)} … ${show(high)})${why ? ", " + why : ""}`;
       button.title = text;
       button.setAttribute("aria-label", text);
       const selected = layer === state.head[0] && head === state.head[1];
@@ -169,7 +172,7 @@
     for (let h = 0; h < heads; h++) header.append(make("span", { class: "label", style: "text-align:center" }, heads <= 16 || h % 4 === 0 ? h : ""));
     for (let l = 0; l < layers; l++) {
       const row = grid.appendChild(make("div", { class: "row", role: "row" }));
-      row.append(make("span", { class: "label", role: "rowheader" }, run.windows[l] ? `${l}w` : l));
+      row.append(make("span", { class: "label", role: "rowheader" }, run.windows[l] ? `${run.names[l]}w` : run.names[l]));
       if (run.windows[l]) row.firstChild.title = `window of ${run.windows[l]} tokens`;
       for (let h = 0; h < run.heads.heads[l]; h++)
         row.append(make("button", { type: "button", role: "gridcell", "data-layer": l, "data-head": h }));
@@ -234,7 +237,7 @@
   };
   const drawHead = () => {
     const run = current(), panel = $(".headpanel", article()), [layer, head] = state.head, c = run.curves;
-    $(".headname", panel).textContent = `Layer ${layer}, head ${head}` + (run.windows[layer] ? ` (window ${run.windows[layer]})` : "");
+    $(".headname", panel).textContent = `Layer ${run.names[layer]}, head ${head}` + (run.windows[layer] ? ` (window ${run.windows[layer]})` : "");
     headRow($(".headrow", panel), run, layer, head);
     const at = c.at[layer][head], note = $(".head-absent", panel), plots = $$(".plot", panel);
     note.hidden = at >= 0 && c.early !== null;
@@ -301,7 +304,7 @@
     });
     eachHead(run, (layer, head) => {
       const row = make("tr", { "data-head": `${layer}.${head}` });
-      row.append(make("td", { "data-value": layer * 1e4 + head }, `L${layer}.H${head}`));
+      row.append(make("td", { "data-value": layer * 1e4 + head }, headName(run, layer, head)));
       for (const [name, quantity] of COLUMNS) {
         const at = column(run, quantity === "sink_attention" ? "reference" : "all", quantity, name);
         row.append(number(run, at, layer, head, quantity === "share"));

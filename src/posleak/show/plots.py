@@ -1,0 +1,145 @@
+"""Figures by matplotlib: powers by layer with their intervals, for print and for a notebook.
+
+A filled dot where the interval leaves out "no effect", an open one where it does not.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from posleak.arrays import Array
+from posleak.errors import InputError
+from posleak.files import write_atomically
+
+from .colours import LIGHT, LINE
+from .scale import power_range
+
+if TYPE_CHECKING:
+    from posleak.leakage import Estimate
+    from posleak.leakage.summary import Numbers
+
+STYLE: Any = {
+    "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
+    "legend.frameon": False, "lines.linewidth": 1.2, "svg.fonttype": "none", "svg.hashsalt": "posleak",
+}  # fmt: skip
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"dpi": 300}, "svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}},
+}  # fmt: skip
+WIDTH = 6.75
+"""Inches: the text width of most two-column papers."""
+
+HEIGHT = 4.6
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Picture:
+    """A figure: a notebook shows it, and `save` writes it. `figure` is matplotlib's, to be changed at will."""
+
+    figure: Figure
+    title: str
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as PNG, SVG or PDF, by the ending of the file's name; returns the path."""
+        place = Path(path)
+        suffix = place.suffix.lower().removeprefix(".")
+        if suffix not in FORMATS:
+            raise InputError(
+                "not a format of pictures", where="save", got=str(place), expected=" | ".join(f".{f}" for f in FORMATS)
+            )
+        write_atomically(place, lambda temporary: write(self.figure, suffix, temporary))
+        return place
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the picture as SVG."""
+        made = io.BytesIO()
+        write(self.figure, "svg", made)
+        text = made.getvalue().decode()
+        return text[text.index("<svg") :]
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title}; .save(path) writes PNG, SVG or PDF)"
+
+
+def write(figure: Figure, suffix: str, place: Any) -> None:
+    """Into a file or a stream."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(place, format=suffix, bbox_inches="tight", **FORMATS[suffix])
+
+
+def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:
+    """A new figure, drawn in posleak's style."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure)
+    return figure
+
+
+def depth(
+    figure: Figure, numbers: Numbers, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
+) -> None:  # fmt: skip
+    """Powers per layer with bands; below it stabilisation and attention to position 0. x: where the layers stand."""
+    rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
+    top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
+    axes = top.subplots()
+    powers(axes, numbers.power, ("total", *parts), x)
+    axes.set(xlabel="layer", ylabel="power, nats²", title=as_text(title))
+    left, right = below.subplots(1, 2)
+    band(left, numbers.stabilisation, LIGHT["sink"], x, no_effect=1.0)
+    left.axhline(1, color=LINE, linewidth=0.5, linestyle=":")
+    left.set(xlabel="layer", ylabel="stabilisation, times", yscale="log")
+    band(right, sink_attention, LIGHT["sink"], x)
+    right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
+
+
+def both(
+    figure: Figure,
+    sources: tuple[Mapping[str, Estimate], Sequence[str]],
+    parts: tuple[Mapping[str, Estimate], Sequence[str]],
+    x: Array,
+    title: str,
+) -> None:
+    """Above where position comes from, below where it is read, over one axis of layers; each as powers and names."""
+    above, below = figure.subplots(2, 1, sharex=True)
+    powers(above, sources[0], ("total", *sources[1]), x)
+    powers(below, parts[0], ("total", *parts[1]), x)
+    above.set(ylabel="where from, nats²", title=as_text(title))
+    below.set(xlabel="layer", ylabel="where read, nats²")
+
+
+def powers(axes: Axes, found: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
+    """Several components over the layers."""
+    for name in names:
+        band(axes, found[name], LIGHT[name], x, name)
+    axes.axhline(0, color=LINE, linewidth=0.5)
+    axes.set(ylim=power_range(found, names))
+    axes.legend(ncols=5, loc="upper right")
+
+
+def band(
+    axes: Axes, estimate: Estimate, colour: str, x: Array, label: str | None = None, no_effect: float = 0.0
+) -> None:  # fmt: skip
+    """One number by layer, with its interval."""
+    value, low, high = estimate.value, estimate.low, estimate.high
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.plot(x, value, color=colour, label=label)
+    clear = (low > no_effect) | (high < no_effect)
+    axes.plot(x[clear], value[clear], ".", color=colour, markersize=4)
+    axes.plot(x[~clear], value[~clear], "o", color=colour, markersize=3, markerfacecolor="white")
+
+
+def as_text(text: str) -> str:
+    """Text for matplotlib, which reads $ as mathematics: $ is escaped, and unprintable characters are spelled out."""
+    return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
