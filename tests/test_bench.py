@@ -193,3 +193,11 @@ def test_the_page_of_costs_is_made_of_the_results() -> None:
     sys.modules["page"] = page
     spec.loader.exec_module(page)
     assert page.made() == (ROOT / "docs" / "cost.md").read_text(encoding="utf-8"), "run `python benchmarks/page.py`"
+
+
+def test_the_shortest_prompts_can_be_timed(tmp_path: Path) -> None:
+    """The first pass, which warms up, is no longer than the prompt."""
+    tiny("llama").save_pretrained(str(tmp_path / "llama"))
+    ids = np.full((1, 32), 5).tolist()
+    asked = {"model": str(tmp_path / "llama"), "loading": {}, "length": 32, "ids": ids, "case": "posleak"}
+    assert worker.answer(asked, 2**40)["peak_mb"] >= 0

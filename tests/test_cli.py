@@ -457,3 +457,33 @@ def test_models_lists_names_and_what_is_cached(posleak: Posleak) -> None:
         assert name in said.out
     entries = json.loads(posleak("models", "--json").out)["models"]
     assert [entry["cached"] for entry in entries] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("measure", "--help"), "constant[:ID]"),
+        (("measure", "--edit", "bos=[red]x"), "bos=zero|mean|noise[:SEED]|token:ID"),
+        (("measure", "--edit", "sink=[red]x"), "sink=cut|freeze[@LAYERS.HEADS]"),
+        (("measure", "./[bold]x[/bold]"), "./[bold]x[/bold]: no such file or folder"),
+        (("study", "[bold]x"), "got: [bold]x"),
+        (("[bold]x",), "No such command '[bold]x'"),
+    ],
+)
+def test_brackets_are_shown_as_they_are(posleak: Posleak, arguments: tuple[str, ...], shown: str) -> None:
+    """rich would take them for markup, and swallow them."""
+    said = posleak(*arguments)
+    assert shown in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("measure", "--prompts", "0"), "remedy: use --prompts 1 or more"),
+        (("measure", "--density", "65"), "remedy: use --density 64 or less"),
+        (("measure", "--edit", "window=x"), "remedy: as in --edit window=64+sink"),
+        (("doctor", "--length", "31"), "remedy: use --length 32 or more"),
+    ],
+)
+def test_a_bound_that_is_said_is_one_that_holds(posleak: Posleak, arguments: tuple[str, ...], remedy: str) -> None:
+    assert remedy in posleak(*arguments).err

@@ -61,7 +61,8 @@ class ClaimsRun:
         record = self.run.record
         found: dict[str, Any] = plain(
             {
-                "model": self.run.name, "identity": record.identity, "inputs": record.inputs,
+                "model": self.run.name, "identity": record.identity, "positions": record.positions,
+                "inputs": record.inputs,
                 "length": record.spec.length, "prompts": record.spec.prompts, "seed": record.spec.seed,
                 "calibration": record.calibration, "claims": self.results, "warnings": record.warnings,
                 "run": None if self.run.path is None else str(self.run.path),

@@ -36,7 +36,7 @@ def heading(run: Run) -> Group:
     """The model, and what was measured on it."""
     return Group(
         prose(run.name, style="bold"),
-        prose(" · ".join(run.record.identity.facts), style="dim"),
+        prose(" · ".join(run.record.model_facts), style="dim"),
         prose(" · ".join(run.record.facts), style="dim"),
     )
 
@@ -154,7 +154,7 @@ def doctor_table(diagnosis: Diagnosis) -> Group:
         value = f"{check.value:.1e}" if check.value else "0"
         made.add_row(_mark(check), check.id, value, bound, check.unit, check.why)
     verdict = ("can be measured here", "green") if diagnosis.ok else ("a check failed", "red")
-    prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens)"
+    prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens; positions: {diagnosis.positions})"
     return Group(Prose(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim"))), made)
 
 

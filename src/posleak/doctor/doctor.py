@@ -17,7 +17,9 @@ from posleak.inputs import prepare
 from posleak.models import AnyModel, Subject, subject_of
 from posleak.probe import (
     Calibration,
+    Motion,
     Plan,
+    Positions,
     attach,
     body,
     calibrate,
@@ -43,13 +45,15 @@ PROMPTS = 12
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """All checks of one model; `calibration` is what every measurement of it would start with."""
+    """All checks of one model; `calibration` is what every measurement of it would start with, `positions` how it tells
+    positions apart, in words."""
 
     model: str
     length: int
     prompts: int
     calibration: Calibration
     checks: tuple[Check, ...]
+    positions: str = "not looked at"
 
     @property
     def ok(self) -> bool:
@@ -65,6 +69,7 @@ class Diagnosis:
         """The JSON contract of `posleak doctor --json` (docs/json.md)."""
         return {
             "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
+            "positions": self.positions,
             "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
         }  # fmt: skip
 
@@ -145,7 +150,8 @@ def _diagnosis(
     for dtype in () if short else (torch.float32, torch.bfloat16, torch.float16):
         progress(f"rounding floor, {dtype}")
         checks.append(rounding_floor(bench, dtype))
-    return Diagnosis(subject.identity.name, length, prompts, calibration, tuple(checks))
+    positions = Positions.of(Motion.of(bench.placements, plan, subject.dtype), calibration)
+    return Diagnosis(subject.identity.name, length, prompts, calibration, tuple(checks), positions.text)
 
 
 def _calibration_checks(found: Calibration) -> Iterator[Check]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .hold import exclusive
     from .placement import Motion, Placement, read_placements
     from .plan import Plan, default_plan
+    from .positions import Positions
     from .rows import Rows, call_rows, reduce_rows
     from .touch import Touch, Touched
     from .visibility import Visibility
@@ -31,6 +32,7 @@ __getattr__ = lazy(
         "hold": ("exclusive",),
         "placement": ("Motion", "Placement", "read_placements"),
         "plan": ("Plan", "default_plan"),
+        "positions": ("Positions",),
         "rows": ("Rows", "call_rows", "reduce_rows"),
         "touch": ("Touch", "Touched"),
         "visibility": ("Visibility",),
@@ -45,6 +47,7 @@ __all__ = [
     "Observer",
     "Placement",
     "Plan",
+    "Positions",
     "Probe",
     "Rows",
     "Touch",

@@ -37,13 +37,15 @@ class Calibration:
     """What was found, and by what it is judged; stored with every result.
 
     layers: how many attention calls a forward pass makes;  by call, numbers: its layer, as the model counts layers;
-    heads: its query heads;  modules, windows;  unmeasured: other attention that ran
+    heads: its query heads;  biases: what is added to its logits;  modules, windows;  unmeasured: other attention that
+    ran
     """
 
     length: int
     layers: int
     numbers: tuple[int, ...]
     heads: tuple[int, ...]
+    biases: tuple[str | None, ...]
     modules: tuple[str, ...]
     windows: tuple[int | None, ...]
     unmeasured: tuple[str, ...]
@@ -86,6 +88,7 @@ class KernelObserver:
     windows: tuple[int | None, ...] = ()
     numbers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    biases: tuple[str | None, ...] = ()
     learned_sinks: bool = False
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
@@ -104,6 +107,7 @@ class KernelObserver:
         self.windows += (None if seen == T else seen,)
         self.numbers += (call.layer,)
         self.heads += (call.heads,)
+        self.biases += (call.added,)
 
 
 def kernel_weights(
@@ -156,6 +160,7 @@ def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
         layers=layers,
         numbers=observer.numbers,
         heads=observer.heads,
+        biases=observer.biases,
         modules=modules,
         windows=observer.windows,
         unmeasured=unmeasured,

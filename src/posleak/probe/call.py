@@ -10,6 +10,11 @@ from torch import Tensor
 
 from .visibility import Visibility
 
+ALIBI, BIAS = "ALiBi", "other bias"
+
+EQUAL = 1e-3
+"""Steps of a bias that differ by less than this, relative to the largest, are equal."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -41,6 +46,17 @@ class Call:
     frozen: Float[Tensor, "B _H"] | None = None
     start: int = 0
     layer: int = 0
+
+    @property
+    def added(self) -> str | None:
+        """What kind of bias is added to the logits: linear in the key's position, or another; None: nothing."""
+        if self.bias is None:
+            return None
+        last = torch.tensor([self.query.shape[2] - 1], device=self.query.device)
+        steps = self.bias[:, :, -1].double()[..., self.visibility.rows(last)[0, 0, 0]].diff(dim=-1)
+        size = float(steps.abs().max()) if steps.shape[-1] else 0.0
+        straight = size > 0 and float((steps - steps.mean(-1, keepdim=True)).abs().max()) <= EQUAL * size
+        return ALIBI if straight else BIAS
 
     @property
     def heads(self) -> int:

@@ -157,7 +157,7 @@ def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
 
 def _facts(run: Run) -> list[str]:
     record = run.record
-    first, size, *rest = record.identity.facts
+    first, size, *rest = record.model_facts
     edits = [f"edits: {', '.join(record.spec.edits)}"] if record.spec.edits else []
     return [
         f"{first}, {size}", *rest, f"n = {run.prompts} prompts of {record.spec.length} tokens",

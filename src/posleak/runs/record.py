@@ -23,7 +23,7 @@ from posleak.errors import RunError
 from posleak.files import Sealed, in_the_way, is_own
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Motion, Plan, Touched
+from posleak.probe import Calibration, Motion, Plan, Positions, Touched
 from posleak.typed import plain
 
 from .folder import RECORD, remove_run, require_unused
@@ -89,6 +89,16 @@ class Record:
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
+
+    @property
+    def positions(self) -> Positions:
+        """How the model told positions apart in this run."""
+        return Positions.of(self.motion, self.calibration)
+
+    @property
+    def model_facts(self) -> list[str]:
+        """What a reader must know about the model, in words."""
+        return [*self.identity.facts, f"positions: {self.positions.text}"]
 
     @property
     def facts(self) -> list[str]:

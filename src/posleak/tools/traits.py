@@ -11,6 +11,7 @@ from torch import Tensor
 from posleak.doctor.explicit import RECURRENT, TABLE, first_entrance
 from posleak.models import Subject
 from posleak.probe import Calibration, Call, Placement, attach, default_plan, read_placements
+from posleak.probe.call import ALIBI
 
 EQUAL = 1e-3
 """Relative difference below which vectors of two positions are the same, in float32."""
@@ -30,7 +31,7 @@ class CallObserver:
         same_states = not _differ(call.value[0])
         directions = call.query[0] / call.query[0].norm(dim=-1, keepdim=True).clamp(min=1e-30)
         self.turned.append(_differ(directions) if same_states else None)
-        self.sloped.append(_is_linear(call))
+        self.sloped.append(call.added == ALIBI)
         self.heads.add(call.heads)
         for there, trait in (
             (call.bias is not None and not self.sloped[-1], "bias added to logits"),
@@ -46,16 +47,6 @@ class CallObserver:
 def _differ(x: Tensor) -> bool:
     """Do the vectors x [H, T, E] of one head differ between positions?"""
     return float((x - x[:, :1]).abs().max()) > EQUAL * float(x.abs().max())
-
-
-def _is_linear(call: Call) -> bool:
-    """Is what the model adds to the last query's logits linear in the position of the key, with a slope?"""
-    if call.bias is None:
-        return False
-    last = torch.tensor([call.query.shape[2] - 1], device=call.query.device)
-    steps = call.bias[:, :, -1].double()[..., call.visibility.rows(last)[0, 0, 0]].diff(dim=-1)
-    size = float(steps.abs().max())
-    return size > 0 and float((steps - steps.mean(-1, keepdim=True)).abs().max()) <= EQUAL * size
 
 
 def _narrowed(call: Call) -> str | None:

@@ -186,7 +186,8 @@ class Trace:
         run, record, ladder = self.ordinary, self.ordinary.record, self.ladder
         found: dict[str, Any] = plain(
             {
-                "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
+                "model": run.name, "identity": record.identity, "positions": record.positions,
+                "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "definitions": record.definitions_version,
                 "origin": record.plan.origin, "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [self._layer(layer) for layer in range(run.data.sizes["layer"])],
