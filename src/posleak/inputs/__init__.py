@@ -9,7 +9,7 @@ never their starts, and position 0 decided by a policy that is written into the 
 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
-from posleak.inputs.prompts import InputFacts, Prompts, Readable, prepare
+from posleak.inputs.prompts import InputFacts, Prompts, Readable, bos_outside, prepare
 from posleak.inputs.source import KINDS, ConstantToken, Kind, RandomTokens, Source, TextCrops, parse, register
 from posleak.inputs.stream import draw
 from posleak.inputs.vocabulary import Vocabulary
@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "TextCrops",
     "Vocabulary",
+    "bos_outside",
     "draw",
     "parse",
     "prepare",

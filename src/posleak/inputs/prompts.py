@@ -10,7 +10,7 @@ import numpy as np
 
 from posleak.errors import InputError
 from posleak.inputs.bodies import DONORS, Body, ConstantBody, GivenBody, OtherGivenBody, given_body
-from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
+from posleak.inputs.bos import AS_GIVEN, FirstToken, decide, named_bos
 from posleak.inputs.source import Source, parse
 from posleak.inputs.stream import LIMIT, METHOD, check_seed
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary
@@ -188,6 +188,15 @@ def prepare(
         )  # fmt: skip
     body = given_body(source, int(length), vocabulary)
     return Prompts("ids", FirstToken(AS_GIVEN, None, None), vocabulary, body, int(length), seed)
+
+
+def bos_outside(subject: Readable) -> str | None:
+    """What is wrong with the BOS that the config names, where the model cannot embed it; else None."""
+    configs = _configs(subject.model.config)
+    vocabulary, token = read_vocabulary(configs, subject.tokenizer), named_bos(configs)
+    if token is None or vocabulary.has(token):
+        return None
+    return f"the config names BOS {token}, and the vocabulary has {vocabulary.rows} tokens"
 
 
 def _configs(config: Any) -> list[Any]:

@@ -28,8 +28,10 @@ from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
+from .experts import runnable_experts
 from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
+from .rotary import own_rotation
 from .visibility import Visibility, read_mask, visibility_mask
 
 HARMLESS = frozenset(
@@ -198,8 +200,10 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
         AttentionMaskInterface.register(name, visibility_mask)
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
         stack.enter_context(implemented(model, name))
+        stack.enter_context(own_rotation(model, body(model)))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
+        stack.enter_context(runnable_experts(model))  # of the dtype that edits have made
         yield probe
 
 

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from posleak.errors import CheckError, UnsupportedError
 from posleak.rounding import PARITY, PARTITION
 
-from .attachment import Probe, attach, body
+from .attachment import Probe, attach
 from .call import Call
 from .hold import exclusive, own
 from .kernel import attend
+from .native import native
 from .rows import check_finite
 
 
@@ -135,8 +136,8 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
 
 def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
-    native = str(model.config._attn_implementation)
-    expected = _states(model, ids)
+    named = str(model.config._attn_implementation)
+    expected = native(model, ids)[0]
     with attach(model, [observer]) as probe, executed_modules(model) as ran:
         found = probe.forward(ids)[0]
         layers, modules, unmeasured = _account(model, probe, ran)
@@ -152,14 +153,8 @@ def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
         parity_bound=PARITY.of(model.dtype),
         partition=observer.partition,
         partition_bound=PARTITION.of(model.dtype),
-        native=native,
+        native=named,
     )
-
-
-def _states(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
-    with torch.inference_mode():
-        found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
-    return found
 
 
 def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
