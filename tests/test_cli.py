@@ -405,9 +405,9 @@ def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:
 def test_doctor_ends_with_status_3_where_the_model_breaks_a_law_on_purpose(posleak: Posleak, models: Path) -> None:
     said = posleak("doctor", models / "gpt2")
     assert said.status == 3
-    assert "the numbers are right; the model breaks laws on purpose: L2 constant token, L5 shift" in one_line(said.out)
+    assert "the numbers are right; the model breaks laws on purpose: L2 constant token, L" in one_line(said.out)
     assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())
-    assert not any(line.startswith("✗  ") for line in said.out.splitlines())
+    assert "✗" not in said.out
     said = posleak("doctor", models / "gpt2", "--json")
     assert said.status == 3
     diagnosis = json.loads(said.out)

@@ -14,6 +14,7 @@ from posleak.doctor import Check, Verdict, doctor, laws
 from posleak.doctor.bench import Bench
 from posleak.doctor.doctor import Diagnosis
 from posleak.models import Subject
+from posleak.tools.shrink import tiny_model
 
 
 def diagnose(family: str, **options: object) -> Diagnosis:
@@ -122,7 +123,7 @@ def test_floors_give_the_weights_back() -> None:
 
 
 def test_floors_of_a_model_without_position_ids_are_not_measured() -> None:
-    found = diagnose("bloom", n_layer=2, n_head=3, hidden_size=30)
+    found = doctor(Subject.of(tiny_model("bart"), name="bart"), length=48, prompts=4)
     assert math.isnan(check(found, "floor bfloat16").value)
     assert "takes no position ids" in check(found, "floor bfloat16").why
 

@@ -74,11 +74,10 @@ class Enough(Exception):
     """Ends a forward pass of which the rest is not needed."""
 
 
-class FirstCall(LeakageObserver):
-    """Looks at the first attention call of a pass, and ends the pass there."""
+class Ending:
+    """Ends a pass at its first attention call, when the observers before it have looked."""
 
     def observe(self, call: Call, out: Tensor) -> None:
-        super().observe(call, out)
         raise Enough
 
 
@@ -159,7 +158,8 @@ class Bench:
 
     def _first(self, ids: Ids) -> Parts:
         tokens, given = self.tokens(ids)
-        with attach(self.model, [look := FirstCall(self.plan, placements=self.placements)]) as probe, suppress(Enough):
+        look = LeakageObserver(self.plan, placements=self.placements)
+        with attach(self.model, [look, Ending()]) as probe, suppress(Enough):
             probe.forward(tokens, **given)
         return look.collect()[0]
 
