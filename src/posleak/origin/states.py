@@ -126,13 +126,13 @@ def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALON
     found, values = [], []
     with attach(model, observers, edits) as probe:
         for part in tokens.split(batch):
-            x = _comparable(states(probe, part[:, None].to(model.device)), model)
+            x = comparable(states(probe, part[:, None].to(model.device)), model)
             found.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
             values.append(look.collect())
     return Alone(tokens.cpu(), torch.cat(found), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
 
 
-def _comparable(x: tuple[Float[Tensor, "B T _W"], ...], model: PreTrainedModel) -> tuple[Float[Tensor, "B T W"], ...]:
+def comparable(x: tuple[Float[Tensor, "B T _W"], ...], model: PreTrainedModel) -> tuple[Float[Tensor, "B T W"], ...]:
     """The states themselves, if they have one width: directions of different widths cannot be compared."""
     if len(widths := {depth.shape[-1] for depth in x}) == 1:
         return x
