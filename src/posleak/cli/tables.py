@@ -147,7 +147,7 @@ def doctor_table(diagnosis: Diagnosis) -> Group:
     made = table(("", "check", "value", "bound", "unit", "why"), right=("value", "bound"), wrap=("unit", "why"))
     for check in diagnosis.checks:
         bound = NAN if check.bound is None else f"{check.bound:.1e}" if check.bound else "0"
-        value = f"{check.value:.1e}" if check.value else "0"
+        value = NAN if math.isnan(check.value) else f"{check.value:.1e}" if check.value else "0"
         made.add_row(_mark(check), check.id, value, bound, check.unit, check.why)
     marks = {check.mark for check in diagnosis.checks}
     verdict = (diagnosis.sentence, VERDICTS[diagnosis.verdict.value])

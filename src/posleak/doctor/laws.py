@@ -19,7 +19,7 @@ from posleak.leakage import AttentionObserver, Jackknife, component
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import gram_matrix
 from posleak.probe import Call, Edit, Motion, Plan, attach, native, relative_difference, takes_positions
-from posleak.rounding import AGREE, EXACT
+from posleak.rounding import AGREE, EXACT, computed_in
 
 from .bench import Bench, Ids, pairs
 from .check import Check
@@ -104,7 +104,8 @@ def shifted_positions(bench: Bench, shift: int) -> Check:
     if not takes_positions(bench.model):
         return Check("L5 shift", 0.0, None, "nats rms", f"{why}; not checked: the model takes no position ids")
     moved = log_attention(bench.model, bench.plan, bench.ids[:1], shift)
-    check = Check("L5 shift", rms_change(bench.alone.attention, moved), AGREE.of(bench.model.dtype), "nats rms", why)
+    bound = AGREE.of(computed_in(bench.model.dtype))
+    check = Check("L5 shift", rms_change(bench.alone.attention, moved), bound, "nats rms", why)
     return check if check.ok else check.because(_shift_cause(bench, shift))
 
 
