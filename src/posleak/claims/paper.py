@@ -19,7 +19,7 @@ from posleak.doctor import laws
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
-from posleak.origin import closure, reader_counts
+from posleak.origin import closure, reader_counts, states
 from posleak.probe import attach, exclusive, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING
 from posleak.show.numbers import REMOVED
@@ -100,7 +100,7 @@ def ring(lab: Lab) -> Finding:
 def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[float]:
     """Largest relative difference, over all depths, between the states of a rolled prompt and its rolled states."""
     with attach(model, edits=parse_edits(texts)) as probe:
-        still, rolled = (probe.forward(x, output_hidden_states=True).hidden_states for x in (ids, ids.roll(ROLL, 1)))
+        still, rolled = (states(probe, x) for x in (ids, ids.roll(ROLL, 1)))
     depths = [(a.roll(ROLL, 1), b) for a, b in zip(still, rolled, strict=True)]
     return [max(relative_difference(b[row], a[row]) for a, b in depths) for row in range(len(ids))]
 

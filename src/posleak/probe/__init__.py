@@ -5,6 +5,7 @@ from .calibration import Calibration, calibrate, relative_difference
 from .call import Call
 from .edit import Edit
 from .hold import exclusive
+from .native import native
 from .placement import Motion, Placement, read_placements
 from .plan import Plan, default_plan
 from .rows import Rows, call_rows, reduce_rows
@@ -30,6 +31,7 @@ __all__ = [
     "call_rows",
     "default_plan",
     "exclusive",
+    "native",
     "read_placements",
     "reduce_rows",
     "relative_difference",
