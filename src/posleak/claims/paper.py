@@ -92,6 +92,8 @@ def ring(lab: Lab) -> Finding:
     model, wide, count = lab.subject.model, "dtype=float64", lab.enough
     lab.require_float64(count)
     ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))).to(lab.subject.device)
+    if other := lab.run().record.calibration.unmeasured:
+        return Finding.not_applicable(f"posleak's attention is not all that mixes positions: there is {other[0]}")
     entrance = first_entrance(model, int(ids[0, -1]))
     if entrance is not None and entrance.kind == RECURRENT:
         return Finding.not_applicable(f"attention is not all that mixes positions: {entrance.reason}")
