@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,17 @@ loop goes from prompts to chunks."""
 @pytest.mark.parametrize("pattern", ONE_HOME)
 def test_one_thing_has_one_home(pattern: str) -> None:
     assert {name for name, text in sources() if re.search(pattern, text)} <= ONE_HOME[pattern]
+
+
+@pytest.mark.parametrize("package", ["models", "probe", "runs", "studies"])
+def test_a_name_that_is_imported_late_is_the_same_whatever_was_imported_before(package: str) -> None:
+    """A module hides a function of its own name as soon as it is imported: then it must be that function, too."""
+    found = importlib.import_module(f"posleak.{package}")
+    hidden = {path.stem for path in (ROOT / package).glob("*.py")} & set(found.__all__)
+    for name in hidden:
+        assert callable(importlib.import_module(f"posleak.{package}.{name}")), name
+    for name in found.__all__:
+        assert callable(getattr(found, name)) or name.isupper() or name == "AnyModel", name
 
 
 def test_names_mean_one_thing() -> None:

@@ -19,6 +19,7 @@ from families import tiny
 from posleak import __version__
 from posleak.cli import main
 from posleak.cli.app import app, spoken_warnings
+from posleak.doctor import Check
 from posleak.errors import InputError, PosleakWarning
 from posleak.runs import MeasureSpec
 from posleak.text import visible
@@ -61,10 +62,12 @@ def posleak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models on disk: one that passes, one with learned positions, one with a head of NaN."""
+    """Tiny models on disk: one that passes, one with learned positions, one with a head of NaN, one with
+    the BOS of a larger vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     tiny("llama").save_pretrained(str(folder / "llama"))
     tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41).save_pretrained(str(folder / "gpt2"))
+    tiny("llama", bos_token_id=50256).save_pretrained(str(folder / "strange"))
     broken = tiny("llama")
     broken.get_parameter("model.layers.2.self_attn.k_proj.weight")[:] = torch.nan
     broken.save_pretrained(str(folder / "nan"))
@@ -429,16 +432,52 @@ def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:
     assert "✗" not in said.out
 
 
-def test_doctor_fails_with_status_1(posleak: Posleak, models: Path) -> None:
+def test_doctor_ends_with_status_3_where_the_model_breaks_a_law_on_purpose(posleak: Posleak, models: Path) -> None:
     said = posleak("doctor", models / "gpt2")
-    assert said.status == 1
-    assert "a check failed" in said.out
-    assert any(line.startswith("✗  L5 shift") for line in said.out.splitlines())
+    assert said.status == 3
+    assert "the numbers are right; the model breaks laws on purpose: L2 constant token, L" in one_line(said.out)
+    assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())
+    assert "✗" not in said.out
     said = posleak("doctor", models / "gpt2", "--json")
-    assert said.status == 1
+    assert said.status == 3
     diagnosis = json.loads(said.out)
     assert diagnosis["ok"] is False
+    assert diagnosis["verdict"] == "by design"
     assert {"L2 constant token", "L5 shift"} <= {check["id"] for check in diagnosis["checks"] if not check["ok"]}
+
+
+def test_doctor_ends_with_status_1_where_a_check_fails_without_a_cause(
+    posleak: Posleak, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posleak.doctor.laws.closure", lambda bench: Check("L7 closure", 1.0, 1e-5, "relative", "…"))
+    said = posleak("doctor", models / "gpt2")  # which breaks other laws on purpose
+    assert said.status == 1
+    assert "numbers would be wrong here" in said.out
+    assert "no cause in the model is known: L7 closure" in one_line(said.out)
+    assert any(line.startswith("✗  L7 closure") for line in said.out.splitlines())
+    assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_bos_outside_the_vocabulary(posleak: Posleak, models: Path) -> None:
+    said = posleak("measure", models / "strange", *SMALL)
+    assert said.status == 2
+    assert "the BOS that the config names is outside the model's vocabulary" in said.err
+    assert "remedy: use --bos none, or name a token of the vocabulary" in said.err
+    said = posleak("doctor", models / "strange", "--length", "48")
+    assert said.status == 0
+    note = "note: the config names BOS 50256, and the vocabulary has 101 tokens: position 0 holds an ordinary token"
+    assert note in one_line(said.out)
+    said = posleak("doctor", models / "strange", "--length", "48", "--bos", "50256")
+    assert said.status == 2
+    assert "--bos none" in said.err
+    said = posleak("doctor", models / "strange", "--length", "48", "--bos", "7", "--json")
+    diagnosis = json.loads(said.out)
+    assert diagnosis["first_token"] == "token 7 in every prompt, by BOS policy '7'"
+    assert diagnosis["notes"] == []
 
 
 @pytest.mark.parametrize("command", ["measure", "doctor"])

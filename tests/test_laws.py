@@ -13,7 +13,7 @@ import torch
 import xarray as xr
 
 from families import FAMILIES, VOCAB, tiny
-from posleak.doctor.laws import GaugeObserver
+from posleak.doctor.bench import GaugeObserver
 from posleak.edits import parse_edits
 from posleak.leakage import Jackknife, LeakageObserver, Parts, Sampled, assemble, component
 from posleak.leakage.dataset import stack_layers

@@ -15,6 +15,7 @@ from families import tiny
 from posleak.errors import InputError
 from posleak.models import Subject
 from posleak.origin import Origin, origin
+from posleak.tools.shrink import tiny_model
 
 PARTS = ("closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe")
 
@@ -47,6 +48,13 @@ def _page(result: Origin):  # type: ignore[no-untyped-def]
     from posleak.cli.origin_tables import origin_page
 
     return origin_page(result)
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text"])
+def test_streams_that_are_mixed_at_the_end(family: str) -> None:
+    result = origin(Subject.of(tiny_model(family), name=family), length=48, prompts=3, tokens=16)
+    assert result.closure.ok
+    json.dumps(result.as_dict(), allow_nan=False)
 
 
 def test_results_do_not_depend_on_batches() -> None:

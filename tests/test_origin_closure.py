@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from families import FAMILIES, VOCAB, tiny
+from posleak.errors import UnsupportedError
 from posleak.origin import Closure, alone, closure, states
+from posleak.origin.states import comparable
 from posleak.probe import Call, Edit, attach, body, relative_difference
+from posleak.tools.shrink import tiny_model
 
 B, N = 5, 37
 
@@ -89,6 +93,30 @@ def test_a_model_without_a_final_norm_keeps_its_last_state(monkeypatch: pytest.M
         before = states(probe, tokens())[-1]
         monkeypatch.setattr(base, "norm", torch.nn.Identity())
         assert torch.allclose(states(probe, tokens())[-1], before)
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text", "gemma3n_text"])
+def test_several_streams_stand_side_by_side_at_every_depth(family: str) -> None:
+    """Also at the last one, which two of these families mix into one stream before they return it."""
+    model, seen = tiny_model(family), list[torch.Tensor]()
+    layers: Any = model.get_submodule("model.layers")
+    layers[-1].register_forward_hook(lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out))
+    with attach(model) as probe:
+        x = states(probe, tokens() % 100)
+    assert {depth.shape for depth in x} == {(B, N, 4 * 64)}
+    streams = seen[0].movedim(0, 2) if family == "gemma3n_text" else seen[0]
+    assert torch.equal(x[-1], streams.reshape(B, N, -1))
+    assert alone(model, torch.arange(3, 9)).states.shape == (6, len(x), 4 * 64)
+    assert closure(model, tokens(2) % 100).ok
+
+
+def test_a_last_state_of_another_width_is_refused_by_name() -> None:
+    """As it is where the model mixes its streams outside of any module."""
+    x = (torch.zeros(2, 1, 30), torch.zeros(2, 1, 7))
+    with pytest.raises(UnsupportedError, match="different widths at different depths") as refused:
+        comparable(x, tiny("llama"))
+    assert refused.value.got == "widths 7, 30"
+    assert comparable(x[:1], tiny("llama")) == x[:1]
 
 
 def test_one_token_sequences_do_not_depend_on_their_batch() -> None:

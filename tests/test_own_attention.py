@@ -6,6 +6,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,10 @@ from transformers import PreTrainedModel
 import posleak as pl
 from families import VOCAB, tiny
 from posleak.doctor import doctor
-from posleak.doctor.laws import ZeroQueries
 from posleak.edits import parse_edits
 from posleak.errors import CheckError, RunError, UnsupportedError
 from posleak.models import Subject
-from posleak.probe import Call, attach, body, calibrate, default_plan, read_placements
+from posleak.probe import Call, Edit, attach, body, calibrate, default_plan, read_placements
 from posleak.probe.kernel import attend
 from posleak.probe.watch import Watch, keeps_own_attention, watching
 from posleak.runs import MeasureSpec, memory_plan
@@ -187,6 +187,13 @@ def test_a_cut_sink_is_really_cut(name: str) -> None:
     assert torch.allclose(cut.outs[0], s.softmax(-1) @ value, atol=1e-5)
     assert torch.allclose(after[:, 0], before[:, 0], atol=1e-5)
     assert float((after[:, 1:] - before[:, 1:]).abs().max()) > 1e-2
+
+
+class ZeroQueries(Edit):
+    """Every logit becomes 0: each query weighs all that it sees alike."""
+
+    def edit(self, call: Call) -> Call:
+        return replace(call, query=torch.zeros_like(call.query), bias=None)
 
 
 def test_zero_queries_are_a_model_without_query_weights() -> None:

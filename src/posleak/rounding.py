@@ -27,6 +27,13 @@ class Tolerance:
         return found
 
 
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype by which a rotation or a softmax of transformers is judged: float32 where the model is wider."""
+    import torch
+
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
 PARITY = Tolerance(1e-6, 1e-4, 2e-2, 8e-2)
 """States under the probe against those of the model's own attention, relative."""
 

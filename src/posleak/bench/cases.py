@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from posleak.inputs.prompts import UNLENT
 from posleak.leakage import LeakageObserver
 from posleak.models import Subject
 from posleak.probe import Plan, Visibility, body, exclusive
+from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import calibrated
 from posleak.trace import BORROWED
@@ -98,8 +100,7 @@ def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     def run(ids: Ids) -> None:
         _states(subject.model, ids)
         tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
-        with exclusive(subject.model), torch.inference_mode():
-            body(subject.model)(input_ids=tokens, attention_mask=mask, use_cache=False)
+        native(subject.model, tokens, padding=mask)
 
     return run
 
@@ -194,10 +195,8 @@ def _copied(subject: Subject) -> PreTrainedModel:
         return copy.deepcopy(subject.model)
 
 
-def _states(model: PreTrainedModel, ids: Ids, **asked: bool):  # type: ignore[no-untyped-def]
-    tokens = torch.from_numpy(ids).to(model.device)
-    with exclusive(model), torch.inference_mode():
-        return body(model)(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **asked)
+def _states(model: PreTrainedModel, ids: Ids, **asked: Any):  # type: ignore[no-untyped-def]
+    return native(model, torch.from_numpy(ids).to(model.device), **asked)
 
 
 CASES = (

@@ -97,10 +97,15 @@ class Lab(Conditions):
         """The mean of numbers [n], one per prompt or head, with an interval over them."""
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
-    @cached_property
+    @property
+    def enough(self) -> int:
+        """How many prompts a law is tested on that holds for each of them: as many as a verdict needs."""
+        return min(self.spec.prompts, ENOUGH)
+
+    @property
     def few(self) -> NDArray[np.int64]:
-        """The baseline's first prompts: as many as a verdict needs, for laws that hold for each prompt."""
-        return self.ids[:ENOUGH]
+        """The baseline's first prompts, enough for such a law."""
+        return self.ids[: self.enough]
 
     @cached_property
     def origin(self) -> Origin:

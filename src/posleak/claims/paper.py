@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.doctor import laws
+from posleak.doctor.explicit import RECURRENT, first_entrance
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
-from posleak.origin import closure, reader_counts
+from posleak.origin import closure, reader_counts, states
 from posleak.probe import attach, exclusive, relative_difference
-from posleak.rounding import AGREE, CLOSED, RING
+from posleak.rounding import AGREE, CLOSED, RING, computed_in
 from posleak.show.numbers import REMOVED
 from posleak.trace import BORROWED
 
@@ -47,7 +48,7 @@ def relative_logits(lab: Lab) -> Finding:
     model, plan, ids = lab.subject.model, lab.plan, lab.few
     with exclusive(model):
         floors = np.array([laws.shift_floor(model, plan, row[None], laws.SHIFT) for row in ids])
-        rounding = AGREE.of(model.dtype)
+        rounding = AGREE.of(computed_in(model.dtype))
     return Finding.of(lab.mean(floors), "nats rms", no_effect=rounding, side=Side.BELOW)
 
 
@@ -88,10 +89,14 @@ def first_layer_is_mask(lab: Lab) -> Finding:
     "ring, no BOS; in float64. The same with the mask is in the details",
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
-    model, wide = lab.subject.model, "dtype=float64"
-    count = len(lab.few)
+    model, wide, count = lab.subject.model, "dtype=float64", lab.enough
     lab.require_float64(count)
     ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))).to(lab.subject.device)
+    if other := lab.run().record.calibration.unmeasured:
+        return Finding.not_applicable(f"posleak's attention is not all that mixes positions: there is {other[0]}")
+    entrance = first_entrance(model, int(ids[0, -1]))
+    if entrance is not None and entrance.kind == RECURRENT:
+        return Finding.not_applicable(f"attention is not all that mixes positions: {entrance.reason}")
     gaps, masked = rolled_gaps(model, ids, [wide, "ring"]), rolled_gaps(model, ids[:1], [wide])
     details, bound = {"with the mask": max(masked), "dtype": "float64"}, RING.of(torch.float64)
     return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
@@ -100,7 +105,7 @@ def ring(lab: Lab) -> Finding:
 def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[float]:
     """Largest relative difference, over all depths, between the states of a rolled prompt and its rolled states."""
     with attach(model, edits=parse_edits(texts)) as probe:
-        still, rolled = (probe.forward(x, output_hidden_states=True).hidden_states for x in (ids, ids.roll(ROLL, 1)))
+        still, rolled = (states(probe, x) for x in (ids, ids.roll(ROLL, 1)))
     depths = [(a.roll(ROLL, 1), b) for a, b in zip(still, rolled, strict=True)]
     return [max(relative_difference(b[row], a[row]) for a, b in depths) for row in range(len(ids))]
 

@@ -1,7 +1,7 @@
 """The app, where it prints, and how it shows work, errors and warnings. torch is imported only when a model is loaded.
 
-Exit statuses are in `posleak.show.failures`: 0 success, 1 a check failed, 2 a call that cannot work, 70 an error that
-nobody foresaw, 130 stopped with Ctrl-C, 141 nobody reads the output any more.
+Exit statuses are in `posleak.show.failures`: 0 success, 1 a check failed, 2 a call that cannot work, 3 a law that the
+model breaks on purpose, 70 an error that nobody foresaw, 130 stopped with Ctrl-C, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations

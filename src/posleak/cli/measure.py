@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posleak.show.failures import BY_DESIGN, FAILED, SUCCESS
+
 from .app import RUNS, app, emit, err, out, spoken_warnings, working
 from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, OriginWidth, Profiled, RunFolder, Seed
 from .profile import Profile
@@ -80,31 +82,36 @@ def doctor_command(
     ] = None,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts for the statistical laws.")] = 12,
     seed: Seed = 0,
+    bos: Bos = "auto",
     max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
-    """Can this model be measured, and are the numbers right on this machine? Exit status 1 if a check fails.
+    """Can this model be measured, and are the numbers right on this machine?
+
+    Exit status 0 if every law holds, 3 if the model breaks some on purpose and the numbers are right, 1 if a check
+    fails and no cause is known. With `--bos auto`, a BOS that the model cannot embed is left out, and a note says so.
 
     Example: `posleak doctor smollm2-135m`
     """
     from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
 
-    MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed)
+    MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.doctor import doctor
+    from posleak.doctor import Verdict, doctor
 
     from .tables import doctor_table
 
     with spoken_warnings(), working("checking") as update:
         diagnosis = doctor(
-            subject, length=length, prompts=prompts, seed=seed, max_memory=max_memory, progress=update
-        )  # fmt: skip
+            subject, length=length, prompts=prompts, seed=seed, bos=bos, max_memory=max_memory, progress=update
+        )
     if as_json:
         emit(diagnosis.as_dict())
     else:
         out.print(doctor_table(diagnosis))
-    raise typer.Exit(0 if diagnosis.ok else 1)
+    statuses = {Verdict.SOUND: SUCCESS, Verdict.BY_DESIGN: BY_DESIGN, Verdict.WRONG: FAILED}
+    raise typer.Exit(statuses[diagnosis.verdict])
 
 
 @app.command(name="models")

@@ -29,6 +29,12 @@ at 0: attention to position 0, mean over reference queries"""
 
 WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
 
+VERDICTS = {"sound": "green", "by design": "yellow", "wrong": "red"}
+DOCTOR_MARKS = {
+    "✓": "holds", "!": "broken by the model on purpose, and the numbers are right", "✗": "failed",
+    "·": "measured, not judged",
+}  # fmt: skip
+
 STYLES = {"supported": "green", "contradicted": "red", "inconclusive": "yellow", "not applicable": "dim"}
 
 
@@ -151,18 +157,21 @@ def doctor_table(diagnosis: Diagnosis) -> Group:
     made = table(("", "check", "value", "bound", "unit", "why"), right=("value", "bound"), wrap=("unit", "why"))
     for check in diagnosis.checks:
         bound = NAN if check.bound is None else f"{check.bound:.1e}" if check.bound else "0"
-        value = f"{check.value:.1e}" if check.value else "0"
+        value = NAN if math.isnan(check.value) else f"{check.value:.1e}" if check.value else "0"
         made.add_row(_mark(check), check.id, value, bound, check.unit, check.why)
-    verdict = ("can be measured here", "green") if diagnosis.ok else ("a check failed", "red")
+    marks = {check.mark for check in diagnosis.checks}
+    verdict = (diagnosis.sentence, VERDICTS[diagnosis.verdict.value])
     prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens; positions: {diagnosis.positions})"
-    return Group(Prose(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim"))), made)
+    return Group(
+        Prose(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim"))),
+        made,
+        *(prose(f"note: {note}", style="yellow") for note in diagnosis.notes),
+        prose("  ".join(f"{mark} {means}" for mark, means in DOCTOR_MARKS.items() if mark in marks), style="dim"),
+    )
 
 
 def _mark(check: Check) -> Text:
-    """Failed, passed, or only measured."""
-    if not check.ok:
-        return Text("✗", style="red")
-    return Text("·", style="dim") if check.bound is None else Text("✓", style="green")
+    return Text(check.mark, style="dim" if check.bound is None else VERDICTS[check.verdict.value])
 
 
 def models_table(entries: Iterable[Listed]) -> RenderableType:

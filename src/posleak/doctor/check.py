@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any
 
 from posleak.typed import Number
+
+
+class Verdict(Enum):
+    """What failed checks mean for the numbers."""
+
+    SOUND = "sound"
+    """Every check passed."""
+    BY_DESIGN = "by design"
+    """The numbers are right. The model breaks a law on purpose, and the check names the cause."""
+    WRONG = "wrong"
+    """A check failed without a known cause: the numbers would be wrong."""
+
+
+MARKS = {Verdict.SOUND: "✓", Verdict.BY_DESIGN: "!", Verdict.WRONG: "✗"}
+NOT_JUDGED = "·"
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,17 @@ class Check:
     def ok(self) -> bool:
         """NaN fails: a check that could not be made has not passed."""
         return self.bound is None or self.value <= self.bound
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.ok:
+            return Verdict.SOUND
+        return Verdict.WRONG if self.cause is None else Verdict.BY_DESIGN
+
+    @property
+    def mark(self) -> str:
+        """One glyph: passed, broken by design, failed, or only measured."""
+        return NOT_JUDGED if self.bound is None else MARKS[self.verdict]
 
     def because(self, cause: str | None) -> Check:
         """A failed check with its cause, which is added to `why`; a check that passed stays as it is."""

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
+from posleak.edits import parse_edits
 from posleak.errors import CheckError
-from posleak.inputs import prepare
+from posleak.inputs import Prompts, bos_outside, prepare
 from posleak.models import AnyModel, Subject, subject_of
 from posleak.probe import (
     Calibration,
     Motion,
     Plan,
     Positions,
-    attach,
-    body,
     calibrate,
     default_plan,
     exclusive,
@@ -29,36 +26,62 @@ from posleak.probe import (
     takes_positions,
 )
 from posleak.probe.attachment import implemented
-from posleak.rounding import AGREE
+from posleak.probe.native import native
+from posleak.probe.watch import keeps_own_attention
+from posleak.rounding import AGREE, computed_in
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
 from posleak.runs.spec import parse_bytes, require_between
 from posleak.text import visible
 
 from . import laws
-from .check import Check
+from .bench import Bench
+from .check import Check, Verdict
 from .memory import FEW, PADDING, doctor_plan
 
 LENGTH = 96
 LONGEST = 1280
 PROMPTS = 12
 
+SENTENCES = {
+    Verdict.SOUND: "can be measured here, and every law holds",
+    Verdict.BY_DESIGN: "can be measured here, and the numbers are right; the model breaks laws on purpose: {checks}",
+    Verdict.WRONG: "numbers would be wrong here; a check failed, and no cause in the model is known: {checks}",
+}
+
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """All checks of one model; `calibration` is what every measurement of it would start with, `positions` how it tells
-    positions apart, in words."""
+    """All checks of one model; `calibration` is what every measurement of it would start with.
+
+    first_token   what stood at position 0, as a sentence;  notes: what else the user should know
+    positions     how it tells positions apart, in words
+    """
 
     model: str
     length: int
     prompts: int
     calibration: Calibration
     checks: tuple[Check, ...]
+    first_token: str = ""
+    notes: tuple[str, ...] = ()
     positions: str = "not looked at"
 
     @property
     def ok(self) -> bool:
-        """Did every check pass?"""
-        return all(check.ok for check in self.checks)
+        """Did every check pass? Where this is false, the numbers may still be right: `verdict` says it."""
+        return self.verdict is Verdict.SOUND
+
+    @property
+    def verdict(self) -> Verdict:
+        """One check that failed without a cause is enough to doubt the numbers."""
+        found = {check.verdict for check in self.checks}
+        return next((v for v in (Verdict.WRONG, Verdict.BY_DESIGN) if v in found), Verdict.SOUND)
+
+    @property
+    def sentence(self) -> str:
+        """The verdict, and which checks made it."""
+        named = ", ".join(check.id for check in self.checks if check.verdict is self.verdict)
+        return SENTENCES[self.verdict].format(checks=named)
 
     def __repr__(self) -> str:
         failed = [check.id for check in self.checks if not check.ok]
@@ -68,8 +91,9 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `posleak doctor --json` (docs/json.md)."""
         return {
-            "model": self.model, "ok": self.ok, "length": self.length, "prompts": self.prompts,
-            "positions": self.positions,
+            "model": self.model, "ok": self.ok, "verdict": self.verdict.value, "sentence": self.sentence,
+            "length": self.length, "prompts": self.prompts, "positions": self.positions,
+            "first_token": self.first_token, "notes": self.notes,
             "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
         }  # fmt: skip
 
@@ -87,6 +111,7 @@ def doctor(
     length: int | None = None,
     prompts: int = PROMPTS,
     seed: int = 0,
+    bos: str | int = "auto",
     short: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -100,7 +125,9 @@ def doctor(
     length      tokens per prompt: 96, or longer than the model's windows
     prompts     how many, for the laws that hold on average
     seed        of the tokens
-    short       leave out what needs many prompts (law L3) or copies of the model (the floors)
+    bos         position 0, as in `measure`; with "auto", a BOS that the model cannot embed is left out, and a note says
+                so
+    short       leave out what needs many prompts (law L3) or rounded weights (the floors)
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
@@ -108,8 +135,14 @@ def doctor(
     who, say = subject_of(subject), progress or (lambda check: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
+    outside = bos_outside(who) if bos == "auto" else None
+    notes = () if outside is None else (f"{outside}: position 0 holds an ordinary token",)
+    policy = bos if outside is None else "none"
+    texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
     with exclusive(who.model):
-        return _diagnosis(who, plan, prompts, seed, short, batch, say)
+        calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, say)
+    said = texts.describe().first_token
+    return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), said, notes, positions)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
@@ -127,31 +160,31 @@ def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int |
     return batch
 
 
-def _diagnosis(
+def _checks(
     subject: Subject,
+    texts: Prompts,
     plan: Plan,
     prompts: int,
-    seed: int,
     short: bool,
     batch: int,
     progress: Callable[[str], None],
-) -> Diagnosis:
-    length = plan.length
-    ids = prepare(subject, "random", length=length, seed=seed).batch(range(prompts))
-    constant = prepare(subject, "constant", bos="none", length=length, seed=seed).batch(range(1))
+) -> tuple[Calibration, list[Check], str]:
+    ids = texts.batch(range(prompts))
+    constant = prepare(subject, "constant", bos="none", length=plan.length, seed=texts.seed).batch(range(1))
     progress("calibration")
-    calibration = calibrate(subject.model, torch.from_numpy(ids[:FEW]).to(subject.device))
-    bench = laws.Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch)
+    calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
+    bench = Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch)
     checks = list(_calibration_checks(calibration))
     for name, check in _law_checks(bench):
         if not (short and name == "law L3"):
             progress(name)
             checks.append(check())
+    shift = next(check for check in checks if check.id == "L5 shift")
     for dtype in () if short else (torch.float32, torch.bfloat16, torch.float16):
         progress(f"rounding floor, {dtype}")
-        checks.append(rounding_floor(bench, dtype))
+        checks.append(rounding_floor(bench, dtype, shift))
     positions = Positions.of(Motion.of(bench.placements, plan, subject.dtype), calibration)
-    return Diagnosis(subject.identity.name, length, prompts, calibration, tuple(checks), positions.text)
+    return calibration, checks, positions.text
 
 
 def _calibration_checks(found: Calibration) -> Iterator[Check]:
@@ -163,7 +196,7 @@ def _calibration_checks(found: Calibration) -> Iterator[Check]:
     yield Check("partition", found.partition, found.partition_bound, "nats", why)
 
 
-def _law_checks(bench: laws.Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
+def _law_checks(bench: Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
     yield "parity with eager attention", lambda: eager_parity(bench)
     yield "law L1", lambda: laws.additivity(bench)
     yield "law L2", lambda: laws.constant_token(bench)
@@ -177,50 +210,53 @@ def _law_checks(bench: laws.Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
     yield "law L10", lambda: laws.moved_keys(bench)
 
 
-def eager_parity(bench: laws.Bench, padding: int = PADDING) -> Check:
-    """The model's last states under the probe against its eager attention's, on left-padded prompts.
+def eager_parity(bench: Bench) -> Check:
+    """The model's last states under the probe against its eager attention's, on left-padded prompts where it can pad.
 
     Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
     A model that computes its attention itself is watched in its eager form, which may differ from its fused one.
     """
-    model = bench.model
-    ids = torch.from_numpy(np.pad(bench.few, ((0, 0), (padding, 0)), mode="edge")).to(model.device)
-    keep = torch.ones_like(ids)
-    keep[:, :padding] = 0
-    call = {"input_ids": ids, "attention_mask": keep, "use_cache": False}
-    with exclusive(model), torch.inference_mode(), implemented(model, "eager"):
-        expected = body(model)(**call)[0][:, padding:]
-        with attach(model):
-            found = body(model)(**call)[0][:, padding:]
-    why = f"states under the probe equal those of eager attention, with {padding} tokens of left padding"
-    return Check("parity eager", relative_difference(found, expected), AGREE.of(model.dtype) / 10, "relative", why)
+    model, dtype, why = bench.model, bench.model.dtype, "states under the probe equal those of eager attention"
+    # In float64 eager attention hides keys by float64's lowest number, and its float32 softmax is NaN behind padding.
+    padding = 0 if dtype == torch.float64 else PADDING
+    why += f", with {padding} tokens of left padding" if padding else ""
+    if keeps_own_attention(model):
+        with implemented(model, "eager"):
+            found = bench.look(bench.few, padding).states
+    else:
+        found = (bench.padded if padding else bench.together).states
+    bound = AGREE.of(computed_in(dtype)) / 10
+    return Check("parity eager", relative_difference(found, _eager_states(bench, padding)), bound, "relative", why)
 
 
-def rounding_floor(bench: laws.Bench, dtype: torch.dtype) -> Check:
-    """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage."""
-    model = bench.model if bench.model.dtype == dtype else in_dtype(bench.model, dtype)
-    name = str(dtype).removeprefix("torch.")
-    what = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}"
-    why = f"{what}: measured, not judged"
+def _eager_states(bench: Bench, padding: int) -> Tensor:
+    tokens, given = bench.tokens(bench.few, padding)
+    with implemented(bench.model, "eager"):
+        found: Tensor = native(bench.model, tokens, **given)[0]
+    return found[:, padding:]
+
+
+def rounding_floor(bench: Bench, dtype: torch.dtype, shift: Check) -> Check:
+    """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage.
+
+    `shift`: the law in the model's own dtype.
+    """
+    model, name = bench.model, str(dtype).removeprefix("torch.")
+    why = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}: measured, not judged"
     if not takes_positions(model):
-        return Check(f"floor {name}", 0.0, None, "nats rms", f"{what}: not measured, the model takes no position ids")
-    try:
-        value = laws.shift_floor(model, bench.plan, bench.few, laws.SHIFT)
-    except CheckError as error:
-        value, why = math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
-    except (
-        RuntimeError
-    ) as error:  # torch's own: some families mix their buffers, which stay float32, with rounded states
-        value, why = math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"
+        value, why = math.nan, "not measured: the model takes no position ids"
+    elif model.dtype == dtype:
+        value = shift.value
+    else:
+        value, why = _rounded(bench, name, why)
     return Check(f"floor {name}", value, None, "nats rms", why)
 
 
-def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy with its parameters in another dtype. Buffers keep theirs: rotary frequencies must not be rounded."""
-    with exclusive(model):
-        buffers, clone = dict(model.named_buffers()), copy.deepcopy(model)
-    torch.nn.Module.to(clone, dtype)
-    for name, module in clone.named_modules():
-        for key in module._buffers:
-            module._buffers[key] = buffers[f"{name}.{key}" if name else key]
-    return clone
+def _rounded(bench: Bench, name: str, why: str) -> tuple[float, str]:
+    edits = parse_edits([f"dtype={name}"])
+    try:
+        return laws.shift_floor(bench.model, bench.plan, bench.ids[:1], laws.SHIFT, edits), why
+    except CheckError as error:
+        return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
+    except RuntimeError as error:  # torch's own: some families mix float32 buffers with rounded states
+        return math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"

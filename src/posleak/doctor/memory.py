@@ -20,14 +20,14 @@ FEW, PADDING = 2, 5
 
 
 def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:
-    """Of all prompts, `batch` at once, and of a few under eager attention, at all depths, and in other dtypes.
+    """Of all prompts, `batch` at once, and of a few under eager attention, at all depths, and with rounded weights.
 
     Eager attention, and a constant that is added to one row of logits, take tokens × tokens numbers.
     """
     item, T = subject.dtype.itemsize, plan.length + PADDING
     few = pass_bytes(subject, FEW * T, max(4, item))
     whole = state_bytes(subject, FEW * T, item) + square_bytes(subject, FEW, T, item)
-    copies = 0 if short else weight_count(subject) * (item + 4)  # one as it is, which is then rounded
+    copies = 0 if short else weight_count(subject) * (2 if item == 4 else 4)  # rounded ones, beside those as they are
     return MemoryPlan(
         activations=max(
             pass_bytes(subject, batch * T, item) + own_bytes(subject, batch, T, item), few + max(whole, copies)

@@ -10,7 +10,7 @@ never their starts, and position 0 decided by a policy that is written into the 
 from posleak.inputs.bodies import Body
 from posleak.inputs.bos import FirstToken
 from posleak.inputs.given import GivenPrompts, Inputs, Readable, read_given
-from posleak.inputs.prompts import InputFacts, Prompts, prepare
+from posleak.inputs.prompts import InputFacts, Prompts, bos_outside, prepare
 from posleak.inputs.repeats import repeat_notes
 from posleak.inputs.source import (
     KINDS,
@@ -42,6 +42,7 @@ __all__ = [
     "Source",
     "TextCrops",
     "Vocabulary",
+    "bos_outside",
     "draw",
     "names_source",
     "parse",

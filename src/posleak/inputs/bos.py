@@ -40,16 +40,22 @@ def decide(bos: str | int, configs: list[Any], vocabulary: Vocabulary) -> FirstT
     token = _resolve(bos, configs, vocabulary)
     if token is None:
         return FirstToken(str(bos), None, None)
-    vocabulary.check(token, f"the BOS token (policy {str(bos)!r})")
+    said = "the BOS that the config names" if bos == "auto" else f"the BOS token (policy {str(bos)!r})"
+    vocabulary.check(token, said, "use --bos none, or name a token of the vocabulary: --bos TOKEN")
     return FirstToken(str(bos), token, vocabulary.spell(token))
+
+
+def named_bos(configs: list[Any]) -> int | None:
+    """What the first config that names a BOS names, in or outside of the vocabulary."""
+    named = [token for config in configs for token in id_list(getattr(config, "bos_token_id", None))]
+    return named[0] if named else None
 
 
 def _resolve(bos: str | int, configs: list[Any], vocabulary: Vocabulary) -> int | None:
     if bos == "none":
         return None
     if bos == "auto":
-        named = [token for config in configs for token in id_list(getattr(config, "bos_token_id", None))]
-        return named[0] if named else None
+        return named_bos(configs)
     if bos == "tokenizer":
         return _prepended(vocabulary.tokenizer)
     if isinstance(bos, Integral) and not isinstance(bos, bool):

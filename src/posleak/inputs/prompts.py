@@ -10,7 +10,7 @@ import numpy as np
 
 from posleak.errors import InputError
 from posleak.inputs.bodies import DONORS, Body, ConstantBody, GivenBody, OtherGivenBody, given_body
-from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
+from posleak.inputs.bos import AS_GIVEN, FirstToken, decide, named_bos
 from posleak.inputs.given import GivenPrompts, Readable, check_length
 from posleak.inputs.source import Source, parse
 from posleak.inputs.stream import LIMIT, METHOD, check_seed
@@ -193,3 +193,12 @@ def prepare(
         return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
     given = source if isinstance(source, GivenPrompts) else GivenPrompts.of_ids(source, bos)
     return Prompts(given.kind, given.first, vocabulary, given_body(given.table, length, vocabulary), length, seed)
+
+
+def bos_outside(subject: Readable) -> str | None:
+    """What is wrong with the BOS that the config names, where the model cannot embed it; else None."""
+    configs = text_configs(subject.model.config)
+    vocabulary, token = read_vocabulary(configs, subject.tokenizer), named_bos(configs)
+    if token is None or vocabulary.has(token):
+        return None
+    return f"the config names BOS {token}, and the vocabulary has {vocabulary.rows} tokens"

@@ -54,13 +54,18 @@ class Vocabulary:
         spelled = self.tokenizer.convert_ids_to_tokens(token)
         return None if spelled is None else str(spelled)
 
-    def check(self, token: int, what: str) -> int:
+    def check(self, token: int, what: str, remedy: str | None = None) -> int:
         """`token` itself, if the model has an embedding for it."""
-        if 0 <= token < self.rows:
+        if self.has(token):
             return token
         raise InputError(
-            f"{what} is outside the model's vocabulary", where="inputs", got=token, expected=f"0 to {self.rows - 1}"
-        )
+            f"{what} is outside the model's vocabulary", where="inputs", got=token,
+            expected=f"0 to {self.rows - 1}", remedy=remedy,
+        )  # fmt: skip
+
+    def has(self, token: int) -> bool:
+        """Can the model embed it?"""
+        return 0 <= token < self.rows
 
 
 def read_vocabulary(configs: list[Any], tokenizer: Any) -> Vocabulary:

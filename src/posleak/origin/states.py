@@ -2,6 +2,9 @@
 
 Depth 0 is the embedding, depth d the stream after d layers. transformers returns the last one after the final norm,
 which would make its norm and its directions incomparable with the others; the norm's own input is put in its place.
+
+A model may carry several streams (Gemma 3n, hyper-connections). They stand side by side in one state here. Where the
+last state is one stream that was mixed from them, what was mixed is put in its place: the streams after the last layer.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.errors import UnsupportedError
 from posleak.probe import Call, Edit, Observer, Probe, attach, body
 from posleak.probe.hold import own
 
@@ -24,10 +28,17 @@ ALONE = 256
 
 
 def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W"], ...]:
-    """x at depths 0 … L, all of them before the final norm; the last is narrower where it joins several streams."""
+    """x at depths 0 … L, all of them before the final norm, and before several streams are mixed into one.
+
+    The last is narrower where no module of its own mixes them.
+    """
     with _last_module(body(probe.model)) as last:
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
-    return tuple(_stream(x, ids) for x in (*hidden[:-1], last.undone(hidden)))
+    before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.undone(hidden), ids)
+    mixed = last.mixed if last.mixed is None else _stream(last.mixed, ids)
+    if before and mixed is not None and mixed.shape == before[-1].shape != end.shape:
+        end = mixed
+    return (*before, end)
 
 
 def _stream(x: Float[Tensor, "..."], ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
@@ -38,9 +49,14 @@ def _stream(x: Float[Tensor, "..."], ids: Int[Tensor, "B T"]) -> Float[Tensor, "
 
 @dataclass
 class _Last:
-    """The last module of a forward pass that maps a tensor to one of the same shape: input and output."""
+    """The last modules of a forward pass.
+
+    pair    input and output of the last one that maps a tensor to one of the same shape
+    mixed   input of the last one that makes a smaller tensor of it, for the same prompts and positions
+    """
 
     pair: tuple[Tensor, Tensor] | None = None
+    mixed: Tensor | None = None
 
     def undone(self, hidden: Sequence[Tensor]) -> Tensor:
         """The input of the final norm; the last state itself where no norm made it (it is then a layer's output)."""
@@ -57,8 +73,12 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
     last = _Last()
 
     def remember(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == output.shape:
+        if not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return
+        if args[0].shape == output.shape:
             last.pair = (args[0], output)
+        elif args[0].shape[:2] == output.shape[:2] and args[0].numel() > output.numel():
+            last.mixed = args[0]
 
     hook = own(remember)
     handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
@@ -106,10 +126,21 @@ def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALON
     found, values = [], []
     with attach(model, observers, edits) as probe:
         for part in tokens.split(batch):
-            x = states(probe, part[:, None].to(model.device))
+            x = comparable(states(probe, part[:, None].to(model.device)), model)
             found.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
             values.append(look.collect())
     return Alone(tokens.cpu(), torch.cat(found), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
+
+
+def comparable(x: tuple[Float[Tensor, "B T _W"], ...], model: PreTrainedModel) -> tuple[Float[Tensor, "B T W"], ...]:
+    """The states themselves, if they have one width: directions of different widths cannot be compared."""
+    if len(widths := {depth.shape[-1] for depth in x}) == 1:
+        return x
+    raise UnsupportedError(
+        "its states have different widths at different depths, so that directions cannot be followed through them",
+        where=type(model).__name__, got=f"widths {', '.join(map(str, sorted(widths)))}",
+        expected="one width at every depth", remedy="`posleak measure` and `posleak trace` do not need states",
+    )  # fmt: skip
 
 
 def unit(x: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:

@@ -29,8 +29,10 @@ from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
+from .experts import runnable_experts
 from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
+from .rotary import own_rotation
 from .touch import Touch
 from .visibility import Visibility, read_mask, visibility_mask
 from .watch import keeps_own_attention, watching
@@ -218,8 +220,10 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
             stack.enter_context(registered(name, probe.attention))
             stack.enter_context(implemented(model, name))
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
+        stack.enter_context(own_rotation(model, body(model)))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
+        stack.enter_context(runnable_experts(model))  # of the dtype that edits have made
         yield probe
 
 

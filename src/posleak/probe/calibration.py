@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 from posleak.errors import CheckError, UnsupportedError
 from posleak.rounding import PARITY, PARTITION
 
-from .attachment import Probe, attach, body
+from .attachment import Probe, attach
 from .call import Call
 from .hold import exclusive, own
 from .kernel import attend
+from .native import native
 from .rows import check_finite
 
 
@@ -149,8 +150,8 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
 
 def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
-    native, before = str(model.config._attn_implementation), list(model.modules())
-    expected = _states(model, ids)
+    named, before = str(model.config._attn_implementation), list(model.modules())
+    expected = native(model, ids)[0]
     _require_same_modules(model, before)
     with attach(model, [observer]) as probe, executed_modules(model) as ran:
         found = probe.forward(ids)[0]
@@ -170,14 +171,8 @@ def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
         parity_bound=PARITY.of(model.dtype),
         partition=observer.partition,
         partition_bound=PARTITION.of(model.dtype),
-        native=native,
+        native=named,
     )
-
-
-def _states(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
-    with torch.inference_mode():
-        found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
-    return found
 
 
 def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:

@@ -24,6 +24,7 @@ from posleak.leakage import FEWEST, assemble, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
 from posleak.models import AnyModel, Subject
 from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Touch, Touched, calibrate
+from posleak.probe.experts import ungrouped
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
@@ -386,6 +387,12 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
         yield (
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
             f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
+        )
+    dtype = next((edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype), subject.dtype)
+    if ungrouped(subject.model, dtype):
+        yield (
+            f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
+            "one after the other, which takes longer and changes nothing else"
         )
     if spec.prompts < FEWEST:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"

@@ -27,11 +27,12 @@ from posleak.text import one_line, visible
 
 from .streams import give_up, gone, prepare_streams
 
-SUCCESS, FAILED, WRONG, UNFORESEEN, STOPPED, UNREAD = 0, 1, 2, 70, 130, 141
+SUCCESS, FAILED, WRONG, BY_DESIGN, UNFORESEEN, STOPPED, UNREAD = 0, 1, 2, 3, 70, 130, 141
 STATUSES = {
     SUCCESS: "success",
-    FAILED: "a check failed: the numbers would be wrong, or `doctor` or `origin` found something",
+    FAILED: "a check failed: the numbers would be wrong, or `doctor` or `origin` found a law broken without cause",
     WRONG: "a call that cannot work as it is: the message says where, what was got, what was expected, and the remedy",
+    BY_DESIGN: "`doctor` only: every number is right, and the model breaks a law on purpose, with the cause named",
     UNFORESEEN: "an error that posleak did not foresee: please report it; the message names a file with the traceback",
     STOPPED: "stopped with Ctrl-C; what is finished is kept",
     UNREAD: "whoever read the output went away, as in `posleak models | head -1`",

@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -35,6 +35,7 @@ from posleak.models import Subject
 from posleak.models.pretrained import quiet
 from posleak.probe import body
 
+from .matrix import Tried, section, tried
 from .shrink import tiny_model
 from .traits import Traits, traits
 
@@ -56,7 +57,8 @@ STATUSES = (SUPPORTED, FAILS, REFUSED, NOT_BUILT)
 
 @dataclass(frozen=True)
 class Row:
-    """One family. `laws`: the laws of the short form that the model itself breaks, with the cause."""
+    """One family. `laws`: the laws of the short form that the model itself breaks, with the cause; `tried`: what the
+    commands did."""
 
     family: str
     model_class: str
@@ -66,6 +68,7 @@ class Row:
     special: tuple[str, ...] = ()
     laws: tuple[str, ...] = ()
     why: str = ""
+    tried: Tried | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -78,8 +81,8 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def examine_family(family: str) -> Row:
-    """Build, run alone, diagnose; a step that does not work decides the row."""
+def examine_family(family: str, commands: bool = False) -> Row:
+    """Build, run alone, diagnose, and try every command if asked for; a step that does not work decides the row."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     # The one broad guard: constructors and forward passes of 183 foreign classes may raise anything, and what they
     # raise is the answer. posleak's own code runs outside of it.
@@ -99,7 +102,11 @@ def examine_family(family: str) -> Row:
         return Row(family, name, REFUSED, why=error.what)
     except (CheckError, TimeoutError) as error:
         return Row(family, name, FAILS, why=_first_line(error))
-    return _judged(family, name, diagnosis, found)
+    row = _judged(family, name, diagnosis, found)
+    if row.status != SUPPORTED or not commands:
+        return row
+    with limited(SECONDS):
+        return replace(row, tried=tried(subject, diagnosis.verdict.value))
 
 
 def _runs_alone(model: PreTrainedModel) -> None:
@@ -186,6 +193,8 @@ def page(rows: Sequence[Row]) -> str:
         chosen = [row for row in rows if row.status == status]
         if chosen:
             parts += ["", f"## {status.capitalize()} ({len(chosen)})", "", *_table(status, chosen)]
+        if status == SUPPORTED and (known := [row.tried for row in chosen if row.tried is not None]):
+            parts += ["", *section(known)]
     return "\n".join(parts) + "\n"
 
 
@@ -214,7 +223,7 @@ def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
         if line.startswith("## "):
             status = line[3:].rsplit(" (", 1)[0].lower()
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and status and cells[0] != "family":
+        if line.startswith("| ") and status in STATUSES and cells[0] != "family":
             wide = status in (SUPPORTED, FAILS)
             found[cells[0]] = (cells[0], status, *(cells[2:5] if wide else ("", "", "")))
     return found
@@ -225,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=Path, help="the page to write, e.g. docs/families.md")
     parser.add_argument("families", nargs="*", help="only these")
     options = parser.parse_args(arguments)
-    rows = [examine_family(family) for family in options.families or families()]
+    rows = [examine_family(family, commands=True) for family in options.families or families()]
     if options.write is not None:
         options.write.write_text(page(rows), encoding="utf-8")
     print(page(rows) if options.families else dict(Counter(row.status for row in rows)))
