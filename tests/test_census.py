@@ -45,8 +45,8 @@ def test_the_page_is_true(family: str) -> None:
 
 
 VARIED = (
-    "bamba", "bloom", "deepseek_v3", "falcon", "gemma3n_text", "gpt2", "gpt_oss", "gptj", "hy_v4", "llama4_text", "minimax",
-    "nemotron_h", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "xglm",
+    "bamba", "bloom", "deepseek_v3", "falcon", "gemma3n_text", "gpt2", "gpt_oss", "gptj", "hy_v4", "llama4_text",
+    "minimax", "nemotron_h", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "xglm",
 )  # fmt: skip
 """Families that differ: experts, hybrids, several streams, tables, ALiBi, attention of their own. The page has all."""
 
