@@ -36,6 +36,7 @@ def test_every_kind_of_model(family: str) -> None:
     assert 1 not in result.portrait.tokens
     assert result.reading.space == ("value" if family in ("diffllama", "bitnet") else "output")
     assert result.fingerprint.carried.value[0] == 0, "before the first attention nothing has moved"
+    assert result.position_probe is not None
     assert result.position_probe.rank[0] == 0
     assert len(result.position_probe.rank) == 4
     console = Console(width=80, record=True, file=io.StringIO())
@@ -61,6 +62,8 @@ def test_results_do_not_depend_on_batches() -> None:
     one, two = found("llama", batch=4), found("llama", batch=3)
     assert np.allclose(one.reading.attention, two.reading.attention, atol=1e-6)
     assert np.allclose(one.fingerprint.carried.value, two.fingerprint.carried.value, atol=1e-5)
+    assert one.position_probe is not None
+    assert two.position_probe is not None
     assert np.allclose(one.position_probe.plain.error.value, two.position_probe.plain.error.value, atol=1e-2)
 
 

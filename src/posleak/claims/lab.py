@@ -40,6 +40,9 @@ TEXT_CROPS = 64
 
 CLAIMS = "claims.json"
 
+LAW_TOKENS = 64
+"""Of each prompt, for laws that hold at any length."""
+
 LATER = slice(1, None)
 """The layers after the first."""
 
@@ -104,8 +107,8 @@ class Lab(Conditions):
 
     @property
     def few(self) -> NDArray[np.int64]:
-        """The baseline's first prompts, enough for such a law."""
-        return self.ids[: self.enough]
+        """The starts of the baseline's first prompts, for such a law: it holds at any length."""
+        return self.ids[: self.enough, :LAW_TOKENS]
 
     @cached_property
     def origin(self) -> Origin:
@@ -113,7 +116,7 @@ class Lab(Conditions):
         self.progress("position 0")
         return origin(
             self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
-            bos=self.tokens.policy, max_memory=self.max_memory,
+            bos=self.tokens.policy, probe=False, max_memory=self.max_memory,
         )  # fmt: skip
 
     def text_fingerprint(self) -> Estimate | None:
@@ -136,11 +139,11 @@ class Lab(Conditions):
 
     def require_float64(self, prompts: int) -> None:
         """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
-        tokens = prompts * self.spec.length
+        tokens = prompts * min(self.spec.length, LAW_TOKENS)
         states = 4 * state_bytes(self.subject, tokens, 8)  # of two passes, and rolled
         wide = 8 * weight_count(self.subject) + pass_bytes(self.subject, tokens, 8) + states
         require_room(
             self.subject, MemoryPlan(wide, 0, FIRST_USE), parse_bytes(self.max_memory), what="a copy in float64",
-            of=f"the weights and {many(prompts, self.spec.length)} at all depths",
+            of=f"the weights and {many(prompts, tokens // prompts)} at all depths",
             remedy="use a shorter --length or a smaller model",
         )  # fmt: skip

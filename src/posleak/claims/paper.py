@@ -21,14 +21,14 @@ from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
 from posleak.origin import closure, reader_counts, states
-from posleak.probe import attach, exclusive, relative_difference
+from posleak.probe import attach, default_plan, exclusive, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING, computed_in
 from posleak.show.numbers import REMOVED
 from posleak.trace import BORROWED
 
 from .catalogue import claim
 from .finding import Finding, Kept, Side
-from .lab import LATER, Lab
+from .lab import LATER, LAW_TOKENS, Lab
 
 FIRST_LAYER = 0.05
 """The first layer counts as all mask if its residual power is below this share of its mask power."""
@@ -40,12 +40,14 @@ ROLL = 11
 @claim(
     1, "relative-logits", "Logits are relative",
     "RoPE logits are relative: moving all positions changes nothing beyond rounding.",
-    f"rms change of log-attention when all position ids move by {laws.SHIFT}, per prompt, against the dtype's rounding",
+    f"rms change of log-attention when all position ids move by {laws.SHIFT}, against the dtype's rounding, per prompt: "
+    f"the first {LAW_TOKENS} tokens of each",
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
     if not lab.subject.identity.rotary:
         return Finding.not_applicable("the model has no rotary position encoding")
-    model, plan, ids = lab.subject.model, lab.plan, lab.few
+    model, ids = lab.subject.model, lab.few
+    plan = default_plan(ids.shape[1])
     with exclusive(model):
         floors = np.array([laws.shift_floor(model, plan, row[None], laws.SHIFT) for row in ids])
         rounding = AGREE.of(computed_in(model.dtype))
@@ -86,12 +88,13 @@ def first_layer_is_mask(lab: Lab) -> Finding:
     3, "mask.ring", "No mask, no position",
     "Without the mask, on a ring of positions, there is no absolute position at all.",
     f"largest relative change of any state when the input is rolled by {ROLL}: mask off, frequencies snapped to the "
-    "ring, no BOS; in float64. The same with the mask is in the details",
+    f"ring, no BOS, the first {LAW_TOKENS} tokens of each prompt; in float64. The same with the mask is in the details",
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
     model, wide, count = lab.subject.model, "dtype=float64", lab.enough
     lab.require_float64(count)
-    ids = torch.from_numpy(parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))).to(lab.subject.device)
+    plain = parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))[:, :LAW_TOKENS]
+    ids = torch.from_numpy(plain).to(lab.subject.device)
     if other := lab.run().record.calibration.unmeasured:
         return Finding.not_applicable(f"posleak's attention is not all that mixes positions: there is {other[0]}")
     entrance = first_entrance(model, int(ids[0, -1]))
@@ -160,7 +163,8 @@ def isolation_origin(lab: Lab) -> Finding:
 @claim(
     6, "closure", "Position 0 is closed",
     "Position 0 is a closed system: its states do not depend on what follows.",
-    "largest relative difference of the state at position 0 in context and alone, over all depths, per prompt",
+    f"largest relative difference of the state at position 0 in context and alone, over all depths, per prompt; the "
+    f"first {LAW_TOKENS} tokens of each",
 )  # fmt: skip
 def closed_system(lab: Lab) -> Finding:
     model, ids = lab.subject.model, torch.from_numpy(lab.few)

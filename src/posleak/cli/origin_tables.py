@@ -126,6 +126,7 @@ def _fingerprint(found: Origin) -> Text:
 
 def _position(found: Origin) -> Text:
     probe = found.position_probe
+    assert probe is not None
     error, best = probe.plain.error, int(np.argmin(probe.plain.error.value))
     text = Text(f"{spark(-error.value, -probe.chance, 0)}  position, read off the states\n")
     text.append(f"off by {formatted(error[best], '.1f')} tokens at depth {best}, R² {probe.plain.r2.value[best]:.2f}")
@@ -141,6 +142,7 @@ def depths_table(found: Origin) -> FittedTable:
     made = table(COLUMNS, right=COLUMNS, gap=1)
     depths = len(found.trajectory.norm)
     probe, marks = found.position_probe, found.fingerprint
+    assert probe is not None
     for depth in range(depths):
         alike, body = found.portrait.among.value[depth], found.trajectory.scale.alike[depth]
         state = (size(found.trajectory.norm[depth]), f"{alike:.2f}", f"{body:.2f}")

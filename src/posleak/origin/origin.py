@@ -53,7 +53,7 @@ class Origin:
     portrait: Portrait
     reading: Reading
     fingerprint: Fingerprint
-    position_probe: PositionProbe
+    position_probe: PositionProbe | None
 
     def __repr__(self) -> str:
         token, readers = (
@@ -89,6 +89,7 @@ def origin(
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,
+    probe: bool = True,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Origin:
@@ -104,6 +105,7 @@ def origin(
     seed        of the tokens
     bos         position 0, as in `measure`
     batch       prompts at once (0: about 2048 tokens, fewer where `max_memory` asks for it)
+    probe       read position off the states, too: half of the time
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
@@ -113,7 +115,7 @@ def origin(
     at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
     texts = prepare(who, "random", bos=bos, length=length, seed=seed)
     with exclusive(who.model):
-        return _origin(who, texts, plan, prompts, tokens, at_once, say)
+        return _origin(who, texts, plan, prompts, tokens, at_once, probe, say)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
@@ -139,6 +141,7 @@ def _origin(
     prompts: int,
     tokens: int,
     at_once: int,
+    probe: bool,
     progress: Callable[[str], None],
 ) -> Origin:
     length, seed = texts.length, texts.seed
@@ -162,7 +165,7 @@ def _origin(
         portrait=Portrait.of(single, scale),
         reading=reading,
         fingerprint=fingerprint(found, reading.readers, context.same, few, context.carried, context.changed),
-        position_probe=_probe(subject, context, found, reading, seed, progress),
+        position_probe=_probe(subject, context, found, reading, seed, progress) if probe else None,
     )  # fmt: skip
 
 

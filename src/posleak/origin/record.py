@@ -184,4 +184,4 @@ class OriginRecord:
     portrait: PortraitRecord
     reading: ReadingRecord
     fingerprint: FingerprintRecord
-    position_probe: ProbeRecord
+    position_probe: ProbeRecord | None
