@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 
 import torch
 
@@ -16,6 +17,7 @@ from runs_tiny import SPEC
 if __name__ == "__main__":
     work, model, out, seconds = sys.argv[1:]
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*too few for a verdict")
 
     def report(*said: object) -> None:
         print(*said, flush=True)

@@ -40,8 +40,8 @@ ROLL = 11
 @claim(
     1, "relative-logits", "Logits are relative",
     "RoPE logits are relative: moving all positions changes nothing beyond rounding.",
-    f"rms change of log-attention when all position ids move by {laws.SHIFT}, against the dtype's rounding, per prompt: "
-    f"the first {LAW_TOKENS} tokens of each",
+    f"rms change of log-attention when all position ids move by {laws.SHIFT}, per prompt (its first {LAW_TOKENS} "
+    "tokens), against the dtype's rounding",
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
     if not lab.subject.identity.rotary:
@@ -49,7 +49,8 @@ def relative_logits(lab: Lab) -> Finding:
     model, ids = lab.subject.model, lab.few
     plan = default_plan(ids.shape[1])
     with exclusive(model):
-        floors = np.array([laws.shift_floor(model, plan, row[None], laws.SHIFT) for row in ids])
+        still, moved = (laws.log_attention(model, plan, ids, start) for start in (0, laws.SHIFT))
+        floors = np.array([laws.rms_change([x[b] for x in still], [x[b] for x in moved]) for b in range(len(ids))])
         rounding = AGREE.of(computed_in(model.dtype))
     return Finding.of(lab.mean(floors), "nats rms", no_effect=rounding, side=Side.BELOW)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
 
@@ -47,13 +47,17 @@ def products(
     return products_of(ready, ready if y is x else by_cell(y, there), there.sum(-1))
 
 
-def by_cell(x: Float64[np.ndarray, "B *cells pairs"], there: Array) -> Float64[np.ndarray, "*cells B pairs"]:
+def by_cell(
+    x: Float64[np.ndarray, "B *cells pairs"], there: Bool[np.ndarray, "*cells pairs"]
+) -> Float64[np.ndarray, "*cells B pairs"]:
     """Prompts last but one, and 0 at pairs that do not exist."""
     return np.ascontiguousarray(np.moveaxis(np.where(there, x, 0.0), 0, -2))
 
 
 def products_of(
-    x: Float64[np.ndarray, "*cells B pairs"], y: Float64[np.ndarray, "*cells B pairs"], count: Array
+    x: Float64[np.ndarray, "*cells B pairs"],
+    y: Float64[np.ndarray, "*cells B pairs"],
+    count: Int64[np.ndarray | np.int64, "*cells"],
 ) -> Float64[np.ndarray, "*cells sums"]:
     """The same of arrays that are ready; count: how many pairs of query and offset each cell has."""
     B, same = x.shape[-2], y is x
@@ -64,7 +68,7 @@ def products_of(
         with_sum = 2 * with_sum if same else with_sum + (y @ x.sum(-2)[..., None])[..., 0]
         found = np.concatenate([with_sum - 2 * np.einsum("...bp,...bp->...b", x, y), *_along_ring(x, y)], axis=-1)
     with np.errstate(invalid="ignore"):
-        return np.asarray(found / count[..., None])
+        return np.asarray(found / np.asarray(count)[..., None])
 
 
 def _along_ring(x: Array, y: Array) -> list[Array]:

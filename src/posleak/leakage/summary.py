@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
 from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names, layer_places
@@ -46,9 +46,11 @@ class Products:
         return {queries: cls._of(x, there, at, shared) for queries, at in (("early", early), ("all", there.shape[-1]))}
 
     @classmethod
-    def _of(cls, found: dict[str, Array], there: Array, pairs: int, shared: Collection[str]) -> Products:
+    def _of(
+        cls, found: dict[str, Array], there: Bool[np.ndarray, "L H pairs"], first: int, shared: Collection[str]
+    ) -> Products:
         """Of the first so many pairs of query and offset."""
-        count, x = there[..., :pairs].sum(-1), {name: values[..., :pairs] for name, values in found.items()}
+        count, x = there[..., :first].sum(-1), {name: values[..., :first] for name, values in found.items()}
         own = {name: products_of(values, values, count) for name, values in x.items()}
         return cls(own, {name: products_of(x[name], x["total"], count) for name in x if name in shared})
 

@@ -263,8 +263,8 @@ def common_factor(x: Float64[Tensor, "X places H E"], factor: bool = True) -> tu
 COUNTS = (torch.arange, torch.linspace, torch.range, torch.cumsum, Tensor.cumsum)
 """With what a model can make positions out of nothing but the number of its tokens."""
 
-SORTING = "transformers.integrations.moe"
-"""Counts tokens too, but only to send them to experts."""
+ELSE = ("transformers.integrations.moe", "transformers.modeling_rope_utils")
+"""Count too, but not positions: tokens to send them to experts, and dimensions to make frequencies for them."""
 
 
 class Counting(TorchFunctionMode):
@@ -279,7 +279,7 @@ class Counting(TorchFunctionMode):
             if frame.f_code is Watch.__torch_function__.__code__ and frame.f_back is not None:
                 frame = frame.f_back  # a watch stands between
             caller = frame.f_globals.get("__name__", "")
-            self.found |= caller != SORTING and not caller.startswith("posleak.")
+            self.found |= caller not in ELSE and not caller.startswith("posleak.")
         return func(*args, **(kwargs or {}))
 
 

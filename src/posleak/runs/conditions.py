@@ -115,7 +115,9 @@ class Conditions:
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
         spec = replace(self.spec, edits=key)
-        ready = Measurement.of(self.subject, spec, max_memory=self.max_memory, base=self.tokens)
+        ready = Measurement.of(
+            self.subject, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known
+        )
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, *key)
         return ready.run(place, calibration=known, watch=watch)

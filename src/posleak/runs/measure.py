@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +36,9 @@ from .record import Machine, Record, clear_run, digest, now, read_record, requir
 from .run import Run
 from .spec import MeasureSpec, parse_bytes
 from .watch import Watch
+
+Known = dict[tuple[tuple[NamedEdit, ...], bytes], list[Placement]]
+"""Placements, by the edits that place queries and keys, and by the first prompt."""
 
 Progress = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
@@ -102,6 +105,7 @@ class Measurement:
     asked     as it was asked for;  spec: with every default filled in
     base      the prompts before edits;  notes: what the user should know
     observers look at the calls of every batch that is measured, besides posleak's own
+    known     what positions do in this model, by placing edits and first prompt, where it was read already
     """
 
     subject: Subject
@@ -110,6 +114,7 @@ class Measurement:
     base: Prompts
     notes: tuple[str, ...]
     observers: tuple[Observer, ...] = ()
+    known: Known = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -120,9 +125,10 @@ class Measurement:
         max_memory: str | int | None = None,
         base: Prompts | None = None,
         observers: tuple[Observer, ...] = (),
+        known: Known | None = None,
     ) -> Measurement:
         """`given` are prompts that were handed over; `base` are those that another measurement of this spec has
-        prepared."""
+        prepared, and `known` are placements that it has read."""
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
@@ -131,7 +137,7 @@ class Measurement:
                 base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
                 notes += repeat_notes(base, spec.prompts)
         notes += [] if base.caution is None else [base.caution]
-        return cls(subject, spec, resolved, base, tuple(notes), observers)
+        return cls(subject, spec, resolved, base, tuple(notes), observers, {} if known is None else known)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -198,7 +204,7 @@ class Measurement:
         edits, plan = self.spec.parsed_edits, self.spec.plan
         for edit in edits:
             edit.require_within(calibration)
-        placements = placements_of(self.subject.model, self._first, plan, edits)
+        placements = self._placements(edits)
         placed = [self._placed(placements, edit) for edit in edits]
         motion = Motion.of(placements, plan, self.subject.dtype)
         writing = _Writing(self._record(calibration, motion, created), folder)
@@ -220,7 +226,14 @@ class Measurement:
         if not edit.placing:
             return []
         others = [each for each in self.spec.parsed_edits if each is not edit]
-        return edit.placed(placements_of(self.subject.model, self._first, self.spec.plan, others), placements)
+        return edit.placed(self._placements(others), placements)
+
+    def _placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
+        """What positions do under these edits, read off the model once for the same first prompt and placing edits."""
+        first, placing = self._first, tuple(edit for edit in edits if edit.placing)
+        if (key := (placing, first.tobytes())) not in self.known:
+            self.known[key] = placements_of(self.subject.model, first, self.spec.plan, edits)
+        return self.known[key]
 
     def _touched(
         self, touches: list[Touch], placed: list[list[int]], calibration: Calibration

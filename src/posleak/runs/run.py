@@ -173,7 +173,7 @@ class Run:
     def write_results(self, folder: Path) -> dict[str, str]:
         """Write results.nc and heads.parquet; returns their sha256 by name."""
         table = pa.Table.from_pylist(list(tidy(self.summary)))
-        encoding = {name: {"zlib": True, "complevel": 4} for name in self.data.data_vars}
+        encoding = {name: {"zlib": True, "complevel": 1} for name in self.data.data_vars}
         netcdf = self.data.to_netcdf(engine="h5netcdf", encoding=encoding)
         write_atomically(folder / RESULTS, lambda path: path.write_bytes(netcdf))
         write_atomically(folder / HEADS, lambda path: pq.write_table(table, path, compression="zstd"))

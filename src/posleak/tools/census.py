@@ -105,7 +105,7 @@ def examine_family(family: str, commands: bool = False) -> Row:
     row = _judged(family, name, diagnosis, found)
     if row.status != SUPPORTED or not commands:
         return row
-    with limited(SECONDS):
+    with limited(10 * SECONDS):  # kernels of recurrent layers are slow without their own packages
         return replace(row, tried=tried(subject, diagnosis.verdict.value))
 
 
