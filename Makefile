@@ -43,17 +43,19 @@ chromium:
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } \
 		|| echo "no chromium, and it cannot be installed here: tests of the page are skipped"
 
-# Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
-unit: $(READY) chromium  ## tests on tiny models, offline
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not real"
+# The shapes in signatures are only checked in these files: it makes them half as slow again.
+SHAPED = tests/test_probe.py tests/test_placement.py $(wildcard tests/test_leakage_*.py) tests/test_power.py \
+	tests/test_laws.py tests/test_context.py tests/test_breadth.py tests/test_edits.py \
+	$(wildcard tests/test_origin*.py) tests/test_doctor.py
 
-# The shapes in signatures are only checked here: it makes these tests half as slow again.
+# Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
+TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real"
+
+unit: $(READY) chromium  ## tests on tiny models, offline, without those of `shapes`
+	$(TINY) $(addprefix --ignore=,$(SHAPED))
+
 shapes: $(READY)  ## tests of probe, leakage and origin, with every shape checked as it runs
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real" \
-		--jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype \
-		tests/test_probe.py tests/test_placement.py tests/test_leakage_*.py tests/test_power.py tests/test_laws.py \
-		tests/test_context.py tests/test_breadth.py tests/test_edits.py \
-		tests/test_origin*.py tests/test_doctor.py
+	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype $(SHAPED)
 
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.
 real: $(READY)  ## tests on a real pretrained model, fetched once

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.pop("COLUMNS", None)  # the width of whoever started the tests, which workers of pytest-xdist are told
 
 
 @pytest.fixture(autouse=True)

@@ -207,8 +207,8 @@ def test_keys_selected_by_content_are_refused_with_the_remedy() -> None:
     model = tiny_model("deepseek_v32")
     for module in model.modules():
         if hasattr(module, "index_topk"):
-            module.__dict__["index_topk"] = 16
-    with pytest.raises(UnsupportedError, match=r"selected by content[\s\S]*16 of 64[\s\S]*--length 16"):
+            module.__dict__["index_topk"] = 40
+    with pytest.raises(UnsupportedError, match=r"selected by content[\s\S]*40 of 64[\s\S]*--length 40"):
         calibrate(model, torch.from_numpy(tokens(1)) % 100)
 
 

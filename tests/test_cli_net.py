@@ -103,11 +103,14 @@ def _quoted(word: str) -> str:
 
 
 def _take_terminal() -> None:
-    """Standard input is the terminal that this session obeys, so that Ctrl-C reaches it."""
+    """Standard input is the terminal that this session obeys, so that Ctrl-C reaches it; and it is heard, which it is
+    not in work that a shell has put into the background."""
     import fcntl
+    import signal
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read(descriptor: int, press: bytes, when: bytes, patience: float = 60.0) -> bytes:
