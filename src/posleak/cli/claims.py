@@ -16,7 +16,9 @@ from .subject import Load, model_command
 def claims_command(
     load: Load,
     length: Length = 256,
-    prompts: Annotated[int, typer.Option(min=2, help="Prompts; all conditions read the same ones.")] = 16,
+    prompts: Annotated[
+        int, typer.Option(min=2, help="Prompts; all conditions read the same ones. A verdict needs 16.")
+    ] = 16,
     seed: Seed = 0,
     bos: Bos = "auto",
     inputs: Annotated[str, typer.Option(help="random, or text:PATH, or text:stdlib.")] = "random",
