@@ -11,7 +11,7 @@ import torch
 
 from families import FAMILIES, tiny
 from posleak.doctor import Check, Verdict, doctor, laws
-from posleak.doctor.bench import Bench
+from posleak.doctor.bench import SHIFT, Bench
 from posleak.doctor.doctor import Diagnosis
 from posleak.models import Subject
 from posleak.tools.shrink import tiny_model
@@ -82,7 +82,7 @@ def test_moving_frequencies_are_named(rope: dict[str, Any], context: int) -> Non
     assert [c.id for c in found.checks if not c.ok] == ["L5 shift"]
     cause = str(check(found, "L5").cause)
     assert "its rotary frequencies depend on the largest position that it reads" in cause
-    far = found.length + laws.SHIFT - 1
+    far = found.length + SHIFT - 1
     assert f"a last token at position {far} instead of {found.length} changes the keys before it" in cause
     assert found.verdict is Verdict.BY_DESIGN
 
@@ -166,7 +166,7 @@ def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(rotary, "forward", absolute)
     bench = Bench(model, _plan(), _ids(), _ids(constant=True))
-    assert not laws.shifted_positions(bench, 64).ok
+    assert not laws.shifted_positions(bench).ok
 
 
 def test_law_nine_sees_a_logit_that_misses_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,3 +214,13 @@ def _ids(constant: bool = False):  # type: ignore[no-untyped-def]
     if constant:
         return torch.full((1, 67), 5).numpy()
     return torch.randint(3, 101, (6, 67), generator=torch.Generator().manual_seed(0)).numpy()
+
+
+@pytest.mark.parametrize(("positions", "said"), [(128, "moving all position ids by 32"), (96, "the prompt takes all")])
+def test_a_table_of_few_positions_is_not_left(positions: int, said: str) -> None:
+    """BERT's heirs and the first GPT have 512 positions: moved by 512, a prompt would end in torch's IndexError."""
+    model = tiny("gpt2", max_position_embeddings=positions)
+    found = doctor(Subject.of(model, name="short"), length=96, prompts=4)
+    (shift,) = [check for check in found.checks if check.id == "L5 shift"]
+    assert said in shift.why
+    assert found.verdict is Verdict.BY_DESIGN

@@ -83,6 +83,8 @@ def test_what_can_be_refused_without_a_model_is() -> None:
         ("gpt2", "rope=ntk:4", UnsupportedError),  # no rotation
         ("zamba", "shift=100", NoEffectError),  # takes position ids, and does nothing with them
         ("bart", "shift=100", UnsupportedError),  # takes none
+        ("gpt2", "shift=4000", InputError),  # no such positions
+        ("gpt2", "shift=-1", InputError),
         ("zamba", "sink=cut@0", InputError),  # no attention in layer 0
         ("mistral", "window=60", NoEffectError),  # its own window is narrower
     ],

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.doctor import laws
+from posleak.doctor.bench import SHIFT
 from posleak.doctor.explicit import RECURRENT, first_entrance
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
@@ -40,16 +41,19 @@ ROLL = 11
 @claim(
     1, "relative-logits", "Logits are relative",
     "RoPE logits are relative: moving all positions changes nothing beyond rounding.",
-    f"rms change of log-attention when all position ids move by {laws.SHIFT}, per prompt (its first {LAW_TOKENS} "
+    f"rms change of log-attention when all position ids move by {SHIFT}, per prompt (its first {LAW_TOKENS} "
     "tokens), against the dtype's rounding",
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
-    if not lab.subject.identity.rotary:
+    rotary, context = lab.subject.identity.rotary, lab.subject.context
+    if not rotary and "rotation" not in lab.run().record.motion.layers:
         return Finding.not_applicable("the model has no rotary position encoding")
     model, ids = lab.subject.model, lab.few
+    if not rotary and context is not None and context < ids.shape[1] + SHIFT:
+        return Finding.not_applicable(f"the model has only {context} positions")
     plan = default_plan(ids.shape[1])
     with exclusive(model):
-        still, moved = (laws.log_attention(model, plan, ids, start) for start in (0, laws.SHIFT))
+        still, moved = (laws.log_attention(model, plan, ids, start) for start in (0, SHIFT))
         floors = np.array([laws.rms_change([x[b] for x in still], [x[b] for x in moved]) for b in range(len(ids))])
         rounding = AGREE.of(computed_in(model.dtype))
     return Finding.of(lab.mean(floors), "nats rms", no_effect=rounding, side=Side.BELOW)

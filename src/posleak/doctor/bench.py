@@ -30,6 +30,9 @@ from .memory import FEW, PADDING
 
 Ids = NDArray[np.int64]
 
+SHIFT = 512
+"""By how many positions the check of L5 moves the prompt."""
+
 
 @dataclass
 class GaugeObserver(LeakageObserver):
@@ -111,7 +114,7 @@ class Alone:
 class Bench:
     """A model, its plan, random prompts ids [B, T], one token repeated without BOS.
 
-    batch: prompts that go through the model at once (0: all)
+    batch: prompts that go through the model at once (0: all);  room: how many positions the model has, None: any number
     """
 
     model: PreTrainedModel
@@ -120,6 +123,12 @@ class Bench:
     constant: Ids
     learned_sinks: bool = False
     batch: int = 0
+    room: int | None = None
+
+    @property
+    def shift(self) -> int:
+        """By how many positions L5 moves a prompt: by fewer where a table of positions ends before, 0 if it is full."""
+        return SHIFT if self.room is None else max(0, min(SHIFT, self.room - self.plan.length))
 
     @property
     def few(self) -> Ids:

@@ -173,7 +173,8 @@ def _checks(
     constant = prepare(subject, "constant", bos="none", length=plan.length, seed=texts.seed).batch(range(1))
     progress("calibration")
     calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
-    bench = Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch)
+    room = None if subject.identity.rotary else subject.context
+    bench = Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
     checks = list(_calibration_checks(calibration))
     for name, check in _law_checks(bench):
         if not (short and name == "law L3"):
@@ -202,7 +203,7 @@ def _law_checks(bench: Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
     yield "law L2", lambda: laws.constant_token(bench)
     yield "law L3", lambda: laws.first_layer(bench)
     yield "law L4", lambda: laws.zero_queries(bench)
-    yield "law L5", lambda: laws.shifted_positions(bench, laws.SHIFT)
+    yield "law L5", lambda: laws.shifted_positions(bench)
     yield "law L7", lambda: laws.closure(bench)
     yield "law L8, batches", lambda: laws.batching(bench)
     yield "law L8, padding", lambda: laws.padding(bench)
@@ -242,9 +243,11 @@ def rounding_floor(bench: Bench, dtype: torch.dtype, shift: Check) -> Check:
     `shift`: the law in the model's own dtype.
     """
     model, name = bench.model, str(dtype).removeprefix("torch.")
-    why = f"change of log-attention under a shift of {laws.SHIFT} positions in {name}: measured, not judged"
+    why = f"change of log-attention under a shift of {bench.shift} positions in {name}: measured, not judged"
     if not takes_positions(model):
         value, why = math.nan, "not measured: the model takes no position ids"
+    elif not bench.shift:
+        value, why = math.nan, "not measured: the prompt takes all positions that the model has"
     elif model.dtype == dtype:
         value = shift.value
     else:
@@ -255,7 +258,7 @@ def rounding_floor(bench: Bench, dtype: torch.dtype, shift: Check) -> Check:
 def _rounded(bench: Bench, name: str, why: str) -> tuple[float, str]:
     edits = parse_edits([f"dtype={name}"])
     try:
-        return laws.shift_floor(bench.model, bench.plan, bench.ids[:1], laws.SHIFT, edits), why
+        return laws.shift_floor(bench.model, bench.plan, bench.ids[:1], bench.shift, edits), why
     except CheckError as error:
         return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
     except RuntimeError as error:  # torch's own: some families mix float32 buffers with rounded states

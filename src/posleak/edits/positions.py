@@ -234,8 +234,8 @@ register(
     Kind(
         "shift", "shift=K",
         "position ids: K is added to each. RoPE knows differences only, so that nothing but rounding should change",
-        "a second edit of positions; `ring`; models that take no position ids. Not refused: tables of too few "
-        "positions, which end in PyTorch's IndexError", "shift=512",
+        "a second edit of positions; `ring`; models that take no position ids, or whose table of positions ends before",
+        "shift=512",
         lambda value, scope: Shift(int(value)),
     )
 )  # fmt: skip

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, texts_of
+from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.prompts import UNLENT
@@ -73,6 +74,11 @@ class MeasureSpec:
     def borrowed(self) -> int:
         """How many tokens of another document stand before each prompt."""
         return self.length + UNLENT if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
+
+    @property
+    def shifted(self) -> int:
+        """By how many positions edits move the prompts."""
+        return sum(edit.by for edit in self.parsed_edits if isinstance(edit, Shift))
 
     def resolved(self) -> MeasureSpec:
         """With every default filled in."""
