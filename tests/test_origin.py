@@ -12,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from families import tiny
-from posleak.errors import InputError
+from posleak.doctor import doctor
+from posleak.errors import InputError, PosleakWarning
 from posleak.models import Subject
 from posleak.origin import Origin, origin
 from posleak.tools.shrink import tiny_model
@@ -122,3 +123,15 @@ def test_a_trained_model() -> None:
     assert (result.fingerprint.worst or 0) < 1e-6
     assert result.trajectory.norm.max() > 100 * result.trajectory.norm[0]
     assert result.portrait.among.value.max() > 0.95
+
+
+def test_more_positions_than_the_model_has_are_refused_and_more_than_it_knows_are_said() -> None:
+    """A table of positions would end in torch's IndexError."""
+    short = Subject.of(tiny("gpt2", max_position_embeddings=64), name="short")
+    for look in (origin, doctor):
+        with pytest.raises(InputError, match=r"context of 64 positions\n  remedy: use --length 64 or less"):
+            look(short, length=96, prompts=4)
+    rotary = Subject.of(tiny("llama", max_position_embeddings=64), name="rotary")
+    with pytest.warns(PosleakWarning, match="what is measured there is extrapolation"):
+        origin(rotary, length=96, prompts=4, tokens=8, probe=False)
+    assert "extrapolation" in doctor(rotary, length=96, prompts=4, short=True).notes[0]

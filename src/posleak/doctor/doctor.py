@@ -29,8 +29,9 @@ from posleak.probe.attachment import implemented
 from posleak.probe.native import native
 from posleak.probe.watch import keeps_own_attention
 from posleak.rounding import AGREE, computed_in
+from posleak.runs.measure import beyond_context
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
-from posleak.runs.spec import parse_bytes, require_between
+from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.text import visible
 
 from . import laws
@@ -134,15 +135,17 @@ def doctor(
     require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
     who, say = subject_of(subject), progress or (lambda check: None)
     plan = default_plan(doctor_length(who) if length is None else length)
+    long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
     outside = bos_outside(who) if bos == "auto" else None
-    notes = () if outside is None else (f"{outside}: position 0 holds an ordinary token",)
+    said = None if outside is None else f"{outside}: position 0 holds an ordinary token"
+    notes = tuple(note for note in (said, long) if note is not None)
     policy = bos if outside is None else "none"
     texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
     with exclusive(who.model):
         calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, say)
-    said = texts.describe().first_token
-    return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), said, notes, positions)
+    first = texts.describe().first_token
+    return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:

@@ -11,13 +11,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from posleak.errors import warn
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
+from posleak.runs.measure import beyond_context
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
-from posleak.runs.spec import parse_bytes, require_between
+from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.text import visible
 from posleak.typed import plain
 
@@ -112,7 +114,10 @@ def origin(
     plan = default_plan(length)
     _check(prompts, tokens, batch)
     who, say = subject_of(subject), progress or (lambda part: None)
+    long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
     at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
+    if long is not None:
+        warn(long)
     texts = prepare(who, "random", bos=bos, length=length, seed=seed)
     with exclusive(who.model):
         return _origin(who, texts, plan, prompts, tokens, at_once, probe, say)

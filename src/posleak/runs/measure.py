@@ -386,19 +386,26 @@ def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
     return calibrate(subject.model, start).require(subject.identity.name)
 
 
-def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
-    """Refuse prompts that are too long; say of others that they are long, too short for a window, or too few."""
+def beyond_context(subject: Subject, spec: MeasureSpec) -> str | None:
+    """Refuse positions that the model does not have; say of a rotary model that they are beyond what it has learnt."""
     context, read = subject.context, spec.length + spec.borrowed + spec.shifted
     if spec.shifted < 0 and not subject.identity.rotary:
         raise InputError("the shift leads to positions before 0", where=subject.identity.name, got=spec.shifted)
-    if context is not None and read > context:
-        after = f" after a context of {spec.borrowed}" if spec.borrowed else ""
-        after += f", shifted by {spec.shifted}," if spec.shifted else ""
-        what = f"length {spec.length}{after} is beyond the model's context of {context} positions"
-        if not subject.identity.rotary:
-            most = (context - UNLENT) // 2 if spec.borrowed else context - spec.shifted
-            raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
-        yield f"{what}: what is measured there is extrapolation"
+    if context is None or read <= context:
+        return None
+    after = f" after a context of {spec.borrowed}" if spec.borrowed else ""
+    after += f", shifted by {spec.shifted}," if spec.shifted else ""
+    what = f"length {spec.length}{after} is beyond the model's context of {context} positions"
+    if not subject.identity.rotary:
+        most = (context - UNLENT) // 2 if spec.borrowed else context - spec.shifted
+        raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
+    return f"{what}: what is measured there is extrapolation"
+
+
+def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
+    """Refuse prompts that are too long; say of others that they are long, too short for a window, or too few."""
+    if (long := beyond_context(subject, spec)) is not None:
+        yield long
     if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
         yield (
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
