@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import posleak as pl
 from posleak.errors import InputError, NoEffectError, PosleakError, UnsupportedError
 from posleak.models import Subject
+from posleak.probe import Call, Edit
 from posleak.runs import MeasureSpec, Run
 from posleak.studies import Cell, Study, run_study
 from posleak.tools.shrink import tiny_model
@@ -97,6 +99,21 @@ def test_families_in_which_an_edit_finds_nothing(family: str, edit: str, error: 
 def test_layers_without_a_rotation_are_not_touched_by_one() -> None:
     (found,) = pl.measure(subject("smollm3"), **SPEC, edits=["rope=ntk:4"]).record.touched
     assert found.layers == (0, 2)
+
+
+def test_an_edit_of_ones_own_may_have_fields_of_any_name(llama: Subject) -> None:
+    """What posleak asks of an edit must not be hidden by the names that users choose for theirs."""
+
+    @dataclass
+    class Louder(Edit):
+        heads: int
+        layers: int = 0
+
+        def edit(self, call: Call) -> Call:
+            return replace(call, query=2 * call.query)
+
+    (found,) = pl.measure(llama, **SPEC, edits=[Louder(3)]).record.touched
+    assert (found.layers, found.heads) == ((0, 1, 2), 9)
 
 
 def test_a_control_is_kept_and_says_so(llama: Subject) -> None:

@@ -54,7 +54,7 @@ class Borrow(ScopedEdit):
         rule = borrowed(call.visibility.rule, length, lends)
         return replace(call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + UNLENT)
 
-    def heads(self, before: Call, after: Call) -> int:
+    def touched_heads(self, before: Call, after: Call) -> int:
         """Those that are lent something."""
         return int(self.scope.heads(before).sum())
 

@@ -119,7 +119,7 @@ class Probe:
             with stage("edits"):
                 for edit in self.edits:
                     changed = edit.edit(call)
-                    self.touch(edit).see(call, edit.heads(call, changed))
+                    self.touch(edit).see(call, edit.touched_heads(call, changed))
                     call = changed
         out = attend(call)
         for observer in self.observers:

@@ -50,7 +50,7 @@ class Edit:
         """Another attention call."""
         return call
 
-    def heads(self, before: Call, after: Call) -> int:
+    def touched_heads(self, before: Call, after: Call) -> int:
         """How many heads of a call it changed."""
         if after is before:
             return 0
