@@ -8,8 +8,8 @@ import torch
 
 from posleak.errors import InputError
 from posleak.origin import position_probe
-from posleak.origin.position_probe import GROUPS, cross_predict, orthonormal, random_basis, written_basis
-from posleak.origin.ridge import Rows, Sums, design
+from posleak.metrics.ridge import GROUPS, Rows, Sums, cross_predict, design
+from posleak.origin.position_probe import orthonormal, random_basis, written_basis
 
 B, P, W = 8, 60, 13
 POSITIONS = np.arange(1, P + 1)

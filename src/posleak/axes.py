@@ -18,6 +18,10 @@ Axes (letters in shapes; names of dimensions in results)
     X             tokens that are looked at alone, at several places
     Y             targets of a regression
     S             replicates: a number without one prompt, or without two
+    G             nodes of a graph of positions: single positions, or groups of them in long prompts
+
+    threshold, band, scale   of graphs, spectra and wavelets (metrics/)
+    sample                   short prompts that only some metrics read
 
 Symbols (docs/definitions.md derives them)
 
@@ -56,6 +60,11 @@ HEAD = "head"
 QUERY = "query"
 OFFSET = "offset"
 POSITION = "position"
+DEPTH = "depth"
+THRESHOLD = "threshold"
+BAND = "band"
+SCALE = "scale"
+SAMPLE = "sample"
 
 PARTS = ("mask", "drift", "sink")
 """The three steps that turn the late query into the early one; they add up to the total, exactly."""

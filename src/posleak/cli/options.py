@@ -28,6 +28,10 @@ Length = Annotated[int, typer.Option(help="Tokens per prompt, position 0 include
 Seed = Annotated[int, typer.Option(help="Seed of the tokens.")]
 OriginWidth = Annotated[int, typer.Option(help="Width of the origin: how many first tokens count as it.")]
 
+Metrics = Annotated[
+    str, typer.Option(help="What others measure, on the same passes: all, none, or names (docs/metrics.md).")
+]
+
 RunFolder = Annotated[
     Path | None,
     typer.Option("--out", parser=named_path, metavar="<path>", help="Run folder. Default: runs/MODEL-DIGEST."),

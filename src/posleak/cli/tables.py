@@ -11,7 +11,7 @@ from rich.text import Text
 
 from posleak.show.colours import LIGHT
 from posleak.show.lines import Prose, prose
-from posleak.show.numbers import NAN, effect, percent, short
+from posleak.show.numbers import NAN, effect, estimate, percent, short
 from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import MARKS, QUERIES
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from posleak.claims import ClaimsRun, Result
     from posleak.doctor import Check, Diagnosis
     from posleak.leakage import Estimate, Summary
+    from posleak.metrics import Metrics
     from posleak.models import Listed
     from posleak.runs import Run
 
@@ -57,7 +58,26 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     for queries, label in QUERIES.items():
         yield labelled(label, _shares(summary, queries))
     yield _stabilisation(summary)
+    if run.metrics is not None:
+        yield metrics_table(run.metrics)
     yield remainder_line(run.remainder, run)
+
+
+def metrics_table(found: Metrics) -> Group:
+    """What others measure: one line per metric."""
+    widths = {"metric": 44, "value, with its 95% interval": 34}
+    made = table(list(widths), wrap=widths, most=widths)
+    for row in found.rows:
+        at = "" if row.at is None else f", depth {row.at}"
+        value = Text(estimate(row.value, row.metric.unit)).append(f", n={row.value.n}{at}", style="dim")
+        made.add_row(Text(row.metric.title), value)
+    lines = [] if found.frame is None else [f"reference frame: {found.frame.words}"]
+    return Group(
+        prose("measurements of others, on the same passes", style="bold"),
+        made,
+        *(prose(line, indent=2) for line in lines),
+        prose("definitions, sources and blind spots: docs/metrics.md", style="dim", indent=2),
+    )
 
 
 def labelled(label: str, text: Text) -> Prose:

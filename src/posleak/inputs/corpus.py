@@ -38,10 +38,13 @@ class Corpus:
         return _sha256("".join(f"{digest}  {name}\n" for digest, name in zip(each, self.names)))
 
 
-def read_corpus(path: str) -> Corpus:
-    """The documents at `path`; an error names a file or folder that cannot be used, and says what to do."""
+def read_corpus(path: str, most: int | None = None) -> Corpus:
+    """The documents at `path`; an error names a file or folder that cannot be used, and says what to do.
+
+    most: of the standard library, only about so many characters.
+    """
     if path == STDLIB:
-        version, text = standard_library_text()
+        version, text = standard_library_text(most)
         return Corpus((STDLIB,), (text,), python=version)
     place = require_text(path)
     return _read_folder(place) if place.is_dir() else Corpus((place.name,), (_read(place),))

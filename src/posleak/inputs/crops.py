@@ -85,8 +85,11 @@ class CropBody:
                 raise _too_short(self.corpus, len(ids), length)
 
 
-def crop_body(path: str, length: int, vocabulary: Vocabulary) -> CropBody:
-    """Finds the places at which a crop of `length` tokens can begin, and refuses a text that has none."""
+def crop_body(path: str, length: int, vocabulary: Vocabulary, most: int | None = None) -> CropBody:
+    """Finds the places at which a crop of `length` tokens can begin, and refuses a text that has none.
+
+    most: of the standard library, only about so many characters.
+    """
     if vocabulary.tokenizer is None:
         raise InputError(
             "text needs a tokenizer, and the model has none",
@@ -95,7 +98,7 @@ def crop_body(path: str, length: int, vocabulary: Vocabulary) -> CropBody:
             expected="a model with a tokenizer",
             remedy="--inputs random works without one",
         )
-    corpus = read_corpus(path)
+    corpus = read_corpus(path, most)
     rooms = [_room(document, length, vocabulary) for document in corpus.documents]
     reach = tuple(accumulate((places for places, _ in rooms), initial=0))
     if reach[-1] == 0:

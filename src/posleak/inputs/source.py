@@ -123,12 +123,15 @@ class TextCrops:
     path: str
     """A file, a folder, or `stdlib` (write `./stdlib` for a file of that name)."""
 
+    most: int | None = None
+    """Of the standard library, only about so many characters, where few crops are needed soon."""
+
     @property
     def text(self) -> str:
         return f"text:{self.path}"
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> CropBody:
-        return crop_body(self.path, length, vocabulary)
+        return crop_body(self.path, length, vocabulary, self.most)
 
 
 def _constant(argument: str) -> ConstantToken:

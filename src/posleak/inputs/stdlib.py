@@ -7,6 +7,7 @@ out; the hash in the result shows whether two texts are the same.
 from __future__ import annotations
 
 import ast
+import os
 import platform
 import sysconfig
 import threading
@@ -27,10 +28,18 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @cache
-def standard_library_text() -> tuple[str, str]:
-    """(Python version, text): docstrings by file and then in source order, cleaned, joined by blank lines."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    text = "\n\n".join(text for file in library_files(root) for text in file_docstrings(file))
+def standard_library_text(most: int | None = None) -> tuple[str, str]:
+    """(Python version, text): docstrings by file and then in source order, cleaned, joined by blank lines.
+
+    most: stop after the file in which so many characters are reached; a part is read in a fraction of the time.
+    """
+    root, found, length = Path(sysconfig.get_paths()["stdlib"]), list[str](), 0
+    for file in library_files(root):
+        if most is not None and length >= most:
+            break
+        found += (texts := list(file_docstrings(file)))
+        length += sum(map(len, texts))
+    text = "\n\n".join(found)
     if not text:
         raise InputError(
             "this Python has no sources of its standard library",
@@ -44,8 +53,11 @@ def standard_library_text() -> tuple[str, str]:
 
 def library_files(root: Path) -> list[Path]:
     """The .py files below `root` that belong to the library, sorted by relative path."""
-    relative = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
-    return [root / name for name in relative if LEFT_OUT.isdisjoint(name.split("/")[:-1])]
+    found = list[str]()
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in LEFT_OUT]  # what is installed below it is many times as much
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    return [root / name for name in sorted(found)]
 
 
 def file_docstrings(file: Path) -> Iterator[str]:

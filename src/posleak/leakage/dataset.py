@@ -18,7 +18,7 @@ the calls. Layers with fewer heads than the widest are filled with NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,17 +75,28 @@ def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndar
     return np.pad(array, missing, constant_values=np.nan)
 
 
-def assemble(chunks: Sequence[Chunk], plan: Plan, numbers: Sequence[int] | None = None) -> xr.Dataset:
-    """All prompts of a measurement as one dataset; numbers: the model's own layer of each call, if they are known."""
+def assemble(
+    chunks: Sequence[Chunk],
+    plan: Plan,
+    numbers: Sequence[int] | None = None,
+    more: Mapping[str, xr.Variable] | None = None,
+    labels: Mapping[str, Sequence[Any]] | None = None,
+) -> xr.Dataset:
+    """All prompts of a measurement as one dataset; numbers: the model's own layer of each call, if they are known.
+
+    more: arrays that others have made of the same prompts, with `labels` for axes that only they have.
+    """
     data = {
         name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
         for name, axes in (ARRAYS | OPTIONAL).items()
         if name in chunks[0]
     }
+    data |= more or {}
     data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
     coords: dict[str, Any] = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
     sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}
     coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD, POSITION)})
+    coords |= {axis: list(found) for axis, found in (labels or {}).items() if axis in sizes}
     if numbers is not None:
         coords |= {LAYER: list(numbers), CALL: (LAYER, list(range(len(numbers))))}
     remainder = max(float(chunk["remainder"]) for chunk in chunks)

@@ -25,11 +25,8 @@ from torch import Tensor
 
 from posleak.errors import InputError
 from posleak.leakage import Estimate, Jackknife
+from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, design, rescaled
 
-from .ridge import Design, design
-
-LAMBDAS = (1e-3, 3e-2, 1.0, 30.0)
-GROUPS = 4
 VARIANTS = ("plain", "projected", "control")
 
 
@@ -124,8 +121,7 @@ def _depth(
     seed: int,
 ) -> Float64[np.ndarray, "variants=3 B P Y=2"]:
     """Held-out predictions from the states of one depth."""
-    x = x.double()
-    x = x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+    x = rescaled(x.double())
     x = x - x.flatten(0, 1).mean(0)  # only the origin of the sums: fits do not depend on it
     groups = [np.flatnonzero(fold == g) for g in range(fold.max() + 1)]
     rows = [x[group].flatten(0, 1) for group in groups]
@@ -142,22 +138,6 @@ def _depth(
         for g, guess in enumerate(cross_predict(part, seen, y)):
             out[variant, groups[g]] = guess.view(len(groups[g]), -1, 2).cpu().numpy()
     return out
-
-
-def cross_predict(
-    part: Design, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
-) -> list[Float64[Tensor, "_n Y"]]:
-    """Predictions for each group from the others; λ is the best, target by target, on the group after it."""
-    found = []
-    for g in range(len(rows)):
-        inner = (g + 1) % len(rows)
-        train = [other for other in range(len(rows)) if other != g]
-        trial = part.fit([other for other in train if other != inner], LAMBDAS)(rows[inner])
-        best = (trial - y[inner]).square().mean(1).argmin(0)  # [Y]
-        chosen = sorted({int(at) for at in best})
-        guess = part.fit(train, [LAMBDAS[at] for at in chosen])(rows[g])
-        found.append(torch.stack([guess[chosen.index(int(at)), :, k] for k, at in enumerate(best)], dim=-1))
-    return found
 
 
 def _judged(

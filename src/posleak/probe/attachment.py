@@ -33,6 +33,7 @@ from .experts import runnable_experts
 from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
 from .rotary import own_rotation
+from .stream import StreamObserver, streaming
 from .touch import Touch
 from .visibility import Visibility, read_mask, visibility_mask
 from .watch import keeps_own_attention, watching
@@ -60,7 +61,8 @@ _numbers = itertools.count()
 
 @runtime_checkable
 class Observer(Protocol):
-    """Looks at every attention call; `out` is what the model goes on with."""
+    """Looks at every attention call; `out` is what the model goes on with. One that has a method `stream` is shown the
+    residual stream too (stream.py)."""
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         """Called once for each attention call of a forward pass, in order, after edits; it must change neither."""
@@ -221,6 +223,8 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
             stack.enter_context(implemented(model, name))
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
         stack.enter_context(own_rotation(model, body(model)))
+        if any(isinstance(observer, StreamObserver) for observer in probe.observers):
+            stack.enter_context(streaming(body(model), lambda: probe.observers))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # of the dtype that edits have made

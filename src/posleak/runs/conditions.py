@@ -114,7 +114,7 @@ class Conditions:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
-        spec = replace(self.spec, edits=key)
+        spec = replace(self.spec, edits=key, metrics=())  # others' metrics are of the baseline
         ready = Measurement.of(
             self.subject, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known
         )

@@ -17,6 +17,7 @@ from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
+from posleak.metrics import Meters
 from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, exclusive, read_placements
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
@@ -35,6 +36,7 @@ def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
     observers: Sequence[Observer] = (), touched: SeeTouches = lambda touches: None, watch: Watch | None = None,
+    meters: Meters | None = None,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
 
@@ -50,7 +52,7 @@ def kept_chunks(
     with closing(
         measure_chunks(
             model, ids, plan, layers=layers, edits=edits, placements=placements, observers=[*observers, *beside],
-            touched=touched,
+            touched=touched, meters=meters,
         )
     ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
@@ -70,6 +72,7 @@ def measure_chunks(
     placements: Sequence[Placement] | None = None,
     observers: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
+    meters: Meters | None = None,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
@@ -81,8 +84,9 @@ def measure_chunks(
         known = placements_of(model, first, plan, edits) if placements is None else placements
         observer = LeakageObserver(plan, placements=known)
         yield from observed_chunks(
-            model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers, touched=touched
-        )
+            model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers, touched=touched,
+            meters=meters,
+        )  # fmt: skip
 
 
 def placements_of(
@@ -130,10 +134,12 @@ def observed_chunks(
     edits: Sequence[Edit] = (),
     others: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
+    meters: Meters | None = None,
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer sees them; `others` see the same calls after it."""
+    """One chunk per batch, as this observer and the meters see them; `others` see the same calls after them."""
     first = True
-    with attach(model, [observer, *others], edits) as probe:
+    beside = [] if meters is None else [meters]
+    with attach(model, [observer, *beside, *others], edits) as probe:
         for batch in ids:
             with stage(FORWARD):
                 probe.forward(torch.from_numpy(batch).to(model.device))
@@ -150,5 +156,5 @@ def observed_chunks(
                 touched([probe.touch(edit) for edit in edits])
                 first = False
             with stage("arrays"):
-                chunk = stack_layers(seen)
+                chunk = stack_layers(seen) | ({} if meters is None else meters.collect())
             yield chunk

@@ -20,8 +20,9 @@ from posleak.errors import InputError, NoEffectError, RunError, StorageError, sh
 from posleak.files import sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import UNLENT
-from posleak.leakage import FEWEST, assemble, narrow_layers
+from posleak.leakage import FEWEST, narrow_layers
 from posleak.leakage.profile import AFTER, TIMES
+from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
 from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Touch, Touched, calibrate
 from posleak.probe.experts import ungrouped
@@ -29,11 +30,12 @@ from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
 from .asked import asked
+from .beside import Beside
 from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
 from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
-from .run import Run
+from .run import Run, assembled, meters_of
 from .spec import MeasureSpec, parse_bytes
 from .watch import Watch
 
@@ -56,6 +58,7 @@ def measure(
     density: int = 1,
     origin: int = ORIGIN,
     edits: str | Edit | Iterable[str | Edit] = (),
+    metrics: str | Iterable[str] = (),
     observers: Observer | Iterable[Observer] = (),
     out: str | Path | None = None,
     fresh: bool = False,
@@ -77,6 +80,8 @@ def measure(
     density     refines the plan of sampled rows
     origin      width of the origin: how many first tokens count as it
     edits       what if: texts such as "window=64" (docs/edits.md), or your own objects (posleak.probe.Edit)
+    metrics     what others measure, on the same passes: "all", or names such as "sinks" (docs/metrics.md);
+                `run.metrics` has the numbers
     observers   your own: `observe(call, out)` is called for every attention call of every batch, in order, after edits
     out         a folder for the run: an unfinished one there is resumed, a finished one of the same measurement is read
                 back. Without `out` the run stays in memory (`run.save` writes it)
@@ -88,7 +93,7 @@ def measure(
     watching = own_observers(observers)
     found = asked(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=texts(edits),
+        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics),
     )  # fmt: skip
     ready = Measurement.of(found.subject, found.spec, found.given, max_memory, observers=watching)
     return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
@@ -208,18 +213,21 @@ class Measurement:
         placed = [self._placed(placements, edit) for edit in edits]
         motion = Motion.of(placements, plan, self.subject.dtype)
         writing = _Writing(self._record(calibration, motion, created), folder)
-        chunks = []
+        chunks, meters = [], meters_of(self.spec)
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=edits, placements=placements, observers=self.observers,
+                edits=edits, placements=placements, observers=self.observers, meters=meters,
                 touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
-        return _finished(Run(writing.record, assemble(chunks, plan, calibration.numbers), folder))
+        beside = Beside.of(self.subject, self.spec, self.prompts)
+        with stage("metrics"):
+            data = assembled(chunks, self.spec, calibration.numbers, beside.arrays)
+        return _finished(Run(writing.record, data, folder), beside.notes)
 
     def _placed(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
         """The calls in which a placing edit changes what positions do."""
@@ -317,11 +325,11 @@ class _Writing:
             record.write(self.folder)
 
 
-def _finished(run: Run) -> Run:
+def _finished(run: Run, more: Sequence[str] = ()) -> Run:
     """Write the results, then the record that says that the run is finished, and only then remove the batches."""
     with stage("summary"):
         _ = run.summary
-    notes = [*_narrow_note(run), *_stays_note(run)]
+    notes = [*_narrow_note(run), *_stays_note(run), *more]
     files = {}
     if run.path is not None:
         with stage("write"):

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
 from posleak.leakage.power import NEIGHBOURS
+from posleak.metrics.glimpse import NODES
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
@@ -39,6 +40,9 @@ queries by position hold twice as many, which is little beside the slack of thei
 
 EXPLICIT = 3
 """Blocks of logits at the same time, where the softmax is written out; of whole matrices, in eager attention."""
+
+GLIMPSES = 5
+"""Copies of the rows that meters look at: logits, masked, attention, and two in between."""
 
 MOVED = 6
 """Copies, in float64, of the logits of moved keys."""
@@ -119,6 +123,13 @@ def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int
     return rows + moved + shared
 
 
+def glimpse_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
+    """The rows of one layer that meters look at, at most NODES of them."""
+    rows = min(NODES, length)
+    attention = prompts * subject.identity.heads * rows * length * max(4, item) * GLIMPSES
+    return attention + prompts * rows * (length + 4 * rows) * 8
+
+
 def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
     """All attention weights of one layer, as eager attention makes them, and its mask."""
     return prompts * (subject.identity.heads * EXPLICIT + 2) * length**2 * max(4, item)
@@ -172,6 +183,9 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     at_once = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
     pairs = max(own_bytes(subject, spec.batch, read, item), own_bytes(subject, 2, spec.length, item))
     rows = row_bytes(subject, spec.plan, spec.batch, read, item, ROWS if not spec.edits else 2 * ROWS)
+    if spec.metrics:
+        rows += glimpse_bytes(subject, spec.batch, read, item)
+        weights += 2 * weight_count(subject) if "shift" in spec.metrics else 0  # a copy in bfloat16
     return MemoryPlan(
         pass_bytes(subject, at_once, item) + pairs + weights,
         max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),

@@ -33,7 +33,7 @@ from .spec import MeasureSpec
 DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
 SUBJECT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,9 @@ from posleak.edits import require_readable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
+from posleak.leakage.dataset import Chunk
 from posleak.leakage.summary import Numbers, Products
+from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
 from posleak.text import visible
@@ -27,6 +30,7 @@ from posleak.typed import plain
 from .folder import HEADS, RECORD, RESULTS, batch_path, read_batch, require_unused, verify_file
 from .memory import many
 from .record import Record, read_record
+from .spec import MeasureSpec
 
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
@@ -62,7 +66,7 @@ class Run:
         done = [chunk for at in record.spec.batches() if (chunk := read_batch(folder, at)) is not None]
         if sum(len(chunk["mask"]) for chunk in done) < 2:
             raise _unfinished(folder, record)
-        return cls(record, assemble(done, record.plan, record.calibration.numbers), folder)
+        return cls(record, assembled(done, record.spec, record.calibration.numbers), folder)
 
     def save(self, folder: str | Path) -> Run:
         """Write the run as `measure(out=…)` does, into a folder that has none; returns the run that is there."""
@@ -82,7 +86,9 @@ class Run:
     def under(self, record: Record, path: Path | None = None) -> Run:
         """The same data under another record, and at another path; numbers that were computed are kept."""
         run = Run(record, self.data, path or self.path)
-        run.__dict__.update({name: value for name, value in self.__dict__.items() if name in ("products", "summary")})
+        run.__dict__.update(
+            {name: value for name, value in self.__dict__.items() if name in ("products", "summary", "metrics")}
+        )
         return run
 
     @property
@@ -109,6 +115,12 @@ class Run:
     def summary(self) -> Summary:
         """All numbers with intervals."""
         return summarise(self.data, self.products)
+
+    @cached_property
+    def metrics(self) -> Metrics | None:
+        """What others measure, with intervals; None if the run was measured without. `run.metrics.rows` is the table,
+        `.heads`, `.layers` and `.depths` have the same number by number, `.frames` the type of every layer."""
+        return Metrics.of(self.data)
 
     @cached_property
     def heads(self) -> pd.DataFrame:
@@ -165,6 +177,7 @@ class Run:
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
                 "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1"},
+                "metrics": None if self.metrics is None else self.metrics.as_dict(),
                 "warnings": record.warnings, "run": None if self.path is None else str(self.path),
             }
         )  # fmt: skip
@@ -172,12 +185,29 @@ class Run:
 
     def write_results(self, folder: Path) -> dict[str, str]:
         """Write results.nc and heads.parquet; returns their sha256 by name."""
-        table = pa.Table.from_pylist(list(tidy(self.summary)))
+        more = () if self.metrics is None else self.metrics.tidy()
+        rows = [*tidy(self.summary), *({"layer": self.summary.numbers[row["call"]], **row} for row in more)]
+        table = pa.Table.from_pylist(rows)
         encoding = {name: {"zlib": True, "complevel": 1} for name in self.data.data_vars}
         netcdf = self.data.to_netcdf(engine="h5netcdf", encoding=encoding)
         write_atomically(folder / RESULTS, lambda path: path.write_bytes(netcdf))
         write_atomically(folder / HEADS, lambda path: pq.write_table(table, path, compression="zstd"))
         return {name: sha256_of(folder / name) for name in (RESULTS, HEADS)}
+
+
+def meters_of(spec: MeasureSpec) -> Meters | None:
+    """The meters that look at the passes of a measurement; None if none was asked for."""
+    made = make_meters(spec.metrics, spec.plan)
+    return Meters(made, spec.origin) if made else None
+
+
+def assembled(
+    chunks: Sequence[Chunk], spec: MeasureSpec, numbers: Sequence[int], beside: Mapping[str, xr.Variable] | None = None
+) -> xr.Dataset:
+    """All prompts as one dataset, with what the meters have seen; `beside`: what was read on prompts of their own."""
+    meters = meters_of(spec)
+    more = {} if meters is None else meters.finished(chunks)
+    return assemble(chunks, spec.plan, numbers, more | dict(beside or {}), None if meters is None else meters.coords)
 
 
 def _unfinished(folder: Path, record: Record) -> RunError:

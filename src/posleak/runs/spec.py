@@ -14,6 +14,7 @@ from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.prompts import UNLENT
 from posleak.inputs.stream import LIMIT
+from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DENSEST, ORIGIN
 
@@ -42,6 +43,7 @@ class MeasureSpec:
     density: int = 1
     origin: int = ORIGIN
     edits: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -56,6 +58,12 @@ class MeasureSpec:
             parse(self.inputs)
         require_measurable(self.parsed_edits)
         object.__setattr__(self, "edits", texts_of(self.parsed_edits, self.edits))
+        object.__setattr__(self, "metrics", parse_metrics(self.metrics))
+        if self.metrics and self.borrowed:
+            raise InputError(
+                "metrics of others are not defined under a borrowed context", where="--metrics",
+                remedy="measure them without the edit",
+            )  # fmt: skip
         _ = self.plan  # refuses a length that is too short or too long
         for edit in self.parsed_edits:
             edit.require_length(self.length)

@@ -15,8 +15,12 @@ from functools import reduce
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
+
+LAMBDAS = (1e-3, 3e-2, 1.0, 30.0)
+GROUPS = 4
+"""Groups of prompts: each is predicted from the others."""
 
 FLAT = 1e-7
 """A column whose deviation is below this share of the largest one is constant, and gets no weight."""
@@ -135,3 +139,24 @@ def _solve(
         len(system), dtype=system.dtype, device=system.device
     )
     return torch.cholesky_solve(right.expand(len(lambdas), -1, -1), torch.linalg.cholesky(system + ridge))
+
+
+def cross_predict(
+    part: Design, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
+) -> list[Float64[Tensor, "_n Y"]]:
+    """Predictions for each group from the others; λ is the best, target by target, on the group after it."""
+    found = []
+    for g in range(len(rows)):
+        inner = (g + 1) % len(rows)
+        train = [other for other in range(len(rows)) if other != g]
+        trial = part.fit([other for other in train if other != inner], LAMBDAS)(rows[inner])
+        best = (trial - y[inner]).square().mean(1).argmin(0)  # [Y]
+        chosen = sorted({int(at) for at in best})
+        guess = part.fit(train, [LAMBDAS[at] for at in chosen])(rows[g])
+        found.append(torch.stack([guess[chosen.index(int(at)), :, k] for k, at in enumerate(best)], dim=-1))
+    return found
+
+
+def rescaled(x: Float[Tensor, "*rows W"]) -> Float[Tensor, "*rows W"]:
+    """States as a layer reads them, x / rms(x)."""
+    return x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,0 +1,105 @@
+"""Meters of attention after the softmax: sinks, rollout, reference frames, heads as filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from posleak.axes import BAND, HEAD, LAYER, SCALE, THRESHOLD
+
+from . import graphs, spectra
+from .glimpse import Glimpse, start_attention
+from .meter import Arrays, Meter
+
+
+class Sinks(Meter):
+    """α_0 of Gu et al. (2025): mean attention of the first 64 queries to position 0."""
+
+    name = "sinks"
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"sink_start": (LAYER, HEAD)}
+
+    def look(self, seen: Glimpse) -> Arrays:
+        return {"sink_start": to_first(start_attention(seen.call))}
+
+
+def to_first(attention: Float[Tensor, "B H T T"]) -> Any:
+    """Mean over all queries of the attention to key 0, [B, H]."""
+    return attention[..., 0].double().mean(-1).cpu().numpy()
+
+
+class Rollout(Meter):
+    """How much a position reads of position 0 through all layers so far: (A^l … A^1)_i0 of Wu et al. (2025), attention
+    averaged over heads, without the residual connection. One vector per prompt is carried from layer to layer."""
+
+    name = "rollout"
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"rollout": (LAYER,)}
+
+    def __init__(self) -> None:
+        self.read: Tensor | None = None
+
+    def look(self, seen: Glimpse) -> Arrays:
+        attention = seen.mean_attention
+        if seen.index == 0 or self.read is None:
+            self.read = torch.zeros_like(attention[:, 0])
+            self.read[:, 0] = 1
+        by_row = (attention @ self.read.to(attention)[..., None])[..., 0]
+        self.read = seen.sampling.spread(by_row)
+        return {"rollout": by_row[:, 1:].double().mean(-1).cpu().numpy()}
+
+
+class Frames(Meter):
+    """Reference frames of Ruscio et al. (2025): the attention of a layer, averaged over heads, as a graph.
+
+    centralized + distributed + bidirectional + no_frame = 1; the last is 1 where there is no anchor, and 0 elsewhere.
+    """
+
+    name = "frames"
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "star": (LAYER, THRESHOLD), "centralisation": (LAYER, THRESHOLD), "fiedler": (LAYER,),
+        "concentration": (LAYER,), "reference_tokens": (LAYER,), "kl_reduction": (LAYER,),
+        "centralized": (LAYER,), "distributed": (LAYER,), "bidirectional": (LAYER,), "no_frame": (LAYER,),
+        "anchors": (LAYER,),
+    }  # fmt: skip
+    coords: ClassVar[Mapping[str, Sequence[Any]]] = {THRESHOLD: graphs.THRESHOLDS}
+
+    def look(self, seen: Glimpse) -> Arrays:
+        nodes, visible = seen.nodes, seen.node_visible
+        frame = graphs.frame(nodes, visible)
+        return {
+            "star": graphs.star(nodes), "centralisation": graphs.centralisation(nodes),
+            "fiedler": graphs.fiedler(nodes), "concentration": graphs.concentration(nodes),
+            "reference_tokens": graphs.reference_tokens(nodes),
+            "kl_reduction": graphs.kl_reduction(nodes, visible),
+            "centralized": np.nan_to_num(frame.centralized), "distributed": np.nan_to_num(frame.distributed),
+            "bidirectional": np.nan_to_num(frame.bidirectional), "no_frame": (frame.anchors == 0).astype(np.float64),
+            "anchors": frame.anchors.astype(np.float64),
+        }  # fmt: skip
+
+
+class Wavelets(Meter):
+    """Heads as filters of many resolutions, Ruscio et al. (2024): spectra of the attention by offset."""
+
+    name = "wavelets"
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "entropy_position": (LAYER, HEAD), "entropy_spectrum": (LAYER, HEAD), "selectivity": (LAYER, HEAD),
+        "bands": (LAYER, HEAD, BAND), "wavelet_energy": (LAYER, HEAD, SCALE), "wavelet_entropy": (LAYER, HEAD, SCALE),
+        "scale_half": (LAYER, HEAD), "scale_quarter": (LAYER, HEAD),
+    }  # fmt: skip
+    coords: ClassVar[Mapping[str, Sequence[Any]]] = {BAND: ("low", "middle", "high")}
+
+    def look(self, seen: Glimpse) -> Arrays:
+        profile = seen.by_offset
+        if profile is None:
+            return {}
+        power, wavelets = spectra.power_spectrum(profile), spectra.wavelets(profile)
+        return {
+            "entropy_position": spectra.entropy(profile), "entropy_spectrum": spectra.entropy(power),
+            "selectivity": spectra.selectivity(power), "bands": spectra.band_shares(power),
+            "wavelet_energy": wavelets.energy, "wavelet_entropy": wavelets.entropy,
+            "scale_half": spectra.scale_sensitivity(profile, 2), "scale_quarter": spectra.scale_sensitivity(profile, 4),
+        }  # fmt: skip

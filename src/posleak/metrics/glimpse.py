@@ -1,0 +1,161 @@
+"""What all meters look at: some rows of one attention call, computed once for all of them.
+
+Up to NODES tokens these are all rows, and the attention is the whole matrix. In longer prompts position 0 stays alone
+and the positions after it fall into NODES − 1 groups of nearly equal size; the last position of each group is the row
+that is looked at, and columns are added up by group where a square matrix is needed. So the cost grows with the length
+of the prompt, not with its square, and no N × N matrix is made of more than NODES tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64, Int, Int64
+from torch import Tensor
+
+from posleak.probe import Call
+
+from .spectra import SHORTEST_PROFILE
+
+NODES = 128
+"""Tokens up to which averaged attention is made whole; beyond, this many groups of positions stand for them."""
+
+START = 64
+"""Gu's T: so many first queries are looked at apart. By causality they are a prompt of that length."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The rows that stand for a prompt of `length` tokens, and the first position of each node's group."""
+
+    length: int
+
+    @cached_property
+    def first(self) -> Int64[np.ndarray, "G"]:
+        """Where each node's group begins."""
+        if self.length <= NODES:
+            return np.arange(self.length)
+        return np.concatenate([[0], np.rint(np.linspace(1, self.length, NODES)).astype(np.int64)[:-1]])
+
+    @cached_property
+    def rows(self) -> Int64[np.ndarray, "G"]:
+        """The last position of each group."""
+        return np.append(self.first[1:], self.length) - 1
+
+    def grouped(self, by_key: Float64[np.ndarray, "*cells T"]) -> Float64[np.ndarray, "*cells G"]:
+        """Added up over the keys of each group."""
+        return by_key if self.length == len(self.first) else np.add.reduceat(by_key, self.first, axis=-1)
+
+    def spread(self, by_row: Float[Tensor, "*cells G"]) -> Float[Tensor, "*cells T"]:
+        """Numbers of the rows as numbers of all positions, straight lines in between."""
+        if self.length == len(self.rows):
+            return by_row
+        right = np.searchsorted(self.rows, np.arange(self.length)).clip(1)
+        step = (np.arange(self.length) - self.rows[right - 1]) / (self.rows[right] - self.rows[right - 1])
+        weight = torch.from_numpy(step).to(by_row)
+        return by_row[..., right - 1] * (1 - weight) + by_row[..., right] * weight
+
+
+@lru_cache(maxsize=4)
+def sampling(length: int) -> Sampling:
+    return Sampling(length)
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """Sampled rows of one call. `origin`: m; its keys are left out of profiles by offset."""
+
+    call: Call
+    origin: int
+
+    @property
+    def index(self) -> int:
+        return self.call.index
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return sampling(self.call.query.shape[2])
+
+    @cached_property
+    def rows(self) -> Int[Tensor, "G"]:
+        return torch.from_numpy(self.sampling.rows).to(self.call.query.device)
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "G T"]:
+        """The keys that the rows see; the same in all prompts of a batch, as the leakage's rows have made sure."""
+        return self.call.visibility.kept("glimpse", lambda: self.call.visibility.rows(self.rows)[0, 0])
+
+    @cached_property
+    def node_visible(self) -> Bool[np.ndarray, "G G"]:
+        """The groups of which a row sees at least one key."""
+        return self.call.visibility.kept(
+            "nodes", lambda: self.sampling.grouped(self.visible.double().cpu().numpy()) > 0
+        )
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "B H G T"]:
+        """s_ij, not masked."""
+        return self.call.logits(self.rows)
+
+    @cached_property
+    def attention(self) -> Float[Tensor, "B H G T"]:
+        return attention(self.call, self.logits, self.visible, self.rows)
+
+    @cached_property
+    def mean_attention(self) -> Float[Tensor, "B G T"]:
+        """Averaged over heads."""
+        return self.attention.mean(1)
+
+    @cached_property
+    def nodes(self) -> Float64[np.ndarray, "B G G"]:
+        """The same, keys added up by group: a square matrix."""
+        return self.sampling.grouped(self.mean_attention.double().cpu().numpy())
+
+    @cached_property
+    def by_offset(self) -> Float64[np.ndarray, "B H offsets"] | None:
+        """Mean attention of the rows of the second half at offsets 0, 1, 2, …, as far as all of them have body keys.
+
+        Keys of the origin are left out: their attention would be spread over all offsets, a little at each. None where
+        the prompt is too short.
+        """
+        late = self.rows[self.rows >= self.call.query.shape[2] // 2]
+        offsets = int(late[0]) - self.origin + 1
+        if offsets < SHORTEST_PROFILE:
+            return None
+        key = late[:, None] - torch.arange(offsets, device=late.device)
+        found = self.attention[:, :, -len(late) :]
+        return found.gather(-1, key.expand(*found.shape[:2], -1, -1)).mean(2).double().cpu().numpy()
+
+
+def start_attention(call: Call, tokens: int = START) -> Float[Tensor, "B H T T"]:
+    """The whole attention of the first queries among themselves."""
+    tokens = min(tokens, call.query.shape[2])
+    first = call.among(0, tokens)
+    rows = torch.arange(tokens, device=call.query.device)
+    return attention(first, first.logits(slice(None)), first.visibility.rows(rows)[0, 0], rows)
+
+
+def attention(
+    call: Call, logits: Float[Tensor, "B H P T"], visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"]
+) -> Float[Tensor, "B H P T"]:
+    """The softmax of rows, as the call computes it: with its learned sink logit, and with what edits do at key 0."""
+    hidden = call.visibility.kept(
+        ("hidden", visible.shape, logits.dtype),
+        lambda: torch.zeros(visible.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~visible, -torch.inf),
+    )
+    s, later = logits + hidden, rows > 0
+    if call.unread is not None:
+        s[:, call.unread.nonzero()[:, 0, None], later.nonzero()[:, 0], 0] = -torch.inf
+    aux = None if call.s_aux is None else call.s_aux.to(s).view(1, -1, 1).expand(s.shape[:3])
+    if call.frozen is not None:
+        rest = s[..., 1:].logsumexp(-1)
+        rest = rest if aux is None else torch.logaddexp(rest, aux)
+        share = call.frozen.to(s)[..., None]
+        held = ~share.isnan() & later & visible[:, 0]
+        s[..., 0] = torch.where(held, (share / (1 - share)).log() + rest, s[..., 0])
+    if aux is not None:
+        s = torch.cat([s, aux[..., None]], dim=-1)
+    return torch.softmax(s, dim=-1)[..., : logits.shape[-1]]
