@@ -5,11 +5,13 @@ All intervals come from the same prompts, so that conditions are paired.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from numpy.typing import NDArray
 
 from posleak.arrays import Array
@@ -40,6 +42,9 @@ TEXT_CROPS = 64
 
 CLAIMS = "claims.json"
 
+METRICS = "metrics"
+"""The condition that is the baseline itself, measured with the metrics of other papers."""
+
 LAW_TOKENS = 64
 """Of each prompt, for laws that hold at any length."""
 
@@ -66,6 +71,25 @@ class Lab(Conditions):
     def trace(self) -> Trace:
         """Where position comes from: the ordinary pass beside the one over a borrowed context."""
         return Trace.of(self)
+
+    @cached_property
+    def metrics(self) -> xr.Dataset:
+        """The baseline with what other papers measure: their metrics per prompt, beside the arrays of every run.
+
+        A run of its own, on the same prompts: most claims do not need it, and a folder whose baseline was measured
+        without it gets it later.
+        """
+        if getattr(self.spec, "metrics", ()):
+            return self.run().data
+        more: dict[str, Any] = {"metrics": ("all",)}
+        self.progress(METRICS)
+        spec = replace(self.spec, **more)
+        return self.condition(spec, METRICS, lambda reached: self.progress(f"{METRICS}: {reached.text}")).data
+
+    @property
+    def rotary(self) -> bool:
+        """Does the model turn keys by their positions: by its configuration, or by what was read off its keys?"""
+        return bool(self.subject.identity.rotary) or "rotation" in self.run().record.motion.layers
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """One component's power by layer [L], mean over heads."""

@@ -114,12 +114,15 @@ class Conditions:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
-        spec = replace(self.spec, edits=key)
+        return self.condition(replace(self.spec, edits=key), "+".join(key), watch)
+
+    def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:
+        """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
         ready = Measurement.of(
             self.subject, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known
         )
         known = self.run().record.calibration
-        place = None if self.folder is None else condition_folder(self.folder, *key)
+        place = None if self.folder is None else condition_folder(self.folder, name)
         return ready.run(place, calibration=known, watch=watch)
 
 

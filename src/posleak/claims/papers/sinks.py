@@ -1,0 +1,206 @@
+"""The claims of arXiv 2508.02546: attention sinks are the anchors of reference frames.
+
+Frames are read off each layer's attention, averaged over its heads; docs/definitions.md has the measures. The last
+sentence of the abstract, on what its view is good for, is a judgement and has no entry.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float64
+
+from posleak.arrays import Array
+from posleak.axes import LAYER
+from posleak.claims import catalogue
+from posleak.claims.finding import Detail, Finding
+from posleak.claims.lab import LATER, Lab
+from posleak.leakage import Sampled
+from posleak.leakage.across import correlation
+from posleak.papers import SINKS
+
+claim = partial(catalogue.claim, paper=SINKS)
+untestable = partial(catalogue.untestable, paper=SINKS)
+
+TYPES = ("centralized", "distributed", "bidirectional")
+
+EVEN = (1 + math.log(10)) / 10
+"""What the tenth of the keys that is read most receives if every query reads all keys before it alike: the first tenth
+of a long prompt is seen most often, and gets ∫ −ln x dx from 0 to 0.1."""
+
+ANCHOR = 0.1
+"""An edge of the graph of attention: more than a tenth of what a query has to give. It is what the authors ask of a
+reference token."""
+
+READS = 0.3
+"""Attention to position 0 that makes a head a sink head, as Gu et al. count them."""
+
+ONE_LAYER = "the model has one attention layer, and the first reads no states that could be anchored"
+NO_ANCHOR = "no layer has an anchor: no key receives clearly more attention than others"
+
+
+def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later"]:
+    """A number of the layers after the first, by prompt."""
+    found: Array = lab.metrics[name].values[:, LATER]
+    return found
+
+
+def concentrated(lab: Lab) -> Sampled | None:
+    """Share of received attention that goes to the most-read tenth of the keys, by layer; None without later layers."""
+    found = later(lab, "concentration")
+    return lab.jackknife.mean(found) if found.shape[1] else None
+
+
+@claim(
+    1, "sinks.tokens", "Some tokens attract attention",
+    "Certain tokens attract attention from other tokens disproportionately.",
+    "share of the attention between different tokens that goes to the tenth of the keys that receives most, mean over "
+    f"the layers after the first; claimed to be more than {EVEN:.0%}, which it is where each query reads all keys before "
+    "it alike, since more queries see early keys",
+)  # fmt: skip
+def some_tokens(lab: Lab) -> Finding:
+    found = concentrated(lab)
+    if found is None:
+        return Finding.not_applicable(ONE_LAYER)
+    mean = lab.jackknife.mean(np.nanmean(later(lab, "concentration"), axis=1))
+    return Finding.of(mean.estimate, "share", no_effect=EVEN, details={"layers": found.estimate})
+
+
+@claim(
+    1, "sinks.every-layer", "They do so in every layer",
+    "The pattern is consistent: such tokens are there in every layer after the first.",
+    f"the same share in the layer whose interval reaches lowest; claimed to be more than {EVEN:.0%}, as above",
+)  # fmt: skip
+def in_every_layer(lab: Lab) -> Finding:
+    found = concentrated(lab)
+    if found is None:
+        return Finding.not_applicable(ONE_LAYER)
+    by_layer = found.estimate
+    least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
+    number = lab.run().summary.numbers[1 + least]
+    return Finding.of(by_layer[least], "share", no_effect=EVEN, details={"layer": number})
+
+
+@claim(
+    1, "sinks.position-0", "Position 0 is such a token",
+    "A positional anchor, the first token, attracts attention disproportionately.",
+    "mean attention of the reference queries to position 0, over the heads of the layers after the first; claimed to "
+    "be more than each key would get if all were read alike, 1 / (r + 1) from reference r",
+)  # fmt: skip
+def position_0(lab: Lab) -> Finding:
+    at_0 = later(lab, "profile")[..., 0]
+    if not at_0.shape[1]:
+        return Finding.not_applicable(ONE_LAYER)
+    alike = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
+    details: dict[str, Detail] = {"sink rate of Gu et al., first 64 queries": sink_rate(lab)}
+    mean = lab.jackknife.mean(np.nanmean(at_0, axis=(1, 2)))
+    return Finding.of(mean.estimate, "share of attention", no_effect=alike, details=details)
+
+
+def sink_rate(lab: Lab) -> float:
+    """Share of all heads whose mean attention to position 0, over the first 64 queries, is above 0.3."""
+    heads = lab.metrics["sink_start"].values.mean(0)
+    return float((heads[np.isfinite(heads)] > READS).mean())
+
+
+untestable(
+    2, "sinks.no-artifact", "Sinks are no artifact of architecture",
+    "Attention sinks are not an architectural artifact.",
+    "one model has one architecture: whether that makes the sinks takes several architectures that were trained alike",
+)  # fmt: skip
+
+
+def typed(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
+    """Shares of the three types, by prompt and layer; 0 for all of them where a layer has no anchor."""
+    found: Array = np.nan_to_num(np.stack([lab.metrics[name].values for name in TYPES], axis=-1))
+    return found
+
+
+@claim(
+    2, "sinks.frames", "Layers have reference frames",
+    "Attention establishes reference frames.",
+    "share of the layers after the first in which some key is an anchor, read by far queries more than 5 times as much "
+    "as the median key, and over 0.02; claimed to be more than half, so that layers with a frame outnumber the others",
+)  # fmt: skip
+def frames_exist(lab: Lab) -> Finding:
+    anchors = later(lab, "anchors")
+    if not anchors.shape[1]:
+        return Finding.not_applicable(ONE_LAYER)
+    mean = lab.jackknife.mean((anchors > 0).mean(axis=1))
+    details: dict[str, Detail] = {"anchors per layer": lab.jackknife.mean(anchors.mean(axis=1)).estimate}
+    return Finding.of(mean.estimate, "share of layers", no_effect=0.5, details=details)
+
+
+@claim(
+    3, "sinks.type", "The frame has one of three types",
+    "A reference frame is of one of three distinct types: centralized, distributed or bidirectional.",
+    "attention to anchors is split into the three types, whose shares add up to 1; the largest share minus the second "
+    "largest, in the mean over layers that have an anchor in some prompt; 0 is an undecided type. Details name the type",
+)  # fmt: skip
+def frame_type(lab: Lab) -> Finding:
+    shares = typed(lab)
+    framed = shares.sum(-1).any(axis=0)
+    if not framed.any():
+        return Finding.not_applicable(NO_ANCHOR)
+    means = lab.jackknife.mean(shares[:, framed].mean(axis=1))
+    second, first = np.argsort(means.value)[-2:]
+    details: dict[str, Detail] = {"type": TYPES[first], "by layer": by_layer(lab, shares.mean(axis=0))}
+    details |= {name: means[k].estimate for k, name in enumerate(TYPES)}
+    return Finding.of((means[first] - means[second]).estimate, "share", details=details)
+
+
+def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
+    """`0 none, 1 centralized, …`"""
+    names = [TYPES[int(each.argmax())] if each.any() else "none" for each in shares]
+    return ", ".join(f"{number} {name}" for number, name in zip(lab.run().summary.numbers, names, strict=True))
+
+
+@claim(
+    3, "sinks.correlate", "Frames go with sinks",
+    "Reference frames correlate with the attention sink.",
+    "correlation over layers of star-likeness, the largest share of queries that give one key more than "
+    f"{ANCHOR:g} of their attention (what the authors ask of a reference token), with the mean attention of late "
+    "queries to position 0; 0 is no relation. Both are read off one pattern: it says that the star's centre is the sink",
+)  # fmt: skip
+def frames_and_sinks(lab: Lab) -> Finding:
+    data, jackknife = lab.metrics, lab.jackknife
+    at_0 = np.nanmean(data["profile"].values[..., 0], axis=2)
+    if at_0.shape[1] < 3:
+        return Finding.not_applicable("a correlation over layers needs three of them")
+    star = at_threshold(data["star"])
+    shares = typed(lab)
+    details: dict[str, Detail] = {
+        name: jackknife.of_means(correlation, shares[..., k], at_0).estimate for k, name in enumerate(TYPES)
+    }
+    return Finding.of(jackknife.of_means(correlation, star, at_0).estimate, "correlation", details=details)
+
+
+def at_threshold(found: xr.DataArray) -> Float64[np.ndarray, "B layers"]:
+    """The graph with the edges that are stronger than ANCHOR."""
+    chosen = found.sel(threshold=ANCHOR, method="nearest")
+    values: Array = chosen.transpose(chosen.dims[0], LAYER).values
+    return values
+
+
+untestable(
+    4, "sinks.early-training", "Frames emerge early in training",
+    "Reference frames emerge during the earliest stages of training.",
+    "one checkpoint has no training dynamics: it takes checkpoints of one training, the first ones above all",
+)  # fmt: skip
+
+untestable(
+    4, "sinks.optimal", "Frames are optimal solutions",
+    "Reference frames are optimal solutions to the problem of stable coordinates in many dimensions.",
+    "that a solution is optimal cannot be seen from one solution: it takes the objective and the others, and the "
+    "abstract names neither",
+)  # fmt: skip
+
+untestable(
+    5, "sinks.components", "Position encoding sets the type",
+    "Components of the architecture, position encoding above all, influence the type of the frame.",
+    "the model was trained with one position encoding: it takes models that differ in it. `sinks.type` of each can be "
+    "compared",
+)  # fmt: skip

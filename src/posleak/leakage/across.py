@@ -1,0 +1,43 @@
+"""Numbers about a whole set of heads or layers: do two properties go together, how far apart are heads, how alike."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float64
+
+from posleak.arrays import Array
+
+from .sampled import Cells
+
+
+def correlation(x: Float64[np.ndarray, "*cells K"], y: Float64[np.ndarray, "*cells K"]) -> Cells:
+    """Pearson's correlation over the last axis; NaN where one of them does not vary."""
+    a, b = (each - each.mean(-1, keepdims=True) for each in (x, y))
+    spread = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Array = np.where(spread > 0, (a * b).sum(-1) / spread, np.nan)
+    return found
+
+
+def mean_difference(x: Float64[np.ndarray, "*cells K"]) -> Cells:
+    """Mean of |x_g − x_h| over all pairs of different ones (Gini's mean difference).
+
+    In order of size, the k-th of K is the larger one in k − 1 pairs, and the smaller one in K − k.
+    """
+    count = x.shape[-1]
+    found: Array = np.sort(x, axis=-1) @ (2.0 * np.arange(count) - (count - 1)) / (count * (count - 1) / 2)
+    return found
+
+
+def octave_cosines(energy: Float64[np.ndarray, "*cells K S"]) -> tuple[Cells, Cells]:
+    """How alike heads are when they are seen from twice as far: mean cosine with themselves, and with one another.
+
+    energy: shares of K heads over S scales, each twice as coarse as the one before. Seen from twice as far, a head has
+    on each scale what it has now on the next coarser one. With a_h its shares on scales 2 … S and b_g those of head g
+    on scales 1 … S−1, these are the means of cos(a_h, b_h), and of cos(a_h, b_g) over g ≠ h.
+    """
+    count = energy.shape[-2]
+    coarse, fine = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (energy[..., 1:], energy[..., :-1]))
+    itself = (coarse * fine).sum((-1, -2))
+    everyone = (coarse.sum(-2) * fine.sum(-2)).sum(-1)  # Σ over g and h of a_h · b_g
+    return itself / count, (everyone - itself) / (count * (count - 1))
