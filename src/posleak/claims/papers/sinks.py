@@ -58,8 +58,8 @@ def concentrated(lab: Lab) -> Sampled | None:
     1, "sinks.tokens", "Some tokens attract attention",
     "Certain tokens attract attention from other tokens disproportionately.",
     "share of the attention between different tokens that goes to the tenth of the keys that receives most, mean over "
-    f"the layers after the first; claimed to be more than {EVEN:.0%}, which it is where each query reads all keys before "
-    "it alike, since more queries see early keys",
+    f"the layers after the first; claimed to be more than {EVEN:.0%}, which it is where each query reads all keys "
+    "before it alike, since more queries see early keys",
 )  # fmt: skip
 def some_tokens(lab: Lab) -> Finding:
     found = concentrated(lab)
@@ -138,7 +138,7 @@ def frames_exist(lab: Lab) -> Finding:
     3, "sinks.type", "The frame has one of three types",
     "A reference frame is of one of three distinct types: centralized, distributed or bidirectional.",
     "attention to anchors is split into the three types, whose shares add up to 1; the largest share minus the second "
-    "largest, in the mean over layers that have an anchor in some prompt; 0 is an undecided type. Details name the type",
+    "largest, in the mean over layers that have an anchor in some prompt; 0 is an undecided type. Details name it",
 )  # fmt: skip
 def frame_type(lab: Lab) -> Finding:
     shares = typed(lab)
@@ -163,7 +163,7 @@ def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
     "Reference frames correlate with the attention sink.",
     "correlation over layers of star-likeness, the largest share of queries that give one key more than "
     f"{ANCHOR:g} of their attention (what the authors ask of a reference token), with the mean attention of late "
-    "queries to position 0; 0 is no relation. Both are read off one pattern: it says that the star's centre is the sink",
+    "queries to position 0; 0 is no relation. Both are read off one pattern: it says that the sink is the centre",
 )  # fmt: skip
 def frames_and_sinks(lab: Lab) -> Finding:
     data, jackknife = lab.metrics, lab.jackknife

@@ -23,7 +23,7 @@ untestable = partial(catalogue.untestable, paper=WAVELETS)
 
 NO_ROPE = "the claim is about models with RoPE, and this one has no rotary position encoding"
 FEW_HEADS = "fewer than three heads have a profile that varies with the offset"
-FEW_SCALES = "the prompts are too short for two scales"
+FEW_SCALES = "the prompts are too short for three scales"
 
 
 untestable(
@@ -42,7 +42,7 @@ def heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
 
 
 def octaves(energy: Float64[np.ndarray, "*cells S"]) -> Float64[np.ndarray, "*cells"]:
-    """A head's preferred scale: the mean of the scale's number, weighted with the energy there; one more is an octave."""
+    """A head's preferred scale: the mean number of a scale, weighted with the energy there. One more is an octave."""
     found: Array = energy @ np.arange(energy.shape[-1], dtype=float)
     return found
 
@@ -50,8 +50,8 @@ def octaves(energy: Float64[np.ndarray, "*cells S"]) -> Float64[np.ndarray, "*ce
 @claim(
     2, "wavelets.resolutions", "Heads work at many resolutions",
     "Attention heads implement multi-resolution processing, as wavelet transforms do.",
-    "db2 wavelet energy of each head's attention by offset; its preferred scale is the mean scale, in octaves; mean "
-    "difference of that between two heads. Claimed to be more than 1 octave, the step from one scale of such a transform "
+    "wavelet energy (db2) of each head's attention by offset; its preferred scale is the mean scale, in octaves; mean "
+    "difference of that between two heads. Claimed to be more than 1 octave, the step from one scale of the transform "
     "to the next: heads that differ by less share one resolution",
 )  # fmt: skip
 def resolutions(lab: Lab) -> Finding:
@@ -64,21 +64,20 @@ def resolutions(lab: Lab) -> Finding:
     details: dict[str, Detail] = {"heads": energy.shape[1], "scales": energy.shape[2]}
     details["preferred scale"] = lab.jackknife.mean(scale.mean(1)).estimate
     details["width of one head, in octaves"] = lab.jackknife.of_means(_width, energy).estimate
-    return Finding.of(
-        lab.jackknife.of_means(mean_difference, scale).estimate, "octaves", no_effect=1.0, details=details
-    )
+    apart = lab.jackknife.of_means(mean_difference, scale).estimate
+    return Finding.of(apart, "octaves", no_effect=1.0, details=details)
 
 
 def _width(energy: Float64[np.ndarray, "heads S"]) -> float:
     """Standard deviation of the scale within a head, mean over heads."""
     number = np.arange(energy.shape[-1], dtype=float)
-    return float(np.sqrt(energy @ number**2 - octaves(energy) ** 2).mean())
+    return float(np.sqrt(np.maximum(energy @ number**2 - octaves(energy) ** 2, 0)).mean())
 
 
 ZOOM = (
-    "wavelet energy of each head by scale, beside that of a head one octave on, as if seen from twice as far; (1 − cosine "
-    "with itself) − (1 − cosine with another head), mean over heads. Below 0, a change of scale changes a head by less "
-    "than taking another head does, and a power law by nothing"
+    "wavelet energy of each head by scale, beside the same one octave on, as if seen from twice as far: 1 − cosine with "
+    "itself, minus 1 − cosine with another head, mean over heads. Below 0, twice the scale changes a head by less than "
+    "taking another head does; it would not change a power law at all"
 )
 
 
@@ -103,8 +102,8 @@ def zoomed(lab: Lab, side: Side) -> Finding:
 @claim(
     3, "wavelets.scale-invariance", "Heads are scale-invariant",
     "The behaviour of attention heads is scale-invariant.",
-    f"{ZOOM}. The details have the paper's own measure, which has no value of no effect: it reports 0.04 to 0.06 at half "
-    "and 0.09 to 0.10 at a quarter of the sampling",
+    f"{ZOOM}. The details have the paper's own measure, for which no value means no effect: it reports 0.04 to 0.06 at "
+    "half and 0.09 to 0.10 at a quarter of the sampling",
 )  # fmt: skip
 def scale_invariance(lab: Lab) -> Finding:
     return zoomed(lab, Side.BELOW) if lab.rotary else Finding.not_applicable(NO_ROPE)
@@ -132,8 +131,8 @@ untestable(
     5, "wavelets.uncertainty", "Heads trade place for frequency",
     "Attention heads adhere to the uncertainty principle: what is sharp in position is spread in frequency.",
     "correlation over heads of the entropy of attention by offset with that of its power spectrum; claimed to be below "
-    "0, no trade. A bound on the sum of two entropies is mathematics and holds for any profile: only the trade can fail. "
-    "The paper reports −0.42 to −0.74 on four RoPE models",
+    "0, which is no trade. A bound on the sum of two entropies would hold for any profile: only the trade can fail. The "
+    "paper reports −0.42 to −0.74 on four RoPE models",
 )  # fmt: skip
 def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
