@@ -14,7 +14,6 @@ import xarray as xr
 from jaxtyping import Float64
 
 from posleak.arrays import Array
-from posleak.axes import LAYER
 from posleak.claims import catalogue
 from posleak.claims.finding import Detail, Finding
 from posleak.claims.lab import LATER, Lab
@@ -180,9 +179,8 @@ def frames_and_sinks(lab: Lab) -> Finding:
 
 def at_threshold(found: xr.DataArray) -> Float64[np.ndarray, "B layers"]:
     """The graph with the edges that are stronger than ANCHOR."""
-    chosen = found.sel(threshold=ANCHOR, method="nearest")
-    values: Array = chosen.transpose(chosen.dims[0], LAYER).values
-    return values
+    chosen: Array = found.sel(threshold=ANCHOR, method="nearest").values
+    return chosen
 
 
 untestable(

@@ -75,9 +75,9 @@ def _width(energy: Float64[np.ndarray, "heads S"]) -> float:
 
 
 ZOOM = (
-    "wavelet energy of each head by scale, beside the same one octave on, as if seen from twice as far: 1 − cosine with "
-    "itself, minus 1 − cosine with another head, mean over heads. Below 0, twice the scale changes a head by less than "
-    "taking another head does; it would not change a power law at all"
+    "wavelet energy of each head by scale, beside the same one octave on, as if seen from twice as far: 1 − cosine "
+    "with itself, minus 1 − cosine with another head, mean over heads. Below 0, twice the scale changes a head by less "
+    "than taking another head does; it would not change a power law at all"
 )
 
 
@@ -131,8 +131,8 @@ untestable(
     5, "wavelets.uncertainty", "Heads trade place for frequency",
     "Attention heads adhere to the uncertainty principle: what is sharp in position is spread in frequency.",
     "correlation over heads of the entropy of attention by offset with that of its power spectrum; claimed to be below "
-    "0, which is no trade. A bound on the sum of two entropies would hold for any profile: only the trade can fail. The "
-    "paper reports −0.42 to −0.74 on four RoPE models",
+    "0, which is no trade. A bound on the sum of two entropies would hold for any profile: only the trade can fail. "
+    "The paper reports −0.42 to −0.74 on four RoPE models",
 )  # fmt: skip
 def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
