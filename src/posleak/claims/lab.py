@@ -15,6 +15,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from posleak.arrays import Array
+from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.origin import Origin, alone, origin, projections
@@ -42,8 +43,8 @@ TEXT_CROPS = 64
 
 CLAIMS = "claims.json"
 
-METRICS = "metrics"
-"""The condition that is the baseline itself, measured with the metrics of other papers."""
+METRICS, METERS = "metrics", ("sinks", "frames", "wavelets")
+"""The condition that is the baseline itself, measured with the metrics of other papers; and which of them."""
 
 LAW_TOKENS = 64
 """Of each prompt, for laws that hold at any length."""
@@ -74,17 +75,22 @@ class Lab(Conditions):
 
     @cached_property
     def metrics(self) -> xr.Dataset:
-        """The baseline with what other papers measure: their metrics per prompt, beside the arrays of every run.
+        """The baseline with what other papers measure (METERS), per prompt, beside the arrays of every run.
 
         A run of its own, on the same prompts: most claims do not need it, and a folder whose baseline was measured
         without it gets it later.
         """
-        if getattr(self.spec, "metrics", ()):
-            return self.run().data
-        more: dict[str, Any] = {"metrics": ("all",)}
+        more: dict[str, Any] = {"metrics": METERS}
         self.progress(METRICS)
         spec = replace(self.spec, **more)
         return self.condition(spec, METRICS, lambda reached: self.progress(f"{METRICS}: {reached.text}")).data
+
+    def metric(self, name: str) -> NDArray[np.float64]:
+        """One array of the metrics, (prompt, layer, …); refused where the prompts are too short to have it."""
+        if name not in self.metrics:
+            raise InputError("the prompts are too short for this metric", got=name, remedy="use a longer --length")
+        found: NDArray[np.float64] = self.metrics[name].values
+        return found
 
     @property
     def rotary(self) -> bool:

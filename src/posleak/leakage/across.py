@@ -30,14 +30,13 @@ def mean_difference(x: Float64[np.ndarray, "*cells K"]) -> Cells:
 
 
 def octave_cosines(energy: Float64[np.ndarray, "*cells K S"]) -> tuple[Cells, Cells]:
-    """How alike heads are when they are seen from twice as far: mean cosine with themselves, and with one another.
+    """How alike a head is to itself when it is seen from twice as far, and to another head as it is: mean cosines.
 
     energy: shares of K heads over S scales, each twice as coarse as the one before. Seen from twice as far, a head has
-    on each scale what it has now on the next coarser one. With a_h its shares on scales 2 … S and b_g those of head g
-    on scales 1 … S−1, these are the means of cos(a_h, b_h), and of cos(a_h, b_g) over g ≠ h.
+    on each scale what it has now on the next coarser one. With f_h its shares on scales 1 … S−1 and c_h those on scales
+    2 … S, these are the means of cos(c_h, f_h) over heads, and of cos(f_g, f_h) over pairs of different heads.
     """
     count = energy.shape[-2]
     coarse, fine = (part / np.linalg.norm(part, axis=-1, keepdims=True) for part in (energy[..., 1:], energy[..., :-1]))
-    itself = (coarse * fine).sum((-1, -2))
-    everyone = (coarse.sum(-2) * fine.sum(-2)).sum(-1)  # Σ over g and h of a_h · b_g
-    return itself / count, (everyone - itself) / (count * (count - 1))
+    everyone = (fine.sum(-2) ** 2).sum(-1)  # Σ over g and h of f_g · f_h: 1 for each head with itself
+    return (coarse * fine).sum((-1, -2)) / count, (everyone - count) / (count * (count - 1))

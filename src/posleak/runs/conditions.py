@@ -114,7 +114,8 @@ class Conditions:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
-        return self.condition(replace(self.spec, edits=key), "+".join(key), watch)
+        spec = replace(self.spec, edits=key)
+        return self.condition(spec, "+".join(key), watch)
 
     def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:
         """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""

@@ -26,9 +26,8 @@ untestable = partial(catalogue.untestable, paper=SINKS)
 
 TYPES = ("centralized", "distributed", "bidirectional")
 
-EVEN = (1 + math.log(10)) / 10
-"""What the tenth of the keys that is read most receives if every query reads all keys before it alike: the first tenth
-of a long prompt is seen most often, and gets ∫ −ln x dx from 0 to 0.1."""
+LONG = (1 + math.log(10)) / 10
+"""`even` of a long prompt: ∫ −ln x dx from 0 to 0.1."""
 
 ANCHOR = 0.1
 """An edge of the graph of attention: more than a tenth of what a query has to give. It is what the authors ask of a
@@ -41,10 +40,19 @@ ONE_LAYER = "the model has one attention layer, and the first reads no states th
 NO_ANCHOR = "no layer has an anchor: no key receives clearly more attention than others"
 
 
+def even(tokens: int) -> float:
+    """What the most-read tenth of the keys receives if every query reads itself and all keys before it alike.
+
+    It is the first tenth, which most queries see: key j receives Σ_{i>j} 1 / (i + 1) from the others.
+    """
+    received = np.cumsum(1 / np.arange(tokens, 0, -1))[::-1] - 1 / np.arange(1, tokens + 1)
+    most = tokens - math.ceil(0.9 * (tokens - 1))
+    return float(received[:most].sum() / received.sum())
+
+
 def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later"]:
     """A number of the layers after the first, by prompt."""
-    found: Array = lab.metrics[name].values[:, LATER]
-    return found
+    return lab.metric(name)[:, LATER]
 
 
 def concentrated(lab: Lab) -> Sampled | None:
@@ -57,21 +65,21 @@ def concentrated(lab: Lab) -> Sampled | None:
     1, "sinks.tokens", "Some tokens attract attention",
     "Certain tokens attract attention from other tokens disproportionately.",
     "share of the attention between different tokens that goes to the tenth of the keys that receives most, mean over "
-    f"the layers after the first; claimed to be more than {EVEN:.0%}, which it is where each query reads all keys "
-    "before it alike, since more queries see early keys",
+    f"the layers after the first; claimed to be more than about {LONG:.0%}, which it is where "
+    "each query reads all keys before it alike, since more queries see early keys",
 )  # fmt: skip
 def some_tokens(lab: Lab) -> Finding:
     found = concentrated(lab)
     if found is None:
         return Finding.not_applicable(ONE_LAYER)
     mean = lab.jackknife.mean(np.nanmean(later(lab, "concentration"), axis=1))
-    return Finding.of(mean.estimate, "share", no_effect=EVEN, details={"layers": found.estimate})
+    return Finding.of(mean.estimate, "share", no_effect=even(lab.spec.length), details={"layers": found.estimate})
 
 
 @claim(
     1, "sinks.every-layer", "They do so in every layer",
     "The pattern is consistent: such tokens are there in every layer after the first.",
-    f"the same share in the layer whose interval reaches lowest; claimed to be more than {EVEN:.0%}, as above",
+    f"the same share in the layer whose interval reaches lowest; claimed to be more than about {LONG:.0%}, as above",
 )  # fmt: skip
 def in_every_layer(lab: Lab) -> Finding:
     found = concentrated(lab)
@@ -80,7 +88,7 @@ def in_every_layer(lab: Lab) -> Finding:
     by_layer = found.estimate
     least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
     number = lab.run().summary.numbers[1 + least]
-    return Finding.of(by_layer[least], "share", no_effect=EVEN, details={"layer": number})
+    return Finding.of(by_layer[least], "share", no_effect=even(lab.spec.length), details={"layer": number})
 
 
 @claim(
@@ -101,7 +109,7 @@ def position_0(lab: Lab) -> Finding:
 
 def sink_rate(lab: Lab) -> float:
     """Share of all heads whose mean attention to position 0, over the first 64 queries, is above 0.3."""
-    heads = lab.metrics["sink_start"].values.mean(0)
+    heads = lab.metric("sink_start").mean(0)
     return float((heads[np.isfinite(heads)] > READS).mean())
 
 
@@ -114,7 +122,7 @@ untestable(
 
 def typed(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
     """Shares of the three types, by prompt and layer; 0 for all of them where a layer has no anchor."""
-    found: Array = np.nan_to_num(np.stack([lab.metrics[name].values for name in TYPES], axis=-1))
+    found: Array = np.nan_to_num(np.stack([lab.metric(name) for name in TYPES], axis=-1))
     return found
 
 
@@ -165,12 +173,10 @@ def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
     "queries to position 0; 0 is no relation. Both are read off one pattern: it says that the sink is the centre",
 )  # fmt: skip
 def frames_and_sinks(lab: Lab) -> Finding:
-    data, jackknife = lab.metrics, lab.jackknife
-    at_0 = np.nanmean(data["profile"].values[..., 0], axis=2)
+    jackknife, at_0 = lab.jackknife, np.nanmean(lab.metric("profile")[..., 0], axis=2)
     if at_0.shape[1] < 3:
         return Finding.not_applicable("a correlation over layers needs three of them")
-    star = at_threshold(data["star"])
-    shares = typed(lab)
+    star, shares = at_threshold(lab.metrics["star"]), typed(lab)
     details: dict[str, Detail] = {
         name: jackknife.of_means(correlation, shares[..., k], at_0).estimate for k, name in enumerate(TYPES)
     }

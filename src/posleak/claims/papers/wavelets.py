@@ -35,7 +35,7 @@ untestable(
 
 def heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
     """Arrays (prompt, layer, head, …) of the metrics, all layers side by side: heads that have a number everywhere."""
-    found: list[Array] = [lab.metrics[name].values for name in names]
+    found = [lab.metric(name) for name in names]
     flat = [each.reshape(each.shape[0], -1, *each.shape[3:]) for each in found]
     known = np.all([np.isfinite(np.moveaxis(each, 1, 0)).reshape(each.shape[1], -1).all(1) for each in flat], axis=0)
     return [each[:, known] for each in flat]
@@ -82,7 +82,7 @@ ZOOM = (
 
 
 def zoomed(lab: Lab, side: Side) -> Finding:
-    """How much more a head differs from itself at half the resolution than from other heads."""
+    """How much more a head differs from itself at half the resolution than from another head."""
     energy, half, quarter = heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
     if energy.shape[1] < 3:
         return Finding.not_applicable(FEW_HEADS)
