@@ -25,7 +25,7 @@ from posleak.claims.examination import FINDINGS, claims, examined
 from posleak.claims.papers.sinks import TYPES, even
 from posleak.errors import InputError
 from posleak.leakage import Jackknife
-from posleak.leakage.across import correlation, mean_difference, octave_cosines
+from posleak.leakage.across import correlated, correlation, mean_difference, octave_cosines
 from posleak.models import Subject
 from posleak.papers import ALL, PAPERS, Paper, by_paper, named_papers
 from posleak.runs import MeasureSpec
@@ -178,7 +178,7 @@ def planted(prompts: int = PROMPTS, layers: int = LAYERS, seed: int = 0, **other
     energy = np.exp(-np.abs(np.arange(SCALES) - preferred) * 2)
     sharp = np.linspace(1, 4, layers * HEADS).reshape(layers, HEADS)
     found: dict[str, Any] = {
-        "concentration": 0.3 + 0.6 * depth, "anchors": (depth > 0).astype(float), "star": 0.1 + 0.8 * depth,
+        "concentration": 0.6 + 0.3 * depth, "anchors": (depth > 0).astype(float), "star": 0.1 + 0.8 * depth,
         "centralized": 0.8 + 0 * depth, "distributed": 0.2 + 0 * depth, "bidirectional": 0 * depth,
         "profile": (0.05 + 0.8 * depth)[:, None] + np.zeros(HEADS), "sink_start": np.full((layers, HEADS), 0.5),
         "wavelet_energy": energy / energy.sum(-1, keepdims=True), "scale_half": np.full((layers, HEADS), 0.05),
@@ -250,7 +250,7 @@ YES, NO = Verdict.SUPPORTED, Verdict.CONTRADICTED
 
 PLANTED: list[tuple[str, dict[str, Any], Verdict]] = [
     ("sinks.tokens", {}, YES),
-    ("sinks.tokens", {"concentration": by_depth(0.1, 0.3)}, NO),
+    ("sinks.tokens", {"concentration": by_depth(0.1, 0.6)}, NO),
     ("sinks.every-layer", {}, YES),
     ("sinks.every-layer", {"concentration": np.array([0.9, 0.9, 0.9, 0.2, 0.9, 0.9])}, NO),
     ("sinks.position-0", {}, YES),
@@ -375,6 +375,16 @@ def test_numbers_across_heads_are_what_loops_give() -> None:
     assert itself == pytest.approx(np.mean([cosine(each[1:], each[:-1]) for each in energy]))
     assert other == pytest.approx(np.mean([cosine(energy[g][:-1], energy[h][:-1]) for g, h in pairs]))
     assert octave_cosines(2.0 ** -np.arange(5) * np.ones((3, 1)))[0] == pytest.approx(1)
+
+
+def test_the_interval_of_a_correlation_stays_within_its_bounds() -> None:
+    rng = np.random.default_rng(5)
+    x, y = rng.standard_normal((2, PROMPTS, 4))
+    found = correlated(Jackknife(PROMPTS), x, y)
+    assert found.value == pytest.approx(np.corrcoef(x.mean(0), y.mean(0))[0, 1])
+    assert -1 <= found.low < found.value < found.high <= 1
+    assert correlated(Jackknife(PROMPTS), x, 2 * x).value == pytest.approx(1)
+    assert np.isnan(correlated(Jackknife(PROMPTS), x, 0 * y).value)
 
 
 def test_a_function_of_means_has_the_replicates_of_the_means() -> None:

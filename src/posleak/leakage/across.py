@@ -7,7 +7,10 @@ from jaxtyping import Float64
 
 from posleak.arrays import Array
 
-from .sampled import Cells
+from .sampled import Cells, Estimate, Jackknife
+
+CLOSE = 1 - 1e-12
+"""Correlations nearer to ±1 are taken as this: artanh 1 is infinite."""
 
 
 def correlation(x: Float64[np.ndarray, "*cells K"], y: Float64[np.ndarray, "*cells K"]) -> Cells:
@@ -17,6 +20,18 @@ def correlation(x: Float64[np.ndarray, "*cells K"], y: Float64[np.ndarray, "*cel
     with np.errstate(invalid="ignore", divide="ignore"):
         found: Array = np.where(spread > 0, (a * b).sum(-1) / spread, np.nan)
     return found
+
+
+def correlated(
+    jackknife: Jackknife, x: Float64[np.ndarray, "B *cells K"], y: Float64[np.ndarray, "B *cells K"]
+) -> Estimate:
+    """The correlation of two means over prompts. Its interval is made for artanh r, Fisher's z, and stays within ±1."""
+
+    def z(x: Array, y: Array) -> Array:
+        return np.asarray(np.arctanh(np.clip(correlation(x, y), -CLOSE, CLOSE)))
+
+    found = jackknife.of_means(z, x, y).estimate
+    return Estimate(np.tanh(found.value), np.tanh(found.low), np.tanh(found.high), found.n)
 
 
 def mean_difference(x: Float64[np.ndarray, "*cells K"]) -> Cells:

@@ -18,7 +18,7 @@ from posleak.claims import catalogue
 from posleak.claims.finding import Detail, Finding
 from posleak.claims.lab import LATER, Lab
 from posleak.leakage import Sampled
-from posleak.leakage.across import correlation
+from posleak.leakage.across import correlated
 from posleak.papers import SINKS
 
 claim = partial(catalogue.claim, paper=SINKS)
@@ -26,8 +26,8 @@ untestable = partial(catalogue.untestable, paper=SINKS)
 
 TYPES = ("centralized", "distributed", "bidirectional")
 
-LONG = (1 + math.log(10)) / 10
-"""`even` of a long prompt: ∫ −ln x dx from 0 to 0.1."""
+MOST = 0.5
+"""Attention to a tenth of the keys that is more than all others get together."""
 
 ANCHOR = 0.1
 """An edge of the graph of attention: more than a tenth of what a query has to give. It is what the authors ask of a
@@ -65,21 +65,22 @@ def concentrated(lab: Lab) -> Sampled | None:
     1, "sinks.tokens", "Some tokens attract attention",
     "Certain tokens attract attention from other tokens disproportionately.",
     "share of the attention between different tokens that goes to the tenth of the keys that receives most, mean over "
-    f"the layers after the first; claimed to be more than about {LONG:.0%}, which it is where "
-    "each query reads all keys before it alike, since more queries see early keys",
+    "the layers after the first; claimed to be more than half, so that they get more than all other keys together. "
+    "Even attention would give them a third, since more queries see early keys, and they are chosen after the fact",
 )  # fmt: skip
 def some_tokens(lab: Lab) -> Finding:
     found = concentrated(lab)
     if found is None:
         return Finding.not_applicable(ONE_LAYER)
     mean = lab.jackknife.mean(np.nanmean(later(lab, "concentration"), axis=1))
-    return Finding.of(mean.estimate, "share", no_effect=even(lab.spec.length), details={"layers": found.estimate})
+    details: dict[str, Detail] = {"layers": found.estimate, "if all keys were read alike": even(lab.spec.length)}
+    return Finding.of(mean.estimate, "share", no_effect=MOST, details=details)
 
 
 @claim(
     1, "sinks.every-layer", "They do so in every layer",
     "The pattern is consistent: such tokens are there in every layer after the first.",
-    f"the same share in the layer whose interval reaches lowest; claimed to be more than about {LONG:.0%}, as above",
+    "the same share in the layer whose interval reaches lowest; claimed to be more than half, for the same reason",
 )  # fmt: skip
 def in_every_layer(lab: Lab) -> Finding:
     found = concentrated(lab)
@@ -88,7 +89,7 @@ def in_every_layer(lab: Lab) -> Finding:
     by_layer = found.estimate
     least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
     number = lab.run().summary.numbers[1 + least]
-    return Finding.of(by_layer[least], "share", no_effect=even(lab.spec.length), details={"layer": number})
+    return Finding.of(by_layer[least], "share", no_effect=MOST, details={"layer": number})
 
 
 @claim(
@@ -177,10 +178,8 @@ def frames_and_sinks(lab: Lab) -> Finding:
     if at_0.shape[1] < 3:
         return Finding.not_applicable("a correlation over layers needs three of them")
     star, shares = at_threshold(lab.metrics["star"]), typed(lab)
-    details: dict[str, Detail] = {
-        name: jackknife.of_means(correlation, shares[..., k], at_0).estimate for k, name in enumerate(TYPES)
-    }
-    return Finding.of(jackknife.of_means(correlation, star, at_0).estimate, "correlation", details=details)
+    details: dict[str, Detail] = {name: correlated(jackknife, shares[..., k], at_0) for k, name in enumerate(TYPES)}
+    return Finding.of(correlated(jackknife, star, at_0), "correlation", details=details)
 
 
 def at_threshold(found: xr.DataArray) -> Float64[np.ndarray, "B layers"]:

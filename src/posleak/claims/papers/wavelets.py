@@ -15,7 +15,7 @@ from posleak.claims import catalogue
 from posleak.claims.finding import Detail, Finding, Side
 from posleak.claims.lab import Lab
 from posleak.leakage import Estimate, combined
-from posleak.leakage.across import correlation, mean_difference, octave_cosines
+from posleak.leakage.across import correlated, mean_difference, octave_cosines
 from posleak.papers import WAVELETS
 
 claim = partial(catalogue.claim, paper=WAVELETS)
@@ -140,8 +140,9 @@ def uncertainty(lab: Lab) -> Finding:
     place, frequency = heads(lab, "entropy_position", "entropy_spectrum")
     if place.shape[1] < 3:
         return Finding.not_applicable(FEW_HEADS)
-    found = lab.jackknife.of_means(correlation, place, frequency).estimate
-    return Finding.of(found, "correlation", side=Side.BELOW, details={"heads": place.shape[1]})
+    return Finding.of(
+        correlated(lab.jackknife, place, frequency), "correlation", side=Side.BELOW, details={"heads": place.shape[1]}
+    )
 
 
 untestable(
