@@ -28,8 +28,9 @@ from posleak.leakage import Jackknife
 from posleak.leakage.across import correlated, correlation, mean_difference, octave_cosines
 from posleak.models import Subject
 from posleak.papers import ALL, PAPERS, Paper, by_paper, named_papers
-from posleak.runs import MeasureSpec
+from posleak.runs import MeasureSpec, Run
 from posleak.typed import from_json, plain
+from runs_tiny import counted_passes
 
 PROMPTS, LAYERS, HEADS, SCALES = 16, 6, 4, 5
 Array = NDArray[np.float64]
@@ -344,6 +345,22 @@ def test_what_one_checkpoint_cannot_tell_has_its_reason() -> None:
     assert {each.verdict for each in found} == {Verdict.NOT_APPLICABLE}
     assert all(len(str(each.reason)) > 40 for each in found)
     assert lab._runs == {}, "nothing was measured for them"
+
+
+@pytest.mark.skipif("metrics" not in MeasureSpec.__dataclass_fields__, reason="runs have no metrics yet")
+def test_metrics_are_measured_once_beside_a_baseline_that_has_none(llama: Subject, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"out": tmp_path, "length": 64, "prompts": 4}
+    claims(llama, **asked)
+    found = claims(llama, paper=ALL, **asked)
+    for result in found.results:
+        assert result.reason is not None or math.isfinite(result.effect), result.id
+    assert "wavelet_energy" not in found.run.data
+    metrics = Run.load(tmp_path / "conditions" / "metrics")
+    assert np.array_equal(metrics.data["profile"].values, found.run.data["profile"].values, equal_nan=True)
+    with counted_passes(llama.model) as passes:
+        again = claims(llama, paper=ALL, **asked)
+    assert passes == []
+    assert plain(again.results) == plain(found.results)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class Jackknife:
         with np.errstate(invalid="ignore", divide="ignore"):
             return self._replicated(x.mean(0), (total - x) / (n - 1), (total - x[first] - x[second]) / (n - 2))
 
-    def of_means(self, function: Callable[..., Any], *x: Float64[np.ndarray, "B *_"]) -> Sampled:
+    def of_means(self, function: Callable[..., Any], *x: Float64[np.ndarray, "B ..."]) -> Sampled:
         """function(mean over prompts of each x), which must be smooth: for what is not a sum over heads or layers.
 
         One replicate is made after the other: the means of all of them together may need more memory than there is.

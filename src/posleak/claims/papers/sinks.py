@@ -1,6 +1,6 @@
 """The claims of arXiv 2508.02546: attention sinks are the anchors of reference frames.
 
-Frames are read off each layer's attention, averaged over its heads; docs/definitions.md has the measures. The last
+Frames are read off each layer's attention, averaged over its heads; docs/metrics.md has the measures. The last
 sentence of the abstract, on what its view is good for, is a judgement and has no entry.
 """
 

@@ -1,6 +1,6 @@
 """The claims of arXiv 2410.18067: heads of RoPE models work like the filters of a wavelet transform.
 
-A head's profile is its mean attention by offset; docs/definitions.md has the measures that are made of it.
+A head's profile is its mean attention by offset; docs/metrics.md has the measures that are made of it.
 """
 
 from __future__ import annotations
