@@ -50,7 +50,7 @@ def even(tokens: int) -> float:
     return float(received[:most].sum() / received.sum())
 
 
-def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later"]:
+def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later *rest"]:
     """A number of the layers after the first, by prompt."""
     return lab.metric(name)[:, LATER]
 
