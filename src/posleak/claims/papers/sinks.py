@@ -78,7 +78,7 @@ def some_tokens(lab: Lab) -> Finding:
 
 
 @claim(
-    1, "sinks.every-layer", "They do so in every layer",
+    1, "sinks.every-layer", "Every layer has such tokens",
     "The pattern is consistent: such tokens are there in every layer after the first.",
     "the same share in the layer whose interval reaches lowest; claimed to be more than half, for the same reason",
 )  # fmt: skip
@@ -93,7 +93,7 @@ def in_every_layer(lab: Lab) -> Finding:
 
 
 @claim(
-    1, "sinks.position-0", "Position 0 is such a token",
+    1, "sinks.position-0", "Position 0 is a sink",
     "A positional anchor, the first token, attracts attention disproportionately.",
     "mean attention of the reference queries to position 0, over the heads of the layers after the first; claimed to "
     "be more than each key would get if all were read alike, 1 / (r + 1) from reference r",

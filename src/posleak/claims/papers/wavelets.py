@@ -96,7 +96,7 @@ def zoomed(lab: Lab, side: Side) -> Finding:
     }
     details: dict[str, Detail] = {"cosine with itself": itself.estimate, "with another head": other.estimate}
     effect = combined(lambda own, others: others - own, itself, other).estimate
-    return Finding.of(effect, "1 − cosine", side=side, details={**details, **sensitivity})
+    return Finding.of(effect, "difference of cosines", side=side, details={**details, **sensitivity})
 
 
 @claim(
@@ -110,7 +110,7 @@ def scale_invariance(lab: Lab) -> Finding:
 
 
 @claim(
-    3, "wavelets.rope-only", "Only RoPE makes them so",
+    3, "wavelets.rope-only", "Only RoPE makes heads scale-invariant",
     "Scale-invariant behaviour is unique to RoPE.",
     f"only on models without RoPE, which would be counterexamples: {ZOOM}. Claimed to be above 0 there",
 )  # fmt: skip
@@ -121,7 +121,7 @@ def rope_only(lab: Lab) -> Finding:
 
 
 untestable(
-    4, "wavelets.phases", "They evolve in phases",
+    4, "wavelets.phases", "Wavelets emerge in phases",
     "These properties emerge through distinct phases during training.",
     "one checkpoint has no training dynamics: it takes checkpoints of one training",
 )  # fmt: skip
@@ -146,7 +146,7 @@ def uncertainty(lab: Lab) -> Finding:
 
 
 untestable(
-    6, "wavelets.effective", "Transformers are effective by them",
+    6, "wavelets.effective", "Wavelets make models effective",
     "The effectiveness of transformers stems from such decompositions.",
     "what a model's effectiveness stems from takes models with and without them that were trained alike, and a measure "
     "of their effectiveness",
