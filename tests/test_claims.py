@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from families import tiny
 from posleak.claims import ENOUGH, Claim, Finding, Lab, Side, Verdict, claims, examine, registry
-from posleak.claims.paper import rolled_gaps
+from posleak.claims.papers.position import rolled_gaps
 from posleak.leakage import Jackknife
 from posleak.leakage.power import of_gram
 from posleak.leakage.trend import depth_slope, slope
@@ -55,7 +55,7 @@ def test_nan_is_inconclusive_and_a_reason_is_not_applicable() -> None:
 
 def test_the_registry_covers_every_number_with_unique_names() -> None:
     found = registry()
-    assert {claim.number for claim in found} == set(range(1, 15))
+    assert {claim.number for claim in found} == set(range(1, 16))
     assert [claim.number for claim in found] == sorted(claim.number for claim in found)
     assert len({claim.id for claim in found}) == len(found)
     assert all(claim.sentence.endswith(".") and claim.method for claim in found)
@@ -119,14 +119,14 @@ def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeyp
         raise MemoryError("out of luck")
 
     failing = [*whole[:2], Claim(3, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[2:4]]
-    monkeypatch.setattr("posleak.claims.examination.registry", lambda: failing)
+    monkeypatch.setattr("posleak.claims.examination.registry", lambda paper: failing)
     with pytest.raises(MemoryError, match="out of luck"):
         claims(subject, out=tmp_path / "run", length=64, prompts=4)
     stored = json.loads((tmp_path / "run" / "claims.json").read_text())
     assert [entry["id"] for entry in stored["claims"]] == [claim.id for claim in whole[:2]]
 
     tested: list[str] = []
-    monkeypatch.setattr("posleak.claims.examination.registry", lambda: whole[:4])
+    monkeypatch.setattr("posleak.claims.examination.registry", lambda paper: whole[:4])
     found = claims(subject, out=tmp_path / "run", length=64, prompts=4, progress=tested.append)
     assert [result.id for result in found.results] == [claim.id for claim in whole[:4]]
     assert not any(whole[0].title in line for line in tested)

@@ -114,6 +114,7 @@ WRONG = [
     ["measure", "--dtype", "float3"],
     ["measure", "./not-there"],
     ["study", "nothing"],
+    ["claims", "--paper", "nothing"],
     ["origin", "--tokens", "1"],
 ]
 """Calls that are wrong by themselves, whatever the model."""

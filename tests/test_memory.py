@@ -19,7 +19,7 @@ from posleak.bench import bench
 from posleak.claims import Lab
 from posleak.claims.catalogue import registry
 from posleak.claims.examination import examine
-from posleak.claims.paper import ring
+from posleak.claims.papers.position import ring
 from posleak.doctor import doctor
 from posleak.doctor.memory import doctor_plan
 from posleak.errors import InputError

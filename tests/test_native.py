@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from families import tiny
-from posleak.claims.paper import rolled_gaps
+from posleak.claims.papers.position import rolled_gaps
 from posleak.doctor import doctor
 from posleak.edits import parse_edits
 from posleak.errors import PosleakWarning

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posleak.errors import InputError
-from posleak.origin import position_probe
 from posleak.metrics.ridge import GROUPS, Rows, Sums, cross_predict, design
+from posleak.origin import position_probe
 from posleak.origin.position_probe import orthonormal, random_basis, written_basis
 
 B, P, W = 8, 60, 13

@@ -71,8 +71,10 @@ def of_claims() -> list[RenderableType]:
     effects = [(0.394, 0.22, 0.5, "share removed"), (-18.39, -30.2, -9.1, "share removed"), (4.44, 3.52, 5.71, "times")]
     found = [Finding(*effect, n=16) for effect in effects]
     found.append(Finding.not_applicable("the model has no BOS, and its first token is an ordinary one"))
-    results = [Result.about(claim, finding) for claim, finding in zip(registry(), found, strict=False)]
-    return [claims_table(ClaimsRun(run(), tuple(results)))]
+    chosen = {paper: zip(registry(paper), found, strict=False) for paper in ("position", "sinks")}
+    results = {paper: [Result.about(*each) for each in some] for paper, some in chosen.items()}
+    several = tuple(result for some in results.values() for result in some)
+    return [claims_table(ClaimsRun(run(), some)) for some in (tuple(results["position"]), several)]
 
 
 def of_doctor() -> list[RenderableType]:

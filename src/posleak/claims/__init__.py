@@ -3,13 +3,14 @@
 finding      an effect with its interval, the condition that it is about, and the rule of verdicts
 catalogue    claims by number; a plugin adds its own
 lab          one subject on the bench: runs by edit, kept and resumed
-paper        the claims of arXiv 2606.06160, each beside its test
-examination  every claim on one subject, into a folder
+papers       the claims of each paper (posleak.papers), each beside its test
+examination  every claim of a paper on one subject, into a folder
 
 `posleak.claims` is this package and can be called: `posleak.claims(subject)`.
 """
 
 from posleak.callable import call_as
+from posleak.papers import PAPERS, Paper
 
 from .catalogue import CLAIMS, Claim, Result, claim, registry
 from .examination import ClaimsRun, claims, examine, examined, read_findings
@@ -19,12 +20,14 @@ from .lab import Lab
 __all__ = [
     "CLAIMS",
     "ENOUGH",
+    "PAPERS",
     "Claim",
     "ClaimsRun",
     "Edited",
     "Finding",
     "Kept",
     "Lab",
+    "Paper",
     "Result",
     "Side",
     "Verdict",

@@ -1,8 +1,8 @@
-"""Tests every claim on one subject, into a folder. The baseline and each condition are ordinary runs; what the folder
-has already is not done again.
+"""Tests every claim of a paper on one subject, into a folder. The baseline and each condition are ordinary runs; what
+the folder has already is not done again.
 
 run.json …    the baseline;  conditions/: a run for every edit
-claims.json   findings so far
+claims.json   findings so far, of all papers that were asked for
 origin.json   position 0 of the same subject, and origin.nc with the arrays that figures need
 """
 
@@ -19,6 +19,7 @@ from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.origin import read_origin, write_origin
+from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
 from posleak.runs import Run
 from posleak.runs.asked import asked
 from posleak.runs.run import said
@@ -46,7 +47,9 @@ FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak c
 
 @dataclass(frozen=True, repr=False)
 class ClaimsRun:
-    """The baseline, and what was found: one result per claim, with its effect, interval and verdict."""
+    """The baseline, and what was found: one result per claim, with its effect, interval and verdict.
+
+    The results are those of the papers that were asked for, and of claims of your own."""
 
     run: Run
     results: tuple[Result, ...]
@@ -56,6 +59,11 @@ class ClaimsRun:
         counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         return f"ClaimsRun({len(self.results)} claims: {counted}; {said(self.run)})"
 
+    @property
+    def papers(self) -> tuple[Paper, ...]:
+        """The papers whose claims were tested."""
+        return tuple(PAPERS[name] for name in PAPERS if any(result.paper == name for result in self.results))
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `posleak claims --json`."""
         record = self.run.record
@@ -64,7 +72,8 @@ class ClaimsRun:
                 "model": self.run.name, "identity": record.identity, "positions": record.positions,
                 "inputs": record.inputs,
                 "length": record.spec.length, "prompts": record.spec.prompts, "seed": record.spec.seed,
-                "calibration": record.calibration, "claims": self.results, "warnings": record.warnings,
+                "calibration": record.calibration, "papers": self.papers, "claims": self.results,
+                "warnings": record.warnings,
                 "run": None if self.run.path is None else str(self.run.path),
             }
         )  # fmt: skip
@@ -75,6 +84,7 @@ def claims(
     subject: AnyModel,
     inputs: Inputs = "random",
     *,
+    paper: str = POSITION,
     length: int | None = None,
     prompts: int | None = None,
     seed: int = 0,
@@ -84,10 +94,11 @@ def claims(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ClaimsRun:
-    """Test every claim on a subject: each gets an effect, an interval and a verdict.
+    """Test every claim of a paper on a subject: each gets an effect, an interval and a verdict.
 
     subject     a Subject, a model of transformers, or what `load` takes
     inputs      what it reads, as in `measure`: a source, or prompts that you have
+    paper       whose claims: position, sinks, wavelets, one of a plugin's, or all of them (all)
     length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
     prompts     how many: 16; of prompts that you have the first ones, or all
     seed        of the tokens
@@ -97,29 +108,33 @@ def claims(
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
+    named_papers(paper)
     found = asked(subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos)
     folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given))
+    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given), paper)
 
 
-def examined(lab: Lab) -> ClaimsRun:
-    """Test every claim that the lab's folder has no finding of yet; returns all findings."""
+def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:
+    """Test every claim of a paper that the lab's folder has no finding of yet; returns the findings about them all.
+
+    Findings about other papers stay in the folder."""
     with lab.writing():
-        return _examined(lab, lab.folder)
+        return _examined(lab, lab.folder, registry(paper))
 
 
-def _examined(lab: Lab, folder: Path | None) -> ClaimsRun:
+def _examined(lab: Lab, folder: Path | None, chosen: Sequence[Claim]) -> ClaimsRun:
     if lab.spec.prompts < ENOUGH:
         warn(f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more")
     run = lab.run()
     kept = {result.id: result for result in (read_findings(folder, run.record.digest) if folder is not None else ())}
-    for result in examine(lab, [claim for claim in registry() if claim.id not in kept]):
+    for result in examine(lab, [claim for claim in chosen if claim.id not in kept]):
         kept[result.id] = result
         if folder is not None:
-            FINDINGS.write(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept))))
-    if folder is not None and not _has_origin(folder, run.record.digest):
+            FINDINGS.write(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept, registry(ALL)))))
+    reads_origin = any(claim.paper == POSITION for claim in chosen)
+    if folder is not None and reads_origin and not _has_origin(folder, run.record.digest):
         _keep_origin(lab, folder)
-    return ClaimsRun(run, tuple(_ordered(kept)))
+    return ClaimsRun(run, tuple(_ordered(kept, chosen)))
 
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
@@ -139,8 +154,8 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]
         yield Result.about(each, finding)
 
 
-def _ordered(found: dict[str, Result]) -> list[Result]:
-    return [found[claim.id] for claim in registry() if claim.id in found]
+def _ordered(found: dict[str, Result], chosen: Sequence[Claim]) -> list[Result]:
+    return [found[claim.id] for claim in chosen if claim.id in found]
 
 
 def read_findings(folder: Path, digest: str) -> tuple[Result, ...]:

@@ -5,14 +5,16 @@ All intervals come from the same prompts, so that conditions are paired.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
+import xarray as xr
 from numpy.typing import NDArray
 
 from posleak.arrays import Array
+from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.origin import Origin, alone, origin, projections
@@ -20,7 +22,7 @@ from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
 from posleak.origin.store import ARRAYS, JSON
 from posleak.probe import exclusive
-from posleak.runs.conditions import Conditions
+from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.memory import (
     FIRST_USE,
     MemoryPlan,
@@ -39,6 +41,9 @@ ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
 CLAIMS = "claims.json"
+
+METERS = ("all",)
+"""What other papers measure: all of it, for the page shows it beside the claims."""
 
 LAW_TOKENS = 64
 """Of each prompt, for laws that hold at any length."""
@@ -66,6 +71,29 @@ class Lab(Conditions):
     def trace(self) -> Trace:
         """Where position comes from: the ordinary pass beside the one over a borrowed context."""
         return Trace.of(self)
+
+    @cached_property
+    def metrics(self) -> xr.Dataset:
+        """The baseline with what other papers measure (METERS), per prompt, beside the arrays of every run.
+
+        A run of its own, on the same prompts: most claims do not need it, and a folder whose baseline was measured
+        without it gets it later.
+        """
+        self.progress(METRICS)
+        spec = replace(self.spec, metrics=METERS)
+        return self.condition(spec, METRICS, lambda reached: self.progress(f"{METRICS}: {reached.text}")).data
+
+    def metric(self, name: str) -> NDArray[np.float64]:
+        """One array of the metrics, (prompt, layer, …); refused where the prompts are too short to have it."""
+        if name not in self.metrics:
+            raise InputError("the prompts are too short for this metric", got=name, remedy="use a longer --length")
+        found: NDArray[np.float64] = self.metrics[name].values
+        return found
+
+    @property
+    def rotary(self) -> bool:
+        """Does the model turn keys by their positions: by its configuration, or by what was read off its keys?"""
+        return bool(self.subject.identity.rotary) or "rotation" in self.run().record.motion.layers
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """One component's power by layer [L], mean over heads."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from posleak.papers import by_paper
 from posleak.show.colours import LIGHT
 from posleak.show.lines import Prose, prose
 from posleak.show.numbers import NAN, effect, estimate, percent, short
@@ -148,18 +149,24 @@ def times(found: Estimate) -> Text:
 
 
 def claims_table(found: ClaimsRun) -> Group:
-    """One line per claim: verdict, title, and the effect; in 80 columns."""
-    widths = {"claim": 40, "effect, with its 95% interval": 35}
-    made = table(["", *widths], wrap=widths, most=widths)
-    for result in found.results:
-        mark = Text(MARKS[result.verdict.value], style=STYLES[result.verdict.value])
-        made.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
+    """One line per claim: verdict, title, and the effect; in 80 columns. By paper, where there are several."""
+    groups = by_paper(found.results)
+    papers = [part for name, some in groups.items() for part in (prose(name, style="bold"), _claims(some))]
     return Group(
         heading(found.run),
-        made,
+        *(papers if len(groups) > 1 else [_claims(found.results)]),
         prose("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim"),
         prose(f"each claim in full, and how it was tested: claims.json in {found.run.path}", style="dim"),
     )
+
+
+def _claims(results: Iterable[Result]) -> RenderableType:
+    widths = {"claim": 40, "effect, with its 95% interval": 35}
+    made = table(["", *widths], wrap=widths, most=widths)
+    for result in results:
+        mark = Text(MARKS[result.verdict.value], style=STYLES[result.verdict.value])
+        made.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
+    return made
 
 
 def _effect(result: Result) -> Text:

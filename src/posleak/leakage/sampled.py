@@ -189,6 +189,23 @@ class Jackknife:
         with np.errstate(invalid="ignore", divide="ignore"):
             return self._replicated(x.mean(0), (total - x) / (n - 1), (total - x[first] - x[second]) / (n - 2))
 
+    def of_means(self, function: Callable[..., Any], *x: Float64[np.ndarray, "B ..."]) -> Sampled:
+        """function(mean over prompts of each x), which must be smooth: for what is not a sum over heads or layers.
+
+        One replicate is made after the other: the means of all of them together may need more memory than there is.
+        """
+        (first, second), n, totals = pairs(self.prompts), self.prompts, [each.sum(0) for each in x]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            value = np.asarray(function(*(total / n for total in totals)))
+            without = [[total - each[i] for total, each in zip(totals, x, strict=True)] for i in range(n)]
+            one = [function(*(left / (n - 1) for left in without[i])) for i in range(n)]
+            two = [
+                function(*((left - each[j]) / (n - 2) for left, each in zip(without[i], x, strict=True)))
+                for i, j in zip(first, second, strict=True)
+            ]
+            shaped = (np.asarray(found, dtype=float).reshape(-1, *value.shape) for found in (one, two))
+            return self._replicated(value, *shaped)
+
     def inner(self, sums: Float64[np.ndarray, "*cells sums"]) -> Sampled:
         """⟨x, y⟩ from the products of x and y (power.py)."""
         n, found = self.prompts, np.moveaxis(sums, -1, 0)

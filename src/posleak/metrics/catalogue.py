@@ -104,8 +104,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="inputs",
         source=GU,
         definition=(
-            "the same on one token repeated 64 times, no BOS: without learned positions attention is uniform there,"
-            " so that 0 is a law"
+            "the same on one token repeated 64 times, no BOS: with rotated keys all states are equal there, and no "
+            "head can find position 0, so that 0 is a law"
         ),
         unit="share of heads",
         looks=Looks.ATTENTION,

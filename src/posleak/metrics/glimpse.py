@@ -1,9 +1,10 @@
 """What all meters look at: some rows of one attention call, computed once for all of them.
 
-Up to NODES tokens these are all rows, and the attention is the whole matrix. In longer prompts position 0 stays alone
-and the positions after it fall into NODES − 1 groups of nearly equal size; the last position of each group is the row
-that is looked at, and columns are added up by group where a square matrix is needed. So the cost grows with the length
-of the prompt, not with its square, and no N × N matrix is made of more than NODES tokens.
+Up to NODES tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
+positions stay alone, for that is where sinks are and where attention changes fastest; those after them fall into groups
+of nearly equal size, NODES in all. The last position of each group is the row that is looked at, and columns are added
+up by group where a square matrix is needed. So the cost grows with the length of the prompt, not with its square, and
+no N × N matrix is made of more than NODES tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from .spectra import SHORTEST_PROFILE
 NODES = 128
 """Tokens up to which averaged attention is made whole; beyond, this many groups of positions stand for them."""
 
+ALONE = 32
+"""First positions that are not put into groups."""
+
 START = 64
 """Gu's T: so many first queries are looked at apart. By causality they are a prompt of that length."""
 
@@ -38,7 +42,8 @@ class Sampling:
         """Where each node's group begins."""
         if self.length <= NODES:
             return np.arange(self.length)
-        return np.concatenate([[0], np.rint(np.linspace(1, self.length, NODES)).astype(np.int64)[:-1]])
+        later = np.rint(np.linspace(ALONE, self.length, NODES - ALONE + 1)).astype(np.int64)[:-1]
+        return np.concatenate([np.arange(ALONE), later])
 
     @cached_property
     def rows(self) -> Int64[np.ndarray, "G"]:

@@ -8,7 +8,7 @@ is made prompt by prompt, and then averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from posleak.axes import BAND, HEAD, LAYER, OFFSET, POSITION, PROMPT, QUERY, SCALE, SCALING, THRESHOLD
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.leakage.across import correlated
 from posleak.leakage.power import products
 
 from .catalogue import BY_ID, CATALOGUE, Level, Metric
@@ -247,24 +248,12 @@ def _root(power: Sampled) -> Estimate:
     return Estimate(value, low, high, found.n)
 
 
-def correlation(x: Values, y: Values) -> Values:
-    """Pearson's, along the last axis; NaN where one of the two does not vary."""
-    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray((x * y).sum(-1) / np.sqrt((x**2).sum(-1) * (y**2).sum(-1)))
-
-
-def _correlated(x: Values, y: Values) -> Sampled:
+def _correlated(x: Values, y: Values) -> Estimate:
     """Of the means over prompts of x and y [B, cells], over the cells where both are."""
     there = np.isfinite(x).all(0) & np.isfinite(y).all(0)
     if there.sum() < CORRELATED:
-        return averaged(np.full(len(x), np.nan))
-    return combined(correlation, _exact(averaged(x[:, there])), _exact(averaged(y[:, there])))
-
-
-def _exact(found: Sampled) -> Sampled:
-    """What does not differ between prompts is known exactly: the norm at position 0, where a BOS stands there."""
-    return replace(found, samples=np.where(np.isnan(found.samples), found.value, found.samples))
+        return averaged(np.full(len(x), np.nan)).estimate
+    return correlated(Jackknife(len(x)), x[:, there], y[:, there])
 
 
 # -- metrics whose number in the table is no mean ---------------------------------------------------------------------
@@ -281,8 +270,9 @@ def _last_layer(metrics: Metrics, metric: Metric) -> Estimate:
 
 
 def _rms(metrics: Metrics, metric: Metric) -> Estimate:
-    there = np.isfinite(metrics._deviation.value)
-    return _root(combined(lambda power: power[..., there].mean(-1), metrics._deviation))
+    power, there = metrics._deviation, np.isfinite(metrics._deviation.value)
+    with np.errstate(invalid="ignore"):  # too few prompts have infinite replicates
+        return _root(combined(lambda x: x[..., there].mean(-1), power))
 
 
 def _at_first(metrics: Metrics, metric: Metric) -> Estimate:
@@ -293,12 +283,12 @@ def _at_first(metrics: Metrics, metric: Metric) -> Estimate:
 
 
 def _entropy_and_norm(metrics: Metrics, metric: Metric) -> Estimate:
-    return _correlated(metrics.array("spectrum_entropy"), np.log(metrics.array("norm_0"))).estimate
+    return _correlated(metrics.array("spectrum_entropy"), np.log(metrics.array("norm_0")))
 
 
 def _two_entropies(metrics: Metrics, metric: Metric) -> Estimate:
     x, y = (metrics.array(name) for name in ("entropy_position", "entropy_spectrum"))
-    return _correlated(x.reshape(len(x), -1), y.reshape(len(y), -1)).estimate
+    return _correlated(x.reshape(len(x), -1), y.reshape(len(y), -1))
 
 
 def _median_head(metrics: Metrics, metric: Metric) -> Estimate:

@@ -20,6 +20,7 @@ from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
 from posleak.leakage.summary import Numbers, Shares
 from posleak.origin import OriginRecord, StoredOrigin
+from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs import Record, Run
 from posleak.runs.spec import GIVEN
 from posleak.show import numbers, words
@@ -88,7 +89,7 @@ class Pictures:
 @dataclass(frozen=True)
 class View:
     """One run. `heads.numbers` are the rows of heads.parquet, unrounded, and the sources of every head after a trace;
-    `edited`: claims that compare a condition."""
+    `claims`: by the headings of their papers; `edited`: those that compare a condition."""
 
     label: str
     record: Record
@@ -103,7 +104,7 @@ class View:
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
-    claims: tuple[Result, ...]
+    claims: dict[str, list[Result]]
     edited: tuple[Result, ...]
     origin: OriginRecord | None
     pictures: Pictures | None
@@ -146,7 +147,7 @@ def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
         lead=words.lead(answer["all"]), answer=answer, trace=None if shown.trace is None else Traced.of(shown.trace),
         layers=Layers(run.summary.layers, run.summary.layer_sink_attention), profile=_profile(run),
         parts=parts(run.data), heads=_heads(run, shown.trace),
-        curves=_curves(shown, most_curves), claims=claims,
+        curves=_curves(shown, most_curves), claims=by_paper(claims),
         edited=tuple(result for result in claims if result.edited is not None),
         origin=None if shown.origin is None else shown.origin.record,
         pictures=None if shown.origin is None else _pictures(shown.origin), doctor=shown.doctor,
@@ -245,11 +246,12 @@ def command(shown: Shown) -> str:
     spec = shown.run.record.spec
     verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
     if spec.inputs == GIVEN or any(unreadable(spec.edits)):
-        return _call(verb, shown.run)
+        return _call(verb, shown)
     line = ["posleak", verb, shown.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
     line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
-    if verb != "claims":
-        line += ["--origin", str(spec.origin)]
+    line += ["--origin", str(spec.origin)] if verb != "claims" else []
+    if verb == "claims" and (paper := _paper(shown)) != POSITION:
+        line += ["--paper", paper]
     if shown.trace is not None and shown.trace.steps and verb == "trace":
         line += ["--by-layer"]
     if verb == "measure":
@@ -258,12 +260,22 @@ def command(shown: Shown) -> str:
     return shlex.join(line)
 
 
-def _call(verb: str, run: Run) -> str:
+def _paper(shown: Shown) -> str:
+    """The paper whose claims were tested, or `all` of several. Claims that name none are tested with every paper."""
+    found = {result.paper for result in shown.claims or () if result.paper is not None}
+    return ALL if len(found) > 1 else found.pop() if found else POSITION
+
+
+def _call(verb: str, shown: Shown) -> str:
     """What was given as objects is named by what it is: prompts, and edits without a text."""
-    spec, own = run.record.spec, set(unreadable(run.record.spec.edits))
+    run, spec = shown.run, shown.run.record.spec
+    own = set(unreadable(spec.edits))
     inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
     edits = ", ".join(edit if edit in own else repr(edit) for edit in spec.edits)
     options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
-    options |= {"origin": spec.origin} if verb != "claims" else {}
+    if verb == "claims":
+        options |= {"paper": repr(_paper(shown))}
+    else:
+        options |= {"origin": spec.origin}
     options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"} if verb == "measure" else {}
     return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

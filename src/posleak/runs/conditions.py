@@ -33,6 +33,9 @@ from .watch import Watch
 CONDITIONS = "conditions"
 """Where a folder keeps the runs of its conditions."""
 
+METRICS = "metrics"
+"""The condition that is the baseline itself, measured with what other papers measure."""
+
 Edits = tuple[str, ...]
 
 
@@ -115,11 +118,15 @@ class Conditions:
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
         spec = replace(self.spec, edits=key, metrics=())  # others' metrics are of the baseline
+        return self.condition(spec, "+".join(key), watch)
+
+    def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:
+        """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
         ready = Measurement.of(
             self.subject, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known
         )
         known = self.run().record.calibration
-        place = None if self.folder is None else condition_folder(self.folder, *key)
+        place = None if self.folder is None else condition_folder(self.folder, name)
         return ready.run(place, calibration=known, watch=watch)
 
 

@@ -1,12 +1,13 @@
 """The claims of arXiv 2606.06160, each with its test: a measurement, a measurement under an edit that should change it
 if the claim is true, or a law.
 
-The paper's protocol is not public: the definitions are ours (docs/definitions.md), and so is every test.
+The protocol is not public: the definitions are ours (docs/definitions.md), and so is every test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from transformers import PreTrainedModel
 
 from posleak.arrays import Array
 from posleak.axes import LEFT
+from posleak.claims import catalogue
+from posleak.claims.finding import Finding, Kept, Side
+from posleak.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.doctor import laws
 from posleak.doctor.bench import SHIFT
 from posleak.doctor.explicit import RECURRENT, first_entrance
@@ -22,14 +26,13 @@ from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
 from posleak.origin import closure, reader_counts, states
+from posleak.papers import POSITION
 from posleak.probe import attach, default_plan, exclusive, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING, computed_in
 from posleak.show.numbers import REMOVED
 from posleak.trace import BORROWED
 
-from .catalogue import claim
-from .finding import Finding, Kept, Side
-from .lab import LATER, LAW_TOKENS, Lab
+claim = partial(catalogue.claim, paper=POSITION)
 
 FIRST_LAYER = 0.05
 """The first layer counts as all mask if its residual power is below this share of its mask power."""
@@ -46,7 +49,7 @@ ROLL = 11
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
     rotary, context = lab.subject.identity.rotary, lab.subject.context
-    if not rotary and "rotation" not in lab.run().record.motion.layers:
+    if not lab.rotary:
         return Finding.not_applicable("the model has no rotary position encoding")
     model, ids = lab.subject.model, lab.few
     if not rotary and context is not None and context < ids.shape[1] + SHIFT:
@@ -385,3 +388,12 @@ def standard_between(lab: Lab) -> Finding:
 
     powers = [lab.power("residual", *edits) for edits in ((NTK,), (), (window_of(lab),))]
     return Finding.of(combined(smaller, *powers).estimate, "share")
+
+
+catalogue.untestable(
+    15, "balance", "Each architecture has its balance",
+    "Both components appear in every architecture, in a balance that is its own.",
+    "one model has one balance: `posleak study architectures` sets several models side by side. That both components "
+    "appear in this model is tested by claims 3 and 4",
+    paper=POSITION,
+)  # fmt: skip
