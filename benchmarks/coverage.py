@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from posleak.leakage import FEWEST, Jackknife, Sampled
 from posleak.leakage.power import of_gram
-from posleak.leakage.student import quantile
 
 Array = NDArray[np.float64]
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
@@ -62,7 +62,7 @@ def jackknife_t(draw: Draw) -> tuple[Array, Array]:
     """value ± t · the plain jackknife's standard error."""
     number = draw.number(replicated)
     without = number.samples[: number.n]
-    half = quantile(0.975, number.n - 1) * np.sqrt((number.n - 1) * without.var(0))
+    half = stdtrit(number.n - 1, 0.975) * np.sqrt((number.n - 1) * without.var(0))
     return number.value - half, number.value + half
 
 

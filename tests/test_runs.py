@@ -62,7 +62,15 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     assert (record.pop("format"), record.pop("format_version"), len(record.pop("sha256"))) == ("posleak run", 5, 64)
     assert record == plain(run.record)
     assert record["status"] == "finished"
-    assert record["asked"] == {"inputs": "random", "bos": "auto", **SPEC, "density": 1, "origin": 4, "edits": []}
+    assert record["asked"] == {
+        "inputs": "random",
+        "bos": "auto",
+        **SPEC,
+        "density": 1,
+        "origin": 4,
+        "edits": [],
+        "metrics": [],
+    }
     assert record["spec"] == record["asked"]
     assert record["plan"] == plain(default_plan(64))
     assert record["identity"] == plain(llama.identity)

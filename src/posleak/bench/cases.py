@@ -26,7 +26,7 @@ from posleak.models import Subject
 from posleak.probe import Plan, Visibility, body, exclusive
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
-from posleak.runs.measure import calibrated
+from posleak.runs.measure import Measurement, calibrated
 from posleak.trace import BORROWED
 
 from . import memory
@@ -39,6 +39,9 @@ POSLEAK = "posleak"
 ONCE = "posleak, once per run"
 TWO_PASSES, TRACE = "two passes", "posleak trace"
 """The plain pass and one over a borrowed context, with the same mask; and posleak's trace, compared with both."""
+
+RUN, WITH_METRICS = "whole measurement", "whole measurement, all metrics"
+"""Without and with what others measure."""
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
@@ -113,6 +116,21 @@ def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
         second(after_donor(ids))
 
     return run
+
+
+def _run(metrics: str) -> Callable[[Subject, Plan, Ids], Runner]:
+    """A whole measurement, from calibration to the summary, of prompts as long as ids."""
+
+    def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+        spec = memory.run_spec(ids.shape[1], metrics)
+
+        def run(ids: Ids) -> None:
+            found = Measurement.of(subject, spec).run()
+            _ = found.metrics.as_dict() if found.metrics is not None else None
+
+        return run
+
+    return make
 
 
 def after_donor(ids: Ids) -> Ids:
@@ -206,6 +224,8 @@ CASES = (
     Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
     Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
     Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
+    Case(RUN, _run("none"), memory.run("none")),  # 8,192 tokens, as `posleak measure` does it, without writing
+    Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
     Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
     # scores and patterns of all layers cached: all parts
     Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),

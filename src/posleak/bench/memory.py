@@ -11,6 +11,9 @@ from posleak.runs import MeasureSpec, memory_plan
 from posleak.runs.memory import pass_bytes, square_bytes, weight_count
 from posleak.trace import BORROWED
 
+RUN_TOKENS = 8192
+"""Tokens of a whole measurement that is timed: 16 prompts of 512 tokens, as `posleak measure` makes it by default."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -39,6 +42,19 @@ def posleak(*edits: str) -> Needs:
         )
 
     return needs
+
+
+def run(metrics: str) -> Needs:
+    """A whole measurement of RUN_TOKENS tokens."""
+
+    def needs(subject: Subject, prompts: int, length: int) -> Need:
+        return Need(0, memory_plan(subject, run_spec(length, metrics).resolved()).total)
+
+    return needs
+
+
+def run_spec(length: int, metrics: str) -> MeasureSpec:
+    return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,))
 
 
 def two_passes(subject: Subject, prompts: int, length: int) -> Need:

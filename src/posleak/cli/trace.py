@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .app import RUNS, emit, out, spoken_warnings, working
-from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, OriginWidth, Profiled, RunFolder, Seed
+from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
 from .profile import Profile
 from .subject import Load, model_command
 
@@ -24,6 +24,7 @@ def trace_command(
     by_layer: Annotated[
         bool, typer.Option("--by-layer", help="Lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each.")
     ] = False,
+    metrics: Metrics = "none",
     folder: RunFolder = None,
     fresh: Fresh = False,
     max_memory: MaxMemory = None,
@@ -38,7 +39,7 @@ def trace_command(
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin)
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin, metrics=(metrics,))
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import numpy as np
 from jaxtyping import Float64
+from scipy.special import stdtrit
 
 from posleak.arrays import Array
 
 from .power import pairs, unbiased
-from .student import quantile
 
 LEVEL = 0.95
 
@@ -120,7 +120,7 @@ class Sampled:
         error = np.sqrt(np.maximum(by_ones, 0) + by_pairs)
         scale = np.where(error > 0, n * error**2, 1.0) ** 1.5
         skew = (one**3).mean(0) / scale, 2 * (one[first] * one[second] * two).mean(0) / scale
-        t = quantile((1 + self.level) / 2, n - 1)
+        t = float(stdtrit(n - 1, (1 + self.level) / 2))
         down, up = np.maximum(t, _reach(t, *skew, n)), np.maximum(t, -_reach(-t, *skew, n))
         return value - error * down, value + error * up
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 from scipy.stats import rankdata
-
-from posleak.leakage.student import quantile
 
 from .catalogue import BY_ID, Level, Looks
 
@@ -80,7 +79,7 @@ def _interval(
     most = 1 - 1e-12  # a metric agrees with itself completely, and atanh of that is infinite
     z, left = np.arctanh(np.clip(rho, -most, most)), np.arctanh(np.clip(np.stack(without), -most, most))
     error = np.sqrt((n - 1) / n * ((left - left.mean(0)) ** 2).sum(0))
-    reach = quantile(0.975, n - 1) * error
+    reach = stdtrit(n - 1, 0.975) * error
     return np.tanh(z - reach), np.tanh(z + reach)
 
 

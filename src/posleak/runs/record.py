@@ -33,7 +33,7 @@ from .spec import MeasureSpec
 DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 5
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
 SUBJECT = (
@@ -132,7 +132,10 @@ def digest(
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
-    text = json.dumps(plain([DEFINITIONS_VERSION, spec, subject, inputs, bits]), sort_keys=True)
+    asked: dict[str, Any] = plain(spec)
+    if not spec.metrics:
+        del asked["metrics"]  # runs without metrics keep the digest that they had before there were any
+    text = json.dumps(plain([DEFINITIONS_VERSION, asked, subject, inputs, bits]), sort_keys=True)
     return hashlib.sha256((text + once).encode()).hexdigest()
 
 

@@ -28,6 +28,7 @@ from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Products, Shares
+from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel
 from posleak.probe.plan import ORIGIN
 from posleak.runs import Run
@@ -240,6 +241,7 @@ def trace(
     bos: str | int = "auto",
     origin: int = ORIGIN,
     by_layer: bool = False,
+    metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
@@ -255,14 +257,16 @@ def trace(
     bos         position 0, as in `measure`
     origin      width of the origin: how many first tokens count as it
     by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
+    metrics     what others measure, in the ordinary pass, as in `measure`: `trace.ordinary.metrics`
     out         a folder: the ordinary run, and the others below it; what is there already is not measured again
     fresh       measure again what is in `out`
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
     found = asked(
-        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin
-    )
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin,
+        metrics=parse_metrics(metrics),
+    )  # fmt: skip
     folder, say = None if out is None else Path(out), progress or (lambda what: None)
     return traced(
         Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
