@@ -25,6 +25,7 @@ from posleak.metrics.regression import Design, explained
 from posleak.metrics.stream import projection
 from posleak.metrics.table import MARKS
 from posleak.models import Subject
+from posleak.origin import states
 from posleak.probe import Call, attach
 from posleak.runs import Run, measure
 from posleak.runs.beside import SHIFT, first_attention, shifted
@@ -427,11 +428,32 @@ def test_only_what_was_asked_for_is_there() -> None:
     assert run.metrics.depths == {}
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_stream_that_passes_by_is_the_one_that_the_model_returns(family: str) -> None:
+    """Before the final norm, at every depth; without holding all of them."""
+    seen = dict[int, Tensor]()
+
+    class Stream:
+        def observe(self, call: Call, out: Tensor) -> None:
+            pass
+
+        def stream(self, depth: int, x: Tensor) -> None:
+            seen[depth] = x
+
+    model, ids = tiny(family), torch.arange(60).view(2, 30)
+    with attach(model, [Stream()]) as probe:
+        expected = states(probe, ids)
+        assert sorted(seen) == list(range(len(expected)))
+        for depth, x in enumerate(expected):
+            assert torch.equal(seen[depth], x)
+
+
 def test_short_prompts_have_no_spectra() -> None:
     run = measure(Subject.of(tiny("llama"), name="tiny"), length=36, prompts=4, metrics="all")
     assert run.metrics is not None
     assert "bands" not in run.data
     assert "star" in run.data
+    assert any("metrics wavelets are left out" in note for note in run.record.warnings)
 
 
 def test_a_run_with_metrics_is_read_back_and_resumed_to_the_bit(tmp_path: Path, monkeypatch: Any) -> None:

@@ -105,6 +105,10 @@ class Meters:
             found |= own
         return {name: xr.Variable((PROMPT, *self.axes[name]), array) for name, array in found.items()}
 
+    def unseen(self, batch: Mapping[str, NDArray[Any]]) -> list[str]:
+        """Names of meters that have left nothing in a batch."""
+        return [meter.name for meter in self.meters if not any(name in batch for name in meter.arrays)]
+
     def collect(self) -> Arrays:
         """What was seen since the last call of this method: layers or depths as the second axis, and NaN for the heads
         that a layer has fewer than the widest."""

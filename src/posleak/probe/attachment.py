@@ -224,7 +224,7 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
         stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
         stack.enter_context(own_rotation(model, body(model)))
         if any(isinstance(observer, StreamObserver) for observer in probe.observers):
-            stack.enter_context(streaming(body(model), lambda: probe.observers))
+            stack.enter_context(streaming(model, body(model), lambda: probe.observers))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # of the dtype that edits have made

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .hold import own
 
@@ -28,16 +29,22 @@ class StreamObserver(Protocol):
         ...
 
 
-def decoder_layers(body: torch.nn.Module) -> list[torch.nn.Module]:
-    """The list of modules in the body that has the most parameters; empty if there is none."""
-    lists = [module for module in body.modules() if isinstance(module, torch.nn.ModuleList)]
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The list of modules in the decoder that has the most parameters; empty if there is none.
+
+    A model that also sees or hears has a decoder among its parts, which transformers knows.
+    """
+    decoder = model.get_decoder()
+    lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList)]
     size = {id(found): sum(parameter.numel() for parameter in found.parameters()) for found in lists}
     return list(max(lists, key=lambda found: size[id(found)], default=()))
 
 
 @contextmanager
-def streaming(body: torch.nn.Module, observers: Callable[[], Sequence[Any]]) -> Iterator[None]:
-    """Show the stream of every forward pass of the body to those observers that want it."""
+def streaming(
+    model: PreTrainedModel, body: torch.nn.Module, observers: Callable[[], Sequence[Any]]
+) -> Iterator[None]:  # fmt: skip
+    """Show the stream of every forward pass of the model's body to those observers that want it."""
     depth, last = 0, None
 
     def show(x: Tensor | None) -> None:
@@ -65,7 +72,7 @@ def streaming(body: torch.nn.Module, observers: Callable[[], Sequence[Any]]) -> 
 
     with ExitStack() as hooks:
         hooks.callback(body.register_forward_pre_hook(own(begin)).remove)
-        for layer in decoder_layers(body):
+        for layer in decoder_layers(model):
             hooks.callback(layer.register_forward_pre_hook(own(enters), with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(own(leaves)).remove)
         hooks.callback(body.register_forward_hook(own(end)).remove)

@@ -27,7 +27,7 @@ from posleak.inputs import Prompts, TextCrops, prepare
 from posleak.metrics.glimpse import START, start_attention
 from posleak.metrics.meter import stacked
 from posleak.models import Subject
-from posleak.probe import Call, attach
+from posleak.probe import Call, attach, takes_positions
 from posleak.stopwatch import stage
 
 from .spec import MeasureSpec
@@ -81,8 +81,13 @@ class Beside:
                     notes.append(f"the effect of shifted positions is left out: {why}")
                 else:
                     starts = ids[:, :SHIFTED_TOKENS]
-                    arrays["shift_bfloat16"] = shifted(subject, starts, [*spec.edits, "dtype=bfloat16"])
                     arrays["shift_own"] = shifted(subject, starts, spec.edits)
+                    try:
+                        arrays["shift_bfloat16"] = shifted(subject, starts, [*spec.edits, "dtype=bfloat16"])
+                    except RuntimeError as error:  # some layers compute in float32, whatever their weights are
+                        notes.append(
+                            f"shifted positions in bfloat16 are left out: the model breaks down there ({error})"
+                        )
         return cls(
             {name: xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), found) for name, found in arrays.items()},
             tuple(notes),
@@ -90,6 +95,8 @@ class Beside:
 
 
 def _unshiftable(subject: Subject, spec: MeasureSpec, tokens: int) -> str | None:
+    if not takes_positions(subject.model):
+        return "the model takes no position ids"
     if not subject.identity.rotary:
         return "the model does not rotate queries and keys by position"
     if any(edit.placing for edit in spec.parsed_edits):

@@ -21,7 +21,9 @@ from posleak.files import sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import UNLENT
 from posleak.leakage import FEWEST, narrow_layers
+from posleak.leakage.dataset import Chunk
 from posleak.leakage.profile import AFTER, TIMES
+from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
 from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Touch, Touched, calibrate
@@ -227,7 +229,7 @@ class Measurement:
         beside = Beside.of(self.subject, self.spec, self.prompts)
         with stage("metrics"):
             data = assembled(chunks, self.spec, calibration.numbers, beside.arrays)
-        return _finished(Run(writing.record, data, folder), beside.notes)
+        return _finished(Run(writing.record, data, folder), [*_unseen_note(meters, chunks[0]), *beside.notes])
 
     def _placed(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
         """The calls in which a placing edit changes what positions do."""
@@ -339,6 +341,16 @@ def _finished(run: Run, more: Sequence[str] = ()) -> Run:
         done.record.write(done.path)
         remove_batches(done.path)
     return done
+
+
+def _unseen_note(meters: Meters | None, batch: Chunk) -> list[str]:
+    """Says which of the metrics that were asked for found nothing to look at."""
+    if meters is None or not (names := meters.unseen(batch)):
+        return []
+    return [
+        f"metrics {', '.join(names)} are left out: the prompts are too short for a spectrum (wavelets), or the model's "
+        "layers do not pass on one residual stream (massive, valley, probe)"
+    ]
 
 
 def _narrow_note(run: Run) -> list[str]:
