@@ -1,4 +1,5 @@
-"""Which command works on which family? `measure`, `trace`, `origin`, `claims` and `doctor` on the census's tiny models.
+"""Which command works on which family? `measure`, with and without what others measure, `trace`, `origin`, `claims` and
+`doctor` on the census's tiny models.
 
 Every cell ends in a result or in posleak's own words. Anything else that is raised is a bug, and is not caught here.
 """
@@ -11,21 +12,23 @@ from typing import Any
 
 from posleak.claims import Lab, examine
 from posleak.errors import CheckError, PosleakError
+from posleak.metrics.catalogue import CATALOGUE
 from posleak.models import Subject
 from posleak.models.pretrained import quiet
 from posleak.origin import origin
-from posleak.runs import MeasureSpec, measure
+from posleak.runs import MeasureSpec, Run, measure
 from posleak.trace.trace import trace
 
 LENGTH, PROMPTS, TOKENS = 48, 4, 32
 WORKS = "works"
-COMMANDS = ("measure", "trace", "origin", "claims", "doctor")
+COMMANDS = ("measure", "metrics", "trace", "origin", "claims", "doctor")
 
 HEAD = """\
 Each command was run on the tiny model of each supported family ({length} tokens, {prompts} prompts). `doctor` says
 `sound` if every law holds, and `by design` if the model breaks some on purpose. Of the claims it says how many have an
-effect: the others are not applicable, on most families because a tiny random model has no sink and no tokenizer. A
-number in brackets is the reason, below the table.
+effect: the others are not applicable, on most families because a tiny random model has no sink and no tokenizer.
+`metrics` says how many of what others measure (`measure --metrics all`) a family can give, natural text left out, which
+takes a tokenizer. A number in brackets is the reason, below the table.
 """
 
 
@@ -42,6 +45,7 @@ def tried(subject: Subject, doctor: str) -> Tried:
     size: dict[str, Any] = {"length": LENGTH, "prompts": PROMPTS}
     work: dict[str, Callable[[], str]] = {
         "measure": lambda: _works(measure(subject, **size)),
+        "metrics": lambda: _metrics(measure(subject, **size, metrics="all")),
         "trace": lambda: _works(trace(subject, **size)),
         "origin": lambda: _works(origin(subject, **size, tokens=TOKENS)),
         "claims": lambda: _claims(subject),
@@ -53,6 +57,12 @@ def tried(subject: Subject, doctor: str) -> Tried:
 
 def _works(found: object) -> str:
     return WORKS
+
+
+def _metrics(run: Run) -> str:
+    wanted = {metric.id for metric in CATALOGUE} - {"sink_rate_natural"}
+    there = {row.metric.id for row in run.metrics.rows} if run.metrics is not None else set()
+    return f"{len(there & wanted)} of {len(wanted)}"
 
 
 def _outcome(run: Callable[[], str]) -> str:
