@@ -147,17 +147,19 @@ class Sees:
 
     @property
     def words(self) -> str:
-        """As in `ranks heads as drift does`, and whether it could see the mask at all."""
+        """As in `ranks heads as drift does`, and why it cannot see the mask, if it cannot."""
         if self.most is None:
-            found = f"no part of the leakage ranks {self.over} as it does, nor the other way round, beyond doubt"
+            found = "no clear agreement"
         else:
             found = f"ranks {self.over} {_alike(self.most)}"
             other = next((part for family, part in self.parts.items() if family is not self.family), None)
             found += "" if other is None else f"; less strongly {_alike(other)}"
         if self.can:
             return found
-        why = "which is the same in both its passes" if self.metric in SAME_MASK else "which acts after what it looks at"
-        return f"{found}; it cannot see the mask, {why}"
+        why = (
+            "its two passes have the same mask" if self.metric in SAME_MASK else "the mask acts after what it looks at"
+        )
+        return f"{found}; {why}"
 
 
 def _alike(part: Part) -> str:
