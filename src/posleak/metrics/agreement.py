@@ -127,7 +127,7 @@ class Sees:
     """What a metric can see of a layer's own mask, and what it ranks as this model's leakage does.
 
     can      by its definition: False where it looks at what is there before the layer's mask acts
-    parts    of each family the power that it agrees with most; only what is clear, and of the mask only if it can see it
+    parts    of each family the power that it agrees with most, if that is clear; the mask only if it can see it
     over     what was ranked: heads or layers
     """
 

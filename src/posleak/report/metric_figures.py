@@ -135,7 +135,7 @@ def _cells(
     marks = np.where(shown, np.array(text), "").tolist()
     return go.Heatmap(
         z=np.where(shown, rho, np.nan).tolist(), zmin=-1, zmax=1, xgap=1, ygap=1, opacity=opacity, hoverongaps=False,
-        colorscale=[[0, "var(--negative)"], [0.5, "var(--wash)"], [1, "var(--mask)"]], text=marks,
+        colorscale=[[0, "var(--negative)"], [0.5, "var(--wash)"], [1, "var(--here)"]], text=marks,
         texttemplate="%{text}", customdata=hover, hovertemplate=f"%{{customdata}}{ALONE}", showscale=scale,
         colorbar={"thickness": 10, "title": {"text": "ρ"}, "tickvals": [-1, -0.5, 0, 0.5, 1],
                   "ticktext": ["−1", "−0.5", "0", "0.5", "1"]},
@@ -167,10 +167,11 @@ def frames(found: Sequence[FrameVerdict], view: View) -> Figure:
     x, figure = view.places.tolist(), go.Figure()
     for kind in FRAMES:
         share = [float(each.shares[kind].value) for each in found]
+        said = [[name, numbers.estimate(each.shares[kind], "share")] for name, each in zip(view.names, found)]
         figure.add_trace(
             go.Bar(
                 x=x, y=share, name=FRAME_NAMES[kind], marker={"color": f"var(--{FRAME_COLOURS[kind]})"},
-                customdata=[[name, numbers.estimate(each.shares[kind], "share")] for name, each in zip(view.names, found)],
+                customdata=said,
                 hovertemplate=f"layer %{{customdata[0]}}, {FRAME_NAMES[kind]}: %{{customdata[1]}}{ALONE}",
             )
         )  # fmt: skip
