@@ -21,6 +21,7 @@ from posleak.leakage import Estimate
 from posleak.metrics import table
 from posleak.metrics.agreement import Family, agreement, sees
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks
+from posleak.report import neighbours
 from posleak.report.gather import gather
 from posleak.report.metric_figures import grouped, label
 from posleak.report.neighbours import BY_LAW, STATES, Neighbours, agreements
@@ -138,6 +139,21 @@ def test_every_text_of_a_metric_is_escaped(run: Run, monkeypatch: pytest.MonkeyP
     assert HOSTILE not in page
     assert section(page).count(html.escape(HOSTILE)) == 5
     assert r"\u0026lt;script\u0026gt;" in page  # in the hover texts of the maps
+
+
+def test_metrics_that_cannot_be_shown_do_not_take_the_run_away(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("no such depth")
+
+    monkeypatch.setattr(neighbours, "agreement", broken)
+    pl.report(run, tmp_path / "page.html", assets=tmp_path / "a")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert section(page) == ""
+    assert "left out: it cannot be shown: ValueError: no such depth" in words(page)
+    assert (tmp_path / "a" / "layers.csv").exists()
+    assert not (tmp_path / "a" / "metrics.csv").exists()
 
 
 def test_the_command_asks_for_the_metrics(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from posleak.claims import Result, read_findings
 from posleak.doctor import Diagnosis
 from posleak.errors import PosleakError, RunError
 from posleak.files import read_json
+from posleak.metrics import Metrics
 from posleak.origin import StoredOrigin, read_origin
 from posleak.runs import Run
 from posleak.text import one_line
@@ -27,7 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shown:
-    """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why."""
+    """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why;
+    `metrics`: whether what others measure is shown, if the run has it."""
 
     run: Run
     label: str
@@ -36,6 +38,7 @@ class Shown:
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = field(default=())
+    metrics: bool = True
 
     @cached_property
     def curves(self) -> Curves:
@@ -44,9 +47,15 @@ class Shown:
 
     @property
     def alone(self) -> Shown:
-        """The run without what its folder holds beside it; itself, if there is nothing."""
-        beside = (self.trace, self.claims, self.origin, self.doctor)
-        return self if all(each is None for each in beside) else Shown(self.run, self.label, notes=self.notes)
+        """The run without what its folder holds beside it, and without metrics; itself, if there is nothing."""
+        beside = (self.trace, self.claims, self.origin, self.doctor, self.neighbours)
+        without = Shown(self.run, self.label, notes=self.notes, metrics=False)
+        return self if all(each is None for each in beside) else without
+
+    @property
+    def neighbours(self) -> Metrics | None:
+        """What others measure; None if the run has no metrics, or if they are not shown."""
+        return self.run.metrics if self.metrics else None
 
     @property
     def partial(self) -> bool:

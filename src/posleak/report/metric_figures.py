@@ -136,7 +136,8 @@ def _cells(
     return go.Heatmap(
         z=np.where(shown, rho, np.nan).tolist(), zmin=-1, zmax=1, xgap=1, ygap=1, opacity=opacity, hoverongaps=False,
         colorscale=[[0, "var(--negative)"], [0.5, "var(--wash)"], [1, "var(--here)"]], text=marks,
-        texttemplate="%{text}", textfont={} if isinstance(text, list) else {"color": "var(--ink)"}, customdata=hover, hovertemplate=f"%{{customdata}}{ALONE}", showscale=scale,
+        texttemplate="%{text}", textfont={} if isinstance(text, list) else {"color": "var(--ink)"},
+        customdata=hover, hovertemplate=f"%{{customdata}}{ALONE}", showscale=scale,
         colorbar={"thickness": 10, "title": {"text": "ρ"}, "tickvals": [-1, -0.5, 0, 0.5, 1],
                   "ticktext": ["−1", "−0.5", "0", "0.5", "1"]},
     )  # fmt: skip

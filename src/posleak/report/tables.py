@@ -74,7 +74,7 @@ def _layers(shown: Shown) -> Iterator[Record]:
 def _heads(shown: Shown) -> Iterator[Record]:
     """As in heads.parquet, which has the metrics too."""
     yield from tidy(shown.run.summary)
-    yield from () if shown.run.metrics is None else shown.run.metrics.tidy()
+    yield from () if shown.neighbours is None else shown.neighbours.tidy()
 
 
 def _queries(shown: Shown) -> Iterator[Record]:
@@ -192,33 +192,34 @@ def _portrait(shown: Shown) -> Iterator[Record]:
 
 def _metrics(shown: Shown) -> Iterator[Record]:
     """The table of what others measure, with definitions and sources."""
-    for row in () if shown.run.metrics is None else shown.run.metrics.rows:
+    for row in () if shown.neighbours is None else shown.neighbours.rows:
         yield plain(row)
 
 
 def _metric_layers(shown: Shown) -> Iterator[Record]:
-    for name, found in {} if shown.run.metrics is None else shown.run.metrics.layers.items():
+    for name, found in {} if shown.neighbours is None else shown.neighbours.layers.items():
         for layer in range(len(found.value)):
             yield _row(found[layer], call=layer, metric=name, unit=BY_ID[name].unit)
 
 
 def _metric_depths(shown: Shown) -> Iterator[Record]:
     """Arrays by depth; 0 is the embedding."""
-    for name, found in {} if shown.run.metrics is None else shown.run.metrics.depths.items():
+    for name, found in {} if shown.neighbours is None else shown.neighbours.depths.items():
         for depth in range(len(found.value)):
             yield _row(found[depth], depth=depth, array=name)
 
 
 def _frames(shown: Shown) -> Iterator[Record]:
     """The reference frame of each layer: the share of each type, and the margin of the largest over the next."""
-    for layer, found in enumerate(() if shown.run.metrics is None else shown.run.metrics.frames):
+    for layer, found in enumerate(() if shown.neighbours is None else shown.neighbours.frames):
         for quantity, cell in {**found.shares, "margin": found.margin}.items():
             yield _row(cell, call=layer, kind=found.kind, clear=found.clear, quantity=quantity, unit="share")
 
 
 def _agreement(shown: Shown) -> Iterator[Record]:
     """Spearman's ρ of every metric with every part of the leakage and with every other metric; n: heads or layers."""
-    for over, found in agreements(shown.run, shown.trace).items():
+    every = {} if shown.neighbours is None else agreements(shown.run, shown.trace)
+    for over, found in every.items():
         for row, metric in enumerate(found.rows):
             for name in found.columns:
                 part = found.part(row, name)

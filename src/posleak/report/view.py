@@ -152,7 +152,8 @@ def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
         edited=tuple(result for result in claims if result.edited is not None),
         origin=None if shown.origin is None else shown.origin.record,
         pictures=None if shown.origin is None else _pictures(shown.origin), doctor=shown.doctor,
-        others=Neighbours.of(run, shown.trace), remainder=run.remainder, command=command(shown),
+        others=Neighbours.of(run, shown.trace) if shown.metrics else None,
+        remainder=run.remainder, command=command(shown),
         notes=[*_borrowed(run), *run.record.warnings, *shown.notes],
     )  # fmt: skip
 
