@@ -158,6 +158,8 @@ def test_the_expansion_of_braces() -> None:
         "docs/cost.md",
         "docs/edits.md",
         "docs/extending.md",
+        "docs/metrics.md",
+        "docs/report.md",
         "CONTRIBUTING.md",
         "benchmarks/README.md",
         "CHANGELOG.md",

@@ -23,11 +23,12 @@ from posleak.claims import CLAIMS, Verdict, registry
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
+from posleak.metrics import names as metric_names
 from posleak.plugins import GROUP, VARIABLE, load_plugins
 from runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.KINDS)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.KINDS, metric_names.OWN)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 
@@ -60,8 +61,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The edit, the claim and the input named as plugins; nobody has imported them."""
-    monkeypatch.setenv(VARIABLE, "my_claim, my_input")
+    """The edit, the claim, the input and the meter named as plugins; nobody has imported them."""
+    monkeypatch.setenv(VARIABLE, "my_claim, my_input, my_meter")
     return folder
 
 
@@ -74,7 +75,7 @@ def power(run: pl.Run, name: str = "total") -> float:
 
 
 def test_the_page_has_one_short_module_of_each_kind() -> None:
-    assert list(MODULES) == ["my_observer", "my_edit", "my_claim", "my_input"]
+    assert list(MODULES) == ["my_observer", "my_meter", "my_edit", "my_claim", "my_input"]
     for name, block in MODULES.items():
         assert sum(bool(line.strip()) for line in block.splitlines()) < 30, name
 
@@ -101,6 +102,23 @@ def test_the_observer_sees_every_layer_as_the_models_own_attention_does(family: 
     expected = torch.stack([torch.special.entr(a[:, :, 24:]).sum(-1).mean((0, 2)) for a in weights])
     assert found.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_meter_leaves_the_distances_of_the_models_own_attention(plugins: Path) -> None:
+    model = tiny("llama", scale=3.0)
+    model.set_attn_implementation("eager")
+    who = pl.Subject.of(model, name="tiny")
+    run = pl.measure(who, **SMALL, metrics="reach", out=plugins / "run")
+    ids = torch.from_numpy(prepare(who, "random", length=64, seed=0).batch(range(4)))
+    with torch.inference_mode():
+        weights = torch.stack(model(ids, output_attentions=True).attentions, dim=1)
+    at = torch.arange(64)
+    expected = (weights * (at[:, None] - at)).sum(-1).mean(-1)
+    assert run.data["reach"].dims == ("prompt", "layer", "head")
+    np.testing.assert_allclose(run.data["reach"].values, expected.numpy(), rtol=1e-4)
+    assert_same_bits(run, pl.Run.load(plugins / "run"))
+    with pytest.raises(InputError, match="reach"):
+        pl.measure(who, **SMALL, metrics="reached")
 
 
 def test_the_edit_changes_the_numbers_as_weaker_queries_do(plugins: Path) -> None:
@@ -202,5 +220,8 @@ def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -
     assert "100. Softer attention frees the mask" in done.stdout
     assert "Softer attention frees the mask" in (folder / "mine.html").read_text(encoding="utf-8")
     (measured,) = (path.parent for path in (folder / "runs").glob("model-*/run.json"))
-    importlib.import_module("my_edit"), importlib.import_module("my_input")
-    assert pl.Run.load(measured).record.spec.edits == ("temperature=2.0",)
+    for name in ("my_edit", "my_input", "my_meter"):
+        importlib.import_module(name)
+    run = pl.Run.load(measured)
+    assert run.record.spec.edits == ("temperature=2.0",)
+    assert run.data["reach"].shape == (4, *run.summary.heads["all"].power["total"].value.shape)

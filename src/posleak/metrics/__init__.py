@@ -21,6 +21,7 @@ from posleak.lazy import lazy
 
 if TYPE_CHECKING:
     from .agreement import Agreement
+    from .glimpse import Glimpse
     from .meter import Meter, Meters
     from .names import make_meters, parse_metrics, register
     from .table import Metrics
@@ -29,10 +30,11 @@ __getattr__ = lazy(
     __name__,
     {
         "agreement": ("Agreement",),
+        "glimpse": ("Glimpse",),
         "meter": ("Meter", "Meters"),
         "names": ("make_meters", "parse_metrics", "register"),
         "table": ("Metrics",),
     },
 )
 
-__all__ = ["Agreement", "Meter", "Meters", "Metrics", "make_meters", "parse_metrics", "register"]
+__all__ = ["Agreement", "Glimpse", "Meter", "Meters", "Metrics", "make_meters", "parse_metrics", "register"]

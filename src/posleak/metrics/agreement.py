@@ -7,9 +7,9 @@ prompts makes ρ smaller, and is not in it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 from scipy.stats import rankdata
 
-from .catalogue import BY_ID, Level, Looks
+from .catalogue import BY_ID, Looks
 
 LEAKAGE = ("total", "mask", "drift", "sink", "residual", "here", "earlier", "origin")
 """Powers of the leakage that metrics are compared with: where it is read, and where it comes from."""
@@ -38,6 +38,11 @@ class Agreement:
     high: Float64[np.ndarray, "rows columns"]
     n: int
     over: str
+
+    def part(self, row: int, column: str) -> Part:
+        """One cell."""
+        at = self.columns.index(column)
+        return Part(column, *(float(x[row, at]) for x in (self.rho, self.low, self.high)))
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -83,33 +88,101 @@ def _interval(
     return np.tanh(z - reach), np.tanh(z + reach)
 
 
+class Family(Enum):
+    """Where a metric stands by what it ranks alike: a layer's own mask, what came through the stream, or neither."""
+
+    MASK = "the mask"
+    STREAM = "what came through the stream"
+    NEITHER = "neither"
+
+
+FAMILIES = {
+    Family.MASK: ("mask", "here"),
+    Family.STREAM: ("drift", "sink", "residual", "earlier", "origin"),
+}  # fmt: skip
+"""Powers of the leakage by family. The total has all of them, and is in none."""
+
+SAME_MASK = ("shift_bfloat16", "shift_own")
+"""Metrics that compare two passes with the same mask: they look behind the softmax, and cannot see the mask either."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A power of the leakage, and how a metric's ranking agrees with its own."""
+
+    name: str
+    rho: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        """The interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
 @dataclass(frozen=True)
 class Sees:
-    """What a metric can see of leakage by what it looks at, and what it agrees with on this model.
+    """What a metric can see of a layer's own mask, and what it ranks as this model's leakage does.
 
-    mask      "no" where it looks at logits: the mask acts after them
-    most      the power that it agrees with most, of those whose interval does not contain 0; None if there is none
+    can      by its definition: False where it looks at what is there before the layer's mask acts
+    parts    of each family the power that it agrees with most, if that is clear; the mask only if it can see it
+    over     what was ranked: heads or layers
     """
 
     metric: str
-    mask: str
-    most: str | None
-    rho: float
+    can: bool
+    parts: dict[Family, Part]
+    over: str
+
+    @property
+    def family(self) -> Family:
+        """That of the strongest agreement, in either direction."""
+        return max(self.parts, key=lambda family: abs(self.parts[family].rho), default=Family.NEITHER)
+
+    @property
+    def most(self) -> Part | None:
+        return self.parts.get(self.family)
+
+    @property
+    def words(self) -> str:
+        """As in `ranks heads as drift does`, and why it cannot see the mask, if it cannot."""
+        if self.most is None:
+            found = "no clear agreement"
+        else:
+            found = f"ranks {self.over} {_alike(self.most)}"
+            other = next((part for family, part in self.parts.items() if family is not self.family), None)
+            found += "" if other is None else f"; less strongly {_alike(other)}"
+        if self.can:
+            return found
+        why = (
+            "its two passes have the same mask" if self.metric in SAME_MASK else "the mask acts after what it looks at"
+        )
+        return f"{found}; {why}"
+
+
+def _alike(part: Part) -> str:
+    return f"as {part.name} does" if part.rho > 0 else f"the other way round than {part.name} does"
+
+
+def can_see_mask(name: str) -> bool:
+    """Logits and states are there before the softmax, in whose denominator the mask acts; what is not in the catalogue
+    is taken to look at attention."""
+    looks = BY_ID[name].looks if name in BY_ID else Looks.ATTENTION
+    return looks is Looks.ATTENTION and name not in SAME_MASK
 
 
 def sees(found: Agreement) -> tuple[Sees, ...]:
-    """One for each metric that has a definition in the catalogue."""
-    rows = []
-    for at, name in enumerate(found.rows):
-        parts = [found.columns.index(part) for part in LEAKAGE if part in found.columns and part != "total"]
-        clear = [c for c in parts if found.low[at, c] > 0 or found.high[at, c] < 0]
-        best = max(clear, key=lambda c: abs(found.rho[at, c]), default=None)
-        looks = BY_ID[name].looks if name in BY_ID else Looks.ATTENTION
-        most, rho = (None, math.nan) if best is None else (found.columns[best], float(found.rho[at, best]))
-        rows.append(Sees(name, "no" if looks is Looks.LOGITS else "yes", most, rho))
-    return tuple(rows)
+    """One for each metric. An agreement with the mask of a metric that cannot see it is left out: both then go with
+    something else, such as the depth."""
+    return tuple(_sees(found, at) for at in range(len(found.rows)))
 
 
-def by_level(names: Sequence[str], level: Level) -> list[str]:
-    """Those of the metrics that are of this level."""
-    return [name for name in names if name in BY_ID and BY_ID[name].level is level]
+def _sees(found: Agreement, at: int) -> Sees:
+    can, parts = can_see_mask(found.rows[at]), {}
+    for family, names in FAMILIES.items():
+        each = [found.part(at, name) for name in names if name in found.columns]
+        clear = [part for part in each if part.clear]
+        if clear and (can or family is not Family.MASK):
+            parts[family] = max(clear, key=lambda part: abs(part.rho))
+    return Sees(found.rows[at], can, parts, found.over)

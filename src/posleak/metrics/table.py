@@ -20,6 +20,7 @@ from posleak.axes import BAND, HEAD, LAYER, OFFSET, POSITION, PROMPT, QUERY, SCA
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.leakage.across import correlated
 from posleak.leakage.power import products
+from posleak.leakage.sampled import FEWEST
 
 from .catalogue import BY_ID, CATALOGUE, Level, Metric
 
@@ -65,7 +66,9 @@ class FrameVerdict:
 
     @property
     def clear(self) -> bool:
-        return bool(self.margin.low > 0)
+        """The margin's interval lies above 0; or there is none since every prompt has this type and no other."""
+        every = self.margin.value == 1 and self.margin.n >= FEWEST
+        return bool(self.margin.low > 0 or every)
 
     @property
     def words(self) -> str:

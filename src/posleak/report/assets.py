@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import write_atomically
+from posleak.metrics.agreement import Agreement, Part
 from posleak.runs.record import slug
 from posleak.show import plots
 from posleak.show.colours import LIGHT
@@ -26,6 +27,18 @@ from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
 
 from .figures import RATIOS, every_part, forest_rows, lent_to
 from .gather import Shown
+from .metric_figures import (
+    FRAME_COLOURS,
+    FRAME_NAMES,
+    GROUPS,
+    UNCLEAR,
+    UNDEFINED,
+    curves_of,
+    grouped,
+    label,
+    leakage_of,
+)  # fmt: skip
+from .neighbours import Neighbours
 from .tables import tables
 from .view import View, view
 
@@ -76,8 +89,97 @@ def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
             yield f"position-0{suffix}", _figure(position_0, each, (WIDTH, 2.4))
         if each.edited:
             yield f"edits{suffix}", _figure(edits, each, (WIDTH, 0.8 + 0.42 * len(each.edited)))
+        if each.others is not None:
+            yield from _neighbours(each, each.others, suffix)
     if len(views) > 1:
         yield "balance", drawn(lambda figure: balance(figure, views), (WIDTH, 0.8 + 0.5 * len(views)))
+
+
+def _neighbours(each: View, others: Neighbours, suffix: str) -> Iterator[tuple[str, Figure]]:
+    """What others measure: agreement, reference frames, states by depth."""
+    if others.agreements:
+        yield f"agreement{suffix}", agreement_figure(others.agreements, _title(each))
+    if others.frames:
+        yield f"frames{suffix}", _figure(frames, each, (WIDTH, 2.0))
+    if curves_of(others.depths):
+        yield f"states{suffix}", _figure(states, each, (WIDTH, 1.7 * ((len(curves_of(others.depths)) + 1) // 2)))
+
+
+def agreement_figure(found: Mapping[str, Agreement], title: str) -> Figure:
+    """Maps of ρ, over heads and over layers, one below the other."""
+    rows = [len(grouped(each.rows)) for each in found.values()]
+    return drawn(lambda figure: agreement(figure, found, title), (WIDTH, 0.9 * len(rows) + 0.16 * sum(rows)))
+
+
+def agreement(figure: Figure, found: Mapping[str, Agreement], title: str) -> None:
+    """ρ of each metric with the powers of the leakage; a ring where the interval contains 0, a cross: not defined."""
+    ramp = matplotlib.colors.LinearSegmentedColormap.from_list("rho", [LIGHT["negative"], "#f5f6f7", LIGHT["here"]])
+    rows = [len(grouped(each.rows)) + 3 for each in found.values()]
+    every = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (over, each) in zip(every, found.items(), strict=True):
+        lines, columns = grouped(each.rows), leakage_of(each)
+        for y, row in enumerate(lines):
+            for x, name in enumerate(columns) if isinstance(row, str) else ():
+                part = each.part(each.rows.index(row), name)
+                _cell(axes, x, y, part, ramp)
+        axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
+        axes.set_xticks(range(len(columns)), columns)
+        names = [label(line) if isinstance(line, str) else rf"$\bf{{{GROUPS[line]}}}$" for line in lines]
+        axes.set_yticks(range(len(lines)), names)
+        axes.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=7)
+        axes.spines[:].set_visible(False)
+        axes.set_title(as_text(f"{title}: Spearman's ρ over {each.n} {over}"), fontsize=8)
+    shades = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-1, 1), ramp)
+    figure.colorbar(shades, ax=every.tolist(), label="ρ", shrink=0.5, pad=0.02)
+
+
+def _cell(axes: Axes, x: int, y: int, part: Part, ramp: matplotlib.colors.Colormap) -> None:
+    """One cell, with its number where the interval leaves out 0, pale with a ring where it does not."""
+    known = not np.isnan(part.rho)
+    text = f"{part.rho:.2f}".replace("-", "−") if part.clear else UNCLEAR if known else UNDEFINED
+    colour = ramp((part.rho + 1) / 2) if known else "#f5f6f7"
+    axes.fill([x - 0.49, x + 0.49, x + 0.49, x - 0.49], [y - 0.48, y - 0.48, y + 0.48, y + 0.48], color=colour,
+              alpha=1.0 if part.clear else 0.45, linewidth=0)  # fmt: skip
+    axes.text(x, y, text, ha="center", va="center", fontsize=6, color="black" if part.clear else "#777777")
+
+
+def frames(figure: Figure, each: View) -> None:
+    """Types of reference frames by layer; above each layer a dot, filled where its type is clear."""
+    assert each.others is not None
+    axes, found, below = figure.subplots(), each.others.frames, np.zeros(len(each.places))
+    for kind, name in FRAME_NAMES.items():
+        share = np.array([float(layer.shares[kind].value) for layer in found])
+        axes.bar(each.places, share, bottom=below, color=_frame_colour(kind), label=name, width=0.85)
+        below = below + np.nan_to_num(share)
+    for x, layer in zip(each.places, found, strict=True):
+        colour = _frame_colour(layer.kind)
+        axes.plot(x, 1.07, "o", color=colour, markersize=4, markerfacecolor=colour if layer.clear else "white")
+    axes.set(xlabel="layer", ylabel="share of the anchors", title=as_text(_title(each)), ylim=(0, 1.14))
+    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    figure.legend(ncols=4, loc="outside lower center")
+
+
+def _frame_colour(kind: str) -> str:
+    return LIGHT.get(FRAME_COLOURS[kind], "#bbbbbb")
+
+
+def states(figure: Figure, each: View) -> None:
+    """Numbers of the residual stream by depth, with their intervals."""
+    assert each.others is not None
+    depths = each.others.depths
+    curves = curves_of(depths)
+    every = figure.subplots((len(curves) + 1) // 2, 2, squeeze=False).flat
+    for axes, curve in zip(every, curves):
+        found = depths[curve.array]
+        x = np.arange(len(found.value))
+        axes.fill_between(x, found.low, found.high, color=LIGHT["run-0"], alpha=0.18, linewidth=0)
+        axes.plot(x, found.value, color=LIGHT["run-0"])
+        if curve.beside is not None and curve.beside[0] in depths:
+            axes.plot(x, depths[curve.beside[0]].value, ":", color="#777777", label=curve.beside[1])
+            axes.legend()
+        axes.set(xlabel="depth", ylabel=curve.unit, yscale="log" if curve.log else "linear", title=curve.title)
+    for axes in list(figure.axes)[len(curves) :]:
+        axes.set_axis_off()
 
 
 def _figure(draw: Callable[[Figure, View], None], each: View, size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:

@@ -12,8 +12,11 @@ from posleak.claims import Result, read_findings
 from posleak.doctor import Diagnosis
 from posleak.errors import PosleakError, RunError
 from posleak.files import read_json
+from posleak.metrics import Metrics
 from posleak.origin import StoredOrigin, read_origin
 from posleak.runs import Run
+from posleak.runs.conditions import METRICS, condition_folder
+from posleak.runs.record import is_finished
 from posleak.text import one_line
 from posleak.trace import Trace
 
@@ -27,7 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shown:
-    """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why."""
+    """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why;
+    `metrics`: whether what others measure is shown, if the run has it."""
 
     run: Run
     label: str
@@ -36,6 +40,7 @@ class Shown:
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = field(default=())
+    metrics: bool = True
 
     @cached_property
     def curves(self) -> Curves:
@@ -44,9 +49,15 @@ class Shown:
 
     @property
     def alone(self) -> Shown:
-        """The run without what its folder holds beside it; itself, if there is nothing."""
-        beside = (self.trace, self.claims, self.origin, self.doctor)
-        return self if all(each is None for each in beside) else Shown(self.run, self.label, notes=self.notes)
+        """The run without what its folder holds beside it, and without metrics; itself, if there is nothing."""
+        beside = (self.trace, self.claims, self.origin, self.doctor, self.neighbours)
+        without = Shown(self.run, self.label, notes=self.notes, metrics=False)
+        return self if all(each is None for each in beside) else without
+
+    @property
+    def neighbours(self) -> Metrics | None:
+        """What others measure; None if the run has no metrics, or if they are not shown."""
+        return self.run.metrics if self.metrics else None
 
     @property
     def partial(self) -> bool:
@@ -120,6 +131,10 @@ def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
             notes.append(f"{name} is left out: {reason(error)}")
             return None
 
+    if run.metrics is None and run.record.finished is not None:
+        plain, metrics = run, condition_folder(folder, METRICS)
+        more = read("what others measure", lambda: _with_metrics(plain, metrics))
+        run = plain if more is None else more
     if trace is None and traces and run.record.finished is not None:
         loaded = read("the trace", lambda: Trace.load(folder))
         trace = None if loaded is None else replace(loaded, ordinary=run)
@@ -133,6 +148,16 @@ def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
         remedy = f"write it again with `posleak doctor {run.name} --json`"
         doctor = read(DOCTOR, lambda: read_json(Diagnosis, folder / DOCTOR, remedy))
     return Shown(run, run.name, trace, claims, origin, doctor, tuple(notes))
+
+
+def _with_metrics(run: Run, folder: Path) -> Run | None:
+    """The run with the metrics of another on the same prompts, which `posleak claims` keeps below it; None without."""
+    if not is_finished(folder):
+        return None
+    more = Run.load(folder)
+    if not run.record.inputs.same_tokens(more.record.inputs):
+        raise RunError("its metrics are of other prompts", where=str(folder))
+    return replace(run, data=run.data.assign({n: x for n, x in more.data.data_vars.items() if n not in run.data}))
 
 
 def _labelled(found: list[Shown]) -> list[Shown]:

@@ -28,6 +28,7 @@ from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .formats import HEADS, row_name, row_pieces
 from .gather import Given, Refused, Shown, gather, reason, require_some
+from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
 from .view import MOST_CURVES, View, view
 
 
@@ -78,7 +79,8 @@ class Page:
             style=Markup(style_sheet()) + _static("page.css"), script=_static("page.js"),
             plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
             row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views), lent_to=lent_to,
-            fewest=FEWEST, least=LEAST, times=TIMES,
+            fewest=FEWEST, least=LEAST, times=TIMES, frame_names=FRAME_NAMES, curves_of=curves_of, grouped=grouped,
+            label=label, leakage_of=leakage_of, rho_interval=interval, unit_of=unit_of,
         )  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def _drawn(shown: Shown, most_curves: int) -> tuple[Shown, View, dict[str, Figur
     """A run with its view and its figures; without what stands beside it, if that is why they cannot be made."""
     try:
         made = view(shown, most_curves)
-        return shown, made, run_figures(made)
+        return shown, made, run_figures(made) | metric_figures(made)
     except Exception as error:
         if shown.alone is shown:
             raise

@@ -9,10 +9,12 @@ import numpy as np
 
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.summary import Shares
+from posleak.metrics.catalogue import BY_ID
 from posleak.typed import plain
 
 from .compare import QUANTITIES, comparison
 from .gather import Shown
+from .neighbours import agreements
 
 Record = dict[str, Any]
 
@@ -23,6 +25,8 @@ def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
         "model": _model, "layers": _layers, "heads": _heads, "queries": _queries, "offsets": _offsets,
         "sink_profile": _sink_profile, "trace": _trace, "trace_heads": _trace_heads, "trace_by_layer": _trace_by_layer,
         "claims": _claims, "edits": _edits, "sink_heads": _sink_heads, "trajectory": _trajectory, "portrait": _portrait,
+        "metrics": _metrics, "metric_layers": _metric_layers, "metric_depths": _metric_depths,
+        "frames": _frames, "agreement": _agreement,
     }  # fmt: skip
     made = {
         name: [{"run": s.label, **_numbered(row, s)} for s in found for row in maker(s)]
@@ -68,7 +72,9 @@ def _layers(shown: Shown) -> Iterator[Record]:
 
 
 def _heads(shown: Shown) -> Iterator[Record]:
+    """As in heads.parquet, which has the metrics too."""
     yield from tidy(shown.run.summary)
+    yield from () if shown.neighbours is None else shown.neighbours.tidy()
 
 
 def _queries(shown: Shown) -> Iterator[Record]:
@@ -182,6 +188,45 @@ def _portrait(shown: Shown) -> Iterator[Record]:
     for k, (token, spelled) in enumerate(zip(arrays["token"].values, arrays["spelled"].values)):
         for depth, (x, y) in enumerate(picture[k].tolist()):
             yield {"token": int(token), "spelled": str(spelled), "reference": k == 0, "depth": depth, "x": x, "y": y}
+
+
+def _metrics(shown: Shown) -> Iterator[Record]:
+    """The table of what others measure, with definitions and sources."""
+    for row in () if shown.neighbours is None else shown.neighbours.rows:
+        yield plain(row)
+
+
+def _metric_layers(shown: Shown) -> Iterator[Record]:
+    for name, found in {} if shown.neighbours is None else shown.neighbours.layers.items():
+        for layer in range(len(found.value)):
+            yield _row(found[layer], call=layer, metric=name, unit=BY_ID[name].unit)
+
+
+def _metric_depths(shown: Shown) -> Iterator[Record]:
+    """Arrays by depth; 0 is the embedding."""
+    for name, found in {} if shown.neighbours is None else shown.neighbours.depths.items():
+        for depth in range(len(found.value)):
+            yield _row(found[depth], depth=depth, array=name)
+
+
+def _frames(shown: Shown) -> Iterator[Record]:
+    """The reference frame of each layer: the share of each type, and the margin of the largest over the next."""
+    for layer, found in enumerate(() if shown.neighbours is None else shown.neighbours.frames):
+        for quantity, cell in {**found.shares, "margin": found.margin}.items():
+            yield _row(cell, call=layer, kind=found.kind, clear=found.clear, quantity=quantity, unit="share")
+
+
+def _agreement(shown: Shown) -> Iterator[Record]:
+    """Spearman's ρ of every metric with every part of the leakage and with every other metric; n: heads or layers."""
+    every = {} if shown.neighbours is None else agreements(shown.run, shown.trace)
+    for over, found in every.items():
+        for row, metric in enumerate(found.rows):
+            for name in found.columns:
+                part = found.part(row, name)
+                yield plain(
+                    {"over": over, "metric": metric, "with": name, "value": part.rho, "low": part.low,
+                     "high": part.high, "n": found.n}
+                )  # fmt: skip
 
 
 def _comparison(found: Sequence[Shown]) -> Iterator[Record]:

@@ -28,6 +28,7 @@ from posleak.trace import SOURCES, Ladder, Trace
 
 from .curves import parts
 from .gather import Shown
+from .neighbours import Neighbours
 
 MOST_CURVES = 640
 """Most heads on one page that have curves, so that it stays below 10 MB: those with most leakage are chosen."""
@@ -89,7 +90,8 @@ class Pictures:
 @dataclass(frozen=True)
 class View:
     """One run. `heads.numbers` are the rows of heads.parquet, unrounded, and the sources of every head after a trace;
-    `claims`: by the headings of their papers; `edited`: those that compare a condition."""
+    `claims`: by the headings of their papers; `edited`: those that compare a condition; `others`: what others measure,
+    None without metrics."""
 
     label: str
     record: Record
@@ -109,6 +111,7 @@ class View:
     origin: OriginRecord | None
     pictures: Pictures | None
     doctor: Diagnosis | None
+    others: Neighbours | None
     remainder: float
     command: str
     notes: list[str]
@@ -151,6 +154,7 @@ def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
         edited=tuple(result for result in claims if result.edited is not None),
         origin=None if shown.origin is None else shown.origin.record,
         pictures=None if shown.origin is None else _pictures(shown.origin), doctor=shown.doctor,
+        others=Neighbours.of(run, shown.trace) if shown.metrics else None,
         remainder=run.remainder, command=command(shown),
         notes=[*_borrowed(run), *run.record.warnings, *shown.notes],
     )  # fmt: skip
@@ -257,6 +261,7 @@ def command(shown: Shown) -> str:
     if verb == "measure":
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
         line += [word for edit in spec.edits for word in ("--edit", edit)]
+        line += ["--metrics", ",".join(spec.metrics)] if spec.metrics else []
     return shlex.join(line)
 
 
@@ -278,4 +283,5 @@ def _call(verb: str, shown: Shown) -> str:
     else:
         options |= {"origin": spec.origin}
     options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"} if verb == "measure" else {}
+    options |= {"metrics": repr(",".join(spec.metrics))} if verb == "measure" and spec.metrics else {}
     return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

@@ -55,6 +55,8 @@
   const draw = (spot, figure) => {
     const narrow = spot.clientWidth < 480;
     const { data, layout: given } = themed(figure);
+    for (const trace of data) // numbers do not fit into narrow cells; single marks do
+      if (narrow && trace.type === "heatmap" && Array.isArray(trace.text) && trace.text.flat().some((t) => t.length > 1)) trace.texttemplate = "";
     const layout = narrow && spot.classList.contains("forest") ? stacked(given) : given;
     Plotly.react(spot, data, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
@@ -436,6 +438,9 @@
     if (on) before = ROOT.dataset.theme;
     setTheme(on ? "light" : before);
     ROOT.classList.toggle("paper", on);
+    $$("details.definition").forEach((each) => { // on paper nobody can open them
+      if (on) { each.dataset.was = String(each.open); each.open = true; } else each.open = each.dataset.was === "true";
+    });
     drawAll();
   };
   addEventListener("beforeprint", () => paper(true));
