@@ -46,7 +46,7 @@ chromium:
 # The shapes in signatures are only checked in these files: it makes them half as slow again.
 SHAPED = tests/test_probe.py tests/test_placement.py $(wildcard tests/test_leakage_*.py) tests/test_power.py \
 	tests/test_laws.py tests/test_context.py tests/test_breadth.py tests/test_edits.py \
-	$(wildcard tests/test_origin*.py) tests/test_doctor.py
+	$(wildcard tests/test_origin*.py) tests/test_doctor.py tests/test_metrics.py tests/test_metrics_arithmetic.py
 
 # Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
 TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real"
@@ -54,8 +54,8 @@ TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "no
 unit: $(READY) chromium  ## tests on tiny models, offline, without those of `shapes`
 	$(TINY) $(addprefix --ignore=,$(SHAPED))
 
-shapes: $(READY)  ## tests of probe, leakage and origin, with every shape checked as it runs
-	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype $(SHAPED)
+shapes: $(READY)  ## tests of probe, leakage, metrics and origin, with every shape checked as it runs
+	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.origin,beartype.beartype $(SHAPED)
 
 # One process: a real model is loaded once, and two would not fit into a small machine's memory.
 real: $(READY)  ## tests on a real pretrained model, fetched once

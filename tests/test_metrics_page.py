@@ -137,7 +137,7 @@ def test_every_text_of_a_metric_is_escaped(run: Run, monkeypatch: pytest.MonkeyP
     found, _ = gather([run])
     page = Page.of(found).html()
     assert HOSTILE not in page
-    assert section(page).count(html.escape(HOSTILE)) == 5
+    assert section(page).count(html.escape(HOSTILE)) == 7
     assert r"\u0026lt;script\u0026gt;" in page  # in the hover texts of the maps
 
 

@@ -1,6 +1,6 @@
 """Shapes in signatures are checked under one flag, in each of the three packages, and cost nothing without it.
 
-pytest --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.origin,beartype.beartype
+pytest --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.origin,beartype.beartype
 """
 
 from __future__ import annotations

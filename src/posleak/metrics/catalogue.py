@@ -44,6 +44,7 @@ class Metric:
     definition  how the number in the table is made, in words
     blind       what it cannot see of leakage; empty if nothing needs to be said
     published   values of other models, as their authors report them
+    short       its title in fewer letters, for axes
     """
 
     id: str
@@ -56,6 +57,12 @@ class Metric:
     level: Level
     blind: str = ""
     published: str = ""
+    short: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name where there is little room."""
+        return self.short or self.title
 
     @property
     def array(self) -> str:
@@ -77,6 +84,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="sink_rate",
         title="Sink rate, these prompts",
+        short="Sink rate",
         meter="sinks",
         source=GU,
         definition="share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3",
@@ -89,6 +97,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="sink_rate_natural",
         title="Sink rate, natural text",
+        short="Sink rate, text",
         meter="inputs",
         source=GU,
         definition="the same on 64 tokens of English prose, with the same first token",
@@ -125,6 +134,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="sink_attention",
         title="Attention to position 0, late queries",
+        short="Late queries to 0",
         meter="sinks",
         source=OURS,
         definition=(
@@ -169,6 +179,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="rollout",
         title="Rollout to position 0",
+        short="Rollout to 0",
         meter="rollout",
         source=WU,
         definition=(
@@ -184,6 +195,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="largest_times",
         title="Massive activations: the largest",
+        short="Largest activation",
         meter="massive",
         source=SUN,
         definition="largest |x| over the median of |x|, at the depth where it is largest",
@@ -225,6 +237,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="spectrum_entropy",
         title="Compression valley: lowest entropy",
+        short="Spectrum of states",
         meter="valley",
         source=QUEIPO,
         definition=(
@@ -254,6 +267,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="shift_bfloat16",
         title="Shift of all positions, in bfloat16",
+        short="Shift, bfloat16",
         meter="shift",
         source=WANG,
         definition=(
@@ -269,6 +283,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="shift_own",
         title="Shift of all positions, as loaded",
+        short="Shift, as loaded",
         meter="shift",
         source=WANG,
         definition="the same with the weights as they are loaded",
@@ -291,6 +306,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="centralisation",
         title="Degree centralisation",
+        short="Centralisation",
         meter="frames",
         source=SINKS,
         definition="Freeman's centralisation of in-degrees of the same graph: 1 is a star and nothing else",
@@ -313,6 +329,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="concentration",
         title="Sink concentration",
+        short="Concentration",
         meter="frames",
         source=SINKS,
         definition="share of incoming attention that goes to the tenth of keys that get most",
@@ -394,6 +411,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="band_low",
         title="Power at low frequencies",
+        short="Low frequencies",
         meter="wavelets",
         source=WAVES,
         definition="share of the power spectrum of attention by offset below a quarter of Nyquist's frequency",
@@ -405,6 +423,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="band_middle",
         title="Power at middle frequencies",
+        short="Middle frequencies",
         meter="wavelets",
         source=WAVES,
         definition="the same between a quarter and three quarters",
@@ -416,6 +435,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="band_high",
         title="Power at high frequencies",
+        short="High frequencies",
         meter="wavelets",
         source=WAVES,
         definition="the same above three quarters",
@@ -427,6 +447,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="selectivity",
         title="Spectral selectivity",
+        short="Selectivity",
         meter="wavelets",
         source=WAVES,
         definition="power of the strongest frequency over that of all others, median over heads",
@@ -483,6 +504,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="scale_half",
         title="Scale sensitivity, half sampling",
+        short="Scale, half",
         meter="wavelets",
         source=WAVES,
         definition=(
@@ -498,6 +520,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="scale_quarter",
         title="Scale sensitivity, quarter sampling",
+        short="Scale, quarter",
         meter="wavelets",
         source=WAVES,
         definition="the same at every fourth offset",

@@ -4,7 +4,7 @@ see it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -39,7 +39,7 @@ class Toeplitz(Meter):
         self.plan = plan
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
+    def of(cls, plan: Plan) -> Meter:
         return cls(plan)
 
     def look(self, seen: Glimpse) -> Arrays:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import xarray as xr
@@ -47,7 +47,7 @@ class Meter:
     coords: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
+    def of(cls, plan: Plan) -> Meter:
         """Ready for prompts of this plan."""
         return cls()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ class Probe(Meter):
         self.view: Tensor | None = None
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
+    def of(cls, plan: Plan) -> Meter:
         return cls(plan.length)
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:

@@ -33,9 +33,10 @@ UNCLEAR, UNDEFINED = "○", "×"
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve by depth. `beside`: an array that is drawn dotted, with its name."""
+    """One curve by depth, called `name` in its legend. `beside`: an array that is drawn dotted, with its name."""
 
     array: str
+    name: str
     title: str
     unit: str
     log: bool = False
@@ -43,10 +44,17 @@ class Curve:
 
 
 CURVES = (
-    Curve("norm_0", "Norm of the state at position 0", "norm", log=True, beside=("norm_body", "median of the others")),
-    Curve("spectrum_entropy", "Entropy of the states' singular spectrum", "nats"),
-    Curve("largest", "Largest activation", "|x|", log=True),
-    Curve("probe_error", "Error of the position probe", "tokens"),
+    Curve(
+        "norm_0",
+        "position 0",
+        "Norm of the state at position 0",
+        "norm",
+        log=True,
+        beside=("norm_body", "median of the others"),
+    ),
+    Curve("spectrum_entropy", "entropy", "Entropy of the states' singular spectrum", "nats"),
+    Curve("largest", "largest", "Largest activation", "|x|", log=True),
+    Curve("probe_error", "error", "Error of the position probe", "tokens"),
 )
 """Curves by depth that the page draws, of those that a run has."""
 
@@ -77,8 +85,8 @@ def leakage_of(found: Agreement) -> tuple[str, ...]:
 
 
 def label(name: str) -> str:
-    """A metric in few letters, for axes and tables of numbers: its id as words."""
-    return name.replace("_", " ")
+    """A metric in few letters, for axes and tables of numbers; a power by its own name."""
+    return BY_ID[name].label if name in BY_ID else name
 
 
 def unit_of(unit: str) -> str:
@@ -196,7 +204,7 @@ def frames(found: Sequence[FrameVerdict], view: View) -> Figure:
 
 def by_depth(curve: Curve, depths: dict[str, Estimate]) -> Figure:
     """One number by depth, with its interval."""
-    figure = go.Figure([*banded(depths[curve.array], curve.array.replace("_", " "), "var(--run-0)", marks=False)])
+    figure = go.Figure([*banded(depths[curve.array], curve.name, "var(--run-0)", marks=False)])
     if curve.beside is not None and curve.beside[0] in depths:
         array, name = curve.beside
         for trace in banded(depths[array], name, "var(--run-5)", marks=False, dash="dot"):
