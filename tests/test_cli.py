@@ -21,7 +21,7 @@ from posleak.cli import main
 from posleak.cli.app import app, spoken_warnings
 from posleak.doctor import Check
 from posleak.errors import InputError, PosleakWarning
-from posleak.runs import MeasureSpec
+from posleak.runs import MeasureSpec, Run
 from posleak.text import visible
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
@@ -113,6 +113,9 @@ WRONG = [
     ["measure", "--edit", "window=8", "--edit", "window=9"],
     ["measure", "--dtype", "float3"],
     ["measure", "./not-there"],
+    ["measure", "--metrics", "nothing"],
+    ["trace", "--metrics", "sinks,nothing"],
+    ["measure", "--metrics", "all", "--edit", "context=borrowed"],
     ["study", "nothing"],
     ["claims", "--paper", "nothing"],
     ["origin", "--tokens", "1"],
@@ -132,6 +135,19 @@ def test_a_call_that_is_wrong_by_itself_is_refused_before_torch_is_imported() ->
     )
     done = subprocess.run([sys.executable, "-c", program, json.dumps(WRONG)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["measure", "trace"])
+def test_what_others_measure_is_asked_for_by_name(posleak: Posleak, tmp_path: Path, command: str) -> None:
+    tiny("llama").save_pretrained(str(tmp_path / "model"))
+    size = ("--length", "64", "--prompts", "4", "--out", tmp_path / "run", "--metrics", "sinks,frames")
+    said = posleak(command, tmp_path / "model", *size)
+    assert said.status == 0
+    assert "Star-likeness" in said.out
+    assert "reference frame: " in said.out
+    found = Run.load(tmp_path / "run").metrics
+    assert found is not None
+    assert {row.metric.meter for row in found.rows} == {"sinks", "frames"}
 
 
 @pytest.mark.parametrize("command", ["measure", "claims"])

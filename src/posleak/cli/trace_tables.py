@@ -12,7 +12,7 @@ from posleak.show.lines import prose
 from posleak.show.terminal import cell, share_bar, table
 from posleak.show.words import QUERIES
 
-from .tables import heading, labelled, named_share, remainder_line
+from .tables import heading, labelled, metrics_table, named_share, remainder_line
 
 if TYPE_CHECKING:
     from posleak.trace import Ladder, Trace
@@ -37,6 +37,8 @@ def trace_tables(found: Trace) -> Iterator[RenderableType]:
         parts = [named_share(name, shares[name]) for name in NAMES]
         count = Text(f"n={found.ordinary.prompts}", style="dim")
         yield labelled(label, Text("  ").join([*parts, count]))
+    if found.ordinary.metrics is not None:
+        yield metrics_table(found.ordinary.metrics)
     yield remainder_line(found.remainder, found.ordinary)
 
 

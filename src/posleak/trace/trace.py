@@ -194,6 +194,7 @@ class Trace:
                 "layers": [self._layer(layer) for layer in range(run.data.sizes["layer"])],
                 "early": _numbers(self.model["early"]), "all": _numbers(self.model["all"]),
                 "attention_to_origin": self.attention,
+                "metrics": None if run.metrics is None else run.metrics.as_dict(),
                 "by_layer": None if ladder is None else {
                     "lent_up_to": ladder.upto, "left": ladder.left, "later_layers": ladder.mean,
                 },
