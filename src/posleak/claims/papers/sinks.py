@@ -103,8 +103,8 @@ def position_0(lab: Lab) -> Finding:
 
 
 def sink_rate(lab: Lab) -> float:
-    """Share of all heads whose mean attention to position 0, over the first 64 queries, is above 0.3."""
-    heads = lab.metric("sink_start").mean(0)
+    """Share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3; mean over prompts."""
+    heads = lab.metric("sink_start")
     return float((heads[np.isfinite(heads)] > SINK).mean())
 
 
