@@ -160,3 +160,21 @@ def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, 
     with PeakMemory() as peak:
         run = pl.measure(smollm, length=length, prompts=max(4, batch), batch=batch, edits=edits)
     assert peak.bytes <= run.record.memory.total
+
+
+def test_what_others_measure(smollm: Subject) -> None:
+    """What their papers report of other models is seen here too: signs and laws, no numbers."""
+    run = pl.measure(smollm, length=128, prompts=4, metrics="all")
+    assert run.metrics is not None
+    found = {row.metric.id: row.value for row in run.metrics.rows}
+    assert found["sink_rate"].low > 0.3
+    assert found["sink_rate_natural"].low > 0.3
+    assert found["sink_rate_repeated"].value == 0
+    assert found["first_repeated"].value == pytest.approx(0.0741, rel=0.2)
+    assert found["shift_own"].high < 1e-4 < found["shift_bfloat16"].low
+    assert found["valley"].high < -0.8
+    assert found["uncertainty"].high < 0
+    assert run.metrics.frame is not None
+    assert run.metrics.frame.kind == "centralized"
+    deviation = run.metrics.layers["toeplitz"].value
+    assert deviation[0] < 0.2 * np.median(deviation[2:])  # no position before the first attention

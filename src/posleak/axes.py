@@ -18,7 +18,6 @@ Axes (letters in shapes; names of dimensions in results)
     X             tokens that are looked at alone, at several places
     Y             targets of a regression
     S             replicates: a number without one prompt, or without two
-    G             nodes of a graph of positions: single positions, or groups of them in long prompts
 
     threshold, band, scale   of graphs, spectra and wavelets (metrics/)
     sample                   short prompts that only some metrics read

@@ -1,8 +1,8 @@
 """Do two metrics rank heads alike? Spearman's rank correlation over heads, or over layers for metrics of layers.
 
 Heads of one layer are no independent draws, so the interval leaves out one layer after the other: the jackknife of
-atanh ρ with Student's t, turned back. It says how much the layers of this model agree with each other; noise of the
-prompts makes ρ smaller, and is not in it.
+atanh ρ with Student's t, turned back. It says how much the layers of this model agree with each other. Metrics are of
+one half of the prompts and leakage of the other, so that noise of the prompts makes ρ smaller, never larger.
 """
 
 from __future__ import annotations
@@ -48,31 +48,48 @@ class Agreement:
         return vars(self)
 
 
-def agreement(
-    metrics: Mapping[str, NDArray[np.float64]], leakage: Mapping[str, NDArray[np.float64]], over: str
-) -> Agreement:
-    """Each metric with each other one and with each power of the leakage; arrays by layer [L], or by layer and head
-    [L, H]. Only heads (or layers) that have all numbers are ranked."""
-    columns = {**leakage, **metrics}
-    table = np.stack([np.asarray(x, dtype=np.float64).reshape(len(x), -1) for x in columns.values()], axis=-1)
-    layers, there = np.arange(len(table))[:, None].repeat(table.shape[1], 1), np.isfinite(table).all(-1)
-    x, layer = table[there], layers[there]
-    rho = _spearman(x)
-    names, rows = tuple(columns), [list(columns).index(name) for name in metrics]
-    without = [_spearman(x[layer != left]) for left in np.unique(layer)]
-    low, high = _interval(rho, without)
-    return Agreement(tuple(metrics), names, rho[rows], low[rows], high[rows], int(there.sum()), over)
+Table = Mapping[str, NDArray[np.float64]]
+"""Numbers by name: arrays by layer [L], or by layer and head [L, H]."""
 
 
-def _spearman(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rank correlation of every column with every other one; NaN for a column that does not vary."""
+def agreement(metrics: Sequence[Table], leakage: Sequence[Table], over: str) -> Agreement:
+    """Each metric with each other one and with each power of the leakage.
+
+    Both are given once for each half of the prompts. A metric of one half is ranked beside the other half's numbers,
+    and the two ρ are averaged: noise of prompts, which both would share, cannot make them agree. So a metric does not
+    agree with itself completely, and less the noisier it is. Only heads (or layers) that have all numbers are ranked.
+    """
+    halves = [_stacked({**powers, **found}) for powers, found in zip(leakage, metrics, strict=True)]
+    there = np.logical_and.reduce([np.isfinite(half).all(-1) for half in halves])
+    layer = np.arange(len(there))[:, None].repeat(there.shape[1], 1)[there]
+    names, rows = (*leakage[0], *metrics[0]), slice(len(leakage[0]), None)
+    x = [half[there] for half in halves]
+    rho = _spearman(x)[rows]
+    low, high = _interval(rho, [_spearman([half[layer != left] for half in x])[rows] for left in np.unique(layer)])
+    return Agreement(tuple(metrics[0]), names, rho, low, high, int(there.sum()), over)
+
+
+def _stacked(columns: Table) -> NDArray[np.float64]:
+    """[L, H or 1, columns]"""
+    return np.stack([np.asarray(x, dtype=np.float64).reshape(len(x), -1) for x in columns.values()], axis=-1)
+
+
+def _spearman(halves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Rank correlation of every column of one half with every column of the other, mean of both ways; of one table, of
+    its columns with each other. NaN for a column that does not vary."""
+    ranked = [_ranked(half) for half in halves]
+    crossed = [(a, b) for k, a in enumerate(ranked) for m, b in enumerate(ranked) if m != k or len(ranked) == 1]
+    return np.asarray(np.clip(np.mean([a.T @ b for a, b in crossed], axis=0), -1.0, 1.0))
+
+
+def _ranked(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ranks of every column, centred, with length 1."""
     if len(x) < 3:
-        return np.full((x.shape[1], x.shape[1]), np.nan)
+        return np.full(x.shape, np.nan)
     ranks = rankdata(x, axis=0)
     ranks = ranks - ranks.mean(0)
     size = np.sqrt((ranks**2).sum(0))
-    ranks = ranks / np.where(size > 0, size, np.nan)
-    return np.asarray(np.clip(ranks.T @ ranks, -1.0, 1.0))
+    return np.asarray(ranks / np.where(size > 0, size, np.nan))
 
 
 def _interval(

@@ -16,6 +16,9 @@ from . import graphs, spectra
 from .glimpse import Glimpse, start_attention
 from .meter import Arrays, Meter
 
+CONNECTED = 128
+"""First tokens whose graph has a Fiedler value: eigenvalues take the cube of their number."""
+
 
 class Sinks(Meter):
     """α_0 of Gu et al. (2025): mean attention of the first 64 queries to position 0."""
@@ -33,23 +36,32 @@ def to_first(attention: Float[Tensor, "B H T T"]) -> Any:
 
 
 class Rollout(Meter):
-    """How much a position reads of position 0 through all layers so far: (A^l … A^1)_i0 of Wu et al. (2025), attention
-    averaged over heads, without the residual connection. One vector per prompt is carried from layer to layer."""
+    """How much a position reads of position 0 through all attention layers so far: (A^l … A^1)_i0 of Wu et al. (2025).
+
+    A is averaged over heads, and over the calls of a layer that makes several; its rows add up to 1, also where a
+    learned sink logit takes a share. The residual connection is left out. One vector per prompt is carried from layer
+    to layer.
+    """
 
     name = "rollout"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"rollout": (LAYER,)}
 
     def __init__(self) -> None:
-        self.read: Tensor | None = None
+        self.layer: int | None = None
+        self.before, self.after = torch.empty(0), torch.empty(0)
+        self.calls = list[Tensor]()
 
     def look(self, seen: Glimpse) -> Arrays:
         attention = seen.mean_attention
-        if seen.index == 0 or self.read is None:
-            self.read = torch.zeros_like(attention[:, 0])
-            self.read[:, 0] = 1
-        by_row = (attention @ self.read.to(attention)[..., None])[..., 0]
-        self.read = seen.sampling.spread(by_row)
-        return {"rollout": by_row[:, 1:].double().mean(-1).cpu().numpy()}
+        if seen.index == 0:
+            self.layer, self.after = None, torch.zeros_like(attention[:, 0])
+            self.after[:, 0] = 1
+        if seen.call.layer != self.layer:
+            self.layer, self.before, self.calls = seen.call.layer, self.after, []
+        read = (attention @ self.before.to(attention)[..., None])[..., 0] / attention.sum(-1)
+        self.calls.append(seen.sampling.spread(read))
+        self.after = torch.stack([call.to(read) for call in self.calls]).mean(0)
+        return {"rollout": self.after[:, 1:].double().mean(-1).cpu().numpy()}
 
 
 class Frames(Meter):
@@ -68,13 +80,15 @@ class Frames(Meter):
     coords: ClassVar[Mapping[str, Sequence[Any]]] = {THRESHOLD: graphs.THRESHOLDS}
 
     def look(self, seen: Glimpse) -> Arrays:
-        nodes, visible = seen.nodes, seen.node_visible
-        frame = graphs.frame(nodes, visible)
+        mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
+        visible = seen.call.visibility.kept("seen by rows", lambda: seen.visible.cpu().numpy())
+        first = start_attention(seen.call, CONNECTED).mean(1).double().cpu().numpy()
+        frame = graphs.frame(mean, visible, rows)
         return {
-            "star": graphs.star(nodes), "centralisation": graphs.centralisation(nodes),
-            "fiedler": graphs.fiedler(nodes), "concentration": graphs.concentration(nodes),
-            "reference_tokens": graphs.reference_tokens(nodes),
-            "kl_reduction": graphs.kl_reduction(nodes, visible),
+            "star": graphs.star(mean, rows), "centralisation": graphs.centralisation(mean, rows),
+            "fiedler": graphs.fiedler(first), "concentration": graphs.concentration(mean, rows=rows),
+            "reference_tokens": graphs.reference_tokens(mean, rows).astype(np.float64),
+            "kl_reduction": graphs.kl_reduction(mean, visible, rows),
             "centralized": np.nan_to_num(frame.centralized), "distributed": np.nan_to_num(frame.distributed),
             "bidirectional": np.nan_to_num(frame.bidirectional), "no_frame": (frame.anchors == 0).astype(np.float64),
             "anchors": frame.anchors.astype(np.float64),

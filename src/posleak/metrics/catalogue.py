@@ -87,7 +87,10 @@ CATALOGUE: tuple[Metric, ...] = (
         short="Sink rate",
         meter="sinks",
         source=GU,
-        definition="share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3",
+        definition=(
+            "share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3; per prompt, "
+            "then averaged"
+        ),
         unit="share of heads",
         looks=Looks.ATTENTION,
         level=Level.HEAD,
@@ -100,7 +103,7 @@ CATALOGUE: tuple[Metric, ...] = (
         short="Sink rate, text",
         meter="inputs",
         source=GU,
-        definition="the same on 64 tokens of English prose, with the same first token",
+        definition="the same on 64 tokens of English prose; with the same BOS, where there is one",
         unit="share of heads",
         looks=Looks.ATTENTION,
         level=Level.HEAD,
@@ -113,8 +116,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="inputs",
         source=GU,
         definition=(
-            "the same on one token repeated 64 times, no BOS: with rotated keys all states are equal there, and no "
-            "head can find position 0, so that 0 is a law"
+            "the same on one token repeated 64 times, no BOS: with rotated keys all states are equal there and "
+            "attention depends on the offset alone; uniform attention gives 0"
         ),
         unit="share of heads",
         looks=Looks.ATTENTION,
@@ -126,7 +129,10 @@ CATALOGUE: tuple[Metric, ...] = (
         title="Attention to position 0, one token repeated",
         meter="inputs",
         source=GU,
-        definition="mean attention of 64 queries to position 0 where one token is repeated; uniform: 0.0741",
+        definition=(
+            "mean attention to position 0, its farthest key, of 64 queries that read one token repeated; uniform "
+            "attention gives 0.0741"
+        ),
         unit="attention",
         looks=Looks.ATTENTION,
         level=Level.HEAD,
@@ -152,8 +158,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="toeplitz",
         source=KIM,
         definition=(
-            "logits averaged over prompts, minus the mean of their diagonal: root mean square over the plan's "
-            "pairs, unbiased"
+            "logits averaged over prompts, minus the mean of their diagonal: root of the mean square over the plan's "
+            "pairs, which is unbiased before the root"
         ),
         unit="nats",
         looks=Looks.LOGITS,
@@ -166,10 +172,7 @@ CATALOGUE: tuple[Metric, ...] = (
         title="ΔR²",
         meter="positions",
         source=ONCE,
-        definition=(
-            "R² of logits on offset, i and j, minus R² on the offset alone, per prompt, over the visible pairs of "
-            "the sampled rows"
-        ),
+        definition=("R² of logits on offset, i and j, minus R² on the offset alone, per prompt, over visible pairs"),
         unit="R²",
         looks=Looks.LOGITS,
         level=Level.HEAD,
@@ -183,8 +186,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="rollout",
         source=WU,
         definition=(
-            "what positions read of position 0 through all layers, the product of attention averaged over heads; "
-            "mean over positions, after the last layer"
+            "what positions read of position 0 through all attention layers: the product of attention averaged over "
+            "heads; mean over positions, after the last layer"
         ),
         unit="share of reading",
         looks=Looks.ATTENTION,
@@ -198,7 +201,7 @@ CATALOGUE: tuple[Metric, ...] = (
         short="Largest activation",
         meter="massive",
         source=SUN,
-        definition="largest |x| over the median of |x|, at the depth where it is largest",
+        definition="largest |x| over the median of |x|, at the depth after the embedding where that is largest",
         unit="times the median",
         looks=Looks.STATES,
         level=Level.DEPTH,
@@ -241,8 +244,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="valley",
         source=QUEIPO,
         definition=(
-            "entropy of the singular spectrum of the first 128 states, at the depth after the first layer where it "
-            "is lowest"
+            "entropy of the singular spectrum of the first 128 states, at the depth after the embedding where it is "
+            "lowest"
         ),
         unit="nats",
         looks=Looks.STATES,
@@ -255,8 +258,8 @@ CATALOGUE: tuple[Metric, ...] = (
         meter="probe",
         source=HAVIV,
         definition=(
-            "mean error of a linear probe that reads the position off states, on held-out prompts, at the depth "
-            "after the embedding where it is lowest"
+            "mean error of a linear probe that reads the position off states, on held-out prompts, at the depth after "
+            "the embedding where it is lowest; always guessing the middle gives a quarter of the length"
         ),
         unit="tokens",
         looks=Looks.STATES,
@@ -320,7 +323,9 @@ CATALOGUE: tuple[Metric, ...] = (
         title="Fiedler value",
         meter="frames",
         source=SINKS,
-        definition="second smallest eigenvalue of the Laplacian of the symmetrised averaged attention",
+        definition=(
+            "second smallest eigenvalue of the Laplacian of the symmetrised averaged attention, of the first 128 tokens"
+        ),
         unit="1",
         looks=Looks.ATTENTION,
         level=Level.LAYER,

@@ -1,10 +1,10 @@
 """What all meters look at: some rows of one attention call, computed once for all of them.
 
-Up to NODES tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
+Up to ROWS tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
 positions stay alone, for that is where sinks are and where attention changes fastest; those after them fall into groups
-of nearly equal size, NODES in all. The last position of each group is the row that is looked at, and columns are added
-up by group where a square matrix is needed. So the cost grows with the length of the prompt, not with its square, and
-no N × N matrix is made of more than NODES tokens.
+of nearly equal size, ROWS in all. The last position of each group is the row that is looked at, and in means over
+queries it counts for its whole group. Keys are never grouped: a row has all of them. So the cost grows with the length
+of the prompt, not with its square, and no N × N matrix is made of more than ROWS tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posleak.probe import Call
 
 from .spectra import SHORTEST_PROFILE
 
-NODES = 128
-"""Tokens up to which averaged attention is made whole; beyond, this many groups of positions stand for them."""
+ROWS = 256
+"""Tokens up to which attention is made whole; beyond, this many rows stand for all."""
 
 ALONE = 32
 """First positions that are not put into groups."""
@@ -33,28 +33,24 @@ START = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rows that stand for a prompt of `length` tokens, and the first position of each node's group."""
+    """The rows that stand for a prompt of `length` tokens."""
 
     length: int
 
     @cached_property
-    def first(self) -> Int64[np.ndarray, "G"]:
-        """Where each node's group begins."""
-        if self.length <= NODES:
+    def rows(self) -> Int64[np.ndarray, "P"]:
+        """The last position of each group, increasing."""
+        if self.length <= ROWS:
             return np.arange(self.length)
-        later = np.rint(np.linspace(ALONE, self.length, NODES - ALONE + 1)).astype(np.int64)[:-1]
-        return np.concatenate([np.arange(ALONE), later])
+        later = np.rint(np.linspace(ALONE, self.length, ROWS - ALONE + 1)).astype(np.int64)[1:]
+        return np.concatenate([np.arange(ALONE), later - 1])
 
     @cached_property
-    def rows(self) -> Int64[np.ndarray, "G"]:
-        """The last position of each group."""
-        return np.append(self.first[1:], self.length) - 1
+    def weights(self) -> Int64[np.ndarray, "P"]:
+        """How many positions each row stands for: itself and those since the row before."""
+        return np.diff(self.rows, prepend=-1)
 
-    def grouped(self, by_key: Float64[np.ndarray, "*cells T"]) -> Float64[np.ndarray, "*cells G"]:
-        """Added up over the keys of each group."""
-        return by_key if self.length == len(self.first) else np.add.reduceat(by_key, self.first, axis=-1)
-
-    def spread(self, by_row: Float[Tensor, "*cells G"]) -> Float[Tensor, "*cells T"]:
+    def spread(self, by_row: Float[Tensor, "*cells P"]) -> Float[Tensor, "*cells T"]:
         """Numbers of the rows as numbers of all positions, straight lines in between."""
         if self.length == len(self.rows):
             return by_row
@@ -85,39 +81,32 @@ class Glimpse:
         return sampling(self.call.query.shape[2])
 
     @cached_property
-    def rows(self) -> Int[Tensor, "G"]:
+    def rows(self) -> Int[Tensor, "P"]:
         return torch.from_numpy(self.sampling.rows).to(self.call.query.device)
 
     @cached_property
-    def visible(self) -> Bool[Tensor, "G T"]:
+    def visible(self) -> Bool[Tensor, "P T"]:
         """The keys that the rows see; the same in all prompts of a batch, as the leakage's rows have made sure."""
         return self.call.visibility.kept("glimpse", lambda: self.call.visibility.rows(self.rows)[0, 0])
 
     @cached_property
-    def node_visible(self) -> Bool[np.ndarray, "G G"]:
-        """The groups of which a row sees at least one key."""
-        return self.call.visibility.kept(
-            "nodes", lambda: self.sampling.grouped(self.visible.double().cpu().numpy()) > 0
-        )
-
-    @cached_property
-    def logits(self) -> Float[Tensor, "B H G T"]:
+    def logits(self) -> Float[Tensor, "B H P T"]:
         """s_ij, not masked."""
         return self.call.logits(self.rows)
 
     @cached_property
-    def attention(self) -> Float[Tensor, "B H G T"]:
+    def attention(self) -> Float[Tensor, "B H P T"]:
         return attention(self.call, self.logits, self.visible, self.rows)
 
     @cached_property
-    def mean_attention(self) -> Float[Tensor, "B G T"]:
+    def mean_attention(self) -> Float[Tensor, "B P T"]:
         """Averaged over heads."""
         return self.attention.mean(1)
 
     @cached_property
-    def nodes(self) -> Float64[np.ndarray, "B G G"]:
-        """The same, keys added up by group: a square matrix."""
-        return self.sampling.grouped(self.mean_attention.double().cpu().numpy())
+    def weights(self) -> Int[Tensor, "P"]:
+        """How many queries each row stands for."""
+        return torch.from_numpy(self.sampling.weights).to(self.rows.device)
 
     @cached_property
     def by_offset(self) -> Float64[np.ndarray, "B H offsets"] | None:
@@ -126,7 +115,7 @@ class Glimpse:
         Keys of the origin are left out: their attention would be spread over all offsets, a little at each. None where
         the prompt is too short.
         """
-        late = self.rows[self.rows >= self.call.query.shape[2] // 2]
+        late = self.rows[self.rows >= self.call.query.shape[2] // 2]  # groups of one size, but for one position
         offsets = int(late[0]) - self.origin + 1
         if offsets < SHORTEST_PROFILE:
             return None

@@ -8,6 +8,9 @@ a head with a learned sink logit, which takes a share without being a key. The a
 counted, except in `kl_reduction`, where a row is a distribution over all keys that its query sees.
 
 `visible[i, j]` says whether query i may see key j. Where it is left out, attention is causal: j ≤ i.
+
+Of a long text some rows stand for all: `rows` says which queries they are, increasing, the last one among them, and
+each counts for itself and those since the row before. Keys are never grouped. Without `rows`, all queries are there.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from jaxtyping import Bool, Float64, Int64
 from posleak.leakage.profile import LEAST, TIMES
 
 from .eigenvalues import eigenvalues
+
+Rows = Int64[np.ndarray, "P"] | None
+Visible = Bool[np.ndarray, "P n"] | None
 
 THRESHOLDS = (0.001, 0.01, 0.05, 0.1, 0.2)
 """Attention above which there is an edge from a query to a key: the last axis of `star` and `centralisation`."""
@@ -51,22 +57,22 @@ class ReferenceFrame:
     anchors: Int64[np.ndarray, "*cells"]  # how many keys are anchors
 
 
-def in_degrees(A: Float64[np.ndarray, "*cells n n"]) -> Int64[np.ndarray, "*cells τ n"]:
+def in_degrees(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Int64[np.ndarray, "*cells τ n"]:
     """How many other queries give key j more than τ, for each τ of `THRESHOLDS`."""
-    edges = _others(A)[..., None, :, :] > np.array(THRESHOLDS)[:, None, None]
-    # Adding bytes is twice as fast as adding booleans.
-    return np.asarray(np.add.reduce(edges.view(np.uint8), axis=-2, dtype=np.uint32), dtype=np.int64)
+    others, count = _others(A, rows), _weights(A, rows).astype(np.float32)  # exact up to 2^24 queries
+    degrees = [np.einsum("...ij,i->...j", (others > threshold).astype(np.float32), count) for threshold in THRESHOLDS]
+    return np.stack(degrees, axis=-2).astype(np.int64)
 
 
-def star(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells τ"]:
+def star(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells τ"]:
     """How far the graph is a star: max_j d_j / (n − 1), with d_j the in-degree of key j.
 
     It is 1 if all other tokens point to one key, whatever else they point to.
     """
-    return np.asarray(in_degrees(A).max(-1) / (_tokens(A) - 1))
+    return np.asarray(in_degrees(A, rows).max(-1) / (_tokens(A) - 1))
 
 
-def centralisation(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells τ"]:
+def centralisation(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells τ"]:
     """Freeman's centralisation of the in-degree: Σ_j (max d − d_j) / (n − 1)².
 
     Freeman divides by the largest sum that n nodes allow. In a directed graph that is the star in which n − 1 nodes
@@ -74,12 +80,12 @@ def centralisation(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, 
     undirected graph it would be (n − 1)(n − 2), because there the outer nodes have an edge each.) So 1 is a star and
     nothing else, and 0 means that all keys have equally many edges.
     """
-    found = in_degrees(A)
+    found = in_degrees(A, rows)
     return np.asarray((found.max(-1, keepdims=True) - found).sum(-1) / (_tokens(A) - 1) ** 2)
 
 
 def fiedler(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells"]:
-    """Algebraic connectivity: the second smallest eigenvalue of the Laplacian L = diag(W 1) − W.
+    """Algebraic connectivity: the second smallest eigenvalue of the Laplacian L = diag(W 1) − W. It takes all rows.
 
     W = (A + Aᵀ) / 2 without its diagonal. It is 0 if the graph falls into parts that do not attend to each other.
     """
@@ -91,25 +97,25 @@ def fiedler(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells
 
 
 def received(
-    A: Float64[np.ndarray, "*cells n n"], far: int = 1, visible: Bool[np.ndarray, "n n"] | None = None
+    A: Float64[np.ndarray, "*cells P n"], far: int = 1, visible: Visible = None, rows: Rows = None
 ) -> Float64[np.ndarray, "*cells n"]:
     """Mean attention that key j gets from the queries that see it and are at least `far` tokens away, |i − j| ≥ far.
 
     NaN where there is no such query.
     """
-    counted = _counted(_tokens(A), far, visible)
+    counted = _counted(A, far, visible, rows) * _weights(A, rows)[:, None]
     queries = counted.sum(0)
     total = np.einsum("...ij,ij->...j", A, counted.astype(np.float64))
     return np.asarray(total / np.where(queries > 0, queries, np.nan))
 
 
-def incoming(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells n"]:
+def incoming(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells n"]:
     """All attention that key j gets from the other queries: Σ_{i≠j} A_ij."""
-    return np.asarray(_others(A).sum(-2))
+    return np.asarray(np.einsum("...ij,i->...j", _others(A, rows), _weights(A, rows).astype(np.float64)))
 
 
 def concentration(
-    A: Float64[np.ndarray, "*cells n n"], percentile: float = PERCENTILE
+    A: Float64[np.ndarray, "*cells P n"], percentile: float = PERCENTILE, rows: Rows = None
 ) -> Float64[np.ndarray, "*cells"]:
     """Share of all incoming attention that goes to the sink set: the keys that get most, from `percentile` on.
 
@@ -117,23 +123,23 @@ def concentration(
     that, so that uniform attention is not concentrated: 13 of 128 equal keys get 13 / 128. NaN where no key gets
     anything from another token.
     """
-    n, found = _tokens(A), incoming(A)
+    n, found = _tokens(A), incoming(A, rows)
     below = int(np.ceil(np.round(percentile / 100 * (n - 1), 9)))  # 0.55 · 100 is 55.00000000000001
     total = found.sum(-1)
     return np.asarray(np.partition(found, below, axis=-1)[..., below:].sum(-1) / np.where(total > 0, total, np.nan))
 
 
-def reference_tokens(A: Float64[np.ndarray, "*cells n n"]) -> Int64[np.ndarray, "*cells"]:
+def reference_tokens(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Int64[np.ndarray, "*cells"]:
     """How many keys get more than `REFERENCE` on average over all n − 1 other queries.
 
     A query that cannot see the key counts with 0. If it did not count at all, the last keys of a causal text would be
     reference tokens of every head that looks at its neighbours: only neighbours see them.
     """
-    return np.asarray((incoming(A) > REFERENCE * (_tokens(A) - 1)).sum(-1), dtype=np.int64)
+    return np.asarray((incoming(A, rows) > REFERENCE * (_tokens(A) - 1)).sum(-1), dtype=np.int64)
 
 
 def kl_reduction(
-    A: Float64[np.ndarray, "*cells n n"], visible: Bool[np.ndarray, "n n"] | None = None
+    A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: Rows = None
 ) -> Float64[np.ndarray, "*cells"]:
     """How much of the distance from uniform attention is due to the strongest anchor: 1 − mean D' / mean D.
 
@@ -147,22 +153,21 @@ def kl_reduction(
     Rows are normalised first where a learned sink logit took a share. A row that gives all to the anchor has D' = 0.
     NaN where attention is uniform to begin with.
     """
-    seen = _seen(_tokens(A), visible)
-    rows = seen.sum(1) >= FEWEST_KEYS
-    a = np.where(seen, A, 0.0)[..., rows, :]
-    anchor = incoming(A).argmax(-1)
-    keys = seen[rows].sum(1)
-    others = keys - np.moveaxis(seen[rows][:, anchor], 0, -1)
+    seen = _seen(A, visible, rows)
+    enough = seen.sum(1) >= FEWEST_KEYS
+    a, seen, count = np.where(seen, A, 0.0)[..., enough, :], seen[enough], _weights(A, rows)[enough]
+    anchor, keys = incoming(A, rows).argmax(-1), seen.sum(1)
+    others = keys - seen[:, anchor].transpose(*range(1, anchor.ndim + 1), 0)  # [*cells, rows]
     information = a * np.log(np.where(a > 0, a, 1.0))
     before = _divergence(a, information, keys)
     for array in (a, information):
         np.put_along_axis(array, anchor[..., None, None], 0.0, axis=-1)
     after = _divergence(a, information, others)
-    whole = before.sum(-1)
-    return np.asarray(1 - after.sum(-1) / np.where(whole > NOTHING * len(keys), whole, np.nan))
+    whole = (before * count).sum(-1)
+    return np.asarray(1 - (after * count).sum(-1) / np.where(whole > NOTHING * count.sum(), whole, np.nan))
 
 
-def frame(A: Float64[np.ndarray, "*cells n n"], visible: Bool[np.ndarray, "n n"] | None = None) -> ReferenceFrame:
+def frame(A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: Rows = None) -> ReferenceFrame:
     """The reference frame: the attention that goes to anchors, split exactly into three types.
 
     An anchor is a key j whose c_j, the mean attention from queries at least n / 8 tokens away, is more than 5 times the
@@ -176,8 +181,8 @@ def frame(A: Float64[np.ndarray, "*cells n n"], visible: Bool[np.ndarray, "n n"]
     """
     n = _tokens(A)
     far = max(1, n // 8)
-    known = _counted(n, far, visible).sum(0) >= far
-    c = received(A, far, visible)[..., known]
+    known = (_counted(A, far, visible, rows) * _weights(A, rows)[:, None]).sum(0) >= far
+    c = received(A, far, visible, rows)[..., known]
     anchor = (c > LEAST) & (c > TIMES * _median(c)[..., None])
     weight = np.where(anchor, c, 0.0)
     total = np.where(anchor.any(-1), weight.sum(-1), np.nan)
@@ -191,7 +196,7 @@ def frame(A: Float64[np.ndarray, "*cells n n"], visible: Bool[np.ndarray, "n n"]
     )
 
 
-def _tokens(A: Float64[np.ndarray, "*cells n n"]) -> int:
+def _tokens(A: Float64[np.ndarray, "*cells P n"]) -> int:
     """n; a graph has at least two nodes."""
     n = int(A.shape[-1])
     if n < 2:
@@ -199,24 +204,39 @@ def _tokens(A: Float64[np.ndarray, "*cells n n"]) -> int:
     return n
 
 
-def _others(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells n n"]:
-    """A copy without the diagonal."""
-    others = A.copy()
-    at = np.arange(_tokens(A))
-    others[..., at, at] = 0.0
+def _rows(A: Float64[np.ndarray, "*cells P n"], rows: Rows) -> Int64[np.ndarray, "P"]:
+    """Which queries the rows of A are."""
+    if rows is None:
+        rows = np.arange(_tokens(A))
+    if len(rows) != A.shape[-2] or rows[-1] != _tokens(A) - 1:
+        raise ValueError(f"attention has {A.shape[-2]} rows of {_tokens(A)} queries; rows must say which they are")
+    return rows
+
+
+def _weights(A: Float64[np.ndarray, "*cells P n"], rows: Rows) -> Int64[np.ndarray, "P"]:
+    """How many queries each row stands for."""
+    return np.diff(_rows(A, rows), prepend=-1)
+
+
+def _others(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells P n"]:
+    """A copy without what queries give themselves."""
+    others, own = A.copy(), _rows(A, rows)
+    others[..., np.arange(len(own)), own] = 0.0
     return others
 
 
-def _seen(n: int, visible: Bool[np.ndarray, "n n"] | None) -> Bool[np.ndarray, "n n"]:
-    return np.tri(n, dtype=np.bool_) if visible is None else visible
+def _seen(A: Float64[np.ndarray, "*cells P n"], visible: Visible, rows: Rows) -> Bool[np.ndarray, "P n"]:
+    return np.asarray(np.arange(_tokens(A)) <= _rows(A, rows)[:, None]) if visible is None else visible
 
 
-def _counted(n: int, far: int, visible: Bool[np.ndarray, "n n"] | None) -> Bool[np.ndarray, "n n"]:
+def _counted(
+    A: Float64[np.ndarray, "*cells P n"], far: int, visible: Visible, rows: Rows
+) -> Bool[np.ndarray, "P n"]:  # fmt: skip
     """Pairs in which the query sees the key and is at least `far` away."""
     if far < 1:
         raise ValueError(f"far is {far}; expected at least 1, because a token's attention to itself is not counted")
-    at = np.arange(n)
-    return np.asarray(_seen(n, visible) & (np.abs(at[:, None] - at) >= far))
+    distance = np.abs(_rows(A, rows)[:, None] - np.arange(_tokens(A)))
+    return np.asarray(_seen(A, visible, rows) & (distance >= far))
 
 
 def _divergence(

@@ -23,7 +23,7 @@ class Positions(Meter):
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"r2_offset": (LAYER, HEAD), "delta_r2": (LAYER, HEAD)}
 
     def look(self, seen: Glimpse) -> Arrays:
-        design = seen.call.visibility.kept("design", lambda: Design.of(seen.visible, seen.rows))
+        design = seen.call.visibility.kept("design", lambda: Design.of(seen.visible, seen.rows, seen.weights))
         offset, more = explained(seen.logits, design)
         return {"r2_offset": offset.cpu().numpy(), "delta_r2": more.cpu().numpy()}
 
@@ -46,5 +46,6 @@ class Toeplitz(Meter):
         key = seen.rows[:, None] - torch.tensor(self.plan.offsets, device=seen.rows.device)
         there = (key >= 0) & seen.visible.gather(1, key.clamp(min=0))
         index = key.clamp(min=0).expand(*seen.logits.shape[:2], -1, -1)
-        sums = (seen.logits.gather(-1, index) * there).sum(2, dtype=torch.float64)
-        return {"diagonal": (sums / there.sum(0)).cpu().numpy()}
+        count = there * seen.weights[:, None]
+        sums = (seen.logits.gather(-1, index) * count).sum(2, dtype=torch.float64)
+        return {"diagonal": (sums / count.sum(0)).cpu().numpy()}

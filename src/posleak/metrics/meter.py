@@ -71,6 +71,7 @@ class Meters:
     meters: Sequence[Meter]
     origin: int
     seen: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    depths: list[int] = field(default_factory=list)
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
@@ -88,6 +89,7 @@ class Meters:
 
     def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
         with stage("metrics"):
+            self.depths.append(depth)
             self._keep(meter.depth(depth, x) for meter in self.meters)
 
     def _keep(self, found: Iterable[Arrays]) -> None:
@@ -111,8 +113,11 @@ class Meters:
 
     def collect(self) -> Arrays:
         """What was seen since the last call of this method: layers or depths as the second axis, and NaN for the heads
-        that a layer has fewer than the widest."""
-        seen, self.seen = self.seen, {}
+        that a layer has fewer than the widest. Depths of which some were not shown are left out: no one could tell
+        which is which."""
+        seen, depths, self.seen, self.depths = self.seen, self.depths, {}, []
+        if depths != list(range(len(depths))):
+            seen = {name: each for name, each in seen.items() if self.axes[name][0] != DEPTH}
         return {name: stacked(each, self.axes[name]) for name, each in seen.items()}
 
 

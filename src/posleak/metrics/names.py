@@ -31,7 +31,7 @@ OWN: dict[str, type[Meter]] = {}
 
 
 def register(meter: type[Meter]) -> None:
-    """Let `--metrics NAME` use this meter. It is made without arguments."""
+    """Let `--metrics NAME` use this meter. Its classmethod `of(plan)` makes it."""
     if meter.name in (*HOMES, *BESIDE, ALL, NONE):
         raise InputError("posleak has metrics of this name", where=meter.__module__, got=meter.name,
                          remedy="choose another name")  # fmt: skip
@@ -57,7 +57,7 @@ def make_meters(names: Iterable[str], plan: Plan) -> list[Meter]:
     made = []
     for name in names:
         if name in OWN:
-            made.append(OWN[name]())
+            made.append(OWN[name].of(plan))
         elif name in HOMES:
             module, _, kind = HOMES[name].partition(".")
             made.append(getattr(import_module(f"posleak.metrics.{module}"), kind).of(plan))

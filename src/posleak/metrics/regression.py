@@ -18,10 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Design:
-    """Moments of offset and query position over the visible pairs, about their means."""
+    """Moments of offset and query position over the visible pairs, about their means. `weights`: how many queries each
+    row stands for."""
 
     visible: Bool[Tensor, "P T"]
     query: Float64[Tensor, "P"]
+    weights: Float64[Tensor, "P"]
     count: float
     mean_offset: float
     mean_query: float
@@ -30,16 +32,19 @@ class Design:
     query_query: float
 
     @classmethod
-    def of(cls, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"]) -> Design:
+    def of(
+        cls, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"], weights: Int[Tensor, "P"] | None = None
+    ) -> Design:
         i = rows.double()
+        weight = torch.ones_like(i) if weights is None else weights.double()
         j = torch.arange(visible.shape[1], device=visible.device).double()
-        seen = visible.double()
+        seen = visible.double() * weight[:, None]
         count = float(seen.sum())
         offset = i[:, None] - j
         mean_offset, mean_query = float((seen * offset).sum() / count), float((seen.sum(1) * i).sum() / count)
         d, q = offset - mean_offset, i[:, None] - mean_query
         return cls(
-            visible, i, count, mean_offset, mean_query,
+            visible, i, weight, count, mean_offset, mean_query,
             float((seen * d * d).sum()), float((seen * d * q).sum()), float((seen * q * q).sum()),
         )  # fmt: skip
 
@@ -53,11 +58,12 @@ def explained(
     near = logits[:, :, -1, last].mean(-1)
     s = (logits - near[..., None, None]).mul_(design.visible.to(logits.dtype))
     key = torch.arange(s.shape[-1], device=s.device, dtype=s.dtype)
-    sums = (s @ torch.stack([torch.ones_like(key), key], dim=-1)).double()  # [B, H, P, 2]
+    sums = (s @ torch.stack([torch.ones_like(key), key], dim=-1)).double() * design.weights[:, None]  # [B, H, P, 2]
     total, with_query = sums[..., 0].sum(-1), (sums[..., 0] * design.query).sum(-1)
     with_offset = with_query - sums[..., 1].sum(-1)
     with_query, with_offset = with_query - design.mean_query * total, with_offset - design.mean_offset * total
-    power = torch.linalg.vector_norm(s, dim=(-1, -2)).double().square() - total**2 / design.count
+    squares = torch.linalg.vector_norm(s, dim=-1).double().square() @ design.weights
+    power = squares - total**2 / design.count
     power = torch.where(power > 0, power, torch.nan)
     left = design.query_query - design.offset_query**2 / design.offset_offset
     partial = with_query - design.offset_query / design.offset_offset * with_offset

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.leakage import Estimate
+from posleak.axes import LAYER, PROMPT
+from posleak.leakage import FEWEST, Estimate, Jackknife
 from posleak.metrics.agreement import LEAKAGE, Agreement, Family, Sees, agreement, sees
 from posleak.metrics.catalogue import BY_ID, Level, Looks
 from posleak.metrics.table import FrameVerdict, Metrics, Row
@@ -18,8 +19,8 @@ from posleak.trace import SOURCES, Trace
 
 Values = NDArray[np.float64]
 
-BY_LAW = ("sink_rate_repeated", "first_repeated")
-"""Metrics that are the same in every head by law, where positions are relative: there is nothing to rank."""
+TWICE = ("sink_rate_repeated",)
+"""Metrics that are made of another one's array: heads are ranked by it once."""
 
 STATES = ("largest_times", "spectrum_entropy", "probe_error")
 """Metrics of depths that are ranked over layers: each layer with the states that it reads."""
@@ -63,26 +64,51 @@ class Neighbours:
 def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
     """How metrics rank heads, and layers, beside the leakage and its parts; with a trace also beside its sources.
 
+    Metrics are of every second prompt, the leakage is of the others, and both the other way round; nothing is found
+    with fewer than four prompts.
+
     run         measured with metrics; without, nothing is found
     trace       where its leakage comes from, or None
     """
-    if run.metrics is None:
+    if run.metrics is None or run.prompts < FEWEST:
         return {}
-    powers = {"heads": run.summary.heads["all"].power, "layers": run.summary.layers["all"].power}
-    sources = {} if trace is None else {"heads": trace.heads["all"].power, "layers": trace.layers["all"].power}
-    metrics = {"heads": _of_heads(run.metrics), "layers": _of_layers(run.metrics, run.summary.numbers)}
+    halves = [_every_second(run, trace, first) for first in (0, 1)]
     found = {}
     for over in OVER:
-        both = powers[over] | {name: sources[over][name] for name in SOURCES if over in sources}
-        leakage = {name: _values(both[name]) for name in LEAKAGE if name in both}
-        ranked = _defined(metrics[over], leakage["total"])
-        if ranked:
-            found[over] = agreement(ranked, leakage, over)
+        metrics, leakage = ([half[kind][over] for half in halves] for kind in ("metrics", "leakage"))
+        there = [_defined(each, powers["total"]) for each, powers in zip(metrics, leakage, strict=True)]
+        both = [name for name in there[0] if name in there[1]]
+        if both:
+            found[over] = agreement([{name: half[name] for name in both} for half in metrics], leakage, over)
     return found
 
 
+def _every_second(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, dict[str, Values]]]:
+    """Metrics and powers, by heads and by layers, of every second prompt."""
+    some = Run(run.record, run.data.isel({PROMPT: slice(first, None, 2)}))
+    prompts = Jackknife(some.prompts)
+    products = dict(some.products["all"].own)
+    if trace is not None:
+        traced = Trace(some, Run(trace.borrowed.record, trace.borrowed.data.isel({PROMPT: slice(first, None, 2)})))
+        products |= {name: traced.products["all"].own[name] for name in SOURCES}
+    powers = {name: products[name] for name in LEAKAGE if name in products}
+    metrics = some.metrics
+    if metrics is None:
+        raise AssertionError("a run with metrics has them for every prompt")
+    return {
+        "metrics": {
+            "heads": _of_heads(metrics),
+            "layers": _of_layers(metrics, tuple(some.data[LAYER].values.tolist())),
+        },
+        "leakage": {
+            "heads": {name: prompts.inner(sums).value for name, sums in powers.items()},
+            "layers": {name: prompts.inner(np.nanmean(sums, axis=1)).value for name, sums in powers.items()},
+        },
+    }
+
+
 def _of_heads(found: Metrics) -> dict[str, Values]:
-    return {name: _values(cell) for name, cell in found.heads.items() if name not in BY_LAW}
+    return {name: _values(cell) for name, cell in found.heads.items() if name not in TWICE}
 
 
 def _of_layers(found: Metrics, numbers: tuple[int, ...]) -> dict[str, Values]:

@@ -10,7 +10,7 @@ Prompts are few and short, for these metrics hold at 64 tokens by their definiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from posleak.axes import HEAD, LAYER, SAMPLE
 from posleak.edits import NamedEdit, parse_edits
-from posleak.errors import PosleakError
+from posleak.errors import PosleakError, UnsupportedError
 from posleak.inputs import Prompts, TextCrops, prepare
 from posleak.metrics.glimpse import START, start_attention
 from posleak.metrics.meter import stacked
 from posleak.models import Subject
 from posleak.probe import Call, attach, takes_positions
+from posleak.show.failures import is_of_the_model
 from posleak.stopwatch import stage
+from posleak.text import one_line
 
 from .spec import MeasureSpec
 
@@ -37,6 +39,8 @@ NATURAL, REPEATED, SHIFTED = 8, 4, 8
 
 SHIFTED_TOKENS = 32
 """Tokens of each prompt that is shifted."""
+
+Make = Callable[[], NDArray[np.float64]]
 
 SHIFT = 512
 """By how many positions all are moved."""
@@ -65,45 +69,57 @@ class Beside:
 
     @classmethod
     def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> Beside:
-        arrays, notes = dict[str, NDArray[np.float64]](), list[str]()
-        tokens, edits, ids = min(START, spec.length), spec.parsed_edits, base.batch(range(min(SHIFTED, spec.prompts)))
+        """What cannot be read on this model costs nothing else: its prompts are measured already."""
+        arrays, notes = dict[str, xr.Variable](), list[str]()
         with stage("metrics beside"):
-            if "inputs" in spec.metrics:
+            for name, what, make in wanted(subject, spec, base):
                 try:
-                    text = prepare(subject, PROSE, bos=base.policy, length=tokens, seed=spec.seed)
-                    crops = text.batch(range(min(NATURAL, spec.prompts)))
-                    arrays["sink_natural"] = first_attention(subject, crops, edits)
-                except PosleakError as error:
-                    notes.append(f"the sink rate on natural text is left out: {error.what}")
-                arrays["sink_repeated"] = first_attention(subject, ids[:REPEATED, -1:].repeat(tokens, 1), edits)
-            if "shift" in spec.metrics:
-                if (why := _unshiftable(subject, spec, tokens)) is not None:
-                    notes.append(f"the effect of shifted positions is left out: {why}")
-                else:
-                    starts = ids[:, :SHIFTED_TOKENS]
-                    arrays["shift_own"] = shifted(subject, starts, spec.edits)
-                    try:
-                        arrays["shift_bfloat16"] = shifted(subject, starts, [*spec.edits, "dtype=bfloat16"])
-                    except RuntimeError as error:  # some layers compute in float32, whatever their weights are
-                        notes.append(
-                            f"shifted positions in bfloat16 are left out: the model breaks down there ({error})"
-                        )
-        return cls(
-            {name: xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), found) for name, found in arrays.items()},
-            tuple(notes),
-        )
+                    arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), make())
+                except Exception as error:
+                    if not is_of_the_model(error):
+                        raise
+                    said = (
+                        error.what if isinstance(error, PosleakError) else f"the model breaks down ({one_line(error)})"
+                    )
+                    notes.append(f"{what} is left out: {said}")
+        return cls(arrays, tuple(notes))
 
 
-def _unshiftable(subject: Subject, spec: MeasureSpec, tokens: int) -> str | None:
+def wanted(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Make]]:
+    """(array, what it is in words, how it is made) of everything that was asked for."""
+    tokens, edits = min(START, spec.length), spec.parsed_edits
+    ids = base.batch(range(min(SHIFTED, spec.prompts)))
+
+    def natural() -> NDArray[np.float64]:
+        text = prepare(subject, PROSE, bos=base.policy, length=tokens, seed=spec.seed)
+        return first_attention(subject, text.batch(range(min(NATURAL, spec.prompts))), edits)
+
+    def moved(*more: str) -> NDArray[np.float64]:
+        require_shiftable(subject, spec)
+        return shifted(subject, ids[:, :SHIFTED_TOKENS], [*spec.edits, *more])
+
+    if "inputs" in spec.metrics:
+        repeated = ids[:REPEATED, -1:].repeat(tokens, 1)
+        yield "sink_natural", "the sink rate on natural text", natural
+        yield "sink_repeated", "the sink rate on repeated tokens", lambda: first_attention(subject, repeated, edits)
+    if "shift" in spec.metrics:
+        yield "shift_own", "the effect of shifted positions", moved
+        yield "shift_bfloat16", "the effect of shifted positions in bfloat16", lambda: moved("dtype=bfloat16")
+
+
+def require_shiftable(subject: Subject, spec: MeasureSpec) -> None:
+    """Refuse a model whose positions cannot be moved."""
+    why = None
     if not takes_positions(subject.model):
-        return "the model takes no position ids"
-    if not subject.identity.rotary:
-        return "the model does not rotate queries and keys by position"
-    if any(edit.placing for edit in spec.parsed_edits):
-        return "an edit changes positions or the dtype itself"
-    if subject.context is not None and subject.context < tokens + SHIFT:
-        return f"the model has only {subject.context} positions"
-    return None
+        why = "the model takes no position ids"
+    elif not subject.identity.rotary:
+        why = "the model does not rotate queries and keys by position"
+    elif any(edit.placing for edit in spec.parsed_edits):
+        why = "an edit changes positions or the dtype itself"
+    elif subject.context is not None and subject.context < SHIFTED_TOKENS + SHIFT:
+        why = f"the model has only {subject.context} positions"
+    if why is not None:
+        raise UnsupportedError(why, where=subject.identity.name)
 
 
 def first_attention(

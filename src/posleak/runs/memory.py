@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
 from posleak.leakage.power import NEIGHBOURS
-from posleak.metrics.glimpse import NODES
+from posleak.metrics.glimpse import ROWS as LOOKED_AT
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
@@ -43,6 +43,9 @@ EXPLICIT = 3
 
 GLIMPSES = 5
 """Copies of the rows that meters look at: logits, masked, attention, and two in between."""
+
+GRAPHS = 6
+"""Copies, in float64, of attention averaged over heads, while graphs are made of it."""
 
 MOVED = 6
 """Copies, in float64, of the logits of moved keys."""
@@ -124,10 +127,10 @@ def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int
 
 
 def glimpse_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """The rows of one layer that meters look at, at most NODES of them."""
-    rows = min(NODES, length)
+    """The rows of one layer that meters look at, at most LOOKED_AT of them."""
+    rows = min(LOOKED_AT, length)
     attention = prompts * subject.identity.heads * rows * length * max(4, item) * GLIMPSES
-    return attention + prompts * rows * (length + 4 * rows) * 8
+    return attention + prompts * rows * length * 8 * GRAPHS
 
 
 def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
