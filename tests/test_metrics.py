@@ -19,7 +19,7 @@ from posleak.errors import InputError
 from posleak.metrics import Meter, graphs, parse_metrics, register, spectra
 from posleak.metrics.agreement import agreement, sees
 from posleak.metrics.catalogue import CATALOGUE
-from posleak.metrics.glimpse import ROWS, Glimpse, sampling
+from posleak.metrics.glimpse import ROWS, WHOLE, Glimpse, sampling
 from posleak.metrics.names import BESIDE, HOMES, OWN
 from posleak.metrics.regression import Design, explained
 from posleak.metrics.stream import projection
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 pytestmark = pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")  # tiny models have no tokenizer
 
-WHOLE, LONG = 64, 401
+SHORT, LONG = 64, 301
 """Prompts whose attention is looked at whole, and longer ones, of which some rows are."""
 
 KINDS = ("llama", "gemma2", "gpt_neox", "gpt_oss")
@@ -99,7 +99,7 @@ def _ids(subject: Subject, length: int, prompt: int) -> Array:
     return prepare(subject, "random", length=length, seed=0).ids(prompt)
 
 
-@pytest.fixture(scope="module", params=[(family, length) for family in KINDS for length in (WHOLE, LONG)],
+@pytest.fixture(scope="module", params=[(family, length) for family in KINDS for length in (SHORT, LONG)],
                 ids=lambda given: f"{given[0]}, {given[1]} tokens")  # fmt: skip
 def found(request: pytest.FixtureRequest) -> Known:
     family, length = request.param
@@ -107,10 +107,10 @@ def found(request: pytest.FixtureRequest) -> Known:
 
 
 def rows_of(length: int) -> Array:
-    """Which rows are looked at, worked out here again: all, or the first 32 and the last of each of 224 groups."""
+    """Which rows are looked at, worked out here again: all, or the first 32 and the last of each of 96 groups."""
     if length <= 256:
         return np.arange(length)
-    starts = [*range(32), *np.rint(np.linspace(32, length, 225)).astype(int)[:-1].tolist()]
+    starts = [*range(32), *np.rint(np.linspace(32, length, 97)).astype(int)[:-1].tolist()]
     return np.array([after - 1 for after in [*starts[1:], length]])
 
 
@@ -121,14 +121,14 @@ def weights_of(length: int) -> Array:
 
 
 def test_rows_stand_for_groups_that_cover_the_prompt() -> None:
-    for length in (33, ROWS, ROWS + 1, LONG, 512, 4097):
+    for length in (33, WHOLE, WHOLE + 1, LONG, 512, 4097):
         found = sampling(length)
         assert (found.rows == rows_of(length)).all()
         assert (found.weights == weights_of(length)).all()
         assert found.rows[-1] == length - 1
         assert found.weights.min() >= 1
         assert found.weights.sum() == length
-        assert len(found.rows) == min(length, ROWS)
+        assert len(found.rows) == (length if length <= WHOLE else ROWS)
         line = torch.from_numpy(found.rows).double()
         assert torch.allclose(found.spread(line), torch.arange(length).double())
 
@@ -155,7 +155,7 @@ def test_the_rollout_is_a_product_of_matrices(found: Known) -> None:
     for layer, a in enumerate(found.attention):
         mean = a.mean(1)
         product = mean / mean.sum(-1, keepdims=True) @ product
-        near = 1e-4 if found.ids.shape[1] == WHOLE else 0.5
+        near = 1e-4 if found.ids.shape[1] == SHORT else 0.5
         np.testing.assert_allclose(found.data["rollout"][:, layer], product[:, 1:, 0].mean(-1), rtol=near)
 
 
@@ -215,7 +215,7 @@ def test_some_rows_give_nearly_the_frames_of_all() -> None:
     found = known("llama", LONG)
     for layer, a in enumerate(found.attention):
         mean = a.mean(1)
-        np.testing.assert_allclose(found.data["concentration"][:, layer], graphs.concentration(mean), atol=0.06)
+        np.testing.assert_allclose(found.data["concentration"][:, layer], graphs.concentration(mean), atol=0.08)
         np.testing.assert_allclose(found.data["kl_reduction"][:, layer], graphs.kl_reduction(mean), atol=0.05)
         np.testing.assert_allclose(found.data["star"][:, layer, 2:], graphs.star(mean)[:, 2:], atol=0.08)
 

@@ -83,9 +83,9 @@ class Frames(Meter):
         mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
         visible = seen.call.visibility.kept("seen by rows", lambda: seen.visible.cpu().numpy())
         first = start_attention(seen.call, CONNECTED).mean(1).double().cpu().numpy()
-        frame = graphs.frame(mean, visible, rows)
+        frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
         return {
-            "star": graphs.star(mean, rows), "centralisation": graphs.centralisation(mean, rows),
+            "star": graphs.star_of(degrees), "centralisation": graphs.centralisation_of(degrees),
             "fiedler": graphs.fiedler(first), "concentration": graphs.concentration(mean, rows=rows),
             "reference_tokens": graphs.reference_tokens(mean, rows).astype(np.float64),
             "kl_reduction": graphs.kl_reduction(mean, visible, rows),

@@ -1,10 +1,10 @@
 """What all meters look at: some rows of one attention call, computed once for all of them.
 
-Up to ROWS tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
+Up to WHOLE tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
 positions stay alone, for that is where sinks are and where attention changes fastest; those after them fall into groups
 of nearly equal size, ROWS in all. The last position of each group is the row that is looked at, and in means over
 queries it counts for its whole group. Keys are never grouped: a row has all of them. So the cost grows with the length
-of the prompt, not with its square, and no N × N matrix is made of more than ROWS tokens.
+of the prompt, not with its square, and no N × N matrix is made of more than WHOLE tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from posleak.probe import Call
 
 from .spectra import SHORTEST_PROFILE
 
-ROWS = 256
-"""Tokens up to which attention is made whole; beyond, this many rows stand for all."""
+WHOLE, ROWS = 256, 128
+"""Tokens up to which attention is made whole; and how many rows stand for all in longer prompts."""
 
 ALONE = 32
 """First positions that are not put into groups."""
@@ -40,7 +40,7 @@ class Sampling:
     @cached_property
     def rows(self) -> Int64[np.ndarray, "P"]:
         """The last position of each group, increasing."""
-        if self.length <= ROWS:
+        if self.length <= WHOLE:
             return np.arange(self.length)
         later = np.rint(np.linspace(ALONE, self.length, ROWS - ALONE + 1)).astype(np.int64)[1:]
         return np.concatenate([np.arange(ALONE), later - 1])

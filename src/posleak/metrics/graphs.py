@@ -69,7 +69,12 @@ def star(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.
 
     It is 1 if all other tokens point to one key, whatever else they point to.
     """
-    return np.asarray(in_degrees(A, rows).max(-1) / (_tokens(A) - 1))
+    return star_of(in_degrees(A, rows))
+
+
+def star_of(degrees: Int64[np.ndarray, "*cells τ n"]) -> Float64[np.ndarray, "*cells τ"]:
+    """The same from in-degrees."""
+    return np.asarray(degrees.max(-1) / (degrees.shape[-1] - 1))
 
 
 def centralisation(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells τ"]:
@@ -80,8 +85,12 @@ def centralisation(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> F
     undirected graph it would be (n − 1)(n − 2), because there the outer nodes have an edge each.) So 1 is a star and
     nothing else, and 0 means that all keys have equally many edges.
     """
-    found = in_degrees(A, rows)
-    return np.asarray((found.max(-1, keepdims=True) - found).sum(-1) / (_tokens(A) - 1) ** 2)
+    return centralisation_of(in_degrees(A, rows))
+
+
+def centralisation_of(degrees: Int64[np.ndarray, "*cells τ n"]) -> Float64[np.ndarray, "*cells τ"]:
+    """The same from in-degrees."""
+    return np.asarray((degrees.max(-1, keepdims=True) - degrees).sum(-1) / (degrees.shape[-1] - 1) ** 2)
 
 
 def fiedler(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells"]:

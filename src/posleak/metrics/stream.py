@@ -58,7 +58,7 @@ class Valley(Meter):
     }  # fmt: skip
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
-        norms = x.double().norm(dim=-1)
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).double()
         found = {"spectrum_entropy": spectrum_entropy(x[:, :VALLEY]), "norm_0": norms[:, 0]}
         found["norm_body"] = norms[:, 1:].median(1).values
         return {name: value.cpu().numpy() for name, value in found.items()}

@@ -34,7 +34,7 @@ from posleak.text import one_line
 
 from .spec import MeasureSpec
 
-NATURAL, REPEATED, SHIFTED = 8, 4, 8
+NATURAL, REPEATED, SHIFTED = 8, 4, 6
 """Prompts of each kind, or as many as the measurement has, if those are fewer. Repeated ones hardly differ."""
 
 SHIFTED_TOKENS = 32
@@ -45,7 +45,7 @@ Make = Callable[[], NDArray[np.float64]]
 SHIFT = 512
 """By how many positions all are moved."""
 
-PROSE = TextCrops("stdlib", most=300_000)
+PROSE = TextCrops("stdlib", most=100_000)
 """English that every Python has."""
 
 

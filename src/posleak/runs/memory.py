@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
 from posleak.leakage.power import NEIGHBOURS
-from posleak.metrics.glimpse import ROWS as LOOKED_AT
+from posleak.metrics.glimpse import WHOLE
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
 from posleak.probe.kernel import BLOCK
@@ -127,8 +127,8 @@ def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int
 
 
 def glimpse_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """The rows of one layer that meters look at, at most LOOKED_AT of them."""
-    rows = min(LOOKED_AT, length)
+    """The rows of one layer that meters look at, at most WHOLE of them."""
+    rows = min(WHOLE, length)
     attention = prompts * subject.identity.heads * rows * length * max(4, item) * GLIMPSES
     return attention + prompts * rows * length * 8 * GRAPHS
 
