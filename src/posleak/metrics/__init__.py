@@ -1,4 +1,4 @@
-"""Stage 6, the neighbours' measurements: what others measure of attention and states, on the same passes.
+"""Beside stage 5, the neighbours' measurements: what others measure of attention and states, on the same passes.
 
 names       what `--metrics` takes, and where a meter of your own is registered
 glimpse     the rows of attention that all meters look at, computed once

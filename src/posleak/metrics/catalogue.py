@@ -127,6 +127,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         id="first_repeated",
         title="Attention to position 0, one token repeated",
+        short="One token repeated to 0",
         meter="inputs",
         source=GU,
         definition=(
