@@ -86,8 +86,8 @@ def test_a_page_is_read_as_it_was_written() -> None:
         Row("b", "B", NOT_BUILT, why="no timm"),
         Row("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
     ]
-    tried = Tried("a", {"measure": WORKS, "trace": "a reason | long enough", "origin": WORKS, "claims": "3 of 9",
-                        "doctor": "by design"})  # fmt: skip
+    tried = Tried("a", {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "origin": WORKS,
+                        "claims": "3 of 9", "doctor": "by design"})  # fmt: skip
     rows[0] = replace(rows[0], tried=tried)
     assert read_section(page(rows)) == {"a": tried}
     found = read_page(page(rows))
