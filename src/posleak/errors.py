@@ -80,6 +80,10 @@ class StorageError(PosleakError):
     """A file cannot be written, or somebody else is writing it."""
 
 
+class BusyError(StorageError):
+    """Another process or thread is writing there."""
+
+
 class PosleakWarning(UserWarning):
     """Something the user should know about numbers that are still correct."""
 

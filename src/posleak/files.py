@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from posleak.errors import PosleakError, RunError, StorageError
+from posleak.errors import BusyError, PosleakError, RunError, StorageError
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
@@ -295,7 +295,7 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise StorageError(
+        raise BusyError(
             "somebody else is writing here", where=str(path.parent), got=_owner(place),
             remedy="wait until it is finished and start again, or choose another place with --out",
         ) from None  # fmt: skip

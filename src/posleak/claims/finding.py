@@ -115,8 +115,11 @@ class Finding:
     def verdict(self) -> Verdict:
         if self.reason is not None:
             return Verdict.NOT_APPLICABLE
-        if self.too_few:
-            return Verdict.INCONCLUSIVE
+        return Verdict.INCONCLUSIVE if self.too_few else self.by_interval
+
+    @property
+    def by_interval(self) -> Verdict:
+        """What the interval alone says, however few it is made of."""
         above, below = self.low > self.no_effect, self.high < self.no_effect
         if not (above or below):
             return Verdict.INCONCLUSIVE

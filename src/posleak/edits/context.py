@@ -2,8 +2,9 @@
 
 The model reads [donor of N + 64 tokens] [prompt of N tokens], position ids in order. The donor's queries see the donor
 only, and the prompt's position 0 sees itself only. Every later query of the prompt sees its nearest N keys: its own,
-position 0, and as many of the donor's last ones as it lacks. A layer's own window applies on top. In layers out of
-scope the prompt sees itself only.
+position 0, and as many of the donor's last ones as it lacks. A layer's own window applies on top; where it always
+shows the first token, that is the prompt's position 0, and the window is filled up without it. In layers out of scope
+the prompt sees itself only.
 
 Rows are taken without the lent keys, so that they split into mask, drift and sink; what the lent keys take away from
 the total is kept beside them as `lent`.
@@ -50,8 +51,9 @@ class Borrow(ScopedEdit):
 
     def edit(self, call: Call) -> Call:
         length, lends = (call.query.shape[2] - UNLENT) // 2, bool(self.scope.heads(call).any())
-        call.visibility.kept(("same after a donor", length), lambda: require_same_sight(call.visibility, length))
-        rule = borrowed(call.visibility.rule, length, lends)
+        seen = call.visibility
+        seen.kept(("same after a donor", length), lambda: require_same_sight(seen, length))
+        rule = borrowed(seen.rule, length, lends, seen.kept("keeps first", lambda: keeps_first(seen)))
         return replace(call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + UNLENT)
 
     def touched_heads(self, before: Call, after: Call) -> int:
@@ -60,12 +62,14 @@ class Borrow(ScopedEdit):
 
 
 def require_same_sight(seen: Visibility, length: int) -> None:
-    """Refuse a layer in which a prompt sees other keys of its own after a donor: chunks are counted from the start."""
+    """Refuse a layer in which a prompt sees other keys of its own after a donor: chunks are counted from the start.
+
+    Position 0 is no such key: a layer may show it to every query, and is then made to show the prompt's."""
     import torch
 
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
-    moved = seen.rows(rows + length + UNLENT, slice(length + UNLENT, None))
-    if not torch.equal(moved, seen.rows(rows, slice(0, length))):
+    moved = seen.rows(rows + length + UNLENT, slice(length + UNLENT + 1, None))
+    if not torch.equal(moved, seen.rows(rows, slice(1, length))):
         raise UnsupportedError(
             "a borrowed context is not defined here: attention is cut into chunks that are counted from the first "
             "token, so that a document before the prompt moves them",
@@ -73,15 +77,31 @@ def require_same_sight(seen: Visibility, length: int) -> None:
         )  # fmt: skip
 
 
-def borrowed(rule: Rule, length: int, lends: bool = True) -> Rule:
+def keeps_first(seen: Visibility) -> bool:
+    """Does the layer show position 0 to the last query, which does not see the key behind it?"""
+    import torch
+
+    first, second = seen.rows(torch.tensor([seen.shape[2] - 1]), slice(0, 2))[0, 0, 0].tolist()
+    return bool(first and not second)
+
+
+def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) -> Rule:
     """Another rule, narrowed: a donor of length + 64 keys among itself, then a prompt that sees the nearest `length`
-    keys, or itself only if nothing is lent."""
+    keys, or itself only if nothing is lent.
+
+    kept: the rule shows position 0 to every query. Then the prompt's is shown, and a window has room for one lent key
+    more, since position 0 is not one of those that it is filled with.
+    """
     import torch
 
     start = length + UNLENT
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own: Tensor = rule(batch, head, query, key)
+        if kept:
+            lent = (query >= start) & (key < start) & (key > 0) & rule(batch, head, query, (key + 1).clamp(max=start))
+            first = (query >= start) & (key == start) & rule(batch, head, query - start, key - start)
+            own = torch.where(query < start, own, lent | first | ((key > start) & own))
         near = key > query - length if lends else key >= start
         return own & ((query < start) | torch.where(query == start, key == start, near))
 

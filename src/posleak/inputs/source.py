@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
+from posleak.inputs.backcopy import Backcopy
 from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body
 from posleak.inputs.corpus import require_text
 from posleak.inputs.crops import CropBody, crop_body
@@ -156,3 +157,4 @@ def _crops(argument: str) -> TextCrops:
 register(Kind("random", ("random",), lambda argument: RandomTokens()))
 register(Kind("constant", ("constant", "constant:ID"), _constant))
 register(Kind("text", ("text:PATH", "text:stdlib"), _crops))
+register(Kind("backcopy", ("backcopy",), lambda argument: Backcopy()))

@@ -18,7 +18,9 @@
     convert     GGUF -> safetensors folder, once, verified
     wheels      package-registry wheels -> one joined GGUF file, hashed on the way
     builtin     the models that need nothing but a package registry
+    shipped     models of the zoo that come with posleak
     sources     a name -> a folder
+    siblings    two relatives of Llama that transformers has no class for
     steps       a folder of checkpoints -> their folders, in the order of training
     loading     `load`
     given       what may stand in the place of a subject

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, did_you_mean
 from posleak.models import cache as caching
-from posleak.models import manifest
+from posleak.models import manifest, shipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,8 +126,14 @@ def _folder(chosen: Builtin, cache: str | os.PathLike[str] | None) -> Path:
 
 
 def listing(cache: str | os.PathLike[str] | None = None) -> list[Listed]:
-    """Every built-in model, and whether it is in the cache."""
-    return [_listed(item, cached(item, cache)) for item in BUILTIN.values()]
+    """Every built-in model, and whether it is in the cache; then those that are shipped, which always are."""
+    return [*(_listed(item, cached(item, cache)) for item in BUILTIN.values()), *map(_shipped, shipped.names())]
+
+
+def _shipped(name: str) -> Listed:
+    folder = shipped.folder(name)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
+    return Listed(name, shipped.about(name), (), max(1, round(size)), shipped.LICENCE, True, str(folder))
 
 
 def _listed(item: Builtin, path: Path | None) -> Listed:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+SIBLING = "posleak_llama"
+"""The architecture of siblings.py, which transformers does not have."""
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Where the weights came from: the part of an identity that the model object itself does not know."""
@@ -109,7 +113,9 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         width=_largest(text, "hidden_size"),
         vocab=int(text.vocab_size),
         context=_context(text),
-        rotary=_plain(getattr(text, "rope_parameters", None) or {}),
+        rotary={}
+        if getattr(text, "learned_positions", False)
+        else _plain(getattr(text, "rope_parameters", None) or {}),
         windows=windows(text),
         layer_types=_layer_types(text),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -140,7 +146,7 @@ def config_sha256(config: PreTrainedConfig) -> str:
 def windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     """Per layer: how many keys a query may see, None for all of them."""
     types = _layer_types(text)
-    span = getattr(text, "sliding_window", None)
+    span = getattr(text, "sliding_window", None) or getattr(text, "kept_window", None)
     if getattr(text, "use_sliding_window", True) is False:
         span = None
     if types is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from posleak.errors import ModelError, did_you_mean
 from posleak.models import bounds, pretrained, trust
 from posleak.models.border import FETCH_AGAIN, border
+from posleak.models.identity import SIBLING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -58,6 +59,10 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
     kind = str(raw.get("model_type"))
+    if kind == SIBLING:
+        from posleak.models import siblings  # noqa: F401  makes them known to transformers
+
+        return
     if kind in causal:
         return
     remote = "AutoModelForCausalLM" in (raw.get("auto_map") or {})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean
-from posleak.models import builtin, manifest, refusals
+from posleak.models import builtin, manifest, refusals, shipped
 from posleak.models import cache as caching
 from posleak.models.border import border, spelled
 from posleak.models.manifest import Manifest
@@ -65,7 +65,9 @@ class Wish:
 
 
 def at_hand(name: str, cache: Path) -> Located | None:
-    """A converted model that is in the cache under this name, found without asking anybody; else None."""
+    """A shipped model, or a converted one in the cache, of this name, found without asking anybody; else None."""
+    if name in shipped.names():
+        return Located(shipped.folder(name), shipped.SOURCE, licence=shipped.LICENCE)
     if name not in builtin.BUILTIN:
         return None
     folder = builtin.cached(name, cache)
@@ -109,7 +111,12 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _nearest(name: str) -> str:
-    return "for a built-in model, " + did_you_mean(name[:200], builtin.BUILTIN)
+    return "for a built-in model, " + did_you_mean(name[:200], known())
+
+
+def known() -> list[str]:
+    """Names of models that need no hub: built-in ones, and those that are shipped."""
+    return [*builtin.BUILTIN, *shipped.names()]
 
 
 def _converted(folder: Path) -> Located:
@@ -174,7 +181,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             where=name if revision is None else f"{name} at {revision}",
             got=one_line(error),
             expected=f"a built-in name ({', '.join(builtin.BUILTIN)}), a folder, a .gguf file or a hub id",
-            remedy=f"check the spelling ({did_you_mean(name[:200], builtin.BUILTIN)}), the connection to the hub, "
+            remedy=f"check the spelling ({did_you_mean(name[:200], known())}), the connection to the hub, "
             "HF_HUB_OFFLINE and HF_HUB_CACHE, and the access token (HF_TOKEN) of a gated model",
         ) from error
 

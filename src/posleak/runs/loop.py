@@ -98,31 +98,43 @@ def placements_of(
     """
     with stage("constant token"), exclusive(model):
         tokens, start = torch.from_numpy(ids[:1]).to(model.device), ids.shape[1] - plan.length
+        if not start:
+            return read_placements(model, tokens, plan, edits)
+        alone = read_placements(model, tokens[:, start:], plan, edits)
+        _require_free(model, alone)  # a table of positions may have none for a document before the prompt
+        require_closed(model)
         found = read_placements(model, tokens, plan, edits, start)
-        if start:
-            require_closed(model)
-            plain = read_placements(model, tokens[:, start:], plan, edits)
-            _require_alike(model, plan, found, plain)
+        _require_alike(model, plan, found, alone)
     return found
 
 
+def _require_free(model: PreTrainedModel, found: list[Placement]) -> None:
+    """Refuse a model in which a place does more than turn queries and keys."""
+    why = next((place.stays for place in found if place.stays is not None), None)
+    if any(place.temperature is not None for place in found):
+        why = "it scales its queries by absolute position"
+    if why is not None:
+        raise _not_defined(model, why)
+
+
+def _not_defined(model: PreTrainedModel, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"a borrowed context is not defined for this model: {why}", where=type(model).__name__, remedy=INSTEAD
+    )
+
+
 def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], alone: list[Placement]) -> None:
-    """Refuse a model in which another place does more than turn queries and keys: not only the context would differ."""
+    """Refuse a model in which a later place is another sort of place: not only the context would differ."""
     turns = [
         float((more - more[:1]).sin().abs().max())
         for a, b in zip(after, alone, strict=True)
         if a.rotation is not None and b.rotation is not None and len(a.rotation.first) == len(b.rotation.first) > 0
         for more in [a.rotation.angles - b.rotation.angles]
     ]
-    why = next((place.stays for place in alone if place.stays is not None), None)
-    if any(place.temperature is not None for place in (*after, *alone)):
-        why = "it scales its queries by absolute position"
-    elif max(turns, default=0.0) > 3 * Places.of(plan).bound(model.dtype):  # at up to three times the positions
-        why = "its rotation changes with the length of what it reads"
-    if why is not None:
-        raise UnsupportedError(
-            f"a borrowed context is not defined for this model: {why}", where=type(model).__name__, remedy=INSTEAD
-        )
+    if any(place.temperature is not None for place in after):
+        raise _not_defined(model, "it scales its queries by absolute position")
+    if max(turns, default=0.0) > 3 * Places.of(plan).bound(model.dtype):  # at up to three times the positions
+        raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
 def observed_chunks(

@@ -70,8 +70,8 @@ def measure(
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
     subject     a Subject, a model of transformers, or what `load` takes: a built-in name, a folder, a file, a hub id
-    inputs      what it reads: "random", "constant[:ID]", "text:PATH", "text:stdlib"; or prompts that you have: a table
-                of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats
+    inputs      what it reads: "random", "constant[:ID]", "text:PATH", "text:stdlib", "backcopy"; or prompts that you
+                have: a table of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats
     length      tokens per prompt, position 0 included: 512; prompts that you have are cut to it; without it they must
                 be equally long
     prompts     how many: 16; of prompts that you have the first ones, or all

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from posleak.show.streams import ERR, OUT, writing_to
 from posleak.text import visible
 
 
@@ -21,6 +22,10 @@ class PlainConsole(Console):
         """What rich would write, with control characters spelled out, but for the codes of rich itself."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        with writing_to(ERR if self.stderr else OUT):
+            super().print(*objects, **settings)
 
     def on_broken_pipe(self) -> None:
         """Left to the command's net; rich would end the process with status 1, which means that a check failed."""

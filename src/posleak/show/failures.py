@@ -25,7 +25,7 @@ from posleak._version import __version__
 from posleak.errors import PosleakError
 from posleak.text import one_line, visible
 
-from .streams import give_up, gone, prepare_streams
+from .streams import OUT, give_up, gone, prepare_streams, writing_to
 
 SUCCESS, FAILED, WRONG, BY_DESIGN, UNFORESEEN, STOPPED, UNREAD = 0, 1, 2, 3, 70, 130, 141
 STATUSES = {
@@ -75,9 +75,11 @@ def net(say: Say | None = None) -> Iterator[None]:
         try:
             yield
         except SystemExit:
-            sys.stdout.flush()  # here, and not when the process ends, where nobody could say that it failed
+            with writing_to(OUT):  # here, and not when the process ends, where nobody could say that it failed
+                sys.stdout.flush()
             raise
-        sys.stdout.flush()
+        with writing_to(OUT):
+            sys.stdout.flush()
     except SystemExit as stopped:
         if isinstance(stopped.__context__, BrokenPipeError):  # rich, showing typer's help, ends with status 1
             sys.exit(UNREAD)
@@ -133,7 +135,7 @@ def _refused(error: OSError) -> PosleakError:
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     said = error.strerror if error.errno is not None and error.strerror else one_line(error)
     if not names and gone(sys.stdout):
-        names = ["standard output"]
+        names = [OUT]
     what = "reading or writing failed" if error.errno is None else "the system refused"
     return PosleakError(what, where=" -> ".join(names) or None, got=said)
 

@@ -8,10 +8,13 @@ import io
 import os
 import select
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 from posleak.text import lookalikes
 
+OUT, ERR = "standard output", "standard error"
 HANDLER = "posleak"
 """The name under which Python's codecs know `lookalikes`."""
 
@@ -30,6 +33,19 @@ def prepare_streams() -> None:
 def is_unicode(stream: IO[str]) -> bool:
     """Can every character be written to it?"""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
+@contextmanager
+def writing_to(name: str) -> Iterator[None]:
+    """An error of the system that names no file is about this stream: whoever shows it can say so."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None:
+            error.filename = name
+        raise
 
 
 def gone(stream: IO[str]) -> bool:
