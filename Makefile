@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium fuzz faults bench format wheel wheel-check clean
+.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -68,6 +68,10 @@ fuzz: $(READY)  ## damaged and hostile files of every kind; FUZZ=N cases
 
 faults: $(READY)  ## kill work at many moments and let it go on; ten minutes
 	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN)/python kills.py measure=40 trace=20 claims=40
+
+zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on where it was interrupted
+	$(BIN)/posleak zoo train --all
+	$(BIN)/posleak zoo measure
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import posleak as pl
+import posleak.cli  # every module of commands registers itself
 from posleak.axes import COMPONENTS
+from posleak.cli.app import app
 from posleak.errors import PosleakWarning
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
@@ -178,3 +183,16 @@ def test_what_others_measure(smollm: Subject) -> None:
     assert run.metrics.frame.kind == "centralized"
     deviation = run.metrics.layers["toeplitz"].value
     assert deviation[0] < 0.2 * np.median(deviation[2:])  # no position before the first attention
+
+
+def test_a_model_of_the_zoo_learns_the_documentation_on_this_machine(tmp_path: Path) -> None:
+    """Real text, a real recipe, a few steps of it: the loss falls clearly, and the model can be measured."""
+    asked = ["zoo", "train", "rope", "--steps", "64", "--out", str(tmp_path), "--json"]
+    made = json.loads(CliRunner().invoke(app, asked).stdout)["trainings"][0]
+    losses = [point["loss"] for point in made["held_out"]]
+    assert losses[0] > 4.3
+    assert losses[-1] < 3.25 < made["data"]["unigram_nats"]
+    assert {part["name"] for part in made["data"]["parts"]} >= {"Python", "numpy", "scipy"}
+    assert made["data"]["tokens"] > 5_000_000
+    run = pl.measure(tmp_path / "text" / "rope-0-64", "text:stdlib", length=128, prompts=8)
+    assert run.summary.model["all"].power["total"].low > 0

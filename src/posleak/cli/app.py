@@ -23,7 +23,7 @@ from posleak._version import __version__
 from posleak.errors import PosleakWarning
 from posleak.show.console import PlainConsole
 from posleak.show.failures import STATUSES, Passed, net
-from posleak.show.streams import is_unicode
+from posleak.show.streams import OUT, is_unicode, writing_to
 from posleak.text import visible, visible_json
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -116,12 +116,14 @@ def emit(value: Any) -> None:
     from posleak.typed import plain
 
     text = json.dumps(plain(value), indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False)
-    sys.stdout.write(visible_json(text) + "\n")
+    with writing_to(OUT):
+        sys.stdout.write(visible_json(text) + "\n")
 
 
 def emit_text(text: str) -> None:
     """Text for a document on standard output, in lines as long as they are."""
-    sys.stdout.write(visible(text))
+    with writing_to(OUT):
+        sys.stdout.write(visible(text))
 
 
 @contextmanager

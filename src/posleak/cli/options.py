@@ -22,7 +22,7 @@ def named_path(text: str | Path) -> Path:
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")]
 
-Inputs = Annotated[str, typer.Option(help="random, constant[:ID], text:PATH or text:stdlib.")]
+Inputs = Annotated[str, typer.Option(help="random, constant[:ID], text:PATH, text:stdlib or backcopy.")]
 Bos = Annotated[str, typer.Option(help="Position 0: auto, tokenizer, none, or a token.")]
 Length = Annotated[int, typer.Option(help="Tokens per prompt, position 0 included.")]
 Seed = Annotated[int, typer.Option(help="Seed of the tokens.")]

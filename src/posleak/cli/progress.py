@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from posleak.runs.watch import Reached, Watch
+    from posleak.runs.watch import Watch
 
 
 @contextmanager
@@ -19,12 +19,15 @@ def prompt_progress(console: Console) -> Iterator[Watch | None]:
     if not console.is_terminal:
         yield None
         return
-    text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("calibrating", total=None)
+    with bar(console, "calibrating") as show:
+        yield lambda reached: show(reached.text, reached.done, reached.of)
 
-        def show(reached: Reached) -> None:
-            bar.update(task, completed=reached.done, total=reached.of, description=reached.text)
 
-        yield show
+@contextmanager
+def bar(console: Console, text: str = "") -> Iterator[Callable[[str, float, float], None]]:
+    """A bar; gives a function of what is done now, how much of it, and of how much."""
+    said = TextColumn("{task.description}", markup=False)
+    columns = (said, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as drawn:
+        task = drawn.add_task(text, total=None)
+        yield lambda what, done, of: drawn.update(task, completed=done, total=of, description=what)

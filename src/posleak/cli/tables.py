@@ -206,13 +206,15 @@ def models_table(entries: Iterable[Listed]) -> RenderableType:
     made = table(names, wrap=names[1:])
     for entry in entries:
         made.add_row(
-            entry.name, entry.stands_for, _wheels(entry.packages), f"{entry.size_mb} MB", entry.licence,
-            "yes" if entry.cached else "no",
+            entry.name, entry.stands_for, _wheels(entry.packages), f"{entry.size_mb} MB" if entry.packages else "none",
+            entry.licence, "yes" if entry.cached else "no",
         )  # fmt: skip
     return made
 
 
 def _wheels(packages: tuple[str, ...]) -> str:
+    if not packages:
+        return "posleak itself"
     return packages[0] if len(packages) == 1 else f"{packages[0]} and {len(packages) - 1} more"
 
 

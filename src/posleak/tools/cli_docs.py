@@ -27,14 +27,19 @@ on standard output, or JSON with `--json` ([json.md](json.md)); progress, warnin
 def page() -> str:
     """The whole page, ending in one newline."""
     statuses = [f"| {status} | {cell(meaning)} |\n" for status, meaning in STATUSES.items()]
-    lines = (line for command in app.registered_commands for line in section(command))
+    alone = [("", command) for command in app.registered_commands]
+    grouped = [
+        (f"{group.name} ", command) for group in app.registered_groups
+        for command in (group.typer_instance.registered_commands if group.typer_instance else ())
+    ]  # fmt: skip
+    lines = (line for prefix, command in (*alone, *grouped) for line in section(command, prefix))
     return "\n".join(["".join([HEAD, *statuses]), *lines])
 
 
-def section(command: CommandInfo) -> Iterator[str]:
-    """One command: its help, and a table of its options with their defaults."""
+def section(command: CommandInfo, prefix: str = "") -> Iterator[str]:
+    """One command: its help, and a table of its options with their defaults. prefix: the group that it is part of."""
     assert command.callback is not None
-    yield f"## `posleak {command.name}`\n"
+    yield f"## `posleak {prefix}{command.name}`\n"
     yield inspect.cleandoc(command.callback.__doc__ or "") + "\n"
     yield "| option | default | does |"
     yield "|---|---|---|"

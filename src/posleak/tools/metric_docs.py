@@ -11,12 +11,11 @@ is replaced; everything else is left as it is.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from posleak.errors import InputError, RunError
+from posleak.errors import RunError
 from posleak.files import write_atomically
 from posleak.metrics.agreement import Sees, can_see_mask, sees
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
@@ -27,6 +26,7 @@ from posleak.report.neighbours import Neighbours, agreements
 from posleak.runs.record import slug
 from posleak.show import numbers
 from posleak.show.plots import write
+from posleak.tools.made import replaced, row
 
 IMAGES = "images"
 
@@ -47,11 +47,6 @@ def _group(looks: Looks) -> Iterator[str]:
                 metric.source, metric.published,
             )  # fmt: skip
     yield ""
-
-
-def row(*cells: str) -> str:
-    """A line of a table; nothing in a cell may end it."""
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def results(found: Sequence[Shown]) -> str:
@@ -132,20 +127,6 @@ def _most(found: Sees | None) -> str:
         return f"**{found.family.value}**"
     ends = f"({numbers.number(part.low)} … {numbers.number(part.high)})"
     return f"**{found.family.value}**, {part.name}: ρ = {numbers.number(part.rho)} {ends}"
-
-
-def replaced(text: str, name: str, made: str) -> str:
-    """The page with another text between the markers of this name."""
-    pattern = rf"(<!-- made: {name} -->\n).*?(<!-- end: {name} -->)"
-    if not re.search(pattern, text, flags=re.S):
-        raise InputError("the page has no markers of this name", where=f"<!-- made: {name} -->",
-                         remedy=f"add <!-- made: {name} --> and <!-- end: {name} --> where it belongs")  # fmt: skip
-    return re.sub(pattern, lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text, count=1, flags=re.S)
-
-
-def part(text: str, name: str) -> str:
-    """What stands between the markers."""
-    return text.partition(f"<!-- made: {name} -->\n")[2].partition(f"<!-- end: {name} -->")[0].strip("\n")
 
 
 def make(page: Path, runs: Sequence[Path]) -> None:

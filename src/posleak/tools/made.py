@@ -1,0 +1,26 @@
+"""Pages of which parts are made by a program: between the markers `<!-- made: NAME -->` and `<!-- end: NAME -->`."""
+
+from __future__ import annotations
+
+import re
+
+from posleak.errors import InputError
+
+
+def row(*cells: str) -> str:
+    """A line of a table; nothing in a cell may end it."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def replaced(text: str, name: str, made: str) -> str:
+    """The page with another text between the markers of this name."""
+    pattern = rf"(<!-- made: {name} -->\n).*?(<!-- end: {name} -->)"
+    if not re.search(pattern, text, flags=re.S):
+        raise InputError("the page has no markers of this name", where=f"<!-- made: {name} -->",
+                         remedy=f"add <!-- made: {name} --> and <!-- end: {name} --> where it belongs")  # fmt: skip
+    return re.sub(pattern, lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text, count=1, flags=re.S)
+
+
+def part(text: str, name: str) -> str:
+    """What stands between the markers."""
+    return text.partition(f"<!-- made: {name} -->\n")[2].partition(f"<!-- end: {name} -->")[0].strip("\n")

@@ -1,0 +1,98 @@
+"""Many trainings, one after the other: which models, where they are kept, and how far they are.
+
+    ROOT/DATA/VARIANT-SEED          a model of the recipe
+    ROOT/DATA/VARIANT-SEED-STEPS    one with another number of steps
+
+A model that another process is training is left to it, so that the same command started twice shares the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posleak.errors import BusyError, InputError
+from posleak.inputs.stream import check_seed
+
+from .recipe import RECIPES, Recipe, recipe_named
+from .tokens import tokens_for
+from .training import RECORD, Training, Watch, read_training, train, training_name
+from .variants import VARIANTS, Variant, variant_named
+
+SEEDS = (0, 1)
+"""Of the full zoo: each variant is trained so many times."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to train."""
+
+    variant: Variant
+    recipe: Recipe
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """As its training will be called."""
+        return training_name(self.variant.name, self.seed, self.recipe)
+
+    def folder(self, root: Path) -> Path:
+        return root / self.recipe.data / self.name
+
+
+def jobs(
+    variants: Sequence[str] = (),
+    data: Iterable[str] = ("text",),
+    seeds: Sequence[int] = (0,),
+    steps: int | None = None,
+) -> list[Job]:
+    """Models to train, all seeds of a variant together; without names, every variant."""
+    if steps is not None and steps < 1:
+        raise InputError("a training needs a step", where="--steps", got=steps, expected="1 or more")
+    recipes = [recipe_named(each) for each in data]
+    chosen = [variant_named(name) for name in dict.fromkeys(variants)] or list(VARIANTS.values())
+    return [
+        Job(variant, recipe if steps is None else replace(recipe, steps=steps), seed)
+        for recipe in recipes
+        for variant in chosen
+        for seed in dict.fromkeys(map(check_seed, seeds))
+    ]
+
+
+def train_all(
+    wanted: Sequence[Job],
+    root: Path,
+    *,
+    text: str | None = None,
+    threads: int | None = None,
+    watch: Watch = lambda reached: None,
+    done: Callable[[Job, Training | None], None] = lambda job, found: None,
+) -> list[Training]:
+    """Train what is not trained yet. `done` is called after each, with None where another process is at work on it."""
+    found = list[Training]()
+    for job in wanted:
+        tokens = tokens_for(job.recipe, text)
+        folder = job.folder(root)
+        try:
+            made = train(job.variant, job.recipe, job.seed, tokens, folder, watch=watch, threads=threads)
+        except BusyError:
+            done(job, None)
+            continue
+        found.append(made)
+        done(job, made)
+    return found
+
+
+def trained(root: Path, data: str | None = None) -> Iterator[tuple[Path, Training]]:
+    """Every training below `root`, finished or not, in the order of the variants."""
+    kinds = RECIPES if data is None else [data]
+    order = list(VARIANTS)
+    for kind in kinds:
+        found = [(path.parent, read_training(path.parent)) for path in sorted((root / kind).glob(f"*/{RECORD}"))]
+        known = [(folder, record) for folder, record in found if record is not None]
+        yield from sorted(known, key=lambda pair: (_place(order, pair[1].variant), pair[1].seed, pair[1].recipe.steps))
+
+
+def _place(order: list[str], variant: str) -> int:
+    return order.index(variant) if variant in order else len(order)

@@ -1,0 +1,212 @@
+"""zoo.json, the balance table: every quantity of every variant over its seeds, and how it differs from standard RoPE.
+
+Powers are compared by their ratio and averaged as geometric means, everything else by its difference. Intervals are
+over models (layout.py). What cannot be compared is left out, and the table says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from posleak.errors import RunError
+from posleak.files import Sealed
+from posleak.leakage import Estimate
+from posleak.typed import Number
+
+from .jobs import trained
+from .layout import Layout
+from .measuring import PROMPTS, QUANTITIES, AllMeasured, Measured, Quantity, inputs_of, read_measured
+from .recipe import recipe_named
+from .training import Training
+from .variants import STANDARD, VARIANTS
+
+TABLE = "zoo.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training, and what is known of it."""
+
+    folder: Path
+    record: Training
+    measured: AllMeasured
+
+    def at_end(self, inputs: str, prompts: int) -> Measured | None:
+        return self.measured.of(self.record.recipe.steps, inputs, prompts)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity on one kind of input.
+
+    variants   in order, standard RoPE first: those that can be compared;  left_out: why others cannot
+    seeds      of them all;  models: each model's own number and interval over prompts [V][S]
+    means      [V];  effects: [V] difference from standard RoPE, or for powers the ratio to it; intervals over models
+    freedom    degrees of freedom of these intervals
+    """
+
+    quantity: str
+    inputs: str
+    variants: tuple[str, ...]
+    left_out: dict[str, str]
+    seeds: tuple[int, ...]
+    models: tuple[tuple[Estimate, ...], ...]
+    means: Estimate
+    effects: Estimate
+    freedom: int
+    is_ratio: bool
+
+    def mean(self, variant: str) -> Estimate | None:
+        return self.means[self.variants.index(variant)] if variant in self.variants else None
+
+    def effect(self, variant: str) -> Estimate | None:
+        return self.effects[self.variants.index(variant)] if variant in self.variants else None
+
+    def differs(self, variant: str) -> bool:
+        """Does the interval of the difference from standard RoPE exclude 0, or that of the ratio 1?"""
+        effect, none = self.effect(variant), 1.0 if self.is_ratio else 0.0
+        return effect is not None and bool(effect.low > none or effect.high < none)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity of one variant over training, on the data that it knows: values [step][seed], NaN where undefined."""
+
+    variant: str
+    quantity: str
+    steps: tuple[int, ...]
+    seeds: tuple[int, ...]
+    values: tuple[tuple[Number, ...], ...]
+
+
+@dataclass(frozen=True)
+class ZooTable:
+    """All comparisons of one kind of data, curves over training, and the trainings behind them.
+
+    incomparable   quantities in which standard RoPE itself cannot be compared on the data that it knows, and why
+    """
+
+    data: str
+    trainings: tuple[Training, ...]
+    comparisons: tuple[Comparison, ...]
+    curves: tuple[Curve, ...]
+    incomparable: dict[str, str]
+
+    def comparison(self, quantity: str, inputs: str | None = None) -> Comparison | None:
+        """The first of this quantity: on the data that models know, unless inputs are named."""
+        chosen = [each for each in self.comparisons if each.quantity == quantity and inputs in (None, each.inputs)]
+        return chosen[0] if chosen else None
+
+
+ZOO = Sealed("posleak zoo", 1, ZooTable, "start `posleak zoo measure` again")
+
+
+def write_table(root: Path, table: ZooTable) -> Path:
+    path = root / table.data / TABLE
+    ZOO.write(path, table)
+    return path
+
+
+def finished(root: Path, data: str) -> list[Trained]:
+    """Every finished training of the recipe, on the text of the first; others are no part of the zoo."""
+    own = recipe_named(data)
+    found = [(folder, record) for folder, record in trained(root, data) if record.finished and record.recipe == own]
+    text = {record.data.sha256 for _, record in found[:1]}
+    return [
+        Trained(folder, record, read_measured(folder)) for folder, record in found if record.data.sha256 in text
+    ]  # fmt: skip
+
+
+def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
+    """The table of what is measured, on so many prompts."""
+    models, prompts = finished(root, data), PROMPTS[data] if prompts is None else prompts
+    if len({each.record.variant for each in models}) < 2 or STANDARD not in {each.record.variant for each in models}:
+        raise RunError(
+            "there is nothing to compare", where=str(root / data),
+            got=", ".join(each.record.name for each in models) or "no finished training of the recipe's own steps",
+            expected=f"{STANDARD} and another variant, trained by the recipe for {data}",
+            remedy=f"train some: posleak zoo train {STANDARD} window --data {data} --seed 0 --seed 1",
+        )  # fmt: skip
+    kinds = inputs_of(models[0].record)
+    found = {
+        (quantity.name, inputs): _comparison(models, quantity, inputs, prompts)
+        for inputs in kinds
+        for quantity in QUANTITIES.values()
+    }
+    curves = [_curve(models, name, quantity, prompts) for name in VARIANTS for quantity in QUANTITIES]
+    return ZooTable(
+        data,
+        tuple(each.record for each in models),
+        tuple(each for each in found.values() if isinstance(each, Comparison)),
+        tuple(each for each in curves if each is not None),
+        {name: why for (name, inputs), why in found.items() if inputs == kinds[0] and isinstance(why, str)},
+    )
+
+
+Numbers = dict[str, dict[int, Estimate]]
+"""By variant and seed."""
+
+
+def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prompts: int) -> Comparison | str:
+    """The comparison, or why there is none."""
+    numbers: Numbers = {}
+    for each in models:
+        at_end = each.at_end(inputs, prompts)
+        if at_end is not None:
+            own = numbers.setdefault(each.record.variant, {})
+            if quantity.name in at_end.numbers:
+                own[each.record.seed] = at_end.numbers[quantity.name]
+    seeds = tuple(sorted({each.record.seed for each in models if each.record.variant == STANDARD}))
+    left_out = {name: why for name, own in numbers.items() if (why := _obstacle(quantity, own, seeds)) is not None}
+    variants = tuple(name for name in VARIANTS if name in numbers and name not in left_out)
+    if STANDARD not in variants or len(variants) < 2:
+        return f"{STANDARD}: {left_out[STANDARD]}" if STANDARD in left_out else f"nothing to compare {STANDARD} with"
+    found = tuple(tuple(numbers[name][seed] for seed in seeds) for name in variants)
+    values = np.array([[float(each.value) for each in row] for row in found])
+    layout = Layout(np.log(values) if quantity.is_power else values)
+    back: Callable[[Estimate], Estimate] = _exponential if quantity.is_power else lambda same: same
+    return Comparison(
+        quantity.name, inputs, variants, left_out, seeds, found, back(layout.means), back(layout.differences),
+        layout.freedom, quantity.is_power,
+    )  # fmt: skip
+
+
+def _obstacle(quantity: Quantity, own: dict[int, Estimate], seeds: Sequence[int]) -> str | None:
+    """Why a variant cannot be compared by this number; None if it can."""
+    if not own:
+        return "not defined for such models"
+    values = [float(own[seed].value) for seed in seeds if seed in own]
+    if len(values) < len(seeds):
+        return "not measured with every seed"
+    if not np.isfinite(values).all():
+        return "not defined: the leakage of a model cannot be told from 0"
+    if quantity.is_power and min(values) <= 0:
+        return "not above 0 in every model, so that there is no ratio"
+    if not np.any(values) and not quantity.is_share:
+        return "0 by construction"
+    return None
+
+
+def _exponential(found: Estimate) -> Estimate:
+    return Estimate(np.exp(found.value), np.exp(found.low), np.exp(found.high), found.n)
+
+
+def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int) -> Curve | None:
+    own = [each for each in models if each.record.variant == variant]
+    if not own:
+        return None
+    inputs, steps = inputs_of(own[0].record)[0], own[0].record.recipe.kept_steps
+    rows = [[each.measured.of(step, inputs, prompts) for each in own] for step in steps]
+    complete = [
+        (step, tuple(float(each.numbers[quantity].value) for each in row if each is not None))
+        for step, row in zip(steps, rows)
+        if all(each is not None and quantity in each.numbers for each in row)
+    ]
+    if len(complete) < 2:
+        return None
+    at, values = zip(*complete)
+    return Curve(variant, quantity, at, tuple(each.record.seed for each in own), values)

@@ -1,0 +1,373 @@
+"""Training one model of the zoo: resumable to the bit, with its loss and its checkpoints kept.
+
+    FOLDER/training.json           the record: recipe, data, loss, versions; sealed
+    FOLDER/checkpoint-0 … -STEPS   models in Hugging Face's layout, by the number of steps
+    FOLDER/config.json …           the trained model itself, once it is finished
+    FOLDER/resume.safetensors      weights and moments of the optimiser, while it is not
+
+A step depends on nothing but the weights, the moments and its own number, so that a training that was interrupted and
+goes on with the same number of threads ends with the weights that it would have had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posleak._version import __version__
+from posleak.errors import CheckError, RunError, warn
+from posleak.files import Sealed, cannot_write, flush, remove, remove_leftovers, sole_writer, write_atomically
+from posleak.typed import Number
+
+from .recipe import Recipe, recipe_named
+from .tokens import DataFacts, Tokens, byte_tokenizer
+from .variants import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+RECORD, RESUME = "training.json", "resume.safetensors"
+EVERY = 10
+"""Steps over which a point of the loss curve is the mean."""
+KEEP = 20.0
+"""Seconds after which an unfinished training is written down: so much of it is lost at most."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Loss in nats per token after so many steps."""
+
+    step: int
+    loss: Number
+
+
+def training_name(variant: str, seed: int, recipe: Recipe) -> str:
+    """What tells a model from the others on its data; the steps are named if they are not the recipe's own."""
+    own = recipe_named(recipe.data).steps
+    return f"{variant}-{seed}" + ("" if recipe.steps == own else f"-{recipe.steps}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """training.json: how a model came to be.
+
+    curve       training loss, means over `EVERY` steps;  held_out: at every checkpoint
+    seconds     that training took, by the clock;  threads: of torch, which decide the last bits of the weights
+    """
+
+    variant: str
+    about: str
+    seed: int
+    recipe: Recipe
+    data: DataFacts
+    parameters: int
+    threads: int
+    versions: dict[str, str]
+    curve: tuple[Point, ...] = ()
+    held_out: tuple[Point, ...] = ()
+    seconds: float = 0.0
+    finished: bool = False
+
+    @property
+    def name(self) -> str:
+        return training_name(self.variant, self.seed, self.recipe)
+
+    @property
+    def final_loss(self) -> float:
+        """Held-out loss of the last checkpoint, in nats per token."""
+        return self.held_out[-1].loss if self.held_out else float("nan")
+
+    def up_to(self, step: int) -> Training:
+        """What was known after so many steps."""
+        curve, held_out = ([each for each in points if each.step <= step] for points in (self.curve, self.held_out))
+        return replace(self, curve=tuple(curve), held_out=tuple(held_out))
+
+    def same_work(self, other: Training) -> bool:
+        """Is it the same model, from the same data, by the same recipe?"""
+        return not self.differences(other)
+
+    def differences(self, other: Training) -> list[str]:
+        """What another training differs in, in words."""
+        found = [name for name in ("variant", "seed", "recipe") if getattr(self, name) != getattr(other, name)]
+        same = (self.data.data, self.data.sha256) == (other.data.data, other.data.sha256)
+        return found if same else [*found, "text"]
+
+
+TRAINING = Sealed("posleak training", 1, Training, "delete the folder and train again")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Progress: so many steps are done, with this loss, and so many seconds are left, about."""
+
+    data: str
+    name: str
+    step: int
+    steps: int
+    loss: float
+    left: float
+
+
+Watch = Callable[[Reached], None]
+
+
+@dataclass
+class _Work:
+    """A model under training: weights, moments, how far it is, and the losses since the curve's last point."""
+
+    model: PreTrainedModel
+    optimiser: Any
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def train(
+    variant: Variant,
+    recipe: Recipe,
+    seed: int,
+    tokens: Tokens,
+    folder: Path,
+    *,
+    watch: Watch = lambda reached: None,
+    threads: int | None = None,
+) -> Training:
+    """Train a model into `folder`, or go on where it was interrupted; a finished one is read back."""
+    with _threads(threads) as used:
+        work = _work(variant.build(recipe, seed), recipe)
+        asked = _asked(variant, seed, tokens, work, recipe, used)
+        if (done := _known(folder, asked)) is not None and done.finished:
+            return done
+        with sole_writer(folder):
+            return _begun(variant, tokens, folder, work, asked, watch)
+
+
+def _begun(variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: Training, watch: Watch) -> Training:
+    """Begin, or take up what is there."""
+    known, record = _known(folder, asked), asked
+    remove_leftovers(folder, lambda name: name in (RECORD, RESUME))
+    if known is not None and (folder / RESUME).is_file():
+        _take_up(folder / RESUME, work)
+        record = replace(known.up_to(work.step), threads=asked.threads, versions=asked.versions)
+        if (known.threads, known.versions) != (asked.threads, asked.versions):
+            warn(
+                f"{folder}: training goes on with other versions or another number of threads than it began with: its "
+                "last digits will be others than without the interruption"
+            )
+    return _trained(variant, asked.seed, tokens, folder, work, record, watch)
+
+
+def _trained(
+    variant: Variant, seed: int, tokens: Tokens, folder: Path, work: _Work, record: Training, watch: Watch
+) -> Training:
+    recipe = record.recipe
+    held = _prompts(variant, recipe, tokens.held_out(recipe.context))
+    started, before, kept = time.monotonic(), record.seconds, time.monotonic()
+    first = work.step
+    while True:
+        spent = before + time.monotonic() - started
+        if work.step in recipe.kept_steps and work.step not in {point.step for point in record.held_out}:
+            record = replace(record, held_out=(*record.held_out, Point(work.step, held_out_loss(work.model, held))))
+            _save_checkpoint(work.model, folder / f"checkpoint-{work.step}", variant, recipe)
+        if work.step == recipe.steps:
+            return _finish(folder, work, replace(record, seconds=spent), variant)
+        batch = _prompts(variant, recipe, tokens.batch(seed, work.step, recipe.batch, recipe.context))
+        work.losses.append(_step(work, recipe, batch))
+        if not math.isfinite(work.losses[-1]):
+            raise CheckError(
+                "the training has diverged", where=record.name, got=f"loss {work.losses[-1]} at step {work.step}",
+                remedy="lower the learning rate of the recipe",
+            )  # fmt: skip
+        if work.step % EVERY == 0:
+            point = Point(work.step, float(np.mean(work.losses)))
+            work.losses.clear()
+            record = replace(record, curve=(*record.curve, point))
+            rate = (time.monotonic() - started) / (work.step - first)
+            left = rate * (recipe.steps - work.step)
+            watch(Reached(recipe.data, record.name, work.step, recipe.steps, point.loss, left))
+            if time.monotonic() - kept > KEEP:
+                _keep(folder, work, replace(record, seconds=before + time.monotonic() - started))
+                kept = time.monotonic()
+
+
+def _step(work: _Work, recipe: Recipe, batch: Tensor) -> float:
+    """One step of the optimiser; returns the batch's loss before it."""
+    import torch
+
+    for group in work.optimiser.param_groups:
+        group["lr"] = recipe.rate_at(work.step)
+    found = loss(work.model, batch)
+    work.optimiser.zero_grad(set_to_none=True)
+    found.backward()
+    torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.clip)
+    work.optimiser.step()
+    work.step += 1
+    return float(found.detach())
+
+
+def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of each next token, in nats."""
+    from torch.nn.functional import cross_entropy
+
+    logits = model(batch, use_cache=False).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def held_out_loss(model: PreTrainedModel, prompts: Tensor) -> float:
+    """The same on prompts that no training saw, a few at a time."""
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        found = [float(loss(model, part)) for part in prompts.split(8)]
+    model.train()
+    return float(np.mean(found))
+
+
+def _prompts(variant: Variant, recipe: Recipe, ids: np.ndarray) -> Tensor:
+    """A batch as the variant reads it: BOS is written over place 0, so that all else is the same without one."""
+    import torch
+
+    if variant.bos:
+        ids = ids.copy()
+        ids[:, 0] = recipe.bos
+    return torch.from_numpy(ids)
+
+
+def _work(model: PreTrainedModel, recipe: Recipe) -> _Work:
+    import torch
+
+    model.train()
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": others, "weight_decay": 0.0}]
+    return _Work(model, torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=True))
+
+
+# -- the folder -----------------------------------------------------------------------------------------------------
+
+
+def read_training(folder: Path) -> Training | None:
+    """The record of a folder, finished or not; None if there is none."""
+    return TRAINING.read(folder / RECORD) if (folder / RECORD).is_file() else None
+
+
+def _known(folder: Path, asked: Training) -> Training | None:
+    known = read_training(folder)
+    if known is None or known.same_work(asked):
+        return known
+    raise RunError(
+        "the folder holds another training", where=str(folder),
+        got=f"another {' and '.join(known.differences(asked))}",
+        remedy="choose another place with --out, or delete the folder; the text differs where packages do",
+    )  # fmt: skip
+
+
+def _asked(variant: Variant, seed: int, tokens: Tokens, work: _Work, recipe: Recipe, threads: int) -> Training:
+    import torch
+    import transformers
+
+    return Training(
+        variant.name, variant.about, seed, recipe, tokens.facts, work.model.num_parameters(), threads,
+        {"posleak": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+         "python": platform.python_version()},
+    )  # fmt: skip
+
+
+def _keep(folder: Path, work: _Work, record: Training) -> None:
+    """Write down an unfinished training: the record first, which may then be ahead of the state, and is cut to it."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    for name, weight in work.model.named_parameters():
+        moments = work.optimiser.state[weight]
+        tensors |= {f"weight.{name}": weight.detach(), **{f"{key}.{name}": moments[key] for key in _MOMENTS}}
+    TRAINING.write(folder / RECORD, record)
+    state = save(tensors, metadata={"step": str(work.step)})
+    write_atomically(folder / RESUME, lambda path: path.write_bytes(state))
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _take_up(path: Path, work: _Work) -> None:
+    """Weights and moments as they were."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as stored, torch.no_grad():
+            work.step = int(stored.metadata()["step"])
+            for name, weight in work.model.named_parameters():
+                weight.copy_(stored.get_tensor(f"weight.{name}"))
+                work.optimiser.state[weight] = {key: stored.get_tensor(f"{key}.{name}") for key in _MOMENTS}
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
+        raise RunError(
+            "the state of an interrupted training cannot be read", where=str(path), got=str(error),
+            remedy="delete this file: the training then begins again",
+        ) from error  # fmt: skip
+
+
+def _finish(folder: Path, work: _Work, record: Training, variant: Variant) -> Training:
+    """The model itself, then its record: without that, the training is not finished."""
+    done = replace(record, finished=True)
+    with _saved(work.model, folder, variant, record.recipe) as made:
+        for path in sorted(made.iterdir()):
+            os.replace(path, folder / path.name)
+    TRAINING.write(folder / RECORD, done)
+    remove(folder / RESUME)
+    return done
+
+
+def _save_checkpoint(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> None:
+    """Whole or not at all."""
+    with _saved(model, folder, variant, recipe) as made:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(made, folder)
+
+
+@contextmanager
+def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> Iterator[Path]:
+    """A folder beside `folder` that holds the model in Hugging Face's layout, with a tokenizer for characters."""
+    from posleak.models.pretrained import quiet
+
+    made = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        with quiet():
+            model.save_pretrained(str(made))
+            if recipe.data == "text":
+                byte_tokenizer(bos=variant.bos).save_pretrained(str(made))
+        for path in made.iterdir():
+            flush(path)
+        yield made
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[int]:
+    """torch computes with so many threads meanwhile."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
