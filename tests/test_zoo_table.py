@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers.masking_utils import and_masks, causal_mask_function
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ import posleak.cli
 from families import tiny
 from posleak.claims.finding import Verdict
 from posleak.cli.app import app
+from posleak.cli.zoo_tables import zoo_tables
 from posleak.edits.context import borrowed, keeps_first, require_same_sight
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
 from posleak.inputs.prompts import UNLENT
@@ -152,6 +155,20 @@ def test_the_table_compares_variants_that_have_the_number(zoo: Path) -> None:
     assert again.trainings == found.trainings
     assert math.isnan(again.curves[-1].values[0][1])
     assert [each.verdict for each in verdicts(again)] == [each.verdict for each in verdicts(found)]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_group_of_numbers_that_cannot_be_compared_says_so_instead_of_an_empty_table(zoo: Path) -> None:
+    found = zoo_table(zoo, "backcopy", prompts=4)
+    why = "rope: not above 0 in every model"
+    bare = replace(found, comparisons=found.comparisons[:1], incomparable={"attention": why, "readers": why})
+    said = bare.why_not(("attention", "readers", "pull"))
+    assert said == f"not compared: at 0, sinks ({why}); pull (not measured)"
+    console = Console(width=200, record=True, file=StringIO())
+    for item in zoo_tables(bare):
+        console.print(item)
+    assert f"position 0, {said}" in console.export_text()
+    assert f"Position 0, on backcopy, {said}." in zoo_docs.balance(bare)
 
 
 @pytest.mark.usefixtures("small")

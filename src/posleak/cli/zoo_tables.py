@@ -37,6 +37,9 @@ def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
     yield prose(f"{found.data}: {facts}", style="bold")
     for title, names in GROUPS:
         compared = [each for name in names if (each := found.comparison(name)) is not None]
+        if not compared:
+            yield prose(f"{title}, {found.why_not(names)}")
+            continue
         yield _group(title, compared)
         about = [f"{QUANTITIES[each.quantity].title}: {QUANTITIES[each.quantity].about}" for each in compared]
         yield prose("; ".join(about), style="dim")

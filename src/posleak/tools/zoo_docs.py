@@ -66,6 +66,9 @@ def balance(table: ZooTable) -> str:
 def _tables(table: ZooTable, inputs: str) -> Iterator[str]:
     for title, names in GROUPS:
         compared = [each for name in names if (each := table.comparison(name, inputs)) is not None]
+        if not compared:
+            yield f"{title.capitalize()}, on {inputs}, {table.why_not(names)}."
+            continue
         heads = [f"{QUANTITIES[each.quantity].title}, {_unit(each)}" for each in compared]
         lines = [row(f"{title}, on {inputs}", *heads), "|" + "---|" * (len(compared) + 1)]
         for variant in dict.fromkeys(name for each in compared for name in each.variants):
@@ -90,7 +93,7 @@ def _cell(found: Comparison, variant: str) -> str:
 
 def quantities() -> str:
     lines = [row("number", "is", "unit"), "|---|---|---|"]
-    units = {"share": "% of the leakage, or of heads", "1": "none"}
+    units = {"share": "%", "1": "none"}
     made = (row(each.title, each.about, units.get(each.unit, each.unit)) for each in QUANTITIES.values())
     return "\n".join([*lines, *made])
 

@@ -101,6 +101,13 @@ class ZooTable:
         chosen = [each for each in self.comparisons if each.quantity == quantity and inputs in (None, each.inputs)]
         return chosen[0] if chosen else None
 
+    def why_not(self, quantities: Sequence[str]) -> str:
+        """Why none of these quantities is compared, in words, on the data that models know."""
+        titles: dict[str, list[str]] = {}
+        for name in quantities:
+            titles.setdefault(self.incomparable.get(name, "not measured"), []).append(QUANTITIES[name].title)
+        return "not compared: " + "; ".join(f"{', '.join(same)} ({why})" for why, same in titles.items())
+
 
 ZOO = Sealed("posleak zoo", 1, ZooTable, "start `posleak zoo measure` again")
 
