@@ -201,20 +201,23 @@ def _mark(check: Check) -> Text:
     return Text(check.mark, style="dim" if check.bound is None else VERDICTS[check.verdict.value])
 
 
-def models_table(entries: Iterable[Listed]) -> RenderableType:
+def models_table(entries: Iterable[Listed]) -> Group:
+    """Models that are fetched once, with what that takes; then those that come with posleak."""
+    known = list(entries)
     names = ("name", "stands for", "from", "download", "licence", "cached")
-    made = table(names, wrap=names[1:])
-    for entry in entries:
-        made.add_row(
-            entry.name, entry.stands_for, _wheels(entry.packages), f"{entry.size_mb} MB" if entry.packages else "none",
-            entry.licence, "yes" if entry.cached else "no",
-        )  # fmt: skip
-    return made
+    fetched = table(names, wrap=names[1:])
+    for entry in known:
+        if entry.packages:
+            fetched.add_row(entry.name, entry.stands_for, _wheels(entry.packages), f"{entry.size_mb} MB",
+                            entry.licence, "yes" if entry.cached else "no")  # fmt: skip
+    shipped = table(("comes with posleak", "stands for"), wrap=["stands for"])
+    for entry in known:
+        if not entry.packages:
+            shipped.add_row(entry.name, entry.stands_for)
+    return Group(fetched, shipped)
 
 
 def _wheels(packages: tuple[str, ...]) -> str:
-    if not packages:
-        return "posleak itself"
     return packages[0] if len(packages) == 1 else f"{packages[0]} and {len(packages) - 1} more"
 
 
