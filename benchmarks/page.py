@@ -75,6 +75,17 @@ def long_contexts(found: dict[str, Any]) -> Iterator[str]:
         yield f"{profile['forward_share']:.1%} | {memory['peak_mb']:,.0f} | {memory['planned_mb']:,.0f} |\n"
 
 
+def cells_of_sweeps(found: dict[str, Any]) -> Iterator[str]:
+    """What a folder costs, and what a sweep adds to that."""
+    yield "| tokens | contestant | seconds | divided by | ratio | n |\n"
+    yield "|---:|---|---:|---|---:|---:|\n"
+    for row in found["cases"]:
+        seconds = "{:.2f} ({:.2f} – {:.2f})".format(row["seconds"], *row["seconds_range"])
+        ratio = "{:.3f} ({:.3f} – {:.3f})".format(row["ratio_to_base"], *row["ratio_to_base_range"])
+        if row["name"] != row["base"]:
+            yield f"| {row['length']:,} | {row['name']} | {seconds} | {row['base']} | {ratio} | {row['n']} |\n"
+
+
 def written(page: str, name: str, text: str) -> str:
     """The page with what stands between the markers of `name` replaced."""
     start, end = (marker.format(name=name) for marker in MARKERS)
@@ -86,7 +97,13 @@ def written(page: str, name: str, text: str) -> str:
 def made() -> str:
     found, long = contest(), results("long.json")
     page = PAGE.read_text(encoding="utf-8")
-    for name, text in (("machine", machine(found)), ("comparison", comparison(found)), ("long", long_contexts(long))):
+    parts = {
+        "machine": machine(found),
+        "comparison": comparison(found),
+        "long": long_contexts(long),
+        "sweep": cells_of_sweeps(results("sweep.json")),
+    }
+    for name, text in parts.items():
         page = written(page, name, "".join(text))
     return page
 

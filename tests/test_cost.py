@@ -24,7 +24,8 @@ from posleak.peak import PeakMemory
 from posleak.probe import Call, attach, body, default_plan, kernel, read_placements
 from posleak.probe.rows import Frame, scaled_weights
 from posleak.runs import MeasureSpec, memory_plan, parse_bytes
-from posleak.runs.memory import LIBRARIES, weight_bytes
+from posleak.runs.memory import weight_bytes
+from posleak.runs.sizes import LIBRARIES
 from posleak.stopwatch import Stopwatch, stage
 from runs_tiny import counted_passes, subject
 

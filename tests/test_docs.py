@@ -23,12 +23,19 @@ from posleak.cli.profile import Profile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.origin import origin
+from posleak.report.collected import gather_sweep
 from posleak.studies import Cell, Study, run_study
+from posleak.sweep.estimate import Guess
+from posleak.sweep.state import Known, State
+from posleak.sweep.sweep import Sweep, sweep
 from posleak.tools import api_docs, cli_docs, edit_docs
 from posleak.typed import plain
 from runs_tiny import SPEC, subject
+from sweep_tiny import SMALL
+from test_sweep import Here
 
 ROOT = Path(__file__).parent.parent
+SECTIONS = ("measure", "trace", "doctor", "models", "claims", "origin", "study", "sweep", "collect", "bench")
 SAME = {"identity", "inputs", "calibration"}
 """Objects that every command prints alike, documented once."""
 
@@ -38,6 +45,7 @@ FREE: dict[str, set[str]] = {
     "claims": {*SAME, "claims[].details", "claims[].edited"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
     "study": {"rows[].balance", "rows[].removed"},
+    "collect": {"varied"},
     "bench": {"identity", "versions"},
     "zoo measure": {
         "quantities",
@@ -116,6 +124,7 @@ def outputs() -> dict[str, Any]:
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),
         "origin": plain(origin(llama, length=48, prompts=3, tokens=16)),
         "study": study_output(),
+        **sweep_outputs(),
         "bench": bench(llama, lengths=(48,), names=("posleak",), repeats=1).as_dict(),
     }
 
@@ -137,13 +146,29 @@ def study_output() -> dict[str, Any]:
         return found
 
 
+def sweep_outputs() -> dict[str, Any]:
+    """A finished cell, a guess of another, and cells that fail and are left out; and what is collected of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        place, root = Path(folder), Path(folder) / "sweep"
+        tiny("llama").save_pretrained(place / "mine")
+        (place / "broken").mkdir()
+        said = {**SMALL, "models": [str(place / "mine"), str(place / "broken")], "edits": ["none", "window=off"]}
+        found = sweep(said, out=root, engine=Here())
+        (root / "cells" / "unfinished").mkdir()
+        cell = Cell(str(place / "mine"), seed=5)
+        guessed = Sweep("more", str(root), [*found.cells, Known(cell, State.open)]).as_dict(
+            {cell.id: Guess(10, 1.0, False)}
+        )
+        return {"sweep": plain(guessed), "collect": plain(gather_sweep(str(root)))}
+
+
 @pytest.fixture(scope="module")
 def printed() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(outputs(), allow_nan=False))
     return found
 
 
-@pytest.mark.parametrize("command", ["measure", "trace", "doctor", "models", "claims", "origin", "study", "bench"])
+@pytest.mark.parametrize("command", SECTIONS)
 def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
     command: str, printed: dict[str, Any]
 ) -> None:
@@ -167,6 +192,7 @@ def test_the_expansion_of_braces() -> None:
         "docs/extending.md",
         "docs/metrics.md",
         "docs/report.md",
+        "docs/sweeps.md",
         "docs/zoo.md",
         "CONTRIBUTING.md",
         "benchmarks/README.md",

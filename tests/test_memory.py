@@ -28,9 +28,11 @@ from posleak.origin import origin
 from posleak.origin.memory import origin_plan
 from posleak.probe import default_plan
 from posleak.runs import MeasureSpec, memory_plan
-from posleak.runs.memory import LIBRARIES, MemoryPlan, require_room, weight_bytes
+from posleak.runs.memory import MemoryPlan, require_room, weight_bytes
+from posleak.runs.sizes import LIBRARIES
 from posleak.studies import run_study
-from posleak.studies.cells import Cell, Study
+from posleak.studies.cells import Study
+from posleak.sweep.cells import Cell
 from runs_tiny import counted_passes, subject
 
 HERE = Path(__file__).parent

@@ -22,6 +22,7 @@ from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
 from posleak.runs import Run
 from runs_tiny import assert_same_bits
+from sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow")]
 
@@ -196,3 +197,15 @@ def test_a_model_of_the_zoo_learns_the_documentation_on_this_machine(tmp_path: P
     assert made["data"]["tokens"] > 5_000_000
     run = pl.measure(tmp_path / "text" / "rope-0-64", "text:stdlib", length=128, prompts=8)
     assert run.summary.model["all"].power["total"].low > 0
+
+
+def test_a_sweep_on_ray_gives_the_same_bits_as_one_on_this_machine(tmp_path: Path) -> None:
+    """Twenty-four cells: a tiny model, two of the zoo and SmolLM2 × three edits × two seeds, on two real workers."""
+    models = [*tiny_models(tmp_path, "tiny"), "zoo-text-rope", "zoo-backcopy-rope", "smollm2-135m"]
+    edits = ["none", "rope=ntk:4", "window=16"]
+    manifest = written(tmp_path / "m.yaml", models=models, edits=edits, seed=[0, 1], **SMALL)
+    engines: dict[str, tuple[str, ...]] = {"local": (), "ray": ("--engine", "ray", "--workers", "2")}
+    for name, options in engines.items():
+        found = ended(started(manifest, tmp_path / name, *options))
+        assert found["counts"]["finished"] == found["computed"] == 24
+    assert numbers(tmp_path / "local") == numbers(tmp_path / "ray")

@@ -28,6 +28,7 @@ from posleak.claims.catalogue import Result, registry
 from posleak.cli.bench import bench_table
 from posleak.cli.origin_tables import origin_page
 from posleak.cli.study import study_table
+from posleak.cli.sweep import plan_table, summary
 from posleak.cli.tables import claims_table, doctor_table, models_table, profile_table, run_tables
 from posleak.cli.trace_tables import trace_tables
 from posleak.doctor import Check, Diagnosis
@@ -37,6 +38,7 @@ from posleak.origin import origin
 from posleak.report import compare
 from posleak.report.formats import as_table
 from posleak.runs import Run
+from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
@@ -44,7 +46,9 @@ from posleak.show.lines import broken
 from posleak.show.terminal import Cell, FittedTable, table
 from posleak.studies import Cell as StudyCell
 from posleak.studies import Row, Table
-from posleak.studies.balance import Balance
+from posleak.sweep.estimate import Guess
+from posleak.sweep.state import Known, State
+from posleak.sweep.sweep import Sweep
 from posleak.trace import Trace
 from posleak.trace.trace import traced
 from report_tiny import with_sink
@@ -98,6 +102,15 @@ def of_study() -> list[RenderableType]:
     ]
 
 
+def of_sweep() -> list[RenderableType]:
+    cells = [StudyCell("tiny-llama", edits, seed=seed) for edits in ((), ("window=16",)) for seed in (0, 1)]
+    states = [State.finished, State.failed, State.left_out, State.open]
+    why = ["", "its worker died 3 times without a word (signal 9)", "the edit changes nothing", ""]
+    seen = [Known(*each) for each in zip(cells, states, why, strict=True)]
+    found = Sweep("grid", "runs/grid", seen, (cells[0].id,), {cells[3].id: "No space left on device"})
+    return [*plan_table(found, {cells[3].id: Guess(3_210_000_000, 4321.0, False)}), *summary(found)]
+
+
 def of_bench() -> list[RenderableType]:
     spread, ratio = Spread(12.34, 11.98, 13.07, 5), Spread(1.234, 1.101, 1.357, 5)
     results = [
@@ -125,6 +138,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "doctor": of_doctor,
     "models": lambda: [models_table(builtin.listing())],
     "study": of_study,
+    "sweep": of_sweep,
     "compare": lambda: [as_table(compare([run(), source().borrowed]))],
     "bench": of_bench,
     "profile": of_profile,

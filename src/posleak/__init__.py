@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .doctor.doctor import doctor
     from .models import Subject, load
     from .origin.origin import origin
+    from .report.collected import collect
     from .report.compare import compare
     from .report.page import report
     from .runs import Run, measure, split
     from .studies import study
+    from .sweep.sweep import sweep
     from .trace.trace import trace
 
 _HOMES = {
@@ -43,6 +45,8 @@ _HOMES = {
     "study": ".studies",
     "report": ".report",
     "compare": ".report",
+    "sweep": ".sweep",
+    "collect": ".report.collected",
 }
 
 __all__ = [
@@ -50,6 +54,7 @@ __all__ = [
     "Subject",
     "__version__",
     "claims",
+    "collect",
     "compare",
     "doctor",
     "load",
@@ -58,6 +63,7 @@ __all__ = [
     "report",
     "split",
     "study",
+    "sweep",
     "trace",
 ]
 

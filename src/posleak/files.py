@@ -174,12 +174,23 @@ class Sealed(Generic[T]):
         """Write the fields, or what has them, with a seal. A file of somebody else's in its place is an error."""
         if path.exists() and not is_own(path):
             raise in_the_way(path)
+        text = self.text(value)
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def text(self, value: Any) -> str:
+        """What `write` writes."""
         fields = {"format": self.format, "format_version": self.version, **plain(value)}
-        write_json(path, {**fields, SEAL: _seal(fields)})
+        return json_text({**fields, SEAL: _seal(fields)})
 
     def read(self, path: Path) -> T:
         """The value that was written, or an error that names the file and what is wrong with it."""
-        fields = self.fields(path)
+        return self._checked(self.fields(path), path)
+
+    def parse(self, text: bytes, where: str) -> T:
+        """The same from what a file holds; `where` it is."""
+        return self._checked(self._fields(text, Path(where)), Path(where))
+
+    def _checked(self, fields: dict[str, Any], path: Path) -> T:
         if fields.get("format_version") != self.version:
             raise RunError(
                 "the file was written by another version of posleak", where=str(path),
@@ -197,9 +208,17 @@ class Sealed(Generic[T]):
     def fields(self, path: Path) -> dict[str, Any]:
         """The file's keys and values, unchecked but for its format."""
         try:
-            found = json.loads(path.read_bytes(), parse_constant=_no_constant)
-        except (OSError, ValueError, RecursionError) as error:
-            raise _corrupt(path, error, self.remedy if is_own(path) else "move it away, and start again") from error
+            text = path.read_bytes()
+        except OSError as error:
+            raise _corrupt(path, error, self.remedy) from error
+        return self._fields(text, path)
+
+    def _fields(self, text: bytes, path: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            own = _MARK in text[:MARKED_WITHIN]
+            raise _corrupt(path, error, self.remedy if own else "move it away, and start again") from error
         if not isinstance(found, dict) or found.get("format") != self.format:
             raise RunError(
                 f"{path.name} is not posleak's", where=str(path),
@@ -216,9 +235,14 @@ def _seal(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def json_text(value: Any) -> str:
+    """As posleak writes JSON into files."""
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    text = json_text(value)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(kind: type[T], path: Path, remedy: str) -> T:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ from posleak.probe import Plan, Visibility, body, exclusive
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import Measurement, calibrated
+from posleak.sweep.cells import Cell
+from posleak.sweep.state import State, look
+from posleak.sweep.storage import Storage
+from posleak.sweep.work import Worker
 from posleak.trace import BORROWED
 
 from . import memory
@@ -42,6 +48,9 @@ TWO_PASSES, TRACE = "two passes", "posleak trace"
 
 RUN, WITH_METRICS = "whole measurement", "whole measurement, all metrics"
 """Without and with what others measure."""
+
+KEPT, CELL = "whole measurement, kept", "cell of a sweep"
+"""A measurement into a folder; and the same as a cell, by a worker that has the model in memory already."""
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
@@ -131,6 +140,32 @@ def _run(metrics: str) -> Callable[[Subject, Plan, Ids], Runner]:
         return run
 
     return make
+
+
+def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """The same with its folder written: what `posleak measure` does after loading."""
+    spec = memory.run_spec(ids.shape[1], "none")
+
+    def run(ids: Ids) -> None:
+        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
+            _ = Measurement.of(subject, spec).run(Path(place) / "run").summary
+
+    return run
+
+
+def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
+    spec = memory.run_spec(ids.shape[1], "none")
+    cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
+
+    def run(ids: Ids) -> None:
+        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
+            storage = Storage(place)
+            outcome = Worker.having(storage, cell, subject).run(cell)
+            assert outcome.state is State.finished, outcome.why
+            assert look(storage, cell).state is State.finished
+
+    return run
 
 
 def after_donor(ids: Ids) -> Ids:
@@ -226,6 +261,8 @@ CASES = (
     Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
     Case(RUN, _run("none"), memory.run("none")),  # 8,192 tokens, as `posleak measure` does it, without writing
     Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
+    Case(KEPT, _kept, memory.run("none"), base=RUN),
+    Case(CELL, _cell, memory.run("none"), base=KEPT),  # what a sweep adds to a measurement
     Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
     # scores and patterns of all layers cached: all parts
     Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),

@@ -18,7 +18,7 @@ from posleak.models import Identity, Subject, available_bytes
 from posleak.probe import default_plan
 from posleak.runs import MeasureSpec, memory_plan, parse_bytes
 from posleak.runs.memory import MemoryPlan, many, require_room
-from posleak.runs.record import versions
+from posleak.runs.software import versions
 from posleak.typed import plain
 
 from .cases import CASES, FORWARD, ONCE, POSLEAK, Case, Ids, Runner

@@ -23,7 +23,7 @@ The interval is v ± t·se, with Student's t of n − 1 degrees of freedom, and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -81,6 +81,14 @@ class Estimate:
         low = self.value - np.hypot(self.value - self.low, other.value - other.low)
         high = self.value + np.hypot(self.high - self.value, other.high - other.value)
         return Estimate(self.value, low, high, self.n)
+
+    @classmethod
+    def average(cls, parts: Sequence[Estimate]) -> Estimate:
+        """The mean of numbers of different prompts: each side's distances to its ends add up in squares."""
+        value = np.mean([part.value for part in parts], axis=0)
+        down = np.sqrt(np.sum([(part.value - part.low) ** 2 for part in parts], axis=0)) / len(parts)
+        up = np.sqrt(np.sum([(part.high - part.value) ** 2 for part in parts], axis=0)) / len(parts)
+        return cls(value, value - down, value + up, sum(part.n for part in parts))
 
     @classmethod
     def concatenate(cls, parts: list[Estimate]) -> Estimate:

@@ -19,6 +19,7 @@
     wheels      package-registry wheels -> one joined GGUF file, hashed on the way
     builtin     the models that need nothing but a package registry
     shipped     models of the zoo that come with posleak
+    names       names as people write them: paths, and org/name@revision
     sources     a name -> a folder
     siblings    two relatives of Llama that transformers has no class for
     steps       a folder of checkpoints -> their folders, in the order of training

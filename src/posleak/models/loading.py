@@ -14,6 +14,7 @@ from posleak.models import bounds, hashing, manifest, memory, pretrained, refusa
 from posleak.models import cache as caching
 from posleak.models.border import border
 from posleak.models.identity import Provenance, describe
+from posleak.models.names import with_revision
 from posleak.models.subject import Subject
 from posleak.text import visible
 
@@ -98,7 +99,8 @@ def load(
 ) -> Subject:
     """Load a built-in model, a folder, a GGUF file or a hub id.
 
-    name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id
+    name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id, which may
+                       name its revision: org/name@revision
     device             where it computes: the accelerator if there is one, else the CPU
     dtype              of its weights: float32 on a CPU, and as stored elsewhere
     device_map         how transformers shall spread it over devices, instead of `device`
@@ -110,7 +112,12 @@ def load(
     progress           called with each step while a built-in model is fetched; by default it prints to stderr
     notice             called with the terms of use of a built-in model; by default it prints to stderr
     """
-    text = _name(name)
+    text, pinned = with_revision(_name(name))
+    if pinned is not None and revision not in (None, pinned):
+        raise ModelError("two revisions are asked for", where=text, got=f"{pinned} and {revision}", remedy="name one")
+    revision = pinned or revision
+    if revision is not None and text in sources.known():
+        raise sources.no_revisions(text, revision, "this model")
     pretrained.require_dtype(dtype)
     sources.require_path(text)
     asked = _Asked(caching.root(cache), trust_remote_code, allow_pickle, verify)
@@ -123,7 +130,7 @@ def load(
             located = sources.resolve(text, _wish(text, asked, target, revision, progress, notice))
             hashes = stack.enter_context(asked.hashing(located))
         with border("the model cannot be loaded", located.folder, pretrained.REMEDY):
-            return _read(text, located, target, asked, hashes)
+            return _read(_name(name), located, target, asked, hashes)
 
 
 def _name(name: str | os.PathLike[str]) -> str:

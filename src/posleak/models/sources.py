@@ -5,7 +5,6 @@ A folder whose name is also a built-in name is reached as `./name`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from posleak.models import builtin, manifest, refusals, shipped
 from posleak.models import cache as caching
 from posleak.models.border import border, spelled
 from posleak.models.manifest import Manifest
+from posleak.models.names import looks_like_a_path
 from posleak.text import one_line
 
 if TYPE_CHECKING:
@@ -76,13 +76,20 @@ def at_hand(name: str, cache: Path) -> Located | None:
 
 def require_path(name: str) -> None:
     """Refuse what looks like a path and leads nowhere."""
-    if name in builtin.BUILTIN or not _looks_like_a_path(name):
+    if name in builtin.BUILTIN or not looks_like_a_path(name):
         return
     with border("no model can be found under this name", name, _nearest(name)):
         path = Path(name).expanduser()
         there = path.exists()
     if not there:
         raise ModelError("no such file or folder", where=name, remedy="check the path; " + _nearest(path.name))
+
+
+def no_revisions(where: str, revision: str, what: str) -> ModelError:
+    return ModelError(
+        f"{what} has no revisions: only hub ids and folders of a hub cache have", where=where, got=revision,
+        remedy="leave the revision out",
+    )  # fmt: skip
 
 
 def resolve(name: str, wish: Wish) -> Located:
@@ -98,16 +105,12 @@ def resolve(name: str, wish: Wish) -> Located:
         from posleak.models import convert
 
         return _converted(convert.user_gguf(path.resolve(), wish.cache, wish.progress, verify=wish.verify))
-    if _looks_like_a_path(name):
+    if looks_like_a_path(name):
         raise ModelError(
             "this file is no model", where=name, expected="a folder or a .gguf file",
             remedy="name the folder that holds the model's config.json; " + _nearest(path.name),
         )  # fmt: skip
     return _hub(name, wish)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or name.count("/") > 1
 
 
 def _nearest(name: str) -> str:
@@ -133,7 +136,7 @@ def _converted(folder: Path) -> Located:
 def _folder(path: Path, revision: str | None) -> Located:
     """A folder of the user's: a plain one, a snapshot in a hub cache, or the `models--org--name` above snapshots."""
     with border("the folder cannot be read", path, "make it readable for you, or name another"):
-        folder = _snapshot(path, revision)
+        folder = snapshot(path, revision)
         if spelled(str(folder)) != str(folder):
             raise ModelError(
                 "the folder's name is no UTF-8, and safetensors opens no such file", where=spelled(str(folder)),
@@ -145,8 +148,10 @@ def _folder(path: Path, revision: str | None) -> Located:
         return Located(folder, "folder", revision=commit, licence=_licence(folder))
 
 
-def _snapshot(path: Path, revision: str | None) -> Path:
+def snapshot(path: Path, revision: str | None) -> Path:
     if (path / "config.json").is_file() or not (path / "snapshots").is_dir():
+        if revision is not None:
+            raise no_revisions(str(path), revision, "this folder")
         return path.resolve()
     reference = path / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else (revision or "")

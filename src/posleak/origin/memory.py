@@ -7,7 +7,6 @@ from posleak.probe import Plan
 from posleak.runs.memory import (
     FIRST_USE,
     REPLICATES,
-    SLACK,
     MemoryPlan,
     own_bytes,
     pass_bytes,
@@ -15,6 +14,7 @@ from posleak.runs.memory import (
     square_bytes,
     state_bytes,
 )
+from posleak.runs.sizes import SLACK
 
 from .context import POSITIONS
 from .fingerprint import FINGERPRINT_TOKENS, SHOWN

@@ -20,7 +20,7 @@ from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import write_atomically
 from posleak.metrics.agreement import Agreement, Part
-from posleak.runs.record import slug
+from posleak.runs.software import slug
 from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write

@@ -76,7 +76,7 @@ class Page:
         template = environment().get_template("page.html.j2")
         return template.render(
             page=self, version=__version__, data=script_json(self.data()),
-            style=Markup(style_sheet()) + _static("page.css"), script=_static("page.js"),
+            style=Markup(style_sheet()) + static("page.css"), script=static("common.js") + static("page.js"),
             plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
             row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views), lent_to=lent_to,
             fewest=FEWEST, least=LEAST, times=TIMES, frame_names=FRAME_NAMES, curves_of=curves_of, grouped=grouped,
@@ -176,5 +176,5 @@ def environment() -> jinja2.Environment:
     return found
 
 
-def _static(name: str) -> Markup:
+def static(name: str) -> Markup:
     return Markup(files("posleak.report").joinpath("static", name).read_text(encoding="utf-8"))

@@ -4,11 +4,14 @@ asked     what a call from Python asks for: a subject, prompts, and the rest as 
 spec      what is asked for, checked before a model is loaded
 record    run.json as dataclasses
 folder    files that are whole or not there
+sizes     how many tensors are held at the same time
 memory    what a measurement will hold, and the batch that keeps it within a limit
 loop      prompts -> results batch by batch, each written as soon as it is measured
 watch     how far a batch is, layer by layer
 measure   one measurement from beginning to end
 run       the result: a record and labelled arrays
+software  with which versions, and when
+balance   the whole model's shares, and how the residual changes with depth
 conditions  the same prompts under many edits, each a run
 
 `spec` is imported without torch, so that a wrong call is refused at once.
@@ -23,8 +26,9 @@ from posleak.lazy import lazy
 if TYPE_CHECKING:
     from .measure import Measurement, measure
     from .memory import memory_plan
-    from .record import DEFINITIONS_VERSION, Record
+    from .record import Record
     from .run import Run, split
+    from .software import DEFINITIONS_VERSION
     from .spec import MeasureSpec, parse_bytes
 
 __getattr__ = lazy(
@@ -32,8 +36,9 @@ __getattr__ = lazy(
     {
         "measure": ("Measurement", "measure"),
         "memory": ("memory_plan",),
-        "record": ("DEFINITIONS_VERSION", "Record"),
+        "record": ("Record",),
         "run": ("Run", "split"),
+        "software": ("DEFINITIONS_VERSION",),
         "spec": ("MeasureSpec", "parse_bytes"),
     },
 )

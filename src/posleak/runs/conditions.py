@@ -25,8 +25,9 @@ from posleak.probe import Plan
 
 from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
 from .measure import Measurement
-from .record import clear_run, slug
+from .record import clear_run
 from .run import Run
+from .software import slug
 from .spec import MeasureSpec
 from .watch import Watch
 

@@ -36,8 +36,9 @@ from .beside import Beside
 from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
-from .record import Machine, Record, clear_run, digest, now, read_record, require_same, slug, versions
+from .record import Machine, Record, clear_run, digest, read_record, require_same
 from .run import Run, assembled, meters_of
+from .software import now, slug, versions
 from .spec import MeasureSpec, parse_bytes
 from .watch import Watch
 

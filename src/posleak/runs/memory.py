@@ -25,18 +25,8 @@ from posleak.probe.rows import PROFILE
 from posleak.probe.watch import keeps_own_attention
 from posleak.text import size
 
+from .sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
 from .spec import MeasureSpec
-
-STATES, HEADS, INNER = 6, 5, 4
-"""Tensors of one token that a decoder layer holds at the same time, at most: as wide as the residual stream, as all
-heads together, and as the inside of the feed-forward part."""
-
-SLACK = 1.5
-"""Factor for memory that the allocator keeps between tensors: 1.4 was seen with tensors too small to be given back."""
-
-ROWS = 3
-"""Copies of the sampled rows at the same time: logits, their exponentials, and one in between. Models that scale their
-queries by position hold twice as many, which is little beside the slack of their activations."""
 
 EXPLICIT = 3
 """Blocks of logits at the same time, where the softmax is written out; of whole matrices, in eager attention."""
@@ -67,9 +57,6 @@ RECORDS = 32 * 1000
 
 FIRST_USE = 64 * 10**6
 """What libraries take when they are first used: to write files, and for small tensors of any kind."""
-
-LIBRARIES = 500 * 10**6
-"""What Python holds with torch and transformers imported, besides weights."""
 
 CALIBRATION_LENGTH, LONGEST_WINDOW = 96, 1024
 """Tokens of calibration, which goes past windows up to this one."""

@@ -6,14 +6,11 @@ This is the one place that writes and reads run.json. All other code uses the fi
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import json
 import platform
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +25,15 @@ from posleak.typed import plain
 
 from .folder import RECORD, remove_run, require_unused
 from .memory import MemoryPlan
+from .software import COMPUTED_WITH, DEFINITIONS_VERSION, now, versions
 from .spec import MeasureSpec
-
-DEFINITIONS_VERSION = 2
-"""Increased when the mathematics changes: runs with different versions cannot be compared."""
 
 FORMAT_VERSION = 5
 
-COMPUTED_WITH = ("posleak", "torch", "transformers")
 SUBJECT = (
     "weights_sha256", "config_sha256", "tokenizer_sha256", "code_sha256", "architecture", "dtype", "device",
 )  # fmt: skip
-"""Of all that is recorded about software and model, what decides the numbers."""
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that computed the numbers."""
-    return {name: version(name) for name in (*COMPUTED_WITH, "numpy", "xarray")}
+"""Of all that is recorded about a model, what decides the numbers."""
 
 
 @dataclass(frozen=True)
@@ -198,13 +187,3 @@ def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Ide
         got=differing or "another version of the definitions",
         remedy="choose another --out, or --fresh to measure again and overwrite it",
     )  # fmt: skip
-
-
-def slug(name: str, most: int = 100) -> str:
-    """A name as a folder's name. A long one is cut, and a hash of the whole keeps it apart from others."""
-    found = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
-    return found if len(found) <= most else f"{found[:most]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -18,7 +18,9 @@ from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DENSEST, ORIGIN
 
-LENGTH, PROMPTS = 512, 16
+LENGTH, PROMPTS, TRACED = 512, 16, 256
+"""Tokens of a prompt, and prompts, unless one says otherwise; and tokens where two passes are made of each."""
+
 GIVEN = "given"
 """In the place of `inputs`: the prompts were handed over as ids."""
 

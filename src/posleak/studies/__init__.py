@@ -1,7 +1,6 @@
-"""Stage 11, many measurements compared: across architectures, rotations and windows, lengths, first tokens, dtypes.
+"""Stage 12, many measurements compared: across architectures, rotations and windows, lengths, first tokens, dtypes.
 
 cells     named studies: a question, and the cells (measurements) that answer it
-balance   shares of mask, drift and sink in one measurement, and how the residual changes with depth
 run       measures cell by cell, into run folders that are kept and reused
 """
 
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING
 from posleak.lazy import lazy
 
 if TYPE_CHECKING:
-    from .cells import STUDIES, Cell, Study, study_named
+    from posleak.sweep.cells import Cell
+
+    from .cells import STUDIES, Study, study_named
     from .run import Row, Table, run_study, study
 
 __getattr__ = lazy(

@@ -1,7 +1,7 @@
 """Named studies that compare many measurements: a question, and which cells to measure.
 
-A cell is one measurement: a model, what it reads, and the edits it runs under. Cells of one study share length, prompts
-and seed, so that cells of one model are paired.
+Cells of one study share length, prompts and seed, so that cells of one model are paired. `posleak sweep NAME` does the
+same cells as a sweep.
 """
 
 from __future__ import annotations
@@ -11,37 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posleak.errors import InputError, did_you_mean
-from posleak.runs import MeasureSpec
+from posleak.sweep.cells import Cell
 
 BEYOND_WINDOW = 768
 """Longer than the 512 tokens that Gemma's sliding layers see."""
 
 SMOLLM, GEMMA, QWEN = "smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement of a study. `dtype` None: float32, or bfloat16 where the model would not fit otherwise."""
-
-    model: str
-    edits: tuple[str, ...] = ()
-    length: int = 512
-    prompts: int = 16
-    seed: int = 0
-    inputs: str = "random"
-    bos: str = "auto"
-    dtype: str | None = None
-
-    @property
-    def spec(self) -> MeasureSpec:
-        return MeasureSpec(self.inputs, self.bos, self.length, self.prompts, self.seed, edits=self.edits)
-
-    @property
-    def label(self) -> str:
-        """What tells it from the other cells of its study."""
-        extra = [*self.edits, *([self.inputs] if self.inputs != "random" else [])]
-        extra += [f"bos {self.bos}"] if self.bos != "auto" else []
-        return " · ".join([self.model, *extra])
 
 
 @dataclass(frozen=True)

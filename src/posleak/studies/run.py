@@ -12,17 +12,20 @@ from typing import Any
 
 from posleak.errors import InputError, NoEffectError, TooLargeError
 from posleak.files import write_json
-from posleak.leakage import Estimate, Jackknife
-from posleak.leakage.summary import Products
+from posleak.leakage import Estimate
 from posleak.models import AnyModel, Subject, load, subject_of
 from posleak.runs import Measurement, Run, parse_bytes
+from posleak.runs.balance import Balance
 from posleak.runs.watch import Watch
+from posleak.sweep.cells import Cell
+from posleak.sweep.numbers import ratios, whole_model
 from posleak.text import visible
 
-from .balance import Balance
-from .cells import Cell, Study, study_named
+from .cells import Study, study_named
 
 TABLE = "study.json"
+ASKED = ("model", "edits", "length", "prompts", "seed", "inputs", "bos", "dtype")
+"""Fields of a cell that studies have."""
 
 Say = Callable[[str], None]
 
@@ -39,7 +42,8 @@ class Row:
     def as_dict(self) -> dict[str, Any]:
         identity = self.run.record.identity
         return {
-            "label": self.cell.label, "cell": self.cell, "run": str(self.run.path), "dtype": identity.dtype,
+            "label": self.cell.label, "cell": {name: getattr(self.cell, name) for name in ASKED},
+            "run": str(self.run.path), "dtype": identity.dtype,
             "quantisation": identity.quantisation, "balance": self.balance, "removed": self.removed,
         }  # fmt: skip
 
@@ -183,23 +187,17 @@ def _load(cell: Cell, progress: Say) -> Subject:
 
 
 def _rows(measured: list[tuple[Cell, Run]]) -> Iterator[Row]:
+    if not measured:
+        return
     first = measured[0][1]
-    before = _products(first)
+    before = whole_model(first)
     for cell, run in measured:
         paired = run.prompts == first.prompts and run.record.inputs.same_tokens(first.record.inputs)
-        removed = _removed(_products(run), before, cell) if paired and run is not first else {}
-        yield Row(cell, run, Balance.of(run), removed)
+        found = ratios(whole_model(run), before, cell.prompts) if paired and run is not first else {}
+        yield Row(cell, run, Balance.of(run), {_named_part(name): 1 - ratio for name, ratio in found.items()})
 
 
-def _products(run: Run) -> dict[str, Products]:
-    return {queries: found.averaged((0, 1)) for queries, found in run.products.items()}
-
-
-def _removed(after: dict[str, Products], before: dict[str, Products], cell: Cell) -> dict[str, Estimate]:
-    """1 − power after / before, by component and queries, paired on the same prompts."""
-    jackknife = Jackknife(cell.prompts)
-    return {
-        f"{name}, {queries}": 1 - jackknife.inner(sums).over(jackknife.inner(before[queries].own[name])).estimate
-        for queries in ("early", "all")
-        for name, sums in after[queries].own.items()
-    }
+def _named_part(name: str) -> str:
+    """`all/mask` → `mask, all`"""
+    queries, component = name.split("/")
+    return f"{component}, {queries}"

@@ -23,7 +23,7 @@ from posleak.metrics.table import Row
 from posleak.report.assets import agreement_figure
 from posleak.report.gather import Shown, gather
 from posleak.report.neighbours import Neighbours, agreements
-from posleak.runs.record import slug
+from posleak.runs.software import slug
 from posleak.show import numbers
 from posleak.show.plots import write
 from posleak.tools.made import replaced, row

@@ -38,14 +38,13 @@ from posleak.runs.folder import RECORD
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
 from posleak.runs.run import said
+from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
 from posleak.typed import plain
 
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
-
-LENGTH, PROMPTS = 256, 16
 
 BORROWED = "context=borrowed"
 """The edit of the second pass."""
@@ -265,7 +264,7 @@ def trace(
     progress    called with what is done now, in words
     """
     found = asked(
-        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin,
+        subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip
     folder, say = None if out is None else Path(out), progress or (lambda what: None)

@@ -22,9 +22,9 @@ from posleak.models import Subject, load
 from posleak.origin.origin import origin
 from posleak.origin.reading import EPSILON
 from posleak.runs import Run
+from posleak.runs.balance import Balance
 from posleak.runs.measure import measure
-from posleak.runs.record import DEFINITIONS_VERSION
-from posleak.studies.balance import Balance
+from posleak.runs.software import DEFINITIONS_VERSION
 from posleak.trace.trace import SOURCES, trace
 
 from .training import Training

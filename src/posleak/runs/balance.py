@@ -10,7 +10,8 @@ import numpy as np
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Numbers
 from posleak.leakage.trend import depth_slope
-from posleak.runs import Run
+
+from .run import Run
 
 
 @dataclass(frozen=True)

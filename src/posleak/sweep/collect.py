@@ -1,0 +1,234 @@
+"""All finished cells of a place as one tidy table: one row per number, with the cell that it is of.
+
+Cells of different seeds read different prompts of the same kind, and cells of different edits read the same ones. So
+numbers of cells that differ in their seed alone are pooled, and powers under an edit are also given as their ratio to
+the same cell without edits, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posleak.arrays import Array
+from posleak.errors import PosleakError, RunError
+from posleak.leakage import Estimate
+
+from .cells import Cell
+from .numbers import PRODUCTS, ratios, read_products
+from .state import CELL, ERROR, FAILED, FINISHED, NUMBERS, Failed, Finished, read_sealed
+from .storage import CELLS, Storage
+
+TABLE, PAGE = "collected.parquet", "collected.html"
+
+KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
+"""What cells can differ in, besides their seed and, of a series of checkpoints, the step."""
+
+NUMBER = ("layer", "queries", "quantity", "component", "value", "low", "high", "n", "unit")
+RATIO = "ratio"
+"""Power over the power of the same cell without edits."""
+
+NO_EDITS = "none"
+
+
+@dataclass(frozen=True)
+class Omitted:
+    """A cell that is in the place and has no rows in the table, and why."""
+
+    name: str
+    label: str
+    why: str
+
+
+@dataclass(frozen=True, repr=False)
+class Collected:
+    """What a place holds. `table`: one row per number; docs/sweeps.md has the columns.
+
+    failed, left_out, omitted   cells without numbers: that failed, that would change nothing, that cannot be used
+    """
+
+    root: str
+    finished: list[Finished]
+    table: pd.DataFrame
+    failed: list[Failed]
+    left_out: list[Failed]
+    omitted: list[Omitted]
+
+    def __repr__(self) -> str:
+        return f"Collected({len(self.finished)} cells, {len(self.table)} numbers; {self.root})"
+
+    @cached_property
+    def pooled(self) -> pd.DataFrame:
+        """Numbers of the whole model, over seeds: cells that differ in nothing else are one row."""
+        whole = self.table[self.table["layer"].isna()]
+        apart = [*KNOBS, "series", "step", "queries", "quantity", "component", "unit"]
+        rows = [
+            {**dict(zip(apart, key, strict=True)), "seeds": len(group), **_pool(group)}
+            for key, group in whole.groupby(apart, sort=False, dropna=False)
+        ]
+        return pd.DataFrame(rows, columns=[*apart, "seeds", "value", "low", "high", "n"])
+
+    def varied(self) -> dict[str, list[Any]]:
+        """Knobs in which the cells differ, with their values in order."""
+        cells = [knobs(record) for record in self.finished]
+        found = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
+        return {name: _ordered(values) for name, values in found.items() if len(values) > 1}
+
+    def parquet(self) -> bytes:
+        """The table as a Parquet file."""
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pandas(self.table, preserve_index=False), buffer, compression="zstd")
+        return buffer.getvalue()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak collect --json`, but for the files' places (docs/json.md)."""
+        gone = [{"cell": e.cell.details, "why": e.what} for e in self.failed]
+        without = [{"cell": e.cell.details, "why": e.what} for e in self.left_out]
+        return {
+            "root": self.root, "finished": len(self.finished), "rows": len(self.table), "varied": self.varied(),
+            "failed": gone, "left_out": without, "omitted": [{"cell": o.label, "why": o.why} for o in self.omitted],
+        }  # fmt: skip
+
+
+def collected(root: str) -> Collected:
+    """Everything that a place holds, each cell once. A damaged cell is left out and named."""
+    storage = Storage(root)
+    finished, failed, omitted = list[Finished](), list[Failed](), list[Omitted]()
+    tables, products = dict[str, pd.DataFrame](), dict[str, dict[str, Array]]()
+    names = storage.names()
+    if not names:
+        raise RunError(
+            "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` makes it",
+            remedy="give the folder of a sweep (its --out)",
+        )  # fmt: skip
+    for name in names:
+        try:
+            record = read_sealed(storage, FINISHED, f"{CELLS}/{name}/{CELL}")
+            if record is None:
+                failed += _failure(storage, name, omitted)
+                continue
+            tables[record.id] = pq.read_table(io.BytesIO(_file(storage, name, record, NUMBERS))).to_pandas()
+            products[record.id] = read_products(_file(storage, name, record, PRODUCTS))
+            finished.append(record)
+        except (PosleakError, ValueError, OSError) as error:
+            said = error.what if isinstance(error, PosleakError) else str(error)
+            omitted.append(Omitted(name, name, f"{said}; start the sweep again to mend it"))
+    finished, older = _newest(sorted(finished, key=lambda record: _place(record.cell)))
+    omitted += older
+    table = _tidy(storage, finished, tables, products)
+    return Collected(
+        root, finished, table, [e for e in failed if not e.left_out], [e for e in failed if e.left_out], omitted
+    )
+
+
+def knobs(record: Finished) -> dict[str, Any]:
+    """What a finished cell was, by the names of the columns; the dtype is the one that it had."""
+    cell = record.cell
+    return {
+        "model": cell.name, "kind": cell.kind, "edits": " + ".join(cell.edits) or NO_EDITS, "inputs": cell.inputs,
+        "bos": str(cell.bos), "length": cell.length, "prompts": cell.prompts, "origin": cell.origin,
+        "density": cell.density, "dtype": record.model.dtype,
+    }  # fmt: skip
+
+
+def _tidy(
+    storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame],
+    products: dict[str, dict[str, Array]],
+) -> pd.DataFrame:  # fmt: skip
+    """Every number of every cell, with the cell's columns before it."""
+    first = {_apart(record, "edits"): record for record in finished if not record.cell.edits}
+    found = []
+    for record in finished:
+        own = tables[record.id]
+        base = first.get(_apart(record, "edits"))
+        if base is not None and record.cell.edits and base.inputs.same_tokens(record.inputs):
+            rows = _ratios(products[record.id], products[base.id], record.cell.prompts)
+            own = pd.concat([own, pd.DataFrame(list(rows), columns=own.columns).astype(own.dtypes)])
+        about = {
+            "cell": record.id[:12], **knobs(record), "series": record.cell.series, "step": record.cell.step,
+            "seed": record.cell.seed, "device": record.model.device, "architecture": record.model.architecture,
+            "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS}/{record.cell.folder}"),
+        }  # fmt: skip
+        found.append(own.assign(**about))
+    columns = ["cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run", *NUMBER]
+    if not found:
+        return pd.DataFrame(columns=columns)
+    table = pd.concat(found, ignore_index=True)[columns]
+    return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
+
+
+def _ratios(after: dict[str, Array], before: dict[str, Array], prompts: int) -> Iterator[dict[str, Any]]:
+    for name, estimate in ratios(after, before, prompts).items():
+        queries, component = name.split("/")
+        yield {
+            "layer": None, "queries": queries, "quantity": RATIO, "component": component,
+            "value": float(estimate.value), "low": float(estimate.low), "high": float(estimate.high),
+            "n": estimate.n, "unit": "1",
+        }  # fmt: skip
+
+
+def _apart(record: Finished, *without: str) -> Any:
+    """What a cell is, apart from some fields and from how it is shown."""
+    cell: Any = replace(record.cell, resources=Cell("").resources, title=None, series=None, step=None)
+    return (record.model.weights_sha256, *(value for name, value in vars(cell).items() if name not in without))
+
+
+def _newest(finished: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]:
+    """One of each: what was measured again, with other versions or of a changed model, counts once, the newest."""
+    found: dict[Any, Finished] = {}
+    for record in sorted(finished, key=lambda each: each.finished):
+        found[tuple(vars(replace(record.cell, resources=Cell("").resources)).items())] = record
+    kept = {record.id for record in found.values()}
+    why = "it was measured again later, with other versions of posleak, torch or transformers"
+    older = [Omitted(r.cell.folder, r.cell.details, why) for r in finished if r.id not in kept]
+    return [record for record in finished if record.id in kept], older
+
+
+def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:
+    """The error of a cell that has one; without, it is not finished, and named."""
+    error = read_sealed(storage, FAILED, f"{CELLS}/{name}/{ERROR}")
+    if error is None:
+        omitted.append(Omitted(name, name, "it is not finished; start the sweep again: it goes on"))
+    return [] if error is None else [error]
+
+
+def _file(storage: Storage, folder: str, record: Finished, name: str) -> bytes:
+    """A file of a cell, if it is what was written."""
+    found = storage.read(f"{CELLS}/{folder}/{record.place}{name}")
+    facts = record.files.get(name)
+    if found is None or facts is None or hashlib.sha256(found).hexdigest() != facts.sha256:
+        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(f"{CELLS}/{folder}"))
+    return found
+
+
+def _place(cell: Cell) -> Any:
+    """Where a cell stands in a table: checkpoints in the order of training, then edits, lengths and seeds."""
+    step = -1 if cell.step is None else cell.step
+    return cell.kind, cell.series or cell.name, step, cell.name, cell.inputs, cell.edits, cell.length, cell.seed
+
+
+def estimate_of(row: Mapping[Any, Any]) -> Estimate:
+    """A row's number with its interval."""
+    return Estimate(np.asarray(row["value"]), np.asarray(row["low"]), np.asarray(row["high"]), int(row["n"]))
+
+
+def _pool(group: pd.DataFrame) -> dict[str, Any]:
+    parts = [estimate_of(row) for row in group[["value", "low", "high", "n"]].to_dict("records")]
+    mean = parts[0] if len(parts) == 1 else Estimate.average(parts)
+    return {"value": float(mean.value), "low": float(mean.low), "high": float(mean.high), "n": mean.n}
+
+
+def _ordered(values: list[Any]) -> list[Any]:
+    """Numbers by size; texts as they came, without edits first."""
+    if all(isinstance(value, int) for value in values):
+        return sorted(values)
+    return sorted(values, key=lambda value: value != NO_EDITS)
