@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
+from functools import cache
 from importlib.metadata import version
 
 DEFINITIONS_VERSION = 2
@@ -16,7 +17,13 @@ COMPUTED_WITH = ("posleak", "torch", "transformers")
 
 def versions() -> dict[str, str]:
     """Versions of the packages that computed the numbers."""
-    return {name: version(name) for name in (*COMPUTED_WITH, "numpy", "xarray")}
+    return {name: _version(name) for name in (*COMPUTED_WITH, "numpy", "xarray")}
+
+
+@cache
+def _version(name: str) -> str:
+    """Reading it off a package's metadata takes a millisecond, and every cell of a sweep asks."""
+    return version(name)
 
 
 def now() -> str:
