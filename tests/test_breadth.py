@@ -257,7 +257,20 @@ def test_revisions_of_a_hub_cache_are_different_models(tmp_path: Path) -> None:
         for revision in (name, commit):
             identity = load(repo, revision=revision, cache=tmp_path / "cache").identity
             assert (identity.revision, identity.layers) == (commit, layers)
+            named = load(f"{repo}@{revision}", cache=tmp_path / "cache").identity
+            assert replace(named, name=identity.name) == identity
+            assert named.name == f"{repo}@{revision}"
     assert load(repo, cache=tmp_path / "cache").identity.revision == commits["main"]
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    folder = save(small(), tmp_path / "my@model")
+    assert load(folder, cache=tmp_path / "cache").identity.layers == 2, "a sign in a path is part of the path"
+    for name, options in ((f"{folder}@v1", {}), (str(folder), {"revision": "v1"}), ("zoo-text-rope@v1", {})):
+        with pytest.raises(ModelError, match="has no revisions"):
+            load(name, cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="two revisions are asked for"):
+        load("org/name@one", revision="two")
 
 
 def test_decoders_that_do_not_say_so_are_not_taken_for_encoders(tmp_path: Path) -> None:

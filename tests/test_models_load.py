@@ -203,7 +203,8 @@ def run_offline(name: str, hub: Path, cache: Path) -> subprocess.CompletedProces
 
 def test_hub_id_loads_offline_from_the_hub_cache(tmp_path: Path, cache: Path) -> None:
     hub_layout(tmp_path / "hub")
-    done = run_offline("some-org/tiny-llama", tmp_path / "hub", cache)
+    assert run_offline("some-org/tiny-llama@other", tmp_path / "hub", cache).returncode != 0
+    done = run_offline("some-org/tiny-llama@main", tmp_path / "hub", cache)
     assert done.returncode == 0, done.stderr
     identity = json.loads(done.stdout)
     assert (identity["source"], identity["revision"], identity["licence"]) == ("hub", COMMIT, "mit")

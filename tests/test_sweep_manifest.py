@@ -160,10 +160,28 @@ def test_models_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     assert both[0].folder == alone.folder, "what it is called does not move it"
 
 
+def test_series_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+    for data in ("text", "backcopy"):
+        tiny_models(tmp_path / data / "rope-0", "checkpoint-0", "checkpoint-8")
+    entries = [{"checkpoints": str(tmp_path / data / "rope-0")} for data in ("text", "backcopy")]
+    found = manifest({"models": entries}).cells
+    assert {cell.series for cell in found} == {"text/rope-0", "backcopy/rope-0"}
+    assert found[1].name == "text/rope-0, step 8"
+
+
+def test_texts_are_named_by_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words " * 100)
+    found = manifest({"models": ["a/b"], "inputs": ["text:a.txt", "text:stdlib"]}).cells
+    assert [cell.inputs for cell in found] == [f"text:{tmp_path / 'a.txt'}", "text:stdlib"]
+
+
 def test_a_relative_path_means_the_same_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_models(tmp_path, "mine")
     monkeypatch.chdir(tmp_path)
     assert manifest({"models": ["mine"]}).cells[0].model == str(tmp_path / "mine")
+    assert manifest({"models": ["mine@main"]}).cells[0].model == f"{tmp_path / 'mine'}@main"
+    assert manifest({"models": ["~nobody-here/x"]}).cells[0].model == "~nobody-here/x"
 
 
 def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:

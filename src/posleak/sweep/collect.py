@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ TABLE, PAGE = "collected.parquet", "collected.html"
 KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
 """What cells can differ in, besides their seed and, of a series of checkpoints, the step."""
 
+CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run")
 NUMBER = ("layer", "queries", "quantity", "component", "value", "low", "high", "n", "unit")
 RATIO = "ratio"
 """Power over the power of the same cell without edits."""
@@ -110,18 +112,22 @@ def collected(root: str) -> Collected:
             "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` makes it",
             remedy="give the folder of a sweep (its --out)",
         )  # fmt: skip
+    records = dict[str, Finished]()
+    now = storage.snapshot([f"{CELLS}/{name}/{file}" for name in names for file in (CELL, ERROR)])
     for name in names:
-        try:
-            record = read_sealed(storage, FINISHED, f"{CELLS}/{name}/{CELL}")
+        with _omitting(name, omitted):
+            record = read_sealed(now, FINISHED, f"{CELLS}/{name}/{CELL}")
             if record is None:
-                failed += _failure(storage, name, omitted)
-                continue
-            tables[record.id] = pq.read_table(io.BytesIO(_file(storage, name, record, NUMBERS))).to_pandas()
-            products[record.id] = read_products(_file(storage, name, record, PRODUCTS))
+                failed += _failure(now, name, omitted)
+            else:
+                records[name] = record
+    files = [f"{CELLS}/{name}/{record.place}" for name, record in records.items()]
+    now = storage.snapshot([place + file for place in files for file in (NUMBERS, PRODUCTS)])
+    for name, record in records.items():
+        with _omitting(name, omitted):
+            tables[record.id] = pq.read_table(io.BytesIO(_file(now, name, record, NUMBERS))).to_pandas()
+            products[record.id] = read_products(_file(now, name, record, PRODUCTS))
             finished.append(record)
-        except (PosleakError, ValueError, OSError) as error:
-            said = error.what if isinstance(error, PosleakError) else str(error)
-            omitted.append(Omitted(name, name, f"{said}; start the sweep again to mend it"))
     finished, older = _newest(sorted(finished, key=lambda record: _place(record.cell)))
     omitted += older
     table = _tidy(storage, finished, tables, products)
@@ -145,25 +151,31 @@ def _tidy(
     products: dict[str, dict[str, Array]],
 ) -> pd.DataFrame:  # fmt: skip
     """Every number of every cell, with the cell's columns before it."""
+    columns = [*CELL_COLUMNS, *NUMBER]
+    if not finished:
+        return pd.DataFrame(columns=columns)
     first = {_apart(record, "edits"): record for record in finished if not record.cell.edits}
-    found = []
+    found = dict[str, pd.DataFrame]()
     for record in finished:
         own = tables[record.id]
         base = first.get(_apart(record, "edits"))
         if base is not None and record.cell.edits and base.inputs.same_tokens(record.inputs):
             rows = _ratios(products[record.id], products[base.id], record.cell.prompts)
             own = pd.concat([own, pd.DataFrame(list(rows), columns=own.columns).astype(own.dtypes)])
-        about = {
-            "cell": record.id[:12], **knobs(record), "series": record.cell.series, "step": record.cell.step,
-            "seed": record.cell.seed, "device": record.model.device, "architecture": record.model.architecture,
-            "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS}/{record.cell.folder}"),
-        }  # fmt: skip
-        found.append(own.assign(**about))
-    columns = ["cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run", *NUMBER]
-    if not found:
-        return pd.DataFrame(columns=columns)
-    table = pd.concat(found, ignore_index=True)[columns]
+        found[record.id[:12]] = own
+    about = pd.DataFrame([_about(storage, record) for record in finished], columns=CELL_COLUMNS)
+    numbers = pd.concat(found, names=["cell", None]).reset_index(level=0)
+    table = numbers.merge(about, how="left", on="cell", validate="many_to_one")[columns]
     return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
+
+
+def _about(storage: Storage, record: Finished) -> dict[str, Any]:
+    """The columns of a cell."""
+    return {
+        "cell": record.id[:12], **knobs(record), "series": record.cell.series, "step": record.cell.step,
+        "seed": record.cell.seed, "device": record.model.device, "architecture": record.model.architecture,
+        "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS}/{record.cell.folder}"),
+    }  # fmt: skip
 
 
 def _ratios(after: dict[str, Array], before: dict[str, Array], prompts: int) -> Iterator[dict[str, Any]]:
@@ -191,6 +203,16 @@ def _newest(finished: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]
     why = "it was measured again later, with other versions of posleak, torch or transformers"
     older = [Omitted(r.cell.folder, r.cell.details, why) for r in finished if r.id not in kept]
     return [record for record in finished if record.id in kept], older
+
+
+@contextmanager
+def _omitting(name: str, omitted: list[Omitted]) -> Iterator[None]:
+    """A cell that cannot be read is named, and the others are read."""
+    try:
+        yield
+    except (PosleakError, ValueError, OSError) as error:
+        said = error.what if isinstance(error, PosleakError) else str(error)
+        omitted.append(Omitted(name, name, f"{said}; start the sweep again to mend it"))
 
 
 def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:

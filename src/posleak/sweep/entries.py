@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import PosleakError
-from posleak.models.names import is_path
+from posleak.models.names import with_revision
 from posleak.models.steps import checkpoints
 
 from .cells import Cell, Resources
@@ -60,16 +61,15 @@ def models_of(said: Any, where: str) -> list[Model]:
 
 def _checkpoints(folder: str, title: str | None, where: str) -> list[Model]:
     """The models in a folder that are named by their step, and the folder itself, if it says after how many."""
-    place = Path(folder).expanduser().absolute()
     try:
-        found = checkpoints(place)
+        found = checkpoints(folder)
     except PosleakError as error:
         raise error.at(where) from error
-    series = title or place.name
-    steps = {_step(path.name): str(path) for path in found}
+    place = found[0].parent.absolute()
+    steps = {_step(path.name): str(path.absolute()) for path in found}
     if (place / "config.json").is_file() and (last := _trained_for(place)) is not None:
         steps.setdefault(last, str(place))
-    return [Model(path, f"{series}, step {step}", series, step) for step, path in steps.items()]
+    return [Model(path, None, title or str(place), step) for step, path in steps.items()]
 
 
 def _trained_for(folder: Path) -> int | None:
@@ -90,9 +90,8 @@ def _revisions(model: str, given: Mapping[str, Any], title: str | None, where: s
         return [Model(model, title)]
     if "@" in model:
         raise wrong(where, "the model has a revision already", model, remedy="leave it out, or `revisions`")
-    series = title or (Path(model).name if is_path(model) else model)
     names = [text(each, f"{where}, revisions") for each in listed(given["revisions"], f"{where}, revisions")]
-    return [Model(f"{model}@{name}", f"{series}@{name}", series, _step(name)) for name in names]
+    return [Model(f"{model}@{name}", None, title or model, _step(name)) for name in names]
 
 
 def _step(name: str) -> int | None:
@@ -117,10 +116,13 @@ def _chosen(found: Sequence[Model], steps: Sequence[int], where: str) -> list[Mo
 def _absolute(said: Any, where: str) -> str:
     """The model's name; of a file or folder its whole path, for workers start in folders of their own."""
     name = text(said, where)
-    path = Path(name).expanduser()
+    if _is_known(name):
+        return name
+    before, revision = with_revision(name)
     with suppress(OSError, ValueError, RuntimeError):
-        if path.exists() and not _is_known(name):
-            return str(path.absolute())
+        path = Path(before).expanduser()
+        if path.exists():
+            return f"{path.absolute()}@{revision}" if revision else str(path.absolute())
     return name
 
 
@@ -131,14 +133,28 @@ def _is_known(name: str) -> bool:
 
 
 def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
-    """Models that would be called alike are called by as much of their paths as tells them apart."""
+    """Models and series with the names that people see: of paths, as much of their ends as tells them apart."""
     found = list(cells)
-    models = dict.fromkeys((cell.model, cell.name) for cell in found)
-    alike = [name for _, name in models]
-    longer = {model: _tail(model) for model, name in models if alike.count(name) > 1}
-    return tuple(replace(c, title=longer[c.model]) if c.model in longer else c for c in found)
+    series = _short({cell.series for cell in found if cell.series is not None})
+    models = _short({cell.model for cell in found if cell.title is None and cell.series is None})
+    return tuple(_named(cell, series, models) for cell in found)
 
 
-def _tail(model: str) -> str:
-    """The last three parts of a path."""
-    return "/".join(Path(model).parts[-3:]) if is_path(model) else model
+def _named(cell: Cell, series: dict[str, str], models: dict[str, str]) -> Cell:
+    if cell.series is None:
+        return replace(cell, title=cell.title or models[cell.model])
+    name = series[cell.series]
+    revision = with_revision(cell.model)[1]
+    step = f"{name}, step {cell.step}" if revision is None else f"{name}@{revision}"
+    return replace(cell, series=name, title=step)
+
+
+def _short(names: set[str]) -> dict[str, str]:
+    """The last parts of each path, as many as no other of the names ends with; other names as they are."""
+    found = {name: name for name in names if not Path(name).is_absolute()}
+    paths = {name: Path(name).parts for name in names if name not in found}
+    for parts in range(1, 1 + max(map(len, paths.values()), default=0)):
+        tails = {name: "/".join(paths[name][-parts:]) for name in paths if name not in found}
+        taken = Counter([*tails.values(), *found.values()])
+        found |= {name: tail for name, tail in tails.items() if taken[tail] == 1}
+    return found | {name: name for name in names if name not in found}

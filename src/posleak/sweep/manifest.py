@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import InputError, NoEffectError, PosleakError, did_you_mean
+from posleak.inputs.corpus import STDLIB
 from posleak.runs.spec import TRACED
 from posleak.text import visible
 
-from .cells import KINDS, MEASURE, TRACE, Cell, Resources
+from .cells import KINDS, MEASURE, TEXT, TRACE, Cell, Resources
 from .entries import models_of, titled
 from .pieces import MOST, listed, loader, mapping, resources, text, whole, wrong
 
@@ -149,7 +150,21 @@ def _one(key: str, value: Any, where: str) -> Any:
         return whole(value, f"{where}, {key}")
     if key == "bos" and isinstance(value, int) and not isinstance(value, bool):
         return value
-    return None if key == "dtype" and value is None else text(value, f"{where}, {key}")
+    if key == "dtype" and value is None:
+        return None
+    said = text(value, f"{where}, {key}")
+    return _whole_path(said) if key == "inputs" else said
+
+
+def _whole_path(inputs: str) -> str:
+    """`text:PATH` with the whole path, for workers start in folders of their own."""
+    path = inputs.removeprefix(TEXT)
+    if not inputs.startswith(TEXT) or path == STDLIB:
+        return inputs
+    with suppress(OSError, ValueError, RuntimeError):
+        if (place := Path(path).expanduser()).exists():
+            return f"{TEXT}{place.absolute()}"
+    return inputs
 
 
 def _edits(value: Any, where: str) -> tuple[str, ...]:

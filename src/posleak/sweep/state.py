@@ -125,8 +125,10 @@ def known(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -> l
     """What the storage says of every cell. `verify`: read every file, even where it looks unchanged."""
     _model_stamp.cache_clear()
     _model_content.cache_clear()
-    there = set(storage.names())
-    return [look(storage, cell, verify=verify) if cell.folder in there else Known(cell, State.open) for cell in cells]
+    asked, there = list(cells), set(storage.names())
+    records = [f"{CELLS}/{cell.folder}/{name}" for cell in asked if cell.folder in there for name in (CELL, ERROR)]
+    now = storage.snapshot(records)
+    return [look(now, cell, verify=verify) if cell.folder in there else Known(cell, State.open) for cell in asked]
 
 
 def look(storage: Storage, cell: Cell, *, verify: bool = False) -> Known:

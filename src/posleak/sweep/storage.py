@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -121,6 +121,25 @@ class Storage:
                 target.write_bytes(self.read(name) or b"")
             yield Path(made)
 
+    def snapshot(self, names: Sequence[str]) -> Storage:
+        """The same place, to look at many cells at once: on a store, one listing and all of `names` read side by side.
+
+        What it says of stamps and of these files is what was there when it was made.
+        """
+        if self.local is not None:
+            return self
+        with _about(self.path(CELLS)):
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._at(CELLS), detail=True)
+            stamps = {self._below(path): _stamp(info) for path, info in found.items()}
+            there = [self._at(name) for name in names if name in stamps]
+            contents = self._fs.cat(there, on_error="omit") if there else {}
+        return _Snapshot(self.root, stamps, {self._below(path): bytes(text) for path, text in contents.items()})
+
+    def _below(self, path: str) -> str:
+        """A path of the store as a name."""
+        return path.strip("/").removeprefix(self._opened[1].strip("/") + "/")
+
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, name: str, content: bytes) -> None:
@@ -178,6 +197,22 @@ class Storage:
 
     def _at(self, name: str) -> str:
         return f"{self._opened[1]}/{name}"
+
+
+@dataclass(frozen=True)
+class _Snapshot(Storage):
+    """What a store held at one moment: stamps of all files, and some files whole."""
+
+    stamps: Mapping[str, str]
+    contents: Mapping[str, bytes]
+
+    def read(self, name: str) -> bytes | None:
+        if name in self.contents or name not in self.stamps:
+            return self.contents.get(name)
+        return super().read(name)
+
+    def stamp(self, name: str) -> str | None:
+        return self.stamps.get(name)
 
 
 def _stamp(info: Mapping[str, Any]) -> str:
