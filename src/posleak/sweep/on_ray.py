@@ -59,7 +59,7 @@ class OnRay:
         # Ray prints what it has to say on standard output, where results belong.
         with contextlib.redirect_stdout(sys.stderr), _cluster(ray, self.address):
             require_room(ray, cells, strict=self.address is None)
-            cpus = min(_request(cell)["num_cpus"] for cell in cells)
+            cpus = min(_cpus(cell) for cell in cells)
             fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
             crew = _Crew(ray, self.settings, storage.everywhere, board, min(self.workers or fitting, len(cells)))
             try:
@@ -89,7 +89,7 @@ def require_ray() -> Any:
 
 def require_room(ray: Any, cells: list[Cell], *, strict: bool) -> None:
     """Refuse what no machine of the cluster has; a cluster that grows may have it later, so there it is said only."""
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    machines = _machines(ray)
     for resources in dict.fromkeys(cell.resources for cell in cells):
         asked = {"CPU": resources.cpus or DEFAULT_CPUS, "GPU": resources.gpus, "memory": resources.memory or 0}
         if any(all(machine.get(name, 0) >= need for name, need in asked.items()) for machine in machines):
@@ -100,6 +100,11 @@ def require_room(ray: Any, cells: list[Cell], *, strict: bool) -> None:
             remedy = "ask for less under `resources` in the manifest"
             raise InputError(what, where="resources", got=_words(asked), expected=have, remedy=remedy)
         warn(f"{what} ({_words(asked)}): they wait until one has; now there are {have}")
+
+
+def _machines(ray: Any) -> list[dict[str, float]]:
+    """What each machine of the cluster has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _words(resources: dict[str, float]) -> str:
@@ -186,7 +191,7 @@ class _Crew:
             if not wanted:
                 return
             group = max(wanted, key=lambda each: len(self.groups[each]) / (1 + at.count(each)))
-            request = _request(self.groups[group][0])
+            request = self._request(self.groups[group][0])
             actor = self.ray.remote(Hand).options(max_restarts=0, **request).remote(
                 self.settings, self.storage, max(1, int(request["num_cpus"]))
             )  # fmt: skip
@@ -239,11 +244,21 @@ class _Crew:
         order = Order(cell, cell.id, self.attempts[cell.id])
         self.members[member.actor.run.remote(order)] = member
 
+    def _request(self, cell: Cell) -> dict[str, Any]:
+        """What Ray is asked for, for an actor with this cell's model. Memory that is guessed is no more than the
+        largest machine has: a guess must not keep a cell waiting for ever."""
+        wish: Resources = cell.resources
+        memory, guess = wish.memory, memory_of(cell)
+        if memory is None and guess is not None:
+            memory = min(guess, int(max(machine.get("memory", 0) for machine in _machines(self.ray))))
+        found: dict[str, Any] = {"num_cpus": _cpus(cell), "num_gpus": wish.gpus}
+        return found | ({} if memory is None else {"memory": memory})
+
     def _turn_to_another(self, member: _Member) -> bool:
         """Let an actor whose model is done take up another one that asks for no more, if nobody is at it."""
         taken = {other.group for other in self.members.values()}
         for group, cells in self.groups.items():
-            if cells and group not in taken and _fits(_request(cells[0]), member.request):
+            if cells and group not in taken and _fits(self._request(cells[0]), member.request):
                 member.group = group
                 return True
         return False
@@ -259,12 +274,8 @@ def _cell(member: _Member) -> Cell:
     return member.cell
 
 
-def _request(cell: Cell) -> dict[str, Any]:
-    """What Ray is asked for, for an actor with this cell's model."""
-    wish: Resources = cell.resources
-    memory = wish.memory if wish.memory is not None else memory_of(cell)
-    found: dict[str, Any] = {"num_cpus": DEFAULT_CPUS if wish.cpus is None else wish.cpus, "num_gpus": wish.gpus}
-    return found | ({} if memory is None else {"memory": memory})
+def _cpus(cell: Cell) -> float:
+    return DEFAULT_CPUS if cell.resources.cpus is None else cell.resources.cpus
 
 
 @contextmanager
