@@ -48,8 +48,9 @@ SHAPED = tests/test_probe.py tests/test_placement.py $(wildcard tests/test_leaka
 	tests/test_laws.py tests/test_context.py tests/test_breadth.py tests/test_edits.py \
 	$(wildcard tests/test_origin*.py) tests/test_doctor.py tests/test_metrics.py tests/test_metrics_arithmetic.py
 
-# Unit tests use tiny random models and never the network. One thread each: two workers share the machine.
-TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q -m "not real"
+# Unit tests use tiny random models and never the network. One thread each, and one worker more than the two cores of a
+# small machine: many wait for processes and a browser.
+TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -q -m "not real"
 
 unit: $(READY) chromium  ## tests on tiny models, offline, without those of `shapes`
 	$(TINY) $(addprefix --ignore=,$(SHAPED))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -40,8 +41,14 @@ def started(manifest: Path, root: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "posleak", "sweep", str(manifest), "--out", str(root), "--json", *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        preexec_fn=_with_ctrl_c,
+    )  # fmt: skip
+
+
+def _with_ctrl_c() -> None:
+    """A shell that starts something in the background lets it ignore Ctrl-C, and all that it starts in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
@@ -52,8 +59,9 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
     return found
 
 
-def worker_at_work(root: Path, batches: int = 2) -> tuple[int, Path]:
-    """The process that is at work in a cell which has written some batches, and the cell's folder."""
+def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> tuple[int, Path]:
+    """The process that is at work in a cell which has written some batches, and the cell's folder. `not_by`: a process
+    that is dead, whose lock may be there still."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for lock in root.glob("cells/*/.lock"):
@@ -61,7 +69,8 @@ def worker_at_work(root: Path, batches: int = 2) -> tuple[int, Path]:
                 found = re.match(r"process (\d+) on", lock.read_text())
             except OSError:
                 continue
-            if found is not None and len(list(lock.parent.glob("batches/*.npz"))) >= batches:
+            written = len(list(lock.parent.glob("batches/*.npz")))
+            if found is not None and int(found[1]) != not_by and written >= batches:
                 return int(found[1]), lock.parent
         time.sleep(0.02)
     raise AssertionError("no worker came to work")
