@@ -278,6 +278,24 @@ def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Pa
     assert "its software or its texts differ" in outcome.why
 
 
+def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:
+    """A hub's cache of one model at two commits, spread by transformers over the devices that there are: one CPU."""
+    repo, commits = tmp_path / "models--org--tiny", {"main": "a" * 40, "step100": "b" * 40}
+    for folder, (name, commit) in zip(tiny_models(tmp_path, "one", "two"), commits.items(), strict=True):
+        shutil.copytree(folder, repo / "snapshots" / commit)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / name).write_text(commit)
+    entry = {"model": str(repo), "revisions": list(commits), "title": "tiny", "device_map": "auto"}
+    found = swept({**SMALL, "models": [entry]}, tmp_path / "sweep")
+    assert found.complete
+    assert [record.model.revision for record in found.finished] == list(commits.values())
+    assert [record.cell.step for record in found.finished] == [None, 100]
+    assert [record.cell.name for record in found.finished] == ["tiny@main", "tiny@step100"]
+    assert len({record.model.weights_sha256 for record in found.finished}) == 2
+    (repo / "refs" / "main").write_text(commits["step100"])  # the branch has moved on
+    assert known(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+
+
 # -- other places than a disk ----------------------------------------------------------------------------------------
 
 
@@ -353,6 +371,7 @@ def test_progress_is_told_and_adds_up(models: list[str], broken: Path, tmp_path:
     last = seen[-1]
     assert (last.finished, last.failed, last.left_out, last.done, last.total) == (1, 2, 1, 4, 4)
     assert last.text == "1 of 4 cells finished, 2 failed, 1 left out"
+    assert last.elsewhere == 0
     assert all(one.done <= other.done for one, other in itertools.pairwise(seen))
 
 

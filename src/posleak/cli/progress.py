@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from posleak.text import visible
 
 if TYPE_CHECKING:
     from posleak.runs.watch import Watch
@@ -31,3 +35,19 @@ def bar(console: Console, text: str = "") -> Iterator[Callable[[str, float, floa
     with Progress(*columns, console=console, transient=True) as drawn:
         task = drawn.add_task(text, total=None)
         yield lambda what, done, of: drawn.update(task, completed=done, total=of, description=what)
+
+
+@contextmanager
+def board_view(console: Console) -> Iterator[Callable[[str, int, int, Sequence[str]], None]]:
+    """A bar with a text behind it, and lines below; gives a function of the text, how much is done of how much, and the
+    lines, each cut to the width of the terminal."""
+    counted = Progress(BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    task = counted.add_task("starting", total=None)
+    with Live(counted, console=console, transient=True, refresh_per_second=4) as live:
+
+        def show(text: str, done: int, of: int, lines: Sequence[str]) -> None:
+            counted.update(task, completed=done, total=of, description=text)
+            below = [Text(f"  {visible(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
+            live.update(Group(counted, *below))
+
+        yield show

@@ -14,7 +14,7 @@ from posleak.show.failures import FAILED
 
 from .app import app, emit, err, out, spoken_warnings, tell, working
 from .options import Json, MaxMemory, named
-from .progress import bar
+from .progress import board_view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 SPOKEN = 30.0
 """Seconds between lines of progress where there is no terminal."""
+
+MOST_RUNNING = 8
+"""Running cells that are named on a terminal."""
+
+FEW = 3
+"""Cells that a warning names."""
 
 MOST_LISTED = 40
 """Cells that a dry run lists one by one."""
@@ -118,10 +124,8 @@ def collect_command(
 
     with working("collecting"):
         found = gather_sweep(folder, page)
-    for each in found.found.omitted:
-        tell("warning", f"not shown: {each.label}: {each.why}")
-    for error in found.found.failed:
-        tell("warning", f"failed, not shown: {error.cell.details}: {error.what}")
+    _warn("not shown", [(each.label, each.why) for each in found.found.omitted])
+    _warn("failed, not shown", [(error.cell.details, error.what) for error in found.found.failed])
     if as_json:
         emit(found)
         return
@@ -129,6 +133,16 @@ def collect_command(
     out.print(f"{cells} finished cells, {rows:,} numbers", soft_wrap=True)
     out.print(found.table, soft_wrap=True)
     out.print(found.page, soft_wrap=True)
+
+
+def _warn(what: str, cells: list[tuple[str, str]]) -> None:
+    """Cells without numbers, those with one reason in one line."""
+    reasons = dict[str, list[str]]()
+    for label, why in cells:
+        reasons.setdefault(why, []).append(label)
+    for why, labels in reasons.items():
+        more = f" and {len(labels) - FEW} more cells" if len(labels) > FEW else ""
+        tell("warning", f"{what}: {', '.join(labels[:FEW])}{more}: {why}")
 
 
 def _look(found: Sweep, as_json: bool) -> None:
@@ -170,20 +184,25 @@ def _progress(quiet: bool) -> Iterator[Callable[[Reached], None]]:
         now = time.monotonic()
         if now - spoken >= SPOKEN and (at.done, len(at.running)) != last:
             spoken, last = now, (at.done, len(at.running))
-            tell("", _line(at))
+            tell("", "; ".join([_counts(at), *_running(at, 1)]))
 
     if not err.is_terminal:
         yield (lambda at: None) if quiet else say
         return
-    with bar(err, "starting") as show:
-        yield lambda at: show(_line(at), at.done, at.total)
+    with board_view(err) as show:
+        yield lambda at: show(_counts(at), at.done, at.total, _running(at, MOST_RUNNING))
 
 
-def _line(at: Reached) -> str:
-    """`12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left; smollm2-135m · …: prompts 0–7 of 16`"""
+def _counts(at: Reached) -> str:
+    """`12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`"""
+    left = "" if at.left is None or not at.running else f"; about {minutes(at.left)} left"
+    return at.text + left
+
+
+def _running(at: Reached, most: int) -> list[str]:
+    """`smollm2-135m · window=64, 512 tokens, seed 0: prompts 0–7 of 16`"""
     now = [f"{cell}: {what}" for cell, what in at.running.items()]
-    left = [] if at.left is None or not at.running else [f"about {minutes(at.left)} left"]
-    return "; ".join([at.text, *left, *now[:1], *([f"and {len(now) - 1} more"] if len(now) > 1 else [])])
+    return [*now[:most], *([f"and {len(now) - most} more"] if len(now) > most else [])]
 
 
 def minutes(seconds: float) -> str:

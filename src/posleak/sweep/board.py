@@ -13,8 +13,8 @@ from .work import Outcome
 
 @dataclass(frozen=True)
 class Reached:
-    """A look at the board. `running`: cells and what is done of them now, in words; `left`: seconds, None if nothing
-    is known yet."""
+    """A look at the board. `running`: cells and what is done of them now, in words; `elsewhere`: cells that another
+    sweep is at; `left`: seconds, None if nothing is known yet."""
 
     total: int
     finished: int
@@ -22,6 +22,7 @@ class Reached:
     left_out: int
     unwritten: int
     running: dict[str, str]
+    elsewhere: int
     left: float | None
 
     @property
@@ -32,7 +33,7 @@ class Reached:
     def text(self) -> str:
         """`12 of 24 cells finished, 2 running, 1 failed`"""
         more = [(len(self.running), "running"), (self.failed, "failed"), (self.left_out, "left out")]
-        more.append((self.unwritten, "not written"))
+        more += [(self.unwritten, "not written"), (self.elsewhere, "left to another sweep")]
         parts = [f"{self.finished} of {self.total} cells finished", *(f"{n} {what}" for n, what in more if n)]
         return ", ".join(parts)
 
@@ -48,6 +49,7 @@ class Board:
     watch: Watch = lambda reached: None
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     running: dict[str, str] = field(default_factory=dict)
+    elsewhere: int = 0
     _begun: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,8 @@ class Board:
         running = {self.cells[cell].details: what for cell, what in self.running.items()}
         return Reached(
             total=len(self.cells), finished=states.count(State.finished), failed=states.count(State.failed),
-            left_out=states.count(State.left_out), unwritten=states.count(None), running=running, left=self._left(),
+            left_out=states.count(State.left_out), unwritten=states.count(None), running=running,
+            elsewhere=self.elsewhere, left=self._left(),
         )  # fmt: skip
 
     def _left(self) -> float | None:

@@ -83,17 +83,19 @@ class Local:
         up."""
         attempts = dict[str, int]()
         while cells := sorted(board.open, key=lambda cell: tuple(map(str, cell.group))):
-            busy = 0
-            for threads, several in groupby(cells, key=_threads):
-                busy += self._several(list(several), threads, storage, board, attempts)
-            if busy == len(cells):
+            free = [cell for cell in cells if not storage.is_held(cell.folder)]
+            board.elsewhere = len(cells) - len(free)
+            for threads, several in groupby(free, key=_threads):
+                self._several(list(several), threads, storage, board, attempts)
+            board.show()
+            if not free:
                 time.sleep(PAUSE)
 
     def _several(
         self, cells: list[Cell], threads: int | None, storage: Storage, board: Board, attempts: dict[str, int]
-    ) -> int:  # fmt: skip
-        """Cells in one process, or several if it dies; gives how many somebody else is at."""
-        waiting, busy = deque(cells), 0
+    ) -> None:  # fmt: skip
+        """Cells in one process, or several if it dies. Those that somebody else has begun meanwhile stay open."""
+        waiting = deque(cells)
         while waiting:
             with _process(self.settings, storage, threads) as process:
                 while waiting:
@@ -109,12 +111,10 @@ class Local:
                         board.ended(died(storage, cell, attempts[cell.id], process.last_words))
                         break
                     if outcome.busy:
-                        busy += 1
                         attempts[cell.id] -= 1
                         board.stopped(cell)
                     else:
                         board.ended(outcome)
-        return busy
 
 
 def _threads(cell: Cell) -> int | None:

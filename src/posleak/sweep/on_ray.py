@@ -181,6 +181,7 @@ class _Crew:
         for _, cell in [each for each in self.later if each[0] <= now]:
             self._queue(cell)
         self.later = [each for each in self.later if each[0] > now]
+        self.board.elsewhere = len(self.later)
 
     def _hire(self) -> None:
         """New actors, as long as there may be more: for the model with most cells per actor."""
@@ -215,8 +216,10 @@ class _Crew:
     def _settle(self, member: _Member, outcome: Outcome) -> None:
         cell, member.cell = _cell(member), None
         if outcome.busy:
-            self.board.stopped(cell)
+            self.attempts[cell.id] -= 1
             self.later.append((time.monotonic() + PAUSE, cell))
+            self.board.elsewhere = len(self.later)
+            self.board.stopped(cell)
         else:
             self.board.ended(outcome)
 

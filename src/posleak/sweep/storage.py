@@ -57,7 +57,7 @@ class Storage:
     def local(self) -> Path | None:
         """The folder, if it is one on a disk."""
         if "://" not in self.root and "::" not in self.root:
-            return Path(self.root).absolute()
+            return Path(self.root).expanduser().absolute()
         fs, path = self._opened
         return Path(path) if "file" in fs.protocol else None
 
