@@ -18,10 +18,10 @@ help:  ## what can be made
 
 venv: $(READY)  ## the virtual environment, with posleak and its development tools
 
-# The stamp is written last, so that a broken installation is tried again.
+# The stamp is written last, so that a broken installation is tried again. Python compiles what is imported by itself.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,ray]'
 	touch $@
 
 demo: $(READY)  ## fetch the default model once, trace its sense of position, test every claim, and make its page
@@ -48,12 +48,16 @@ SHAPED = tests/test_probe.py tests/test_placement.py $(wildcard tests/test_leaka
 	tests/test_laws.py tests/test_context.py tests/test_breadth.py tests/test_edits.py \
 	$(wildcard tests/test_origin*.py) tests/test_doctor.py tests/test_metrics.py tests/test_metrics_arithmetic.py
 
-# Unit tests use tiny random models and never the network. One thread each, and one worker more than the two cores of a
-# small machine: many wait for processes and a browser.
-TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 -q -m "not real"
+# Unit tests use tiny random models and never the network. One thread each; a file's tests stay together, so that what they
+# share is made once, and a third worker fills the time in which others wait for processes and a browser.
+TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -q \
+	-m "not real"
+
+# Files that take longest begin first, or one of them would be left alone at the end.
+LONGEST = $(patsubst %,tests/test_%.py,sweep_faults report_page memory models_trust cli claims_folder fuzz sweep collect)
 
 unit: $(READY) chromium  ## tests on tiny models, offline, without those of `shapes`
-	$(TINY) $(addprefix --ignore=,$(SHAPED))
+	$(TINY) $(LONGEST) tests $(addprefix --ignore=,$(SHAPED))
 
 shapes: $(READY)  ## tests of probe, leakage, metrics and origin, with every shape checked as it runs
 	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.origin,beartype.beartype $(SHAPED)
@@ -76,7 +80,7 @@ zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on whe
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray,bench]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,ray,bench]'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/test_bench.py
 	$(BIN)/posleak bench $(MODEL)
 

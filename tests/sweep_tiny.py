@@ -17,7 +17,7 @@ import yaml
 from families import tiny
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 4, "resources": {"cpus": 1}}
-SLOW: dict[str, Any] = {"length": 64, "prompts": 250, "batch": 1, "resources": {"cpus": 1}}
+SLOW: dict[str, Any] = {"length": 64, "prompts": 120, "batch": 1, "resources": {"cpus": 1}}
 """A cell that takes some seconds, batch by batch."""
 
 

@@ -264,7 +264,7 @@ def test_revisions_of_a_hub_cache_are_different_models(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
-    folder = save(small(), tmp_path / "my@model")
+    folder = save(small(num_hidden_layers=2), tmp_path / "my@model")
     assert load(folder, cache=tmp_path / "cache").identity.layers == 2, "a sign in a path is part of the path"
     for name, options in ((f"{folder}@v1", {}), (str(folder), {"revision": "v1"}), ("zoo-text-rope@v1", {})):
         with pytest.raises(ModelError, match="has no revisions"):

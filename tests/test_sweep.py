@@ -233,6 +233,16 @@ def test_a_failed_cell_keeps_its_error_and_stops_nothing(models: list[str], brok
     assert not (root / CELLS / failed.cell.folder / ERROR).exists()
 
 
+def test_a_damaged_error_is_tried_again(models: list[str], tmp_path: Path) -> None:
+    said = {"models": models[:1], "edits": "window=off", **SMALL}
+    cell = swept(said, tmp_path).cells[0].cell
+    cut(tmp_path / CELLS / cell.folder / ERROR)
+    seen = look(Storage(str(tmp_path)), cell)
+    assert seen.state is State.open
+    assert seen.why.startswith("it failed, but")
+    assert swept(said, tmp_path).cells[0].state is State.left_out
+
+
 def test_an_error_that_nobody_foresaw_keeps_its_traceback(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,19 +133,20 @@ def known(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -> l
 
 def look(storage: Storage, cell: Cell, *, verify: bool = False) -> Known:
     """What the storage says of one cell, now."""
-    place = f"{CELLS}/{cell.folder}"
+    place, before = f"{CELLS}/{cell.folder}", "it was finished"
     try:
         record = read_sealed(storage, FINISHED, f"{place}/{CELL}")
         if record is not None:
             wrong = _wrong(storage, cell, record, verify)
             if wrong is None:
                 return Known(cell, State.finished, record=record)
-            return Known(cell, _running(storage, cell), f"it was finished, but {wrong}")
+            return Known(cell, _running(storage, cell), f"{before}, but {wrong}")
+        before = "it failed"
         error = read_sealed(storage, FAILED, f"{place}/{ERROR}")
         if error is not None and not storage.is_held(cell.folder):
             return Known(cell, State.left_out if error.left_out else State.failed, error.what, error=error)
     except RunError as damaged:
-        return Known(cell, _running(storage, cell), f"it was finished, but {damaged.what}")
+        return Known(cell, _running(storage, cell), f"{before}, but {damaged.what}")
     return Known(cell, _running(storage, cell))
 
 

@@ -29,6 +29,8 @@ from .state import CELL, ERROR, FAILED, FINISHED, Failed, FileFacts, Finished, M
 from .storage import CELLS, Storage
 
 Say = Callable[[str], None]
+Loaded = tuple[Any, tuple[str | None, str | None]]
+"""A subject, and stamp and content of its model's files (posleak.models.stamps)."""
 
 
 NO_TIME = Seconds(0, 0, 0)
@@ -65,12 +67,12 @@ class Worker:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     verify: bool = False
-    _loaded: tuple[Any, Any, str | None] | None = field(default=None, repr=False)
+    _loaded: tuple[Any, Loaded] | None = field(default=None, repr=False)
 
     @classmethod
     def having(cls, storage: Storage, cell: Cell, subject: Any) -> Worker:
         """A worker that has the model of this cell in memory already."""
-        return cls(storage, _loaded=(cell.group, subject, stamp(cell.model)))
+        return cls(storage, _loaded=(cell.group, (subject, (stamp(cell.model), content(cell.model)))))
 
     def run(self, cell: Cell, attempt: int = 1, say: Say = lambda what: None, expected: str | None = None) -> Outcome:
         """One cell. `attempt`: how many workers have begun it, with this one; `expected`: its id at the driver."""
@@ -98,7 +100,7 @@ class Worker:
     def _done(self, cell: Cell, place: Path, attempt: int, say: Say, started: float) -> Outcome:
         with _noted() as notes:
             say("loading")
-            subject, loading, mark = self._subject(cell, say)
+            (subject, marks), loading = self._subject(cell, say)
             begun = time.perf_counter()
             measured = _measured(subject, cell, place, self.max_memory, say)
             ended = time.perf_counter()
@@ -115,7 +117,7 @@ class Worker:
         record = Finished(
             id=cell.id, cell=cell, place=below, files=files, inputs=run.inputs,
             model=ModelFacts(
-                mark, content(cell.model), identity.weights_sha256, identity.architecture, identity.dtype,
+                *marks, identity.weights_sha256, identity.architecture, identity.dtype,
                 identity.device, identity.layers, identity.heads, identity.revision,
             ),
             seconds=seconds, attempts=attempt, threads=run.machine.threads, host=platform.node(), versions=versions(),
@@ -125,10 +127,10 @@ class Worker:
         self.storage.remove(f"{home}/{ERROR}")
         return Outcome(cell.id, State.finished, seconds=seconds)
 
-    def _subject(self, cell: Cell, say: Say) -> tuple[Any, float, str | None]:
-        """The cell's model, the seconds that loading took, and its stamp before it was loaded."""
+    def _subject(self, cell: Cell, say: Say) -> tuple[Loaded, float]:
+        """The cell's model with what its files were when it was loaded, and the seconds that loading took."""
         if self._loaded is not None and self._loaded[0] == cell.group:
-            return self._loaded[1], 0.0, self._loaded[2]
+            return self._loaded[1], 0.0
         self._loaded = None
         gc.collect()
         started = time.perf_counter()
@@ -143,8 +145,9 @@ class Worker:
             cell.model, dtype=cell.dtype, device=cell.device, device_map=cell.device_map, progress=say, notice=say,
             trust_remote_code=self.trust_remote_code, allow_pickle=self.allow_pickle,
         )  # fmt: skip
-        self._loaded = (cell.group, subject, mark)
-        return subject, time.perf_counter() - started, mark
+        found: Loaded = (subject, (mark, content(cell.model)))  # now, and not when the cell is done: files may change
+        self._loaded = (cell.group, found)
+        return found, time.perf_counter() - started
 
     def _failed(self, cell: Cell, error: Exception, attempt: int) -> Outcome:
         """Keep the error in the cell's folder. What nobody foresaw is kept with its traceback."""
