@@ -18,10 +18,10 @@ help:  ## what can be made
 
 venv: $(READY)  ## the virtual environment, with posleak and its development tools
 
-# The stamp is written last, so that a broken installation is tried again. Python compiles what is imported by itself.
+# The stamp is written last, so that a broken installation is tried again.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
 	touch $@
 
 demo: $(READY)  ## fetch the default model once, trace its sense of position, test every claim, and make its page
@@ -80,7 +80,7 @@ zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on whe
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[dev,ray,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray,bench]'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/test_bench.py
 	$(BIN)/posleak bench $(MODEL)
 
