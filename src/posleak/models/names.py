@@ -11,15 +11,6 @@ def looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or name.count("/") > 1
 
 
-def is_path(name: str) -> bool:
-    """Is this a file or folder, or can it be nothing else?"""
-    if looks_like_a_path(name):
-        return True
-    with suppress(OSError, ValueError, RuntimeError):
-        return Path(name).exists()
-    return False
-
-
 def with_revision(name: str) -> tuple[str, str | None]:
     """`name@revision` as its two parts; a file or folder that is called so is a name, with no revision."""
     at = [place for place, character in enumerate(name) if character == "@"]

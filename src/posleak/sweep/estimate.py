@@ -43,7 +43,6 @@ class Shape:
     width: int
     heads: int
     inner: int
-    stored: int
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def shape_of(model: str) -> Shape | None:
         return Shape(
             held.numbers, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
             int(config.get("num_attention_heads") or config.get("n_head") or 1),
-            int(max(inner) if isinstance(inner, list) else inner), held.bytes,
+            int(max(inner) if isinstance(inner, list) else inner),
         )  # fmt: skip
     return None
 

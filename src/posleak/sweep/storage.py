@@ -111,16 +111,6 @@ class Storage:
         found = self.read(name)
         return None if found is None else hashlib.sha256(found).hexdigest()
 
-    @contextmanager
-    def fetched(self, names: Mapping[str, str]) -> Iterator[Path]:
-        """A folder with these files: the place of each here, by its name there."""
-        with tempfile.TemporaryDirectory(prefix="posleak-") as made:
-            for name, place in names.items():
-                target = Path(made) / place
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(self.read(name) or b"")
-            yield Path(made)
-
     def snapshot(self, names: Sequence[str]) -> Storage:
         """The same place, to look at many cells at once: on a store, one listing and all of `names` read side by side.
 
