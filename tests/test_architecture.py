@@ -15,7 +15,7 @@ import posleak
 ROOT = Path(posleak.__file__).parent
 STAGES = [
     "models", "inputs", "probe", "edits", "leakage", "metrics", "show", "runs", "trace", "origin", "doctor", "claims",
-    "sweep", "studies", "zoo", "report", "bench", "cli", "tools",
+    "sweep", "studies", "advice", "zoo", "report", "bench", "cli", "tools",
 ]  # fmt: skip
 
 

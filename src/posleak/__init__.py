@@ -20,6 +20,7 @@ from ._version import __version__
 from .callable import checked
 
 if TYPE_CHECKING:
+    from .advice import advise
     from .claims.examination import claims
     from .doctor.doctor import doctor
     from .models import Subject, load
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Subject": ".models",
+    "advise": ".advice",
     "load": ".models",
     "Run": ".runs",
     "measure": ".runs.measure",
@@ -53,6 +55,7 @@ __all__ = [
     "Run",
     "Subject",
     "__version__",
+    "advise",
     "claims",
     "collect",
     "compare",

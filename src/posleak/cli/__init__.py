@@ -4,6 +4,7 @@ from . import measure as _measure  # noqa: F401  isort: skip
 from . import trace as _trace  # noqa: F401  isort: skip
 from . import claims as _claims  # noqa: F401  isort: skip
 from . import origin as _origin  # noqa: F401  isort: skip
+from . import advise as _advise  # noqa: F401  isort: skip
 from . import study as _study  # noqa: F401  isort: skip
 from . import sweep as _sweep  # noqa: F401  isort: skip
 from . import zoo as _zoo  # noqa: F401  isort: skip

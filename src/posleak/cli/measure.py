@@ -10,7 +10,7 @@ import typer
 from posleak.show.failures import BY_DESIGN, FAILED, SUCCESS
 
 from .app import RUNS, app, emit, err, out, spoken_warnings, working
-from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
+from .options import Bos, Fresh, Inputs, Json, Length, Loss, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
 from .profile import Profile
 from .subject import Load, model_command
 
@@ -33,6 +33,7 @@ def measure_command(
         list[str] | None, typer.Option(help="A what-if change: bos=zero, sink=cut, … (docs/edits.md); repeatable.")
     ] = None,
     metrics: Metrics = "none",
+    loss: Loss = False,
     folder: RunFolder = None,
     fresh: Fresh = False,
     max_memory: MaxMemory = None,
@@ -48,7 +49,8 @@ def measure_command(
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, tuple(edit or ()), (metrics,))
+        edits = tuple(edit or ())
+        spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()

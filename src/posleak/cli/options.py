@@ -32,6 +32,8 @@ Metrics = Annotated[
     str, typer.Option(help="What others measure, on the same passes: all, none, or names (docs/metrics.md).")
 ]
 
+Loss = Annotated[bool, typer.Option("--loss", help="The next token's loss at the sampled positions, too.")]
+
 RunFolder = Annotated[
     Path | None,
     typer.Option("--out", parser=named_path, metavar="<path>", help="Run folder. Default: runs/MODEL-DIGEST."),

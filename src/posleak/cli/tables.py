@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from posleak.metrics import Metrics
     from posleak.models import Listed
     from posleak.runs import Run
+    from posleak.runs.loss import Losses
 
 LEGEND = """\
 powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
@@ -59,9 +60,20 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     for queries, label in QUERIES.items():
         yield labelled(label, _shares(summary, queries))
     yield _stabilisation(summary)
+    if run.loss is not None:
+        yield labelled("next-token loss", _losses(run.loss))
     if run.metrics is not None:
         yield metrics_table(run.metrics)
     yield remainder_line(run.remainder, run)
+
+
+def _losses(found: Losses) -> Text:
+    """By part of the prompt: `first 3.12 (2.98 … 3.26)`."""
+    from posleak.runs.loss import UNIT
+
+    parts = [f"{name} {estimate(each)}" for name, each in found.numbers.items()]
+    n = found.numbers["all"].n
+    return Text("  ".join(parts)).append(f"  {UNIT}, {found.positions} positions of each prompt, n={n}", style="dim")
 
 
 def metrics_table(found: Metrics) -> Group:

@@ -7,7 +7,7 @@ A text is read and refused without torch: modules here import it only inside the
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.
-from . import embedding, visibility, origin, context, positions, precision  # noqa: F401, I001
+from . import embedding, visibility, origin, context, positions, logits, precision  # noqa: F401, I001
 from .base import KINDS, Kind, NamedEdit, ScopedEdit, Site, register
 from .own import texts, texts_of
 from .parse import parse_edit, parse_edits, require_measurable, require_readable, unreadable

@@ -46,8 +46,8 @@ def parse_edits(texts: Sequence[str]) -> tuple[NamedEdit, ...]:
     return tuple(edits)
 
 
-BY_PLACE = (Site.EMBEDDING, Site.VISIBILITY, Site.ORIGIN)
-"""Edits of position 0, and of what is seen."""
+BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
+"""Edits of position 0, of logits by position, and of what is seen."""
 
 
 def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:

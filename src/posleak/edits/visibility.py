@@ -1,4 +1,4 @@
-"""What queries may see: `mask=off`, `window=W`, `window=W+sink` (position 0 kept), `window=off` (plain causal)."""
+"""What queries may see: `mask=off`, `window=W`, `window=W+sink` (position 0 kept; `+sinkM`: M tokens), `window=off`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ class MaskOff(NamedEdit):
 
 @dataclass(frozen=True)
 class Window(NamedEdit):
-    """Each query sees only the nearest `size` of its keys, and with `sink` position 0 too. size 0: no window at all."""
+    """Each query sees only the nearest `size` of its keys, and the first `sink` of them. size 0: no window at all."""
 
     size: int
-    sink: bool = False
+    sink: int = 0
 
     site: ClassVar[Site] = Site.VISIBILITY
 
     @property
     def text(self) -> str:
-        return f"window={self.size or 'off'}{'+sink' if self.sink else ''}"
+        kept = "" if not self.sink else "+sink" if self.sink == 1 else f"+sink{self.sink}"
+        return f"window={self.size or 'off'}{kept}"
 
     def edit(self, call: Call) -> Call:
         seen = call.visibility
@@ -61,7 +62,7 @@ class Window(NamedEdit):
         def nearest(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             near = query - key < self.size
             seen_before: Tensor = seen.rule(batch, head, query, key)
-            return seen_before & ((near | (key == 0)) if self.sink else near)
+            return seen_before & ((near | (key < self.sink)) if self.sink else near)
 
         return _with(call, self.text, seen.replaced(self.text, nearest))
 
@@ -89,17 +90,18 @@ def _with(call: Call, name: str, new: Visibility) -> Call:
 def _make_window(value: str, scope: Scope) -> Window:
     if value == "off":
         return Window(0)
-    match = re.fullmatch(r"([1-9]\d*)(\+sink)?", value)
+    match = re.fullmatch(r"([1-9]\d*)(?:(\+sink)([1-9]\d*)?)?", value)
     if match is None:
         raise ValueError(value)
-    return Window(int(match[1]), match[2] is not None)
+    return Window(int(match[1]), int(match[3] or 1) if match[2] else 0)
 
 
 register(
     Kind(
-        "window", "window=W|W+sink|off",
+        "window", "window=W|W+sink[M]|off",
         "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: position "
-        "0 too. `off`: all keys up to itself, whatever windows or chunks the model has of its own",
+        "0 too, and `+sink4` the first four, as a streaming cache keeps them. `off`: all keys up to itself, whatever "
+        "windows or chunks the model has of its own",
         "a second edit of visibility, which `mask` is too; `ring`", "window=64+sink", _make_window,
     )
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from posleak.inputs import Prompts
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float64, Int
     from torch import Tensor
 
     from .attachment import Probe
@@ -49,6 +49,11 @@ class Edit:
     def edit(self, call: Call) -> Call:
         """Another attention call."""
         return call
+
+    def temperature(self, rows: Sequence[int], length: int) -> Float64[Tensor, "P"] | None:
+        """Factors that `edit` puts on queries by their positions, at these rows of prompts of this length; None if it
+        puts none. What they do to leakage is told apart, as `scaling`."""
+        return None
 
     def touched_heads(self, before: Call, after: Call) -> int:
         """How many heads of a call it changed."""

@@ -203,20 +203,22 @@ def _plain(found: Estimate) -> list[float | int | None]:
 def _title(row: Mapping[Any, Any]) -> str:
     """A quantity in words."""
     component, quantity = row["component"], row["quantity"]
-    of = "" if row["queries"] in ("all", "reference") else ", early queries"
+    of = ", early queries" if row["queries"] == "early" else ""
     if quantity == "power":
         return ("leakage" if component == "total" else f"power, {component.replace('_', ' ')}") + of
     if quantity == "share":
         return f"share {(READ | FROM).get(component, component)}{of}"
     if quantity == RATIO:
         return f"{'leakage' if component == 'total' else component.replace('_', ' ')} over that without edits{of}"
+    if quantity == "loss":
+        return "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt"
     return OTHERS.get(quantity, str(component).replace("_", " ")) + of
 
 
 def _rank(key: str) -> tuple[bool, int, str]:
     """All queries first; leakage, shares, attention, ratios, other powers, the rest."""
     queries, quantity, component = key.split("/")
-    order = ["share", "attention", RATIO, "power", "stabilisation", "slope"]
+    order = ["share", "attention", RATIO, "loss", "power", "stabilisation", "slope"]
     place = -1 if (quantity, component) == ("power", "total") else order.index(quantity) if quantity in order else 9
     inner = [*PARTS, *SOURCES, "residual"]
     return queries == "early", place, f"{inner.index(component) if component in inner else 99:02d}{component}"

@@ -118,7 +118,8 @@ class Conditions:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
         if not key:
             return self.baseline.run_with_warnings(self.folder, watch=watch)
-        spec = replace(self.spec, edits=key, metrics=())  # others' metrics are of the baseline
+        spec = replace(self.spec, edits=key, metrics=(), loss=False)  # others' metrics are of the baseline
+        spec = replace(spec, loss=self.spec.loss and not spec.borrowed)
         return self.condition(spec, "+".join(key), watch)
 
     def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:

@@ -19,10 +19,12 @@ from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
 from posleak.metrics import Meters
 from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, exclusive, read_placements
+from posleak.probe.head import token_losses
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
 from .folder import read_batch, write_batch
+from .loss import LOSS, positions
 from .watch import Watch, Watcher
 
 SeeTouches = Callable[[list[Touch]], None]
@@ -36,7 +38,7 @@ def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
     layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
     observers: Sequence[Observer] = (), touched: SeeTouches = lambda touches: None, watch: Watch | None = None,
-    meters: Meters | None = None,
+    meters: Meters | None = None, loss: bool = False,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
 
@@ -52,7 +54,7 @@ def kept_chunks(
     with closing(
         measure_chunks(
             model, ids, plan, layers=layers, edits=edits, placements=placements, observers=[*observers, *beside],
-            touched=touched, meters=meters,
+            touched=touched, meters=meters, loss=loss,
         )
     ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
@@ -73,6 +75,7 @@ def measure_chunks(
     observers: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
     meters: Meters | None = None,
+    loss: bool = False,
 ) -> Generator[Chunk, None, None]:
     """One chunk per batch of ids [B, T]; each pass must make the `layers` attention calls that calibration saw.
 
@@ -85,7 +88,7 @@ def measure_chunks(
         observer = LeakageObserver(plan, placements=known)
         yield from observed_chunks(
             model, chain([first], remaining), observer, layers=layers, edits=edits, others=observers, touched=touched,
-            meters=meters,
+            meters=meters, loss=positions(plan) if loss else (),
         )  # fmt: skip
 
 
@@ -147,14 +150,17 @@ def observed_chunks(
     others: Sequence[Observer] = (),
     touched: SeeTouches = lambda touches: None,
     meters: Meters | None = None,
+    loss: Sequence[int] = (),
 ) -> Generator[Chunk, None, None]:
-    """One chunk per batch, as this observer and the meters see them; `others` see the same calls after them."""
+    """One chunk per batch, as this observer and the meters see them; `others` see the same calls after them. `loss`:
+    positions at which the next token's loss is taken."""
     first = True
     beside = [] if meters is None else [meters]
     with attach(model, [observer, *beside, *others], edits) as probe:
         for batch in ids:
+            tokens = torch.from_numpy(batch).to(model.device)
             with stage(FORWARD):
-                probe.forward(torch.from_numpy(batch).to(model.device))
+                output = probe.forward(tokens)
             seen = observer.collect()
             if layers is not None and len(seen) != layers:
                 raise CheckError(
@@ -169,4 +175,7 @@ def observed_chunks(
                 first = False
             with stage("arrays"):
                 chunk = stack_layers(seen) | ({} if meters is None else meters.collect())
+            if loss:
+                with stage("loss"):
+                    chunk[LOSS] = token_losses(model, output, tokens, loss).double().cpu().numpy()
             yield chunk

@@ -26,7 +26,7 @@ from posleak.leakage.profile import AFTER, TIMES
 from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
-from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Touch, Touched, calibrate
+from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, Touch, Touched, calibrate
 from posleak.probe.experts import ungrouped
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
@@ -62,6 +62,7 @@ def measure(
     origin: int = ORIGIN,
     edits: str | Edit | Iterable[str | Edit] = (),
     metrics: str | Iterable[str] = (),
+    loss: bool = False,
     observers: Observer | Iterable[Observer] = (),
     out: str | Path | None = None,
     fresh: bool = False,
@@ -85,6 +86,7 @@ def measure(
     edits       what if: texts such as "window=64" (docs/edits.md), or your own objects (posleak.probe.Edit)
     metrics     what others measure, on the same passes: "all", or names such as "sinks" (docs/metrics.md);
                 `run.metrics` has the numbers
+    loss        the next token's loss at the sampled positions, too: `run.loss`
     observers   your own: `observe(call, out)` is called for every attention call of every batch, in order, after edits
     out         a folder for the run: an unfinished one there is resumed, a finished one of the same measurement is read
                 back. Without `out` the run stays in memory (`run.save` writes it)
@@ -96,7 +98,7 @@ def measure(
     watching = own_observers(observers)
     found = asked(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics),
+        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
     ready = Measurement.of(found.subject, found.spec, found.given, max_memory, observers=watching)
     return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
@@ -212,7 +214,7 @@ class Measurement:
         edits, plan = self.spec.parsed_edits, self.spec.plan
         for edit in edits:
             edit.require_within(calibration)
-        placements = self._placements(edits)
+        placements = [_scaled(place, edits, plan) for place in self._placements(edits)]
         placed = [self._placed(placements, edit) for edit in edits]
         motion = Motion.of(placements, plan, self.subject.dtype)
         writing = _Writing(self._record(calibration, motion, created), folder)
@@ -220,7 +222,7 @@ class Measurement:
         with closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=edits, placements=placements, observers=self.observers, meters=meters,
+                edits=edits, placements=placements, observers=self.observers, meters=meters, loss=self.spec.loss,
                 touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
             )
         ) as measured:  # fmt: skip
@@ -377,6 +379,15 @@ def _stays_note(run: Run) -> list[str]:
     stays = ", ".join(names[call] for call in motion.stays)
     where = "every layer" if len(motion.stays) == len(motion.layers) else f"layers {stays}"
     return [f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"]
+
+
+def _scaled(place: Placement, edits: Sequence[NamedEdit], plan: Plan) -> Placement:
+    """What positions do, with the factors that edits put on queries by position."""
+    for edit in edits:
+        if (more := edit.temperature(plan.rows, plan.length)) is not None:
+            own = torch.ones(len(plan.rows), dtype=torch.float64) if place.temperature is None else place.temperature
+            place = replace(place, temperature=own * more.to(own))
+    return place
 
 
 def own_observers(observers: Observer | Iterable[Observer]) -> tuple[Observer, ...]:

@@ -20,6 +20,7 @@ from posleak.leakage.power import NEIGHBOURS
 from posleak.metrics.glimpse import WHOLE
 from posleak.models import Subject, available_bytes
 from posleak.probe import Plan, exclusive, takes_positions
+from posleak.probe.head import LOGIT_BYTES
 from posleak.probe.kernel import BLOCK
 from posleak.probe.rows import PROFILE
 from posleak.probe.watch import keeps_own_attention
@@ -36,6 +37,9 @@ GLIMPSES = 5
 
 GRAPHS = 6
 """Copies, in float64, of attention averaged over heads, while graphs are made of it."""
+
+LOGITS = 4
+"""Copies of the logits of a few positions, while their loss is taken: as they are, in float32, and two in between."""
 
 MOVED = 6
 """Copies, in float64, of the logits of moved keys."""
@@ -176,6 +180,8 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     if spec.metrics:
         rows += glimpse_bytes(subject, spec.batch, read, item)
         weights += 2 * weight_count(subject) if "shift" in spec.metrics else 0  # a copy in bfloat16
+    if spec.loss:
+        rows += LOGITS * max(LOGIT_BYTES, 4 * spec.batch * subject.identity.vocab)
     return MemoryPlan(
         pass_bytes(subject, at_once, item) + pairs + weights,
         max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),

@@ -124,6 +124,8 @@ def digest(
     asked: dict[str, Any] = plain(spec)
     if not spec.metrics:
         del asked["metrics"]  # runs without metrics keep the digest that they had before there were any
+    if not spec.loss:
+        del asked["loss"]  # the same
     text = json.dumps(plain([DEFINITIONS_VERSION, asked, subject, inputs, bits]), sort_keys=True)
     return hashlib.sha256((text + once).encode()).hexdigest()
 

@@ -28,6 +28,7 @@ from posleak.text import visible
 from posleak.typed import plain
 
 from .folder import HEADS, RECORD, RESULTS, batch_path, read_batch, require_unused, verify_file
+from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
 from .memory import many
 from .record import Record, read_record
 from .spec import MeasureSpec
@@ -123,6 +124,11 @@ class Run:
         return Metrics.of(self.data)
 
     @cached_property
+    def loss(self) -> Losses | None:
+        """The next token's loss, over the first 32 tokens, the middle and the end; None if it was not asked for."""
+        return Losses.of(self.data, self.record.plan)
+
+    @cached_property
     def heads(self) -> pd.DataFrame:
         """One row per layer and head, most leakage first: unbiased powers with intervals, and attention to position 0.
 
@@ -176,8 +182,8 @@ class Run:
                 "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
-                "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1"},
-                "metrics": None if self.metrics is None else self.metrics.as_dict(),
+                "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1", "loss": UNIT},
+                "metrics": None if self.metrics is None else self.metrics.as_dict(), "loss": self.loss,
                 "warnings": record.warnings, "run": None if self.path is None else str(self.path),
             }
         )  # fmt: skip
@@ -206,8 +212,12 @@ def assembled(
 ) -> xr.Dataset:
     """All prompts as one dataset, with what the meters have seen; `beside`: what was read on prompts of their own."""
     meters = meters_of(spec)
-    more = {} if meters is None else meters.finished(chunks)
-    return assemble(chunks, spec.plan, numbers, more | dict(beside or {}), None if meters is None else meters.coords)
+    more = dict(beside or {}) if meters is None else meters.finished(chunks) | dict(beside or {})
+    labels = {} if meters is None else dict(meters.coords)
+    if spec.loss:
+        more[LOSS] = labelled(np.concatenate([chunk[LOSS] for chunk in chunks]))
+        labels[PREDICTED] = positions(spec.plan)
+    return assemble(chunks, spec.plan, numbers, more, labels)
 
 
 def _unfinished(folder: Path, record: Record) -> RunError:

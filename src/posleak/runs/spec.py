@@ -34,7 +34,7 @@ TOKENS_AT_ONCE = 4096
 @dataclass(frozen=True)
 class MeasureSpec:
     """One measurement. `batch` prompts go through the model at once (0: chosen); `density` refines the plan of rows;
-    the first `origin` tokens are the origin."""
+    the first `origin` tokens are the origin; `loss`: the next token's loss at the sampled positions, too."""
 
     inputs: str = "random"
     bos: str | int = "auto"
@@ -46,6 +46,7 @@ class MeasureSpec:
     origin: int = ORIGIN
     edits: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    loss: bool = False
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -65,6 +66,13 @@ class MeasureSpec:
             raise InputError(
                 "metrics of others are not defined under a borrowed context", where="--metrics",
                 remedy="measure them without the edit",
+            )  # fmt: skip
+        if not isinstance(self.loss, bool):
+            raise InputError("loss is yes or no", where="--loss", got=repr(self.loss), expected="true or false")
+        if self.loss and self.borrowed:
+            raise InputError(
+                "the loss of prompts that see another document's keys says nothing about the model", where="--loss",
+                remedy="measure it without the edit",
             )  # fmt: skip
         _ = self.plan  # refuses a length that is too short or too long
         for edit in self.parsed_edits:

@@ -6,6 +6,7 @@ A filled dot where the interval leaves out "no effect", an open one where it doe
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -143,3 +145,22 @@ def band(
 def as_text(text: str) -> str:
     """Text for matplotlib, which reads $ as mathematics: $ is escaped, and unprintable characters are spelled out."""
     return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+
+def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]], title: str) -> None:
+    """Change of leakage against change of loss, with the intervals of both: (name, group, leakage, loss) each."""
+    axes = figure.subplots()
+    groups = list(dict.fromkeys(group for _, group, _, _ in points))
+    for name, group, leakage, loss in points:
+        if not math.isfinite(leakage.value):
+            continue
+        colour = LIGHT[f"run-{groups.index(group) % 6}"]
+        ends = [[abs(float(found.value - end)) for end in (found.low, found.high)] for found in (loss, leakage)]
+        x, y = (np.array([each]).T for each in ends)
+        at = float(loss.value), float(leakage.value)
+        axes.errorbar(*at, xerr=x, yerr=y, fmt="o", color=colour, markersize=3.5, elinewidth=0.8)
+        axes.annotate(as_text(name), at, (4, 3), textcoords="offset points", color=colour, fontsize=6.5)
+    for line in (axes.axhline, axes.axvline):
+        line(0, color=LINE, linewidth=0.5)
+    axes.set(xlabel="change of loss, nats per token", ylabel="change of leakage, nats²", title=as_text(title))
+    axes.set_xscale("symlog", linthresh=0.05)

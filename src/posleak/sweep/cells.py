@@ -41,7 +41,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `dtype` None: as `load` chooses. The fields after `metrics` say where it computes and how it is shown;
+    """One run. `dtype` None: as `load` chooses. The fields after `loss` say where it computes and how it is shown;
     of them, device and device map decide its numbers.
 
     title   what people call the model;  series, step: whose checkpoint it is, and after how many steps
@@ -60,6 +60,7 @@ class Cell:
     density: int = 1
     batch: int = 0
     metrics: tuple[str, ...] = ()
+    loss: bool = False
     device: str | None = None
     device_map: str | None = None
     title: str | None = None
@@ -81,7 +82,7 @@ class Cell:
         """The measurement; refused here if it cannot be made with any model."""
         return MeasureSpec(
             self.inputs, self.bos, self.length, self.prompts, self.seed, self.batch, self.density, self.origin,
-            self.edits, self.metrics,
+            self.edits, self.metrics, self.loss,
         )  # fmt: skip
 
     @property
@@ -110,8 +111,8 @@ class Cell:
     def id(self) -> str:
         """A sha256 over everything that decides the numbers and is known before the model is loaded."""
         asked = {field.name: getattr(self, field.name) for field in fields(self)}
-        for shown in ("title", "series", "step", "resources"):
-            del asked[shown]
+        for shown in ("title", "series", "step", "resources", *([] if self.loss else ["loss"])):
+            del asked[shown]  # cells without loss keep the id that they had before there was any
         used = versions()
         with_what = {name: used[name] for name in COMPUTED_WITH}
         text = text_hash(self.inputs.removeprefix(TEXT)) if self.inputs.startswith(TEXT) else None

@@ -38,7 +38,7 @@ MOST_BYTES, MOST_EDITS = 10**6, 100
 AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density")
 """Keys that may have several values, besides `models`: a grid has every combination."""
 
-SINGLE = ("kind", "batch", "metrics", "device", "device_map", "resources")
+SINGLE = ("kind", "batch", "metrics", "loss", "device", "device_map", "resources")
 GRID = ("models", *AXES, *SINGLE)
 TOP = ("name", "out", "grids", *GRID)
 WHOLE = ("length", "prompts", "seed", "origin", "density", "batch")
@@ -111,6 +111,10 @@ def _cells(said: Mapping[str, Any], where: str) -> Iterator[Cell]:
     if "batch" in said:
         fixed["batch"] = _one("batch", said["batch"], where)
     fixed |= {key: text(said[key], f"{where}, {key}") for key in ("device", "device_map") if said.get(key) is not None}
+    if "loss" in said:
+        if not isinstance(said["loss"], bool):
+            raise wrong(f"{where}, loss", "not true or false", said["loss"])
+        fixed["loss"] = said["loss"]
     if "metrics" in said:
         from posleak.metrics.names import parse_metrics
 

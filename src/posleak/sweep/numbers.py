@@ -22,6 +22,7 @@ from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.summary import Products, Shares
 from posleak.runs import Run
 from posleak.runs.balance import Balance
+from posleak.runs.loss import UNIT
 from posleak.trace.trace import SOURCES, Trace
 
 from .state import NUMBERS
@@ -69,6 +70,9 @@ class Measured:
             yield _row(number, "reference", "attention", "position 0", summary.layer_sink_attention[layer], ONE)
         if "all" in balance.slopes:
             yield _row(None, "all", "slope", "residual", balance.slopes["all"], f"{NATS} per depth")
+        if self.run.loss is not None:
+            for where, estimate in self.run.loss.numbers.items():
+                yield _row(None, "sampled", "loss", where, estimate, UNIT)
         if self.trace is not None:
             own = set(summary.model["all"].power)
             for queries in QUERIES:

@@ -1,0 +1,253 @@
+"""What a setting does to leakage and to the next token's loss, beside the model as it is, on the same text.
+
+Every setting is a condition of one baseline, on the same prompts, so that changes are paired prompt by prompt. Changes
+of power are in nats², and relative to the baseline where that is clearly above 0; of loss in nats per token. Words such
+as "lowers" and "costs" are used where an interval that holds for all settings together (Bonferroni) does not contain 0,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posleak.errors import NoEffectError, PosleakError, UnsupportedError
+from posleak.files import Sealed
+from posleak.inputs import Inputs
+from posleak.leakage import Estimate, Jackknife
+from posleak.models import AnyModel
+from posleak.probe.plan import ORIGIN
+from posleak.runs import Run
+from posleak.runs.asked import asked
+from posleak.runs.conditions import Conditions
+from posleak.runs.loss import UNIT, WHERE, by_prompt
+from posleak.runs.spec import PROMPTS
+from posleak.show.numbers import estimate, percent
+from posleak.sweep.numbers import whole_model
+from posleak.typed import plain
+
+from .settings import GROUPS, Setting, of_edits, settings_for
+
+if TYPE_CHECKING:
+    from posleak.show.plots import Picture
+
+LENGTH, TEXT = 512, "text:stdlib"
+PARTS = ("total", "mask", "residual")
+"""Parts of the leakage whose changes are shown."""
+
+ADVICE, PLOT = "advice.json", "advice.png"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one setting does.
+
+    leakage   change of each part's power in nats², early and all queries: `all/total` …
+    relative  the same, divided by the baseline's power; NaN where that is not clearly above 0
+    loss      change of the loss in nats per token, by part of the prompt (runs/loss.py)
+    sure      leakage (total, all queries) and loss (all positions) at the level that holds for all settings together
+    """
+
+    setting: Setting
+    leakage: dict[str, Estimate]
+    relative: dict[str, Estimate]
+    loss: dict[str, Estimate]
+    sure: dict[str, Estimate]
+
+    @property
+    def lowers(self) -> bool:
+        return bool(self.sure["leakage"].high < 0)
+
+    @property
+    def raises(self) -> bool:
+        return bool(self.sure["leakage"].low > 0)
+
+    @property
+    def costs(self) -> bool:
+        return bool(self.sure["loss"].low > 0)
+
+    @property
+    def gains(self) -> bool:
+        return bool(self.sure["loss"].high < 0)
+
+    @property
+    def sentence(self) -> str:
+        """What follows from the intervals, and no more."""
+        leakage, loss = self.sure["leakage"], self.sure["loss"]
+        if _null(leakage) and _null(loss):
+            return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
+        does = "lowers" if self.lowers else "raises" if self.raises else "does not clearly change"
+        price = "costs loss" if self.costs else "lowers the loss" if self.gains else "has no clear price in loss"
+        share = self.relative["all/total"].value
+        about = f", {percent(share)} of what there was" if np.isfinite(share) else ""
+        by = f"{estimate(leakage)} nats²{about}"
+        return f"{self.setting.name} {does} leakage: {by}; it {price}: {estimate(loss)} {UNIT}."
+
+
+def _null(found: Estimate) -> bool:
+    return bool(found.value == 0 and found.low == 0 and found.high == 0)
+
+
+@dataclass(frozen=True, repr=False)
+class Advice:
+    """All settings of a model, tried. `left_out`: settings that change nothing in it, or cannot be had, and why."""
+
+    baseline: Run
+    effects: list[Effect]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Advice({self.baseline.name}: {', '.join(effect.setting.name for effect in self.effects)})"
+
+    @property
+    def front(self) -> list[Effect]:
+        """Settings that lower leakage and that no other one beats in both leakage and loss, by their values."""
+        better = [effect for effect in self.effects if effect.lowers]
+        place = {id(effect): _place(effect) for effect in better}
+        return sorted(
+            (e for e in better if not any(_beats(place[id(o)], place[id(e)]) for o in better)),
+            key=lambda e: place[id(e)][1],
+        )
+
+    @property
+    def sentences(self) -> list[str]:
+        """What follows from the intervals for each setting, and for all together."""
+        said = [effect.sentence for effect in self.effects]
+        free = [effect.setting.name for effect in self.effects if effect.lowers and not effect.costs]
+        if free:
+            said.append(f"Leakage goes down without a clear price in loss under {', '.join(free)}.")
+        else:
+            said.append("No setting that was tried lowers leakage without a clear price in loss.")
+        return said
+
+    def plot(self) -> Picture:
+        """Leakage against loss, with the intervals of both."""
+        from posleak.show.plots import Picture, drawn, trade
+
+        run = self.baseline
+        title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
+        points = [(e.setting.name, e.setting.group, e.leakage["all/total"], e.loss["all"]) for e in self.effects]
+        return Picture(drawn(lambda figure: trade(figure, points, title)), title)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak advise --json` (docs/json.md)."""
+        run, record = self.baseline, self.baseline.record
+        found: dict[str, Any] = plain(
+            {
+                "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
+                "prompts": record.spec.prompts, "seed": record.spec.seed,
+                "baseline": {
+                    "power": {name: run.summary.model["all"].power[name] for name in PARTS}, "loss": run.loss,
+                },
+                "settings": [
+                    {
+                        "setting": e.setting.name, "group": e.setting.group, "about": e.setting.about,
+                        "edits": e.setting.edits, "leakage": e.leakage, "relative": e.relative, "loss": e.loss,
+                        "sure": e.sure,
+                        "lowers": e.lowers, "costs": e.costs, "sentence": e.sentence,
+                    }
+                    for e in self.effects
+                ],
+                "front": [effect.setting.name for effect in self.front], "sentences": self.sentences,
+                "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": UNIT},
+                "run": None if run.path is None else str(run.path),
+            }
+        )  # fmt: skip
+        return found
+
+
+KEPT = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
+
+
+def _place(effect: Effect) -> tuple[float, float]:
+    return float(effect.leakage["all/total"].value), float(effect.loss["all"].value)
+
+
+def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] <= other[0] and one[1] <= other[1] and one != other
+
+
+def advise(
+    subject: AnyModel,
+    inputs: Inputs = TEXT,
+    *,
+    length: int | None = None,
+    prompts: int | None = None,
+    seed: int = 0,
+    bos: str | int = "auto",
+    origin: int = ORIGIN,
+    groups: str | Iterable[str] = GROUPS,
+    edits: str | Iterable[str] = (),
+    out: str | Path | None = None,
+    fresh: bool = False,
+    max_memory: str | int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Advice:
+    """Which settings lower which part of the leakage on this model without training, and what they cost in loss.
+
+    subject     a Subject, a model of transformers, or what `load` takes
+    inputs      what it reads, as in `measure`; loss means most on text like what the model will read
+    length      tokens per prompt: 512; prompts that you have are cut to it, or must be equally long
+    prompts     how many: 16; of prompts that you have the first ones, or all
+    seed        of the prompts
+    bos         position 0 of the baseline, as in `measure`
+    origin      width of the origin: how many first tokens count as it
+    groups      which settings are tried: "bos", "window", "rope", "scale", "dtype"
+    edits       settings of your own besides: each an edit's text, or several joined by commas
+    out         a folder: the baseline and every setting as runs, advice.json and advice.png
+    fresh       measure again what is in `out`
+    max_memory  what the process may hold, as in `measure`
+    progress    called with what is done now, in words
+    """
+    own = of_edits([edits] if isinstance(edits, str) else edits)
+    found = asked(
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin,
+        loss=True,
+    )  # fmt: skip
+    folder, say = None if out is None else Path(out), progress or (lambda what: None)
+    conditions = Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given)
+    chosen = [groups] if isinstance(groups, str) else list(groups)
+    with conditions.writing():
+        wanted = [*settings_for(found.subject, conditions.tokens, found.spec.length, chosen), *own]
+        advice = advised(conditions, wanted)
+        if folder is not None:
+            KEPT.write(folder / ADVICE, advice.as_dict())
+            advice.plot().save(folder / PLOT)
+    return advice
+
+
+def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
+    """Try every setting on the baseline's prompts; what cannot be had on this model is left out, with the reason."""
+    baseline, runs, left_out = conditions.run(), dict[Setting, Run](), dict[str, str]()
+    for setting in wanted:
+        try:
+            runs[setting] = conditions.run(*setting.edits)
+        except (NoEffectError, UnsupportedError) as error:
+            left_out[setting.name] = _why(error)
+    level = 1 - 0.05 / max(1, len(runs))
+    return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
+
+
+def _why(error: PosleakError) -> str:
+    return error.what if error.got is None else f"{error.what} ({error.got})"
+
+
+def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
+    jackknife = Jackknife(baseline.prompts)
+    after, before = whole_model(run), whole_model(baseline)
+    names = [f"{queries}/{name}" for queries in ("all", "early") for name in PARTS]
+    pairs = {name: (jackknife.inner(after[name]), jackknife.inner(before[name])) for name in names}
+    changes = {name: one - other for name, (one, other) in pairs.items()}
+    plan = baseline.record.plan
+    ours, theirs = by_prompt(run.data, plan), by_prompt(baseline.data, plan)
+    losses = {where: jackknife.mean(ours[where] - theirs[where]) for where in WHERE if where in ours}
+    return Effect(
+        setting, {name: each.estimate for name, each in changes.items()},
+        {name: (one.over(other) - 1.0).estimate for name, (one, other) in pairs.items()},
+        {name: each.estimate for name, each in losses.items()},
+        {"leakage": changes["all/total"].at(level).estimate, "loss": losses["all"].at(level).estimate},
+    )  # fmt: skip
