@@ -25,7 +25,7 @@ from posleak.runs import MeasureSpec, Run
 from posleak.text import visible
 
 COMMANDS = [str(command.name) for command in app.registered_commands]
-RUNNING = ("measure", "trace", "claims", "origin", "doctor", "bench", "study")
+RUNNING = ("measure", "trace", "claims", "advise", "origin", "doctor", "bench", "study")
 """Commands that run a model."""
 
 SMALL = ("--length", "48", "--prompts", "4")
@@ -315,7 +315,7 @@ def test_numbers_are_checked_by_the_library_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        *((command, "--out") for command in ("measure", "trace", "claims", "study", "report")),
+        *((command, "--out") for command in ("measure", "trace", "claims", "advise", "study", "report")),
         ("report", "--assets"),
     ],
 )
@@ -348,7 +348,7 @@ class Loaded(Exception):
     """In the place of a model."""
 
 
-@pytest.mark.parametrize("command", ["measure", "trace", "claims", "origin", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["measure", "trace", "claims", "advise", "origin", "doctor", "bench"])
 def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     asked: list[dict[str, Any]] = []
 

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+import posleak as pl
 from families import VOCAB, tiny
 from posleak.edits import KINDS, Site, parse_edit, parse_edits, register
 from posleak.edits.scope import Scope
-from posleak.errors import InputError, UnsupportedError
+from posleak.errors import InputError, PosleakWarning, UnsupportedError
 from posleak.inputs import prepare
+from posleak.models import Subject
 from posleak.probe import attach, default_plan, relative_difference
 from posleak.runs.loop import measure_chunks
 
@@ -63,6 +65,7 @@ NULL = [
     "bos=token:1",
     "window=67",
     "window=1000+sink",
+    "window=67+sink4",
     "window=off",
     "sink=cut@7",
     "sink=freeze@2.8",
@@ -84,7 +87,8 @@ def test_an_edit_that_changes_nothing_changes_no_bit(text: str) -> None:
 
 EVERY = [
     "bos=zero", "bos=mean", "bos=noise", "bos=noise:3", "bos=token:7", "mask=off", "window=9", "window=9+sink", "ring",
-    "sink=cut", "sink=freeze", "patch0=9", "rope=ntk:4", "rope=linear:2", "rope=yarn:4",
+    "sink=cut", "sink=freeze", "window=9+sink4", "scale=logn", "scale=logn:16", "patch0=9",
+    "rope=ntk:4", "rope=linear:2", "rope=yarn:4",
     "rope=base:500", "rope=none", "dtype=bfloat16", "sink=cut@1.2",
 ]  # fmt: skip
 
@@ -156,20 +160,46 @@ def test_a_window_is_the_models_own_sliding_attention(window: int) -> None:
     assert relative_difference(states(full, [f"window={window}"]), expected) < 1e-5
 
 
-def test_a_window_with_sink_keeps_the_first_key() -> None:
+@pytest.mark.parametrize(("text", "kept"), [("window=9+sink", 1), ("window=9+sink4", 4)])
+def test_a_window_with_sink_keeps_the_first_keys(text: str, kept: int) -> None:
     i, j = torch.arange(N)[:, None], torch.arange(N)
-    hidden = (i - j >= 9) & (j > 0)
+    hidden = (i - j >= 9) & (j >= kept)
 
     def windowed(s: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         return torch.softmax(s.masked_fill(hidden, -torch.inf), -1) @ v
 
     model = tiny("llama", dtype=torch.float64)
-    assert relative_difference(states(model, ["window=9+sink"]), plain_states(model, windowed)) < 1e-12
-    chunks = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits(["window=9+sink"])))
+    assert relative_difference(states(model, [text]), plain_states(model, windowed)) < 1e-12
+    chunks = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits([text])))
     assert chunks[0]["attention_0"].min() > 0
     hidden_now = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits(["window=9"])))
     behind = np.array(default_plan(N).queries) >= 9
     assert np.all(hidden_now[0]["attention_0"][..., behind] == 0)
+
+
+@pytest.mark.parametrize(("text", "keys"), [("scale=logn", N), ("scale=logn:16", 16)])
+def test_scaled_logits_are_those_of_the_scalable_softmax(text: str, keys: int) -> None:
+    """Logits times s · log n with s = 1 / log N; the query with one key has nothing to scale."""
+
+    def scaled(s: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        n = torch.arange(1, N + 1, dtype=torch.float64)
+        later = torch.ones(N, N, dtype=torch.bool).triu(1)
+        return torch.softmax((s * (n.log() / np.log(keys))[:, None]).masked_fill(later, -torch.inf), -1) @ v
+
+    model = tiny("llama", dtype=torch.float64)
+    assert relative_difference(states(model, [text]), plain_states(model, scaled)) < 1e-12
+    assert relative_difference(states(model, [text])[:, :1], states(model)[:, :1]) == 0
+
+
+def test_what_the_factor_of_scaled_logits_does_is_no_residual() -> None:
+    """One token everywhere: states cannot know their position, so that mask and scaling are all there is."""
+    subject = Subject.of(tiny("llama", dtype=torch.float64), name="tiny")
+    with pytest.warns(PosleakWarning, match="prompts are the same"):
+        run = pl.measure(subject, "constant:7", edits="scale=logn", bos="none", length=N, prompts=4)
+    power = run.summary.model["all"].power
+    assert float(power["scaling"].value) > 1e-3
+    assert abs(float(power["residual"].value)) < 1e-9, "angles are rounded to float32"
+    assert run.remainder < 1e-10
 
 
 def test_a_window_can_be_taken_away() -> None:

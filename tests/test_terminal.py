@@ -20,11 +20,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from families import tiny
+from posleak.advice import advise
 from posleak.bench import Benchmark
 from posleak.bench import Result as Timed
 from posleak.bench.timing import Spread
 from posleak.claims import ClaimsRun, Finding
 from posleak.claims.catalogue import Result, registry
+from posleak.cli.advise import advice_tables
 from posleak.cli.bench import bench_table
 from posleak.cli.origin_tables import origin_page
 from posleak.cli.study import study_table
@@ -130,6 +132,11 @@ def of_profile() -> list[RenderableType]:
     return [profile_table(spent)]
 
 
+def of_advice() -> list[RenderableType]:
+    found = advise(subject(), "random", groups=["rope", "scale"], edits="shift=0", length=64, prompts=4)
+    return list(advice_tables(found))
+
+
 KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "measure": lambda: list(run_tables(run())),
     "trace": lambda: list(trace_tables(source())),
@@ -137,6 +144,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "origin": lambda: list(origin_page(origin(subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
     "models": lambda: [models_table(builtin.listing())],
+    "advise": of_advice,
     "study": of_study,
     "sweep": of_sweep,
     "compare": lambda: [as_table(compare([run(), source().borrowed]))],

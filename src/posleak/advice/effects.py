@@ -2,8 +2,8 @@
 
 Every setting is a condition of one baseline, on the same prompts, so that changes are paired prompt by prompt. Changes
 of power are in nats², and relative to the baseline where that is clearly above 0; of loss in nats per token. Words such
-as "lowers" and "costs" are used where an interval that holds for all settings together (Bonferroni) does not contain 0,
-and nowhere else.
+as "goes down" are used where an interval that holds for all that is said together (Bonferroni) does not contain 0, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from posleak.axes import SCALING
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife
-from posleak.models import AnyModel
+from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import ORIGIN
 from posleak.runs import Run
 from posleak.runs.asked import asked
@@ -30,14 +31,14 @@ from posleak.show.numbers import estimate, percent
 from posleak.sweep.numbers import whole_model
 from posleak.typed import plain
 
-from .settings import GROUPS, Setting, of_edits, settings_for
+from .settings import GROUPS, Setting, of_edits, settings_for, usual_length
 
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
-LENGTH, TEXT = 512, "text:stdlib"
-PARTS = ("total", "mask", "residual")
-"""Parts of the leakage whose changes are shown."""
+TEXT = "text:stdlib"
+CHANGED = ("total", "mask", "residual", SCALING)
+"""Parts of the leakage whose changes are shown; the last one where queries are scaled by their position."""
 
 ADVICE, PLOT = "advice.json", "advice.png"
 
@@ -46,10 +47,11 @@ ADVICE, PLOT = "advice.json", "advice.png"
 class Effect:
     """What one setting does.
 
-    leakage   change of each part's power in nats², early and all queries: `all/total` …
+    leakage   change of each part's power in nats², all and early queries: `all/total` …
     relative  the same, divided by the baseline's power; NaN where that is not clearly above 0
     loss      change of the loss in nats per token, by part of the prompt (runs/loss.py)
-    sure      leakage (total, all queries) and loss (all positions) at the level that holds for all settings together
+    sure      total, mask, residual (all queries) and loss (all positions), with intervals that hold for all of them and
+              for all settings together
     """
 
     setting: Setting
@@ -58,38 +60,30 @@ class Effect:
     loss: dict[str, Estimate]
     sure: dict[str, Estimate]
 
-    @property
-    def lowers(self) -> bool:
-        return bool(self.sure["leakage"].high < 0)
+    def way(self, name: str) -> int:
+        """−1 if what `sure` has under this name clearly goes down, 1 if it clearly goes up, 0 if neither is clear."""
+        return int(self.sure[name].low > 0) - int(self.sure[name].high < 0)
 
     @property
-    def raises(self) -> bool:
-        return bool(self.sure["leakage"].low > 0)
-
-    @property
-    def costs(self) -> bool:
-        return bool(self.sure["loss"].low > 0)
-
-    @property
-    def gains(self) -> bool:
-        return bool(self.sure["loss"].high < 0)
+    def null(self) -> bool:
+        """Nothing changed, to the bit."""
+        return all(found.value == found.low == found.high == 0 for found in self.sure.values())
 
     @property
     def sentence(self) -> str:
         """What follows from the intervals, and no more."""
-        leakage, loss = self.sure["leakage"], self.sure["loss"]
-        if _null(leakage) and _null(loss):
+        if self.null:
             return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
-        does = "lowers" if self.lowers else "raises" if self.raises else "does not clearly change"
-        price = "costs loss" if self.costs else "lowers the loss" if self.gains else "has no clear price in loss"
         share = self.relative["all/total"].value
-        about = f", {percent(share)} of what there was" if np.isfinite(share) else ""
-        by = f"{estimate(leakage)} nats²{about}"
-        return f"{self.setting.name} {does} leakage: {by}; it {price}: {estimate(loss)} {UNIT}."
+        about = f", {percent(share)}" if np.isfinite(share) else ""
+        parts = [f"{name} {WAYS[self.way(name)]}" for name in ("mask", "residual")]
+        return (
+            f"Under {self.setting.name} leakage {WAYS[self.way('total')]}: {estimate(self.sure['total'])} nats²{about}"
+            f"; {', '.join(parts)}. Loss {WAYS[self.way('loss')]}: {estimate(self.sure['loss'])} {UNIT}."
+        )
 
 
-def _null(found: Estimate) -> bool:
-    return bool(found.value == 0 and found.low == 0 and found.high == 0)
+WAYS = {-1: "goes down", 0: "does not clearly change", 1: "goes up"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,22 +100,25 @@ class Advice:
     @property
     def front(self) -> list[Effect]:
         """Settings that lower leakage and that no other one beats in both leakage and loss, by their values."""
-        better = [effect for effect in self.effects if effect.lowers]
-        place = {id(effect): _place(effect) for effect in better}
-        return sorted(
-            (e for e in better if not any(_beats(place[id(o)], place[id(e)]) for o in better)),
-            key=lambda e: place[id(e)][1],
-        )
+        better = [(effect, _place(effect)) for effect in self.effects if effect.way("total") < 0]
+        best = [(place[1], effect) for effect, place in better if not any(_beats(other, place) for _, other in better)]
+        return [effect for _, effect in sorted(best, key=lambda pair: pair[0])]
 
     @property
     def sentences(self) -> list[str]:
-        """What follows from the intervals for each setting, and for all together."""
-        said = [effect.sentence for effect in self.effects]
-        free = [effect.setting.name for effect in self.effects if effect.lowers and not effect.costs]
-        if free:
-            said.append(f"Leakage goes down without a clear price in loss under {', '.join(free)}.")
-        else:
-            said.append("No setting that was tried lowers leakage without a clear price in loss.")
+        """What follows from the intervals for all settings together; `Effect.sentence` has it for one."""
+        said, alike = list[str](), dict[tuple[int, int] | None, list[str]]()
+        for effect in self.effects:
+            ways = None if effect.null else (effect.way("total"), effect.way("loss"))
+            alike.setdefault(ways, []).append(effect.setting.name)
+        for pair in (*((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)), None):
+            if pair in alike:
+                what = "Nothing changes, to the bit" if pair is None else _together(*pair)
+                said.append(f"{what}: {', '.join(alike[pair])}.")
+        if not any(effect.way("total") < 0 for effect in self.effects):
+            said.insert(0, "No setting that was tried clearly lowers leakage.")
+        elif not any(effect.way("total") < 0 and effect.way("loss") <= 0 for effect in self.effects):
+            said.insert(0, "Every setting that lowers leakage costs loss.")
         return said
 
     def plot(self) -> Picture:
@@ -141,14 +138,14 @@ class Advice:
                 "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed,
                 "baseline": {
-                    "power": {name: run.summary.model["all"].power[name] for name in PARTS}, "loss": run.loss,
+                    "power": {name: each for name, each in run.summary.model["all"].power.items() if name in CHANGED},
+                    "loss": run.loss,
                 },
                 "settings": [
                     {
                         "setting": e.setting.name, "group": e.setting.group, "about": e.setting.about,
                         "edits": e.setting.edits, "leakage": e.leakage, "relative": e.relative, "loss": e.loss,
-                        "sure": e.sure,
-                        "lowers": e.lowers, "costs": e.costs, "sentence": e.sentence,
+                        "sure": e.sure, "sentence": e.sentence,
                     }
                     for e in self.effects
                 ],
@@ -158,6 +155,13 @@ class Advice:
             }
         )  # fmt: skip
         return found
+
+
+def _together(leakage: int, loss: int) -> str:
+    alike = {-1: "Leakage and loss both go down", 0: "Neither leakage nor loss clearly changes"}
+    if leakage == loss:
+        return alike.get(loss, "Leakage and loss both go up")
+    return f"Leakage {WAYS[leakage]}, loss {WAYS[loss]}"
 
 
 KEPT = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
@@ -191,7 +195,8 @@ def advise(
 
     subject     a Subject, a model of transformers, or what `load` takes
     inputs      what it reads, as in `measure`; loss means most on text like what the model will read
-    length      tokens per prompt: 512; prompts that you have are cut to it, or must be equally long
+    length      tokens per prompt: 512, or the model's context if that is shorter; prompts that you have are cut to
+                it, or must be equally long
     prompts     how many: 16; of prompts that you have the first ones, or all
     seed        of the prompts
     bos         position 0 of the baseline, as in `measure`
@@ -204,9 +209,10 @@ def advise(
     progress    called with what is done now, in words
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
+    who = subject_of(subject)
     found = asked(
-        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos, origin=origin,
-        loss=True,
+        who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
+        origin=origin, loss=True,
     )  # fmt: skip
     folder, say = None if out is None else Path(out), progress or (lambda what: None)
     conditions = Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given)
@@ -228,8 +234,12 @@ def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
             runs[setting] = conditions.run(*setting.edits)
         except (NoEffectError, UnsupportedError) as error:
             left_out[setting.name] = _why(error)
-    level = 1 - 0.05 / max(1, len(runs))
+    level = 1 - 0.05 / (len(SURE) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
+
+
+SURE = ("total", "mask", "residual", "loss")
+"""Of what sentences may be said, for every setting."""
 
 
 def _why(error: PosleakError) -> str:
@@ -239,15 +249,21 @@ def _why(error: PosleakError) -> str:
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
     jackknife = Jackknife(baseline.prompts)
     after, before = whole_model(run), whole_model(baseline)
-    names = [f"{queries}/{name}" for queries in ("all", "early") for name in PARTS]
-    pairs = {name: (jackknife.inner(after[name]), jackknife.inner(before[name])) for name in names}
+    names = [f"{queries}/{part}" for queries in ("all", "early") for part in CHANGED]
+    none = np.zeros_like(before["all/total"])
+    pairs = {
+        name: tuple(jackknife.inner(products.get(name, none)) for products in (after, before))
+        for name in names
+        if name in after or name in before
+    }
     changes = {name: one - other for name, (one, other) in pairs.items()}
     plan = baseline.record.plan
     ours, theirs = by_prompt(run.data, plan), by_prompt(baseline.data, plan)
     losses = {where: jackknife.mean(ours[where] - theirs[where]) for where in WHERE if where in ours}
+    sure = {part: changes[f"all/{part}"] for part in SURE[:-1]} | {"loss": losses["all"]}
     return Effect(
         setting, {name: each.estimate for name, each in changes.items()},
         {name: (one.over(other) - 1.0).estimate for name, (one, other) in pairs.items()},
         {name: each.estimate for name, each in losses.items()},
-        {"leakage": changes["all/total"].at(level).estimate, "loss": losses["all"].at(level).estimate},
+        {name: each.at(level).estimate for name, each in sure.items()},
     )  # fmt: skip

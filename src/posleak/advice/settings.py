@@ -10,6 +10,9 @@ from posleak.errors import InputError, did_you_mean
 from posleak.inputs import Prompts
 from posleak.models import Subject
 
+LENGTH = 512
+"""Tokens per prompt, if the model's context is not shorter."""
+
 GROUPS = ("bos", "window", "rope", "scale", "dtype")
 """What can be asked for, in the order of the table."""
 
@@ -18,6 +21,11 @@ FACTORS = {"ntk": (2, 4), "linear": (2,), "yarn": (4,)}
 
 KEPT = (1, 4)
 """First tokens that a streaming cache keeps beside its window."""
+
+
+def usual_length(subject: Subject) -> int:
+    """Of prompts whose length nobody chose."""
+    return min(LENGTH, subject.context or LENGTH)
 
 
 @dataclass(frozen=True)

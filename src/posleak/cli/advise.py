@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .app import RUNS, emit, out, spoken_warnings, working
-from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, OriginWidth, RunFolder, Seed
+from .options import Bos, Fresh, Inputs, Json, MaxMemory, OriginWidth, RunFolder, Seed
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 def advise_command(
     load: Load,
     inputs: Inputs = "text:stdlib",
-    length: Length = 512,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per prompt: 512, or the model's context if that is shorter.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="How many prompts.")] = 16,
     seed: Seed = 0,
     bos: Bos = "auto",
@@ -44,22 +47,24 @@ def advise_command(
 
     Example: `posleak advise smollm2-135m --try window --edit sink=cut`
     """  # fmt: skip
-    from posleak.advice.settings import GROUPS, of_edits, require_groups
+    from posleak.advice.settings import GROUPS, LENGTH, of_edits, require_groups, usual_length
     from posleak.runs.spec import MeasureSpec, parse_bytes
 
     chosen = groups or list(GROUPS)
     require_groups(chosen)
     of_edits(edits or ())
-    spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin, loss=True)
+    spec = MeasureSpec(inputs, bos, LENGTH if length is None else length, prompts, seed, origin=origin, loss=True)
     parse_bytes(max_memory)
     subject = load()
+    if length is None:
+        spec = replace(spec, length=usual_length(subject))
     from posleak.advice import advise
     from posleak.runs.measure import Measurement
 
     with spoken_warnings(), working("advise") as update:
         place = folder or RUNS / f"advice-{Measurement.of(subject, spec).folder_name}"
         found = advise(
-            subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, origin=origin, groups=chosen,
+            subject, inputs, length=spec.length, prompts=prompts, seed=seed, bos=bos, origin=origin, groups=chosen,
             edits=edits or (), out=place, fresh=fresh, max_memory=max_memory, progress=update,
         )  # fmt: skip
     if as_json:
@@ -71,8 +76,9 @@ def advise_command(
 
 def advice_tables(found: Advice) -> Iterator[RenderableType]:
     """Every setting with its changes, then sentences."""
-    from posleak.advice.effects import PLOT
-    from posleak.runs.loss import UNIT
+    from posleak.advice.effects import ADVICE, CHANGED, PLOT
+    from posleak.axes import EARLY, SCALING
+    from posleak.runs.loss import UNIT, WHERE
     from posleak.show.lines import prose
     from posleak.show.numbers import estimate
     from posleak.show.terminal import cell, table
@@ -81,28 +87,35 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
     assert run.loss is not None
     yield prose(run.name, style="bold")
     yield prose(" · ".join([*run.record.model_facts, *run.record.facts]), style="dim")
-    parts = {"total": "total", "mask": "mask", "residual": "residual"}
-    where = [name for name in ("first", "middle", "end") if name in run.loss.numbers]
-    made = table(("setting", *parts, *(f"loss, {name}" for name in where), "loss, all"), wrap=["setting"])
+    shown = [part for part in CHANGED if part != SCALING or any(f"all/{part}" in e.leakage for e in found.effects)]
+    leakage = table(("setting", *shown), wrap=["setting"], title="leakage")
     for effect in found.effects:
-        made.add_row(
-            effect.setting.name, *(cell(effect.leakage[f"all/{name}"]) for name in parts),
-            *(cell(effect.loss[name]) for name in where), cell(effect.loss["all"]),
-        )  # fmt: skip
-    yield made
+        parts = (effect.leakage.get(f"all/{part}") for part in shown)
+        leakage.add_row(effect.setting.name, *("" if part is None else cell(part) for part in parts))
+    yield leakage
+    before = ", ".join(f"{part} {estimate(run.summary.model['all'].power[part])}" for part in shown if part != SCALING)
+    yield prose(
+        f"change of the power in nats², all queries; as it is: {before} nats²."
+        + (" scaling: what the factor by which queries are multiplied does by itself" if SCALING in shown else ""),
+        style="dim",
+    )
+    where = [name for name in WHERE if name in run.loss.numbers]
+    losses = table(("setting", *where), wrap=["setting"], title="loss")
+    for effect in found.effects:
+        losses.add_row(effect.setting.name, *(cell(effect.loss[name]) for name in where))
+    yield losses
     base = ", ".join(f"{name} {estimate(each)}" for name, each in run.loss.numbers.items())
     yield prose(
-        f"total, mask, residual: change of the power in nats², all queries; loss: change in {UNIT}, over the first 32 "
-        f"tokens, the middle and the last quarter; 95% jackknife intervals over n = {run.prompts} prompts, paired. As "
-        f"it is: leakage {estimate(run.summary.model['all'].power['total'])} nats², loss {base} {UNIT}", style="dim",
+        f"change in {UNIT}, at {run.loss.positions} positions of each prompt; first: before position {EARLY}, end: the "
+        f"last quarter; as it is: {base} {UNIT}", style="dim",
     )  # fmt: skip
+    yield prose(f"95% jackknife intervals over n = {run.prompts} prompts, paired with the model as it is", style="dim")
     for sentence in found.sentences:
         yield prose(sentence)
     for name, why in found.left_out.items():
         yield prose(f"left out: {name}: {why}", style="dim")
     yield prose(
-        "in these sentences intervals hold for all settings together (Bonferroni); what is not said is not known",
-        style="dim",
-    )
+        "sentences use wider intervals, which hold for all settings together (Bonferroni, 95%)", style="dim",
+    )  # fmt: skip
     if run.path is not None:
-        yield prose(f"runs, advice.json and {PLOT} in {run.path}", style="dim")
+        yield prose(f"runs, {ADVICE} and {PLOT} in {run.path}", style="dim")

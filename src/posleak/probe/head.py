@@ -26,25 +26,29 @@ def token_losses(
     model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Sequence[int]
 ) -> Float[Tensor, "B P"]:
     """−log p(token i + 1 | tokens up to i) in nats at positions i, from what the model's body gave for ids."""
-    states, vocabulary = output.last_hidden_state, int(model.config.get_text_config().vocab_size)
+    vocabulary = int(model.config.get_text_config().vocab_size)
     at_once = max(1, LOGIT_BYTES // (4 * len(ids) * vocabulary))
     found = []
     with torch.inference_mode():
         for first in range(0, len(positions), at_once):
             some = torch.as_tensor(positions[first : first + at_once], device=ids.device)
-            logits = logits_of(model, output, states[:, some], ids[:, some]).float()
+            logits = logits_of(model, output, ids, some).float()
             wanted = ids[:, some + 1].to(logits.device)
             found.append(logits.logsumexp(-1) - logits.gather(-1, wanted[..., None])[..., 0])
     return torch.cat(found, dim=1)
 
 
 def logits_of(
-    model: PreTrainedModel, output: Any, states: Float[Tensor, "B P W"], ids: Int[Tensor, "B P"]
+    model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Int[Tensor, " P"]
 ) -> Float[Tensor, "B P V"]:
-    """The logits of these states, as the model itself makes them."""
+    """Logits at these positions, as the model itself makes them from its body's output."""
+    if "logits" in output:  # the body has a head of its own: the logits are there
+        there: Tensor = output.logits[:, positions]
+        return there
+    states, read = output.last_hidden_state[:, positions], ids[:, positions]
     answer = type(output)(**{**dict(output.items()), "last_hidden_state": states})
     with _standing_in(model, answer):
-        logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits: Tensor = model(input_ids=read, attention_mask=torch.ones_like(read), use_cache=False).logits
     if logits.shape[:2] != states.shape[:2]:
         raise UnsupportedError(
             "the model's head does not give logits for each state", where=type(model).__name__,
