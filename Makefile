@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench format wheel wheel-check clean
+.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench docs format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -21,7 +21,7 @@ venv: $(READY)  ## the virtual environment, with posleak and its development too
 # The stamp is written last, so that a broken installation is tried again.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs,ray]'
 	touch $@
 
 demo: $(READY)  ## fetch the default model once, trace its sense of position, test every claim, and make its page
@@ -80,9 +80,13 @@ zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on whe
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,ray,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs,ray,bench]'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/test_bench.py
 	$(BIN)/posleak bench $(MODEL)
+
+# Warnings are errors, but not with --quiet, which drops them. The variable keeps the theme from printing its news.
+docs: $(READY)  ## the documentation as a site in site/: open site/index.html, no server or network needed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)  ## let ruff put the files in order
 	$(BIN)/ruff check --fix
@@ -96,5 +100,5 @@ wheel-check: wheel  ## install the wheel into an empty environment, and call it
 	PYTHON=$(BIN)/python .ci/check-wheel dist/*.whl
 
 clean:  ## remove what can be made again, the virtual environment too; runs/ is kept
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from posleak.studies import Cell, Study, run_study
 from posleak.sweep.estimate import Guess
 from posleak.sweep.state import Known, State
 from posleak.sweep.sweep import Sweep, sweep
-from posleak.tools import api_docs, cli_docs, edit_docs
+from posleak.tools import cli_docs, edit_docs
+from posleak.tools.api_docs import described
 from posleak.typed import plain
 from runs_tiny import SPEC, subject
 from sweep_tiny import SMALL
@@ -58,31 +60,75 @@ FREE: dict[str, set[str]] = {
 """Objects whose keys are the model's own, or that the page describes in words."""
 
 
-@pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md"), (api_docs, "api.md")])
+@pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md")])
 def test_pages_that_are_made_are_current(module: Any, page: str) -> None:
     written = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert written == module.page(), f"run `python -m {module.__name__} > docs/{page}`"
 
 
-@pytest.mark.parametrize("name", api_docs.functions())
-def test_every_option_of_a_function_has_its_line_and_its_type(name: str) -> None:
-    function = api_docs.functions()[name]
-    sentences, options = api_docs.described(function)
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^::: (\S+)$", API, flags=re.M)
+"""What the page about Python has a place for."""
+
+
+def found(path: str) -> Any:
+    """What is shown there; of a function or a package that can be called, the function itself."""
+    module, _, name = path.rpartition(".")
+    return inspect.unwrap(getattr(import_module(module), name))
+
+
+FUNCTIONS, CLASSES = (
+    [path for path in SHOWN if is_kind(found(path))] for is_kind in (inspect.isfunction, inspect.isclass)
+)
+
+
+def test_the_page_about_python_has_every_public_name_and_a_line_for_each() -> None:
+    assert {f"posleak.{name}" for name in pl.__all__} <= set(SHOWN)
+    assert re.findall(r"^\| `(posleak[\w.]+)` \| \S.* \|$", API, flags=re.M) == SHOWN, "in the same order"
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_every_option_of_a_function_has_its_line_and_its_type(path: str) -> None:
+    function = found(path)
+    sentences, options = described(function.__doc__)
     assert re.match(r"[A-Z].*[^.]*[.]", sentences), "a first sentence"
     parameters = inspect.signature(function).parameters
     assert list(options) == list(parameters), "in the order of the signature"
     assert all(each.annotation is not each.empty for each in parameters.values())
 
 
-@pytest.mark.parametrize("path", api_docs.CLASSES)
+@pytest.mark.parametrize("path", CLASSES)
 def test_every_public_member_of_a_class_says_what_it_is(path: str) -> None:
-    for name, member in api_docs.members(api_docs.found(path)).items():
-        function = api_docs.function_of(member)
-        assert re.search(r"[.?)](\s|$)", api_docs.sentence(member)), f"{path}.{name} has no sentence"
+    for name, function in members(found(path)).items():
+        sentence = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
+        assert re.search(r"[.?)](\s|$)", sentence), f"{path}.{name} has no sentence"
         signature = inspect.signature(function)
         assert signature.return_annotation is not signature.empty, f"{path}.{name} has no type"
         own = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
         assert all(each.annotation is not each.empty for each in own), f"{path}.{name} has no types"
+
+
+def members(kind: type) -> dict[str, Any]:
+    """The functions behind public properties and methods that the class itself defines."""
+    called = {
+        name: getattr(each, "fget", None) or getattr(each, "func", None) or getattr(each, "__func__", each)
+        for name, each in vars(kind).items()
+        if not name.startswith("_")
+    }
+    return {name: inspect.unwrap(each) for name, each in called.items() if inspect.isroutine(each)}
+
+
+def test_aligned_lines_of_a_docstring() -> None:
+    text = """A sentence.
+
+    one   is this, and
+          goes on;  two: is that
+    three, four   are others
+    """
+    assert described(text) == (
+        "A sentence.",
+        {"one": "is this, and goes on", "two": "is that", "three, four": "are others"},
+    )
 
 
 def documented(command: str) -> set[str]:

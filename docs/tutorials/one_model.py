@@ -6,9 +6,10 @@
 # ---
 
 # %% [markdown]
-# # 1. One model, from measurement to a figure for a paper
+# # One model: from measurement to a figure for a paper
 #
-# For a researcher who wants one model's numbers with error bars, and a figure: load, measure, trace, look at heads, save.
+# For a researcher who wants one model's numbers with error bars, and a figure of them. You measure SmolLM2-135M, ask
+# where its position is read and where it comes from, find the heads that matter, and save what a paper needs.
 
 # %%
 import os
@@ -16,28 +17,36 @@ import os
 import posleak as pl
 from posleak.show.numbers import estimate
 
-LEAN = os.environ.get("POSLEAK_LEAN") == "1"  # the tests run this page with fewer and shorter prompts
+LEAN = os.environ.get("POSLEAK_LEAN") == "1"  # tests run this page with fewer and shorter prompts
 SIZE = {"length": 64, "prompts": 6} if LEAN else {"length": 256, "prompts": 16}
-subject = pl.load("smollm2-135m")
+
+subject = pl.load("smollm2-135m")  # fetched once; or a hub id, a folder, a .gguf file
 print(subject.identity.short())
 
 # %% [markdown]
 # ## Where is position read?
 #
-# One pass over random tokens. The leakage of every head is split into mask, drift and sink; the parts add up, and what
-# is left is printed.
+# `measure` runs the model over random tokens, so that content cannot look like position. In every head it compares
+# queries early in the prompt with late ones at equal offsets. The difference of their log-attention is the leakage, in
+# nats; its power, in nats², is split into three parts:
+#
+# - **mask**: early queries see fewer keys, so each key gets more;
+# - **drift**: attention is spread over the text in another way;
+# - **sink**: another part of it goes to the first four tokens.
 
 # %%
 run = pl.measure(subject, seed=0, **SIZE)
-total = run.summary.model["all"].power["total"]
-print(f"leakage: {estimate(total)} nats², n = {total.n}")
+whole = run.summary.model["all"]
+print(f"leakage: {estimate(whole.power['total'])} nats², n = {run.prompts} prompts")
 for part in ("mask", "drift", "sink"):
-    print(f"{part}: {estimate(run.summary.model['all'].share[part], 'share')}")
-print(f"remainder: {run.remainder:.1e} nats")
+    print(f"{part}: {estimate(whole.share[part], 'share')} of it")
+print(f"the parts add up: the largest remainder is {run.remainder:.0e} nats")
 
 # %% [markdown]
-# A share is a part's share of the leakage. It can be negative: then the part cancels some of the others. An interval that
-# contains 0 means that these prompts cannot tell.
+# The brackets are 95% intervals over prompts. A share can be negative: then that part cancels some of the others. An
+# interval that contains 0 means that these prompts cannot tell; more prompts make it narrower.
+#
+# The same by layer, as a picture. Bands are the intervals.
 
 # %%
 run.plot()
@@ -45,12 +54,17 @@ run.plot()
 # %% [markdown]
 # ## Where does it come from?
 #
-# A second pass, in which every query borrows the keys that it lacks from another document. What goes away then was the
-# doing of masks: of this layer's (here), or of earlier ones (earlier).
+# What a layer reads may have been written by an earlier one. `trace` runs the model a second time: every query is lent
+# the keys that it lacks, from another document, so that no query can tell its position by counting. What goes away was
+# the doing of causal masks.
+#
+# - **here**: this layer's own mask;
+# - **earlier**: masks of earlier layers, carried by the residual stream;
+# - **origin**: what is left, the doing of position 0.
 
 # %%
 trace = pl.trace(subject, seed=0, **SIZE)
-for source in ("here", "earlier", "origin"):
+for source in ("earlier", "here", "origin"):
     print(f"{source}: {estimate(trace.model['all'].share[source], 'share')}")
 
 # %%
@@ -59,17 +73,31 @@ trace.plot()
 # %% [markdown]
 # ## Which heads?
 #
-# Powers of single heads, unbiased, with intervals. Those in front are there by noise as well: look at the intervals.
+# `run.heads` is a table of pandas with a row for each head, those that leak most first. Some stand in front by chance:
+# the intervals say which.
 
 # %%
 run.heads.head(5)[["layer", "head", "total", "total_low", "total_high", "sink_attention"]].round(3)
 
 # %% [markdown]
-# ## The figure, and what to write beside it
+# One head's leakage by position of the query, as an array with labels ([xarray](../api.md)):
+
+# %%
+top = run.heads.iloc[0]
+curve = pl.split(run).sel(component="total", layer=int(top.layer), head=int(top["head"])).mean("offset")
+for query in curve["query"].values[:: max(1, curve.sizes["query"] // 6)]:
+    print(f"query {int(query):3d}: {float(curve.sel(query=query)):+.2f} nats")
+
+# %% [markdown]
+# ## For the paper
 #
-# PDF, SVG or PNG, by the name. `run.record.facts` says what was measured, in words; `run.save` keeps the run with its
-# hashes, so that others can load it.
+# PDF, SVG or PNG, by the name of the file. `save` keeps everything with its hashes; whoever has the folder can load it
+# with `pl.Run.load`, draw the [page](../howto/page.md) from it, and check that nothing was changed.
 
 # %%
 trace.plot().save("figure.pdf")
+run.save("smollm2")
 print("; ".join([*run.record.model_facts, *run.record.facts]))
+
+# %% [markdown]
+# That last line belongs into the caption. [Citing](../howto/citing.md) has the rest.

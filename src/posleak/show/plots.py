@@ -148,19 +148,46 @@ def as_text(text: str) -> str:
 
 
 def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]], title: str) -> None:
-    """Change of leakage against change of loss, with the intervals of both: (name, group, leakage, loss) each."""
+    """Change of leakage against change of loss, with the intervals of both: (name, group, leakage, loss) each.
+
+    Points have numbers, which a list beside the plot explains. Both axes are linear around 0 and logarithmic beyond the
+    median of what is shown, so that small changes and large ones can be told apart.
+    """
     axes = figure.subplots()
     groups = list(dict.fromkeys(group for _, group, _, _ in points))
-    for name, group, leakage, loss in points:
-        if not math.isfinite(leakage.value):
-            continue
-        colour = LIGHT[f"run-{groups.index(group) % 6}"]
+    there = [(loss, leakage) for _, _, leakage, loss in points]
+    for scale, of in ((axes.set_xscale, 0), (axes.set_yscale, 1)):
+        sizes = [abs(float(pair[of].value)) for pair in there if pair[of].value != 0]
+        scale("symlog", linthresh=float(np.median(sizes)) if sizes else 1.0, linscale=1.5)
+    for number, (name, group, leakage, loss) in enumerate(points, start=1):
         ends = [[abs(float(found.value - end)) for end in (found.low, found.high)] for found in (loss, leakage)]
-        x, y = (np.array([each]).T for each in ends)
-        at = float(loss.value), float(leakage.value)
-        axes.errorbar(*at, xerr=x, yerr=y, fmt="o", color=colour, markersize=3.5, elinewidth=0.8)
-        axes.annotate(as_text(name), at, (4, 3), textcoords="offset points", color=colour, fontsize=6.5)
+        x, y = (np.nan_to_num(np.array([each])).T for each in ends)
+        axes.errorbar(
+            float(loss.value), float(leakage.value), xerr=x, yerr=y, fmt="o", markersize=3.5, elinewidth=0.8,
+            color=LIGHT[f"run-{groups.index(group) % 6}"], label=as_text(f"{number}  {name}"),
+        )  # fmt: skip
     for line in (axes.axhline, axes.axvline):
         line(0, color=LINE, linewidth=0.5)
     axes.set(xlabel="change of loss, nats per token", ylabel="change of leakage, nats²", title=as_text(title))
-    axes.set_xscale("symlog", linthresh=0.05)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.0, fontsize=7)
+    figure.draw_without_rendering()  # the axes stand where they will be drawn
+    number_points(axes, [(float(loss.value), float(leakage.value)) for loss, leakage in there])
+
+
+def number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """1, 2, 3 … beside the points, each where it hides none of the others as far as there is room."""
+    places = [axes.transData.transform(point) for point in points]
+    taken = [np.asarray(place) for place in places]
+    for number, place in enumerate(places, start=1):
+        around = [
+            place + radius * np.array([math.cos(angle), math.sin(angle)])
+            for radius in (10, 18, 26)
+            for angle in np.arange(1, 9) * math.pi / 4
+        ]
+        best = max(around, key=lambda spot: min(12.0, *(float(np.hypot(*(spot - other))) for other in taken)))
+        taken.append(best)
+        offset = (best - place) * 72 / axes.figure.dpi
+        axes.annotate(
+            str(number), points[number - 1], tuple(offset), textcoords="offset points", ha="center", va="center",
+            fontsize=6,
+        )  # fmt: skip

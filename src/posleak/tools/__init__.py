@@ -2,6 +2,6 @@
 
 census, shrink, traits   every causal-LM family as a tiny random model: docs/families.md
 cli_docs, edit_docs      docs/cli.md from the commands, docs/edits.md from the registry of edits
-api_docs                 docs/api.md from signatures and docstrings
+api_docs                 how docstrings become docs/api.md on the site
 metric_docs              docs/metrics.md: the table of metrics from the catalogue, results and pictures from runs
 """

@@ -1,153 +1,122 @@
-"""docs/api.md, made from signatures and docstrings: `python -m posleak.tools.api_docs > docs/api.md`."""
+"""How docs/api.md is filled from docstrings: an extension of griffe, with which mkdocstrings reads the code.
+
+It knows what griffe cannot: that parameters and fields are described in aligned lines (`name   text`), that some
+packages can be called like the function of their name, and what the constants are that stand as defaults.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-import posleak
-from posleak.callable import written
+import griffe
 
-HEAD = """\
-# Python
-
-Made by `python -m posleak.tools.api_docs`, and checked by a test to be current. `help(posleak.measure)` shows the same.
-What is not on this page may change from one version to the next.
-
-`AnyModel` is a `Subject`, a model of transformers in memory, or what `load` takes: a built-in name, a folder, a `.gguf`
-file or a hub id. `Inputs` is the name of a source (`"random"`, `"constant:42"`, `"text:PATH"`), or prompts that you
-have: a table of ids, a text or a list of texts, a chat or a list of chats. In a list, every string is a text. Prompts
-that you have come with a warning: what their texts have at fixed places counts as leakage of position. `Given` is a
-`Run`, a `Trace` or a folder. `Say` takes one text, and `Progress` two numbers: prompts done, and prompts in all.
-"""
-
-CLASSES = (
-    "posleak.Subject", "posleak.Run", "posleak.trace.Trace", "posleak.claims.ClaimsRun", "posleak.claims.Result",
-    "posleak.doctor.Diagnosis", "posleak.origin.Origin", "posleak.studies.Study", "posleak.studies.Table",
-    "posleak.report.Comparison", "posleak.leakage.Summary", "posleak.leakage.Estimate", "posleak.show.plots.Picture",
-    "posleak.probe.Edit", "posleak.probe.Observer",
-)  # fmt: skip
-"""What the functions return, and what a user derives own classes from."""
+_ALIGNED = re.compile(r"([\w*]+(?:, [\w*]+)*) {2,}(\S.*)")
+_ALSO = re.compile(r"; {2,}([\w, ]+): ")
+_PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
-def page() -> str:
-    """The whole page, ending in one newline."""
-    parts = [HEAD, "## Functions\n"]
-    parts += [entry(f"posleak.{name}", function) for name, function in functions().items()]
-    parts.append("## Classes\n")
-    parts += [line for path in CLASSES for line in section(path)]
-    return "\n".join(parts)
+class PosleakDocstrings(griffe.Extension):
+    """Public names lead to what is called, and docstrings become Markdown."""
+
+    def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        """Put functions where users find them, before anything is rendered."""
+        called = {name: _function(pkg[name], name) for name in map(str, pkg.exports or ())}
+        for name, function in called.items():
+            if function is not None:
+                pkg.set_member(name, _moved(function, name, pkg, loader))
+
+    def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
+        """Write its docstring as Markdown."""
+        if obj.docstring is not None:
+            text, lines = described(obj.docstring.value)
+            types = _fields(obj) if isinstance(obj, griffe.Class) else {}
+            obj.docstring.value = _PAGE.sub(r"[docs/\1.md](\1.md)", "\n".join([text, "", *_table(lines, types)]))
 
 
-def functions() -> dict[str, Callable[..., Any]]:
-    """The functions of posleak, without the packages around some of them."""
-    found = {name: getattr(posleak, name) for name in posleak.__all__}
-    return {
-        name: inspect.unwrap(each)
-        for name, each in found.items()
-        if not isinstance(each, str) and not inspect.isclass(each)
-    }
+def described(docstring: str) -> tuple[str, dict[str, str]]:
+    """The sentences of a docstring, and what its aligned lines say, by name.
 
-
-def entry(name: str, function: Callable[..., Any]) -> str:
-    """A function: its signature, its docstring, and its options as a table."""
-    about, options = described(function)
-    lines = [f"### `{name}`\n", f"```python\n{written(function)}\n```\n", about, ""]
-    if options:
-        lines += [
-            "| option | |",
-            "|---|---|",
-            *(f"| `{option}` | {cell(text)} |" for option, text in options.items()),
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What a docstring says in sentences, and its lines about parameters, by name."""
-    names = "|".join(map(re.escape, inspect.signature(function).parameters)) or "$."
-    sentences, options, last = list[str](), dict[str, str](), None
-    for line in inspect.cleandoc(function.__doc__ or "").splitlines():
-        if found := re.match(rf"({names})\s{{2,}}(\S.*)", line):
+    `a   is this;  b: is that` is about two names.
+    """
+    sentences, lines, last = list[str](), dict[str, str](), ""
+    for line in inspect.cleandoc(docstring).splitlines():
+        if found := _ALIGNED.fullmatch(line):
             last = found[1]
-            options[last] = found[2]
-        elif last is not None and line.startswith("  "):
-            options[last] += f" {line.strip()}"
+            lines[last] = found[2]
+        elif last and line.startswith("  "):
+            lines[last] += f" {line.strip()}"
         else:
             sentences.append(line)
-            last = None
-    return "\n".join(sentences).strip(), options
+            last = ""
+    return "\n".join(sentences).strip(), dict(_apart(lines))
 
 
-def section(path: str) -> Iterator[str]:
-    """A class: its docstring, its fields, and its public properties and methods with their first sentences."""
-    kind = found(path)
-    yield f"### `{path}`\n"
-    about = inspect.cleandoc(kind.__doc__ or "")
-    first, _, rest = about.partition("\n\n")
-    yield f"{first}\n"
-    if rest:
-        yield f"```text\n{rest}\n```\n"
-    yield "| | |"
-    yield "|---|---|"
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        if not field.name.startswith("_"):
-            yield f"| `{cell(f'{field.name}: {field.type}')}` | |"
-    for name, member in members(kind).items():
-        yield f"| `{cell(shown(name, member))}` | {cell(sentence(member))} |"
-    yield ""
+def _apart(lines: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, text in lines.items():
+        first, *others = _ALSO.split(text)
+        yield name, first
+        yield from zip(others[::2], others[1::2])
 
 
-def found(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    kind: type = getattr(import_module(module), name)
-    return kind
+def _table(lines: Mapping[str, str], types: Mapping[str, str]) -> Iterator[str]:
+    """Names, their types and what is said: fields in their order, then what else has a line. No column is empty."""
+    names = [*types, *(name for name in lines if name not in types)]
+    said = {name: text.replace("|", "\\|") for name, text in lines.items()}
+    columns = [column for column in (_code({name: name for name in names}), _code(types), said) if column]
+    if columns:
+        yield _row("" for _ in columns)
+        yield _row("---" for _ in columns)
+        yield from (_row(column.get(name, "") for column in columns) for name in names)
 
 
-def members(kind: type) -> dict[str, Any]:
-    """Public properties and methods that the class itself defines, in their order."""
+def _code(texts: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"`{text}`" for name, text in texts.items()}
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _fields(kind: griffe.Class) -> dict[str, str]:
+    """Public fields with their types, inherited ones first."""
+    members = {name: each for name, each in kind.all_members.items() if not name.startswith("_")}
+    found = {name: each.final_target if isinstance(each, griffe.Alias) else each for name, each in members.items()}
     return {
-        name: member
-        for name, member in vars(kind).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(member) or isinstance(member, property | cached_property | classmethod))
+        name: str(each.annotation)
+        for name, each in found.items()
+        if isinstance(each, griffe.Attribute) and each.annotation is not None and "property" not in each.labels
     }
 
 
-def function_of(member: Any) -> Callable[..., Any]:
-    """What a property, a class method or a method calls."""
-    if isinstance(member, property):
-        assert member.fget is not None
-        return member.fget
-    if isinstance(member, cached_property):
-        return member.func
-    called: Callable[..., Any] = inspect.unwrap(getattr(member, "__func__", member))
-    return called
+def _function(found: griffe.Object | griffe.Alias, name: str) -> griffe.Function | None:
+    """The function that a public name is; a module that hides its function is griffe's way to read the code."""
+    final = found.final_target if isinstance(found, griffe.Alias) else found
+    if isinstance(final, griffe.Module):
+        return _function(final[name], name)
+    return final if isinstance(final, griffe.Function) else None
 
 
-def shown(name: str, member: Any) -> str:
-    """A property as `name: type`, a method as its signature."""
-    function = function_of(member)
-    if isinstance(member, property | cached_property):
-        return f"{name}: {inspect.signature(function).return_annotation}"
-    return written(function, name, width=10**6)
+def _moved(function: griffe.Function, name: str, pkg: griffe.Module, loader: griffe.GriffeLoader) -> griffe.Function:
+    """The function under its public name. It keeps the members of a package that has the same name."""
+    for parameter in function.parameters:
+        if isinstance(parameter.default, griffe.ExprName):
+            parameter.default = _constant(parameter.default.canonical_path, loader)
+    public = griffe.Function(
+        name, parameters=function.parameters, returns=function.returns, docstring=function.docstring, parent=pkg
+    )
+    if isinstance(package := pkg.members.get(name), griffe.Module):
+        public.members = package.members
+    return public
 
 
-def sentence(member: Any) -> str:
-    """The first paragraph of what it says about itself."""
-    return inspect.cleandoc(function_of(member).__doc__ or "").partition("\n\n")[0]
-
-
-def cell(text: str) -> str:
-    """Text that may stand in a table."""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
+def _constant(path: str, loader: griffe.GriffeLoader) -> str:
+    """As it is written in the code; where several are written in one line, griffe cannot tell, and it is imported."""
+    try:
+        return str(loader.modules_collection[path].value)
+    except KeyError:
+        module, _, name = path.rpartition(".")
+        return repr(getattr(import_module(module), name))

@@ -1,0 +1,178 @@
+"""The gallery: pages of real results that open offline, its index, and their numbers for other pages and tests.
+
+python -m posleak.tools.gallery docs/gallery --runs runs/gallery
+python -m posleak.tools.gallery docs/gallery --runs runs/gallery --only zoo
+
+Every result is measured with the commands' defaults, so that anybody can make it again. What is in the folder of runs
+is not measured twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import posleak as pl
+from posleak.axes import PARTS
+from posleak.claims.catalogue import Result
+from posleak.claims.examination import ClaimsRun
+from posleak.errors import UnsupportedError
+from posleak.files import write_atomically, write_json
+from posleak.leakage import Estimate
+from posleak.papers import ALL
+from posleak.report.gather import DOCTOR
+from posleak.runs import Run
+from posleak.show.numbers import NAN, estimate
+from posleak.trace.trace import SOURCES, Trace
+from posleak.typed import plain
+
+from .made import row
+
+NUMBERS, INDEX = "numbers.json", "index.md"
+ZOO = (
+    "zoo-text-rope", "zoo-text-window", "zoo-backcopy-rope", "zoo-backcopy-ntk", "zoo-backcopy-partial",
+    "zoo-backcopy-nope", "zoo-backcopy-learned", "zoo-backcopy-window", "zoo-backcopy-window-first",
+    "zoo-backcopy-sink-logit", "zoo-backcopy-no-bos",
+)  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One page: its models, what is measured of each besides the trace, and what it shows, in words."""
+
+    name: str
+    models: tuple[str, ...]
+    about: str
+    claims: bool = False
+    by_layer: bool = False
+
+
+ENTRIES = (
+    Entry("smollm2-135m", ("smollm2-135m",), "Rotary positions, a BOS, full attention; the page has every section.",
+          claims=True, by_layer=True),
+    Entry("gemma3-270m", ("gemma3-270m",), "Sliding windows of 512 tokens, every sixth layer global.", claims=True),
+    Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",), "A larger model, a large rotary base, no BOS in training."),
+    Entry("zoo", ZOO, "Eleven small models that come with posleak and differ in one thing each, side by side."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of one model; a run, where a trace is not defined."""
+
+    trace: Trace | Run
+    claims: ClaimsRun | None = None
+
+
+def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
+    """Everything that the page shows, in folders below `runs`."""
+    found: list[Found] = []
+    for name in entry.models:
+        subject, folder = pl.load(name, progress=say), runs / name
+        asked: dict[str, Any] = {
+            "length": min(256, subject.context or 256),
+            "prompts": 16,
+            "out": folder,
+            "progress": say,
+        }
+        try:
+            trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, **asked)
+        except UnsupportedError:  # learned positions: there is no place before the first one
+            trace = pl.measure(subject, **asked)
+        claims = pl.claims(subject, paper=ALL, **asked) if entry.claims else None
+        if entry.claims:
+            write_json(folder / DOCTOR, plain(pl.doctor(subject)))
+        found.append(Found(trace, claims))
+    return found
+
+
+def numbers(found: Sequence[Found]) -> dict[str, Any]:
+    """By model: what the sentences on the page say, with intervals, and what was measured."""
+    said: dict[str, Any] = {}
+    for each in found:
+        run = each.trace.ordinary if isinstance(each.trace, Trace) else each.trace
+        shares = {name: run.summary.model["all"].share[name] for name in PARTS}
+        if isinstance(each.trace, Trace):
+            shares |= {name: each.trace.model["all"].share[name] for name in SOURCES}
+        said[run.name] = plain(
+            {"leakage": run.summary.model["all"].power["total"], "shares": shares,
+             "facts": [*run.record.model_facts, *run.record.facts]}
+            | ({} if each.claims is None else {"claims": {result.id: _kept(result) for result in each.claims.results}})
+        )  # fmt: skip
+    return said
+
+
+def _kept(result: Result) -> dict[str, Any]:
+    return {
+        "value": result.effect, "low": result.low, "high": result.high, "n": result.n, "unit": result.unit,
+        "verdict": result.verdict, "reason": result.reason,
+    }  # fmt: skip
+
+
+def index(kept: dict[str, dict[str, Any]]) -> str:
+    """The page of the gallery, from numbers that were kept."""
+    lines = [
+        "# Gallery", "",
+        "Results of real models, as `posleak report` draws them: pages that open without a network, to click through.",
+        "They are made by `make gallery`, with the commands' defaults; a test compares their numbers.", "",
+    ]  # fmt: skip
+    for entry in ENTRIES:
+        if entry.name in kept:
+            lines += [f"## [{entry.name}]({entry.name}.html)", "", entry.about, "",
+                      *_table(kept[entry.name]), ""]  # fmt: skip
+    lines += [
+        "Leakage: power in nats², all queries, mean over heads and layers. Shares of it: *earlier*, *here* and "
+        "*origin* say where it comes from, *mask*, *drift* and *sink* where it is read "
+        "([definitions](../definitions.md)). 95% jackknife intervals over n = 16 prompts of random tokens; – where a "
+        "number is not defined.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _table(of: dict[str, Any]) -> list[str]:
+    columns = (*SOURCES, *PARTS)
+    lines = [row("model", "leakage", *columns), row(*["---"] * (2 + len(columns)))]
+    for name, said in of.items():
+        shares = (estimate(read(said["shares"][key]), "share") if key in said["shares"] else NAN for key in columns)
+        lines.append(row(name, estimate(read(said["leakage"])), *shares))
+    return lines
+
+
+def read(kept: Mapping[str, Any]) -> Estimate:
+    """An estimate out of JSON, where a number that does not exist is null."""
+    value, low, high = (np.asarray(kept[key], dtype=np.float64) for key in ("value", "low", "high"))
+    return Estimate(value, low, high, kept["n"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Makes the gallery.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=Path, required=True, help="where the measurements are kept")
+    parser.add_argument("--only", nargs="*", default=[entry.name for entry in ENTRIES], help="names of pages")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for entry in ENTRIES:
+        if entry.name in options.only:
+            made(entry, options.folder, options.runs)
+
+
+def made(entry: Entry, folder: Path, runs: Path) -> None:
+    """One page with its numbers, and the index with it."""
+    found = measured(entry, runs, lambda what: print(f"{entry.name}: {what}", flush=True))
+    pl.report([runs / name for name in entry.models], folder / f"{entry.name}.html")
+    kept = json.loads((folder / NUMBERS).read_text(encoding="utf-8")) if (folder / NUMBERS).exists() else {}
+    kept[entry.name] = numbers(found)
+    write_json(folder / NUMBERS, kept)
+    write_atomically(folder / INDEX, lambda path: path.write_text(index(kept), encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
