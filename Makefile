@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench docs format wheel wheel-check clean
+.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -87,6 +87,17 @@ bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
 # Warnings are errors, but not with --quiet, which drops them. The variable keeps the theme from printing its news.
 docs: $(READY)  ## the documentation as a site in site/: open site/index.html, no server or network needed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Their outputs are kept, so that the site shows them without running models; tests run them in a lean form.
+tutorials: $(READY)  ## run the tutorials into the notebooks that the site shows; ten minutes
+	$(BIN)/python -m posleak.tools.tutorials docs/tutorials
+
+# What is measured stays in runs/gallery, and is not measured again.
+gallery: $(READY) chromium  ## measure the built-in models and the zoo; pages, pictures and claims of them; an hour
+	$(BIN)/python -m posleak.tools.gallery docs/gallery --runs runs/gallery
+	$(BIN)/python -m posleak.tools.question runs/gallery/smollm2-135m docs
+	$(BIN)/python -m posleak.tools.claims_docs docs
+	$(BIN)/python -m posleak.tools.pictures docs/gallery/smollm2-135m.html docs/gallery/zoo.html docs/images
 
 format: $(READY)  ## let ruff put the files in order
 	$(BIN)/ruff check --fix

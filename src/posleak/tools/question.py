@@ -1,4 +1,5 @@
-"""The question in pictures: figures of docs/pictures.md, and the sentences there that have numbers in them.
+"""The question in pictures: figures and numbers of docs/pictures.md, and the outputs that README.md and
+docs/start.md show.
 
 python -m posleak.tools.question runs/gallery/smollm2-135m docs
 
@@ -9,6 +10,7 @@ them again without a model.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,20 +22,27 @@ from matplotlib.figure import Figure
 
 from posleak.arrays import Array
 from posleak.axes import PARTS, PROMPT
+from posleak.cli.trace_tables import trace_tables
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import products
 from posleak.runs import Run, split
 from posleak.show.colours import LIGHT, LINE
+from posleak.show.console import PlainConsole
 from posleak.show.numbers import interval, number, percent
 from posleak.show.plots import Picture, band, drawn, powers
+from posleak.show.words import QUERIES
 from posleak.trace.trace import SOURCES, Trace
+from posleak.trace.trace import trace as trace_of
 
 from .gallery import NUMBERS, read
 from .made import replaced
 
-PAGE, IMAGES, MODEL = "pictures.md", "images", "smollm2-135m"
+PAGE, START, IMAGES, MODEL = "pictures.md", "start.md", "images", "smollm2-135m"
 WIDE, TALL = 6.75, 2.6
 """Inches of a figure."""
+
+COLUMNS = 110
+"""Of the terminal that README.md shows."""
 
 SMALL = 10
 """Tokens in the drawings of who sees whom."""
@@ -129,6 +138,23 @@ def page(text: str, kept: Mapping[str, Any]) -> str:
     return text
 
 
+def output(trace: Trace) -> str:
+    """What `posleak trace` prints, without its tables: what was measured, and the answer."""
+    stream = io.StringIO()
+    console = PlainConsole(file=stream, width=COLUMNS)
+    for item in trace_tables(trace):
+        console.print(item)
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    first = next(place for place, line in enumerate(lines) if line.startswith("layer"))
+    answer = [line for line in lines if line.startswith(tuple(QUERIES.values()))]
+    return "\n".join(["```", *lines[:first], "…", *answer, "```"])
+
+
+def first() -> Trace:
+    """What docs/start.md measures."""
+    return trace_of("zoo-text-rope", length=128, prompts=16)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draws the figures of docs/pictures.md.")
     parser.add_argument("trace", type=Path, help="a folder with a trace")
@@ -140,8 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, picture in figures(trace).items():
         picture.save(options.docs / IMAGES / f"question-{name}.png")
     kept = json.loads((options.docs / "gallery" / NUMBERS).read_text(encoding="utf-8"))[MODEL][MODEL]
-    place = options.docs / PAGE
-    place.write_text(page(place.read_text(encoding="utf-8"), kept), encoding="utf-8")
+    pages, readme = options.docs / PAGE, options.docs.parent / "README.md"
+    pages.write_text(page(pages.read_text(encoding="utf-8"), kept), encoding="utf-8")
+    start = options.docs / START
+    start.write_text(replaced(start.read_text(encoding="utf-8"), "first", output(first())), encoding="utf-8")
+    readme.write_text(replaced(readme.read_text(encoding="utf-8"), "trace", output(trace)), encoding="utf-8")
 
 
 if __name__ == "__main__":
