@@ -75,14 +75,14 @@ def long_contexts(found: dict[str, Any]) -> Iterator[str]:
         yield f"{profile['forward_share']:.1%} | {memory['peak_mb']:,.0f} | {memory['planned_mb']:,.0f} |\n"
 
 
-def cells_of_sweeps(found: dict[str, Any]) -> Iterator[str]:
-    """What a folder costs, and what a sweep adds to that."""
+def beside(found: dict[str, Any]) -> Iterator[str]:
+    """Contestants that are divided by another one than the forward pass."""
     yield "| tokens | contestant | seconds | divided by | ratio | n |\n"
     yield "|---:|---|---:|---|---:|---:|\n"
     for row in found["cases"]:
         seconds = "{:.2f} ({:.2f} – {:.2f})".format(row["seconds"], *row["seconds_range"])
         ratio = "{:.3f} ({:.3f} – {:.3f})".format(row["ratio_to_base"], *row["ratio_to_base_range"])
-        if row["name"] != row["base"]:
+        if row["base"] not in (row["name"], "forward"):
             yield f"| {row['length']:,} | {row['name']} | {seconds} | {row['base']} | {ratio} | {row['n']} |\n"
 
 
@@ -101,7 +101,8 @@ def made() -> str:
         "machine": machine(found),
         "comparison": comparison(found),
         "long": long_contexts(long),
-        "sweep": cells_of_sweeps(results("sweep.json")),
+        "sweep": beside(results("sweep.json")),
+        "loss": beside(results("loss.json")),
     }
     for name, text in parts.items():
         page = written(page, name, "".join(text))

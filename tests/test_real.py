@@ -18,12 +18,16 @@ import posleak.cli  # every module of commands registers itself
 from posleak.axes import COMPONENTS
 from posleak.cli.app import app
 from posleak.errors import PosleakWarning
+from posleak.inputs import prepare
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
 from posleak.runs import Run
+from posleak.runs.loss import positions
+from posleak.tools.gallery import NUMBERS, read
 from runs_tiny import assert_same_bits
 from sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 
+DOCS = Path(__file__).parent.parent / "docs"
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow")]
 
 
@@ -102,15 +106,45 @@ def test_a_wide_sink_looks_like_a_drift_through_a_narrow_origin(smollm: Subject,
 
 
 def test_its_position_comes_from_masks_here_and_earlier(smollm: Subject) -> None:
-    found = pl.trace(smollm, length=128, prompts=8)
+    """As README, the gallery and the first tutorial show it: numbers that were kept are measured again."""
+    found = pl.trace(smollm, length=256, prompts=16)
     assert found.remainder < 1e-9
     assert abs(float(found.layers["all"].power["earlier"].value[0])) < 1e-8, "nothing is earlier than the first layer"
-    shares = found.model["all"].share
-    assert shares["earlier"].low > 0.1
-    assert shares["here"].low > 0.1
+    kept = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]
+    shares = {**found.ordinary.summary.model["all"].share, **found.model["all"].share}
+    for name, share in kept["shares"].items():
+        before = read(share)
+        for end in ("value", "low", "high"):
+            assert float(getattr(shares[name], end)) == pytest.approx(float(getattr(before, end)), abs=0.005), name
+    assert shares["earlier"].low > 0.3
+    assert shares["here"].low > 0.3
     assert shares["origin"].low < 0.1
     before, after = (float(found.attention[name].value[18]) for name in ("ordinary", "borrowed"))
     assert min(before, after) > 0.4, "its sinks live on"
+
+
+def test_settings_of_a_real_model(smollm: Subject, gemma: Subject) -> None:
+    """Nothing changed is exactly nothing; a sink that cannot be replaced is missed."""
+    asked: dict[str, Any] = {"groups": [], "length": 128, "prompts": 8}
+    null, late, cut = pl.advise(smollm, edits=["shift=0", "sink=cut@10-29", "sink=cut"], **asked).effects
+    assert all(found.value == found.low == found.high == 0 for found in (*null.leakage.values(), *null.loss.values()))
+    assert late.way("loss") > 0
+    assert abs(float(cut.loss["all"].value)) < float(late.loss["all"].value) / 3, "the next token becomes the sink"
+    (missed,) = pl.advise(gemma, edits=["sink=cut"], **asked).effects
+    assert missed.way("loss") > 0
+    assert missed.sure["loss"].low > 0.5
+
+
+def test_loss_is_the_models_own(smollm: Subject, gemma: Subject) -> None:
+    for subject in (smollm, gemma):
+        run = pl.measure(subject, length=64, prompts=4, loss=True)
+        assert run.loss is not None
+        ids = torch.from_numpy(prepare(subject, "random", length=64, seed=0).batch(range(4)))
+        labels, at = torch.full_like(ids, -100), torch.tensor(positions(run.record.plan))
+        labels[:, at + 1] = ids[:, at + 1]
+        with torch.no_grad():
+            own = subject.model(input_ids=ids, labels=labels).loss
+        assert float(run.loss.numbers["all"].value) == pytest.approx(float(own), rel=1e-5)
 
 
 def test_one_token_repeated_has_no_other_source_than_the_mask_here(smollm: Subject) -> None:

@@ -1,6 +1,6 @@
 """The contestants: the plain forward pass, posleak, and the peers. Same model, same tokens, same statistics.
 
-No contestant computes the language-model head: posleak does not need it, and its cost would hide the differences.
+No contestant computes the language-model head, but the one with loss: its cost would hide the differences.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ONCE = "posleak, once per run"
 TWO_PASSES, TRACE = "two passes", "posleak trace"
 """The plain pass and one over a borrowed context, with the same mask; and posleak's trace, compared with both."""
 
-RUN, WITH_METRICS = "whole measurement", "whole measurement, all metrics"
-"""Without and with what others measure."""
+RUN, WITH_METRICS, WITH_LOSS = "whole measurement", "whole measurement, all metrics", "whole measurement, loss"
+"""Alone, with what others measure, and with the next token's loss."""
 
 KEPT, CELL = "whole measurement, kept", "cell of a sweep"
 """A measurement into a folder; and the same as a cell, by a worker that has the model in memory already."""
@@ -127,11 +127,11 @@ def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     return run
 
 
-def _run(metrics: str) -> Callable[[Subject, Plan, Ids], Runner]:
+def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, Ids], Runner]:
     """A whole measurement, from calibration to the summary, of prompts as long as ids."""
 
     def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-        spec = memory.run_spec(ids.shape[1], metrics)
+        spec = memory.run_spec(ids.shape[1], metrics, loss)
 
         def run(ids: Ids) -> None:
             found = Measurement.of(subject, spec).run()
@@ -144,7 +144,7 @@ def _run(metrics: str) -> Callable[[Subject, Plan, Ids], Runner]:
 
 def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """The same with its folder written: what `posleak measure` does after loading."""
-    spec = memory.run_spec(ids.shape[1], "none")
+    spec = memory.run_spec(ids.shape[1])
 
     def run(ids: Ids) -> None:
         with tempfile.TemporaryDirectory(prefix="posleak-") as place:
@@ -155,7 +155,7 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
-    spec = memory.run_spec(ids.shape[1], "none")
+    spec = memory.run_spec(ids.shape[1])
     cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
 
     def run(ids: Ids) -> None:
@@ -259,10 +259,11 @@ CASES = (
     Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
     Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
     Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
-    Case(RUN, _run("none"), memory.run("none")),  # 8,192 tokens, as `posleak measure` does it, without writing
+    Case(RUN, _run(), memory.run()),  # 8,192 tokens, as `posleak measure` does it, without writing
     Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
-    Case(KEPT, _kept, memory.run("none"), base=RUN),
-    Case(CELL, _cell, memory.run("none"), base=KEPT),  # what a sweep adds to a measurement
+    Case(WITH_LOSS, _run(loss=True), memory.run(loss=True), base=RUN),
+    Case(KEPT, _kept, memory.run(), base=RUN),
+    Case(CELL, _cell, memory.run(), base=KEPT),  # what a sweep adds to a measurement
     Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
     # scores and patterns of all layers cached: all parts
     Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),

@@ -44,17 +44,17 @@ def posleak(*edits: str) -> Needs:
     return needs
 
 
-def run(metrics: str) -> Needs:
+def run(metrics: str = "none", loss: bool = False) -> Needs:
     """A whole measurement of RUN_TOKENS tokens."""
 
     def needs(subject: Subject, prompts: int, length: int) -> Need:
-        return Need(0, memory_plan(subject, run_spec(length, metrics).resolved()).total)
+        return Need(0, memory_plan(subject, run_spec(length, metrics, loss).resolved()).total)
 
     return needs
 
 
-def run_spec(length: int, metrics: str) -> MeasureSpec:
-    return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,))
+def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureSpec:
+    return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,), loss=loss)
 
 
 def two_passes(subject: Subject, prompts: int, length: int) -> Need:

@@ -22,7 +22,7 @@ import posleak as pl
 from posleak.axes import PARTS
 from posleak.claims.catalogue import Result
 from posleak.claims.examination import ClaimsRun
-from posleak.errors import UnsupportedError
+from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
 from posleak.papers import ALL
@@ -85,8 +85,8 @@ def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
         }
         try:
             trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, **asked)
-        except UnsupportedError:  # learned positions: there is no place before the first one
-            trace = pl.measure(subject, **asked)
+        except (UnsupportedError, InputError):  # learned positions: there is no place before the first one
+            trace = pl.measure(subject, **{**asked, "progress": None})
         claims = pl.claims(subject, paper=ALL, **asked) if entry.claims else None
         if entry.claims:
             write_json(folder / DOCTOR, plain(pl.doctor(subject)))
@@ -158,7 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, required=True, help="where the measurements are kept")
     parser.add_argument("--only", nargs="*", default=[entry.name for entry in ENTRIES], help="names of pages")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
     for entry in ENTRIES:
         if entry.name in options.only:
             made(entry, options.folder, options.runs)
@@ -166,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def made(entry: Entry, folder: Path, runs: Path) -> None:
     """One page with its numbers, and the index with it."""
+    folder.mkdir(parents=True, exist_ok=True)
     found = measured(entry, runs, lambda what: print(f"{entry.name}: {what}", flush=True))
     pl.report([runs / name for name in entry.models], folder / f"{entry.name}.html")
     kept = json.loads((folder / NUMBERS).read_text(encoding="utf-8")) if (folder / NUMBERS).exists() else {}
