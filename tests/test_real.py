@@ -119,8 +119,8 @@ def test_its_position_comes_from_masks_here_and_earlier(smollm: Subject) -> None
     assert shares["earlier"].low > 0.3
     assert shares["here"].low > 0.3
     assert shares["origin"].low < 0.1
-    before, after = (float(found.attention[name].value[18]) for name in ("ordinary", "borrowed"))
-    assert min(before, after) > 0.4, "its sinks live on"
+    ordinary, borrowed = (float(found.attention[name].value[18]) for name in ("ordinary", "borrowed"))
+    assert min(ordinary, borrowed) > 0.4, "its sinks live on"
 
 
 def test_settings_of_a_real_model(smollm: Subject, gemma: Subject) -> None:

@@ -173,8 +173,9 @@ def page(rows: Sequence[Row]) -> str:
     parts = [
         "# Families",
         "",
-        "Written by `python -m posleak.tools.census --write docs/families.md`; do not edit. A test runs the census "
-        "again and compares.",
+        "Which families of models can be measured, which are refused and why, and what each command does with them: to "
+        "look up yours before you start. Written by `python -m posleak.tools.census --write docs/families.md`; a test "
+        "runs the census again and compares.",
         "",
         f"transformers {transformers.__version__} has {len(rows)} causal-LM families. Each was built as a tiny random "
         f"model from its config class ({LENGTH} tokens, {PROMPTS} prompts) and went through the short form of "

@@ -16,8 +16,9 @@ from posleak.show.failures import STATUSES
 HEAD = """\
 # Command line
 
-Made by `python -m posleak.tools.cli_docs`, and checked by a test to be current. Every command prints a table for people
-on standard output, or JSON with `--json` ([json.md](json.md)); progress, warnings and errors go to standard error.
+Every command of posleak with every option, to look things up; `posleak COMMAND --help` shows the same. A command prints
+a table for people on standard output, or JSON with `--json` ([json.md](json.md)); progress, warnings and errors go to
+standard error. Made by `python -m posleak.tools.cli_docs`, and checked by a test to be current.
 
 | exit status | means |
 |---|---|

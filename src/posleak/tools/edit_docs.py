@@ -15,10 +15,9 @@ MODEL = "smollm2-135m"
 HEAD = """\
 # Edits
 
-Made by `python -m posleak.tools.edit_docs`, and checked by a test to be current.
-
-An edit is a what-if: one thing in the model or in its input is changed, and everything else stays. `posleak measure`
-takes edits with `--edit`, which can be repeated:
+Every what-if that posleak knows, to look up how it is written and what it does. An edit changes one thing in the model
+or in its input, and everything else stays. `posleak measure` takes edits with `--edit`, which can be repeated. (Made by
+`python -m posleak.tools.edit_docs`, and checked by a test to be current.)
 
 ```sh
 posleak measure smollm2-135m --edit bos=mean --edit window=64
