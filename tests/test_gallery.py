@@ -68,8 +68,7 @@ def test_the_first_measurement_of_the_start_page_prints_what_it_shows() -> None:
 @pytest.mark.parametrize("model", ["zoo-text-rope", "zoo-backcopy-learned"])
 def test_what_was_kept_is_what_a_measurement_gives(model: str) -> None:
     said = kept()["zoo"][model]
-    loaded = pl.load(model)
-    run = pl.measure(loaded, length=min(256, loaded.context or 256), prompts=16)
+    run = pl.measure(model, length=128, prompts=16)
     whole = run.summary.model["all"]
     for found, now in [
         (said["leakage"], whole.power["total"]),

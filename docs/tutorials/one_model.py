@@ -80,7 +80,7 @@ trace.plot()
 run.heads.head(5)[["layer", "head", "total", "total_low", "total_high", "sink_attention"]].round(3)
 
 # %% [markdown]
-# One head's leakage by position of the query, as an array with labels ([xarray](../api.md)):
+# One head's leakage by position of the query, as a labelled array ([`pl.split`](../api.md)):
 
 # %%
 top = run.heads.iloc[0]

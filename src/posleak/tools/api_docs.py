@@ -16,7 +16,7 @@ import griffe
 
 _ALIGNED = re.compile(r"([\w*]+(?:, [\w*]+)*) {2,}(\S.*)")
 _ALSO = re.compile(r"; {2,}([\w, ]+): ")
-_PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
+_PAGE = re.compile(r"(?<!\[)\bdocs/(\w+)\.md\b")
 
 
 class PosleakDocstrings(griffe.Extension):

@@ -3,8 +3,8 @@
 python -m posleak.tools.gallery docs/gallery --runs runs/gallery
 python -m posleak.tools.gallery docs/gallery --runs runs/gallery --only zoo
 
-Every result is measured with the commands' defaults, so that anybody can make it again. What is in the folder of runs
-is not measured twice.
+Every result is measured as anybody can make it again, with the commands' defaults, but for the length that small models
+read. What is in the folder of runs is not measured twice.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Entry:
     about: str
     claims: bool = False
     by_layer: bool = False
+    length: int = 256
 
 
 ENTRIES = (
@@ -60,7 +61,8 @@ ENTRIES = (
           claims=True, by_layer=True),
     Entry("gemma3-270m", ("gemma3-270m",), "Sliding windows of 512 tokens, every sixth layer global.", claims=True),
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",), "A larger model, a large rotary base, no BOS in training."),
-    Entry("zoo", ZOO, "Eleven small models that come with posleak and differ in one thing each, side by side."),
+    Entry("zoo", ZOO, "Eleven small models that come with posleak and differ in one thing each, side by side.",
+          length=128),
 )  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
     for name in entry.models:
         subject, folder = pl.load(name, progress=say), runs / name
         asked: dict[str, Any] = {
-            "length": min(256, subject.context or 256),
+            "length": entry.length,
             "prompts": 16,
             "out": folder,
             "progress": say,
@@ -122,11 +124,12 @@ def index(kept: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Gallery", "",
         "Results of real models, as `posleak report` draws them: pages that open without a network, to click through.",
-        "They are made by `make gallery`, with the commands' defaults; a test compares their numbers.", "",
+        "They are made by `make gallery`; a test compares their numbers.", "",
     ]  # fmt: skip
     for entry in ENTRIES:
         if entry.name in kept:
-            lines += [f"## [{entry.name}]({entry.name}.html)", "", entry.about, "",
+            prompts = f"{entry.about} Prompts of {entry.length} tokens."
+            lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "",
                       *_table(kept[entry.name]), ""]  # fmt: skip
     lines += [
         "Leakage: power in nats², all queries, mean over heads and layers. Shares of it: *earlier*, *here* and "

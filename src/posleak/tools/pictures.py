@@ -1,4 +1,4 @@
-"""The pictures of docs/report.md, taken of real pages in a browser (the extra `dev`, and Debian's chromium).
+"""The pictures of docs/report.md and README.md, taken of real pages in a browser (the extra `dev`, and a chromium).
 
 python -m posleak.tools.pictures REPORT.html COMPARED.html docs/images
 """
@@ -18,6 +18,8 @@ PICTURES = (
 """Section, width in pixels, theme."""
 
 HEIGHT = 900
+ANSWER = "answer.png", (1280, 390)
+"""The first question and its answer alone: the picture of README.md."""
 
 
 def take(report: Path, compared: Path, folder: Path) -> None:
@@ -37,6 +39,9 @@ def take(report: Path, compared: Path, folder: Path) -> None:
             shown.evaluate("element => element.scrollIntoView({block: 'start'})")
             page.wait_for_timeout(500)
             page.screenshot(path=folder / f"report-{section}-{width}-{theme}.png")
+            if (section, width, theme) == PICTURES[0]:
+                name, (wide, high) = ANSWER
+                page.screenshot(path=folder / name, clip={"x": 0, "y": 0, "width": wide, "height": high})
             page.close()
         browser.close()
 

@@ -121,7 +121,8 @@ def sentences(kept: Mapping[str, Any]) -> dict[str, str]:
         said = (
             f"{name} **{percent(each.value)}** {interval(each, 'share')}" for name in names for each in [shares[name]]
         )
-        return f"{', '.join(said)} of the leakage ({n})."
+        text = f"{', '.join(said)} of the leakage ({n})."
+        return text[0].upper() + text[1:]
 
     return {
         "leakage": f"In {MODEL} the power of that difference is **{number(total.value)}** {interval(total)} nats², "
