@@ -55,6 +55,12 @@ def test_a_null_setting_is_exactly_0_in_both() -> None:
     assert "Nothing changes, to the bit: shift=0." in advice().sentences
 
 
+def test_a_window_changes_no_bit_of_the_loss_before_it_hides_something() -> None:
+    (found,) = pl.advise("zoo-text-rope", groups=[], edits=["window=48"], **ASKED).effects
+    assert found.loss["first"].value == found.loss["first"].low == found.loss["first"].high == 0
+    assert found.loss["end"].value != 0
+
+
 def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
     """Against the same two measurements by hand."""
     asked: dict[str, Any] = {**ASKED, "inputs": "text:stdlib", "loss": True}
