@@ -96,6 +96,18 @@ def test_its_table_says_what_its_run_says(grid: dict[str, Any], whole: Path) -> 
     assert layer.loc["mask", "value"] == run.summary.layers["early"].power["mask"].value[1]
 
 
+def test_losses_are_numbers_of_a_cell(models: list[str], tmp_path: Path) -> None:
+    found = swept({"models": models[:1], "loss": True, "edits": ["none", "window=9"], **SMALL}, tmp_path / "sweep")
+    plain = swept({"models": models[:1], "edits": ["none"], **SMALL}, tmp_path / "plain")
+    assert plain.cells[0].cell.id not in {known.cell.id for known in found.cells}, "another cell, another measurement"
+    for known_cell in found.cells:
+        folder = tmp_path / "sweep" / CELLS / known_cell.cell.folder
+        loss, run = pq.read_table(folder / "numbers.parquet").to_pandas().query("quantity == 'loss'"), Run.load(folder)
+        assert run.loss is not None
+        assert dict(zip(loss.component, loss.value)) == {k: float(v.value) for k, v in run.loss.numbers.items()}
+        assert set(loss.unit) == {"nats per token"}
+
+
 def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> None:
     said = {"models": models[:1], "kind": "trace", **SMALL}
     found = swept(said, tmp_path)

@@ -48,12 +48,14 @@ def advise_command(
     Example: `posleak advise smollm2-135m --try window --edit sink=cut`
     """  # fmt: skip
     from posleak.advice.settings import GROUPS, LENGTH, of_edits, require_groups, usual_length
+    from posleak.inputs import require_source
     from posleak.runs.spec import MeasureSpec, parse_bytes
 
     chosen = groups or list(GROUPS)
     require_groups(chosen)
     of_edits(edits or ())
     spec = MeasureSpec(inputs, bos, LENGTH if length is None else length, prompts, seed, origin=origin, loss=True)
+    require_source(inputs)
     parse_bytes(max_memory)
     subject = load()
     if length is None:
