@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from posleak.models import Subject
 
 torch.set_num_threads(1)
 os.environ.pop("COLUMNS", None)  # the width of whoever started the tests, which workers of pytest-xdist are told
@@ -14,3 +18,19 @@ os.environ.pop("COLUMNS", None)  # the width of whoever started the tests, which
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Subject:
+    """A real model, fetched once; for tests that are marked `real`."""
+    import posleak as pl
+
+    return pl.load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Subject:
+    """Another one, with sliding windows."""
+    import posleak as pl
+
+    return pl.load("gemma3-270m")

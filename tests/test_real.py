@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
 
 import posleak as pl
-import posleak.cli  # every module of commands registers itself
 from posleak.axes import COMPONENTS
-from posleak.cli.app import app
 from posleak.errors import PosleakWarning
-from posleak.inputs import prepare
-from posleak.models import Subject, read_weights
-from posleak.peak import PeakMemory
+from posleak.models import Subject
 from posleak.runs import Run
-from posleak.runs.loss import positions
 from posleak.tools.gallery import NUMBERS, read
 from runs_tiny import assert_same_bits
-from sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 
 DOCS = Path(__file__).parent.parent / "docs"
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_threads() -> Iterator[None]:
-    """These tests run alone, so that they may have the whole machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def smollm() -> Subject:
-    return pl.load("smollm2-135m")
-
-
-@pytest.fixture(scope="module")
-def gemma() -> Subject:
-    return pl.load("gemma3-270m")
 
 
 @pytest.fixture(scope="module")
@@ -123,30 +94,6 @@ def test_its_position_comes_from_masks_here_and_earlier(smollm: Subject) -> None
     assert min(ordinary, borrowed) > 0.4, "its sinks live on"
 
 
-def test_settings_of_a_real_model(smollm: Subject, gemma: Subject) -> None:
-    """Nothing changed is exactly nothing; a sink that cannot be replaced is missed."""
-    asked: dict[str, Any] = {"groups": [], "length": 128, "prompts": 8}
-    null, late, cut = pl.advise(smollm, edits=["shift=0", "sink=cut@10-29", "sink=cut"], **asked).effects
-    assert all(found.value == found.low == found.high == 0 for found in (*null.leakage.values(), *null.loss.values()))
-    assert late.way("loss") > 0
-    assert abs(float(cut.loss["all"].value)) < float(late.loss["all"].value) / 3, "the next token becomes the sink"
-    (missed,) = pl.advise(gemma, edits=["sink=cut"], **asked).effects
-    assert missed.way("loss") > 0
-    assert missed.sure["loss"].low > 0.5
-
-
-def test_loss_is_the_models_own(smollm: Subject, gemma: Subject) -> None:
-    for subject in (smollm, gemma):
-        run = pl.measure(subject, length=64, prompts=4, loss=True)
-        assert run.loss is not None
-        ids = torch.from_numpy(prepare(subject, "random", length=64, seed=0).batch(range(4)))
-        labels, at = torch.full_like(ids, -100), torch.tensor(positions(run.record.plan))
-        labels[:, at + 1] = ids[:, at + 1]
-        with torch.no_grad():
-            own = subject.model(input_ids=ids, labels=labels).loss
-        assert float(run.loss.numbers["all"].value) == pytest.approx(float(own), rel=1e-5)
-
-
 def test_one_token_repeated_has_no_other_source_than_the_mask_here(smollm: Subject) -> None:
     with pytest.warns(PosleakWarning, match="all 4 prompts are the same"):
         found = pl.trace(smollm, "constant", bos="none", length=128, prompts=4).layers["all"].power
@@ -169,14 +116,6 @@ def test_another_batch_agrees(smollm: Subject, eight: Run) -> None:
             assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-5 * one["total"]), (one["layer"], name)
 
 
-@pytest.mark.parametrize("name", ["smollm", "gemma"])
-def test_doctor_passes(name: str, request: pytest.FixtureRequest) -> None:
-    diagnosis = pl.doctor(request.getfixturevalue(name), prompts=6)
-    assert diagnosis.ok, [check for check in diagnosis.checks if not check.ok]
-    floors = {check.id: check.value for check in diagnosis.checks if check.id.startswith("floor")}
-    assert floors["floor float32"] < 1e-3 < floors["floor bfloat16"], "in bfloat16 rounding is a source of its own"
-
-
 def test_past_its_window_a_sliding_layer_has_no_mask_leakage(gemma: Subject) -> None:
     found = pl.measure(gemma, length=1024, prompts=4)
     windows = gemma.identity.windows
@@ -190,16 +129,6 @@ def test_past_its_window_a_sliding_layer_has_no_mask_leakage(gemma: Subject) -> 
     assert float(np.abs(past.isel(layer=whole)).max()) > 0.01
     assert float(np.abs(mask.isel(layer=sliding).sel(query=mask["query"] < 512)).max()) > 0.01
     assert found.data.attrs["remainder"] < 1e-9
-
-
-@pytest.mark.parametrize(
-    ("length", "batch", "edits"), [(512, 4, ()), (2048, 1, ()), (512, 4, ("context=borrowed",))], ids=str
-)
-def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, edits: tuple[str, ...]) -> None:
-    read_weights(smollm.model)
-    with PeakMemory() as peak:
-        run = pl.measure(smollm, length=length, prompts=max(4, batch), batch=batch, edits=edits)
-    assert peak.bytes <= run.record.memory.total
 
 
 def test_what_others_measure(smollm: Subject) -> None:
@@ -218,28 +147,3 @@ def test_what_others_measure(smollm: Subject) -> None:
     assert run.metrics.frame.kind == "centralized"
     deviation = run.metrics.layers["toeplitz"].value
     assert deviation[0] < 0.2 * np.median(deviation[2:])  # no position before the first attention
-
-
-def test_a_model_of_the_zoo_learns_the_documentation_on_this_machine(tmp_path: Path) -> None:
-    """Real text, a real recipe, a few steps of it: the loss falls clearly, and the model can be measured."""
-    asked = ["zoo", "train", "rope", "--steps", "64", "--out", str(tmp_path), "--json"]
-    made = json.loads(CliRunner().invoke(app, asked).stdout)["trainings"][0]
-    losses = [point["loss"] for point in made["held_out"]]
-    assert losses[0] > 4.3
-    assert losses[-1] < 3.25 < made["data"]["unigram_nats"]
-    assert {part["name"] for part in made["data"]["parts"]} >= {"Python", "numpy", "scipy"}
-    assert made["data"]["tokens"] > 5_000_000
-    run = pl.measure(tmp_path / "text" / "rope-0-64", "text:stdlib", length=128, prompts=8)
-    assert run.summary.model["all"].power["total"].low > 0
-
-
-def test_a_sweep_on_ray_gives_the_same_bits_as_one_on_this_machine(tmp_path: Path) -> None:
-    """Twenty-four cells: a tiny model, two of the zoo and SmolLM2 × three edits × two seeds, on two real workers."""
-    models = [*tiny_models(tmp_path, "tiny"), "zoo-text-rope", "zoo-backcopy-rope", "smollm2-135m"]
-    edits = ["none", "rope=ntk:4", "window=16"]
-    manifest = written(tmp_path / "m.yaml", models=models, edits=edits, seed=[0, 1], **SMALL)
-    engines: dict[str, tuple[str, ...]] = {"local": (), "ray": ("--engine", "ray", "--workers", "2")}
-    for name, options in engines.items():
-        found = ended(started(manifest, tmp_path / name, *options))
-        assert found["counts"]["finished"] == found["computed"] == 24
-    assert numbers(tmp_path / "local") == numbers(tmp_path / "ray")

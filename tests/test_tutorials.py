@@ -72,11 +72,6 @@ def test_the_kept_numbers_of_one_model_are_those_of_the_gallery() -> None:
         shows(after(lines, name).replace(" of it", ""), read(share))
 
 
-@pytest.fixture(scope="module")
-def smollm() -> Subject:
-    return pl.load("smollm2-135m")
-
-
 @pytest.mark.real
 def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
     lines = list(printed(executed(FOLDER / "one_model.py", lean=True)))
