@@ -90,7 +90,7 @@ def test_figures_of_the_question_are_drawn_from_a_trace() -> None:
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 def test_a_page_of_the_gallery_is_made_of_small_models(tmp_path: Path) -> None:
-    entry = gallery.Entry("two", ("zoo-backcopy-rope", "zoo-backcopy-learned"), "Two.")
+    entry = gallery.Entry("two", ("zoo-backcopy-rope", "zoo-backcopy-learned"), "Two.", length=64)
     gallery.made(entry, tmp_path / "gallery", tmp_path / "runs")
     found = json.loads(text(tmp_path / "gallery" / gallery.NUMBERS))["two"]
     assert set(found["zoo-backcopy-rope"]["shares"]) == {"mask", "drift", "sink", "earlier", "here", "origin"}

@@ -25,7 +25,7 @@ from posleak.tools.tutorials import executed, notebook, printed, scripts
 
 DOCS = Path(__file__).parent.parent / "docs"
 FOLDER = DOCS / "tutorials"
-LEAN: dict[str, Any] = {"length": 64, "prompts": 6}
+LEAN: dict[str, Any] = {"length": 128, "prompts": 8}
 NUMBER = re.compile(r"[−+-]?\d+(?:\.\d+)?(?:e[−-]?\d+)?%?")
 pytestmark = pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning", "ignore::DeprecationWarning")
 
@@ -89,7 +89,7 @@ def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
         if line.startswith("query"):
             query, value = numbers(line)
             assert value == pytest.approx(float(curve.sel(query=int(query))), abs=0.006)
-    assert "6 prompts of 64 tokens" in lines[-1]
+    assert "8 prompts of 128 tokens" in lines[-1]
 
 
 @pytest.mark.real

@@ -18,7 +18,7 @@ import posleak as pl
 from posleak.show.numbers import estimate
 
 LEAN = os.environ.get("POSLEAK_LEAN") == "1"  # tests run this page with fewer and shorter prompts
-SIZE = {"length": 64, "prompts": 6} if LEAN else {"length": 256, "prompts": 16}
+SIZE = {"length": 128, "prompts": 8} if LEAN else {"length": 256, "prompts": 16}
 
 # %% [markdown]
 # `advise` measures the model as it is, then once more under each setting, on the same crops of text: differences are
