@@ -68,7 +68,7 @@ shapes: $(READY)  ## tests of probe, leakage, metrics and origin, with every sha
 # process, so that what its tests share is made once.
 real: $(READY)  ## tests on real pretrained models, fetched once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m real \
-		tests/test_real_work.py tests/test_real.py tests
+		tests/test_real_work.py tests/test_real.py $(shell grep -l "mark.real" tests/test_*.py)
 
 # Longer than in the tests; docs/reliability.md has the counts of such runs.
 FUZZ ?= 5000

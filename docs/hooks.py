@@ -84,7 +84,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     html = _PAGE_LINK.sub(r"\1.html\2", _SCRIPTS.sub("", html))
     name = Path(page.file.src_uri).stem
     links = (f'<a href="{name}.{end}" download>{what}</a>' for end, what in (("ipynb", "notebook"), ("py", "script")))
-    return f"{html}<p>Download this page as a {' or as a '.join(links)}.</p>"
+    return f"{html}<p class='download'>Download this page as a {' or as a '.join(links)}.</p>"
 
 
 def _entries(toc: Iterable[AnchorLink]) -> Iterator[AnchorLink]:

@@ -70,6 +70,7 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
         "origin": 4,
         "edits": [],
         "metrics": [],
+        "loss": False,
     }
     assert record["spec"] == record["asked"]
     assert record["plan"] == plain(default_plan(64))

@@ -8,8 +8,9 @@
 # %% [markdown]
 # # One model: from measurement to a figure for a paper
 #
-# For a researcher who wants one model's numbers with error bars, and a figure of them. You measure SmolLM2-135M, ask
-# where its position is read and where it comes from, find the heads that matter, and save what a paper needs.
+# For a researcher who wants one model's numbers with error bars, and a figure of them. You measure
+# SmolLM2-135M-Instruct (4-bit), ask where its position is read and where it comes from, find the heads that matter, and
+# save what a paper needs.
 
 # %%
 import os
@@ -17,10 +18,11 @@ import os
 import posleak as pl
 from posleak.show.numbers import estimate
 
-LEAN = os.environ.get("POSLEAK_LEAN") == "1"  # tests run this page with fewer and shorter prompts
-SIZE = {"length": 128, "prompts": 8} if LEAN else {"length": 256, "prompts": 16}
+SIZE = {"length": 256, "prompts": 16}
+if os.environ.get("POSLEAK_LEAN") == "1":  # tests run this page with less
+    SIZE = {"length": 128, "prompts": 8}
 
-subject = pl.load("smollm2-135m")  # fetched once; or a hub id, a folder, a .gguf file
+subject = pl.load("smollm2-135m")  # or a hub id, a folder, a .gguf file
 print(subject.identity.short())
 
 # %% [markdown]
@@ -31,8 +33,10 @@ print(subject.identity.short())
 # nats; its power, in nats², is split into three parts:
 #
 # - **mask**: early queries see fewer keys, so each key gets more;
-# - **drift**: attention is spread over the text in another way;
-# - **sink**: another part of it goes to the first four tokens.
+# - **drift**: attention is spread over the text differently;
+# - **sink**: a different share of it goes to the first four tokens.
+#
+# Shares of the three add up to 100%.
 
 # %%
 run = pl.measure(subject, seed=0, **SIZE)
@@ -40,11 +44,12 @@ whole = run.summary.model["all"]
 print(f"leakage: {estimate(whole.power['total'])} nats², n = {run.prompts} prompts")
 for part in ("mask", "drift", "sink"):
     print(f"{part}: {estimate(whole.share[part], 'share')} of it")
-print(f"the parts add up: the largest remainder is {run.remainder:.0e} nats")
+print(f"the parts add up, to {run.remainder:.0e} nats")
 
 # %% [markdown]
 # The brackets are 95% intervals over prompts. A share can be negative: then that part cancels some of the others. An
-# interval that contains 0 means that these prompts cannot tell; more prompts make it narrower.
+# interval that contains 0 means that these prompts cannot tell; more prompts make it narrower. In the picture below
+# a part's own power can be larger than the total, where parts cancel each other.
 #
 # The same by layer, as a picture. Bands are the intervals.
 
@@ -73,22 +78,27 @@ trace.plot()
 # %% [markdown]
 # ## Which heads?
 #
-# `run.heads` is a table of pandas with a row for each head, those that leak most first. Some stand in front by chance:
-# the intervals say which.
+# `run.heads` is a pandas table with a row for each head, those that leak most first. Some rank high by chance: look at
+# the intervals. `sink_attention` is what late queries of the head give to position 0.
 
 # %%
-run.heads.head(5)[["layer", "head", "total", "total_low", "total_high", "sink_attention"]].round(3)
+shown = ["layer", "head", "total", "total_low", "total_high", "sink_attention"]
+run.heads.head(5)[shown].round(3)
 
 # %% [markdown]
 # One head's leakage by position of the query, as a labelled array ([`pl.split`](../api.md)):
 
 # %%
 top = run.heads.iloc[0]
-curve = pl.split(run).sel(component="total", layer=int(top.layer), head=int(top["head"])).mean("offset")
+curve = pl.split(run).sel(component="total", layer=int(top.layer), head=int(top["head"]))
+curve = curve.mean("offset")
 for query in curve["query"].values[:: max(1, curve.sizes["query"] // 6)]:
     print(f"query {int(query):3d}: {float(curve.sel(query=query)):+.2f} nats")
 
 # %% [markdown]
+# Is it the doing of position 0 that this head reads? An edit that hides position 0 from this head alone would tell:
+# `pl.measure(subject, edits=f"sink=cut@{layer}.{head}", **SIZE)` ([edits](../edits.md)).
+#
 # ## For the paper
 #
 # PDF, SVG or PNG, by the name of the file. `save` keeps everything with its hashes; whoever has the folder can load it
@@ -97,7 +107,7 @@ for query in curve["query"].values[:: max(1, curve.sizes["query"] // 6)]:
 # %%
 trace.plot().save("figure.pdf")
 run.save("smollm2")
-print("; ".join([*run.record.model_facts, *run.record.facts]))
+print(run.record.caption.replace("; ", "\n"))
 
 # %% [markdown]
-# That last line belongs into the caption. [Citing](../howto/citing.md) has the rest.
+# That belongs into the caption. [Citing](../howto/citing.md) has the rest.

@@ -17,8 +17,10 @@ import os
 import posleak as pl
 from posleak.show.numbers import estimate
 
-LEAN = os.environ.get("POSLEAK_LEAN") == "1"  # tests run this page with fewer and shorter prompts
-SIZE = {"length": 128, "prompts": 8} if LEAN else {"length": 256, "prompts": 16}
+SIZE = {"length": 256, "prompts": 16}
+TRIED = ["bos", "window", "rope", "scale", "dtype"]
+if os.environ.get("POSLEAK_LEAN") == "1":  # tests run this page with less
+    SIZE, TRIED = {"length": 128, "prompts": 8}, ["bos", "window"]
 
 # %% [markdown]
 # `advise` measures the model as it is, then once more under each setting, on the same crops of text: differences are
@@ -31,26 +33,31 @@ SIZE = {"length": 128, "prompts": 8} if LEAN else {"length": 256, "prompts": 16}
 
 # %%
 controls = ["shift=0", "sink=cut@10-29"]
-advice = pl.advise("smollm2-135m", groups=["bos", "window", "rope"], edits=controls, **SIZE)
+advice = pl.advise("smollm2-135m", groups=TRIED, edits=controls, **SIZE)
 base = advice.baseline
-print(f"as it is: leakage {estimate(base.summary.model['all'].power['total'])} nats², n = {base.prompts}")
+total = base.summary.model["all"].power["total"]
+print(f"as it is: leakage {estimate(total)} nats², n = {base.prompts}")
 print(f"as it is: loss {estimate(base.loss.numbers['all'])} nats per token")
 
 # %% [markdown]
 # ## Leakage and loss
 #
-# Changes, with 95% intervals. A streaming cache is `window=W+sinkM`: the nearest W tokens and the first M.
+# Changes, with 95% intervals; leakage in nats², loss in nats per token. A streaming cache is `window=W+sinkM`: the
+# nearest W tokens and the first M. Loss is taken at sampled positions, of which more lie early in the prompt; what
+# happens late in a text, the end of the prompt tells (below).
 
 # %%
 for effect in advice.effects:
     leakage, loss = effect.leakage["all/total"], effect.loss["all"]
-    print(f"{effect.setting.name:16} leakage {estimate(leakage):32} loss {estimate(loss)}")
+    print(f"{effect.setting.name:16} leakage {estimate(leakage)}")
+    print(f"{'':16} loss    {estimate(loss)}")
 
 # %%
 advice.plot()
 
 # %% [markdown]
-# Below the horizontal line there is less leakage, left of the vertical one less loss.
+# Below the horizontal line there is less leakage, left of the vertical one less loss. Numbers stand for settings, as
+# the list says; axes are linear near 0 and logarithmic further out.
 #
 # ## Where in the prompt?
 #
@@ -58,14 +65,17 @@ advice.plot()
 
 # %%
 for effect in advice.effects:
-    places = [f"{where} {estimate(effect.loss[where])}" for where in ("first", "middle", "end") if where in effect.loss]
-    print(f"{effect.setting.name:16} {', '.join(places)}")
+    for where in ("first", "middle", "end"):
+        if where in effect.loss:
+            print(f"{effect.setting.name:16} {where:6} {estimate(effect.loss[where])}")
 
 # %% [markdown]
 # ## What follows
 #
 # Sentences use wider intervals, which hold for all settings together (Bonferroni): with a dozen settings, one of the
-# narrow ones would often exclude 0 by chance. What does not follow is not said.
+# narrow ones would often exclude 0 by chance. "Does not clearly change" is not "does not change": the numbers above say
+# how much it may be. Two settings with nearly the same numbers can stand in different sentences, where one's interval
+# just ends before 0; more prompts tell.
 
 # %%
 for sentence in advice.sentences:
@@ -80,5 +90,5 @@ print(float(null.leakage["all/total"].value), float(null.loss["all"].value))
 
 # %% [markdown]
 # Leakage is no fault by itself. A setting that lowers it without a price is of use where a model should do the same
-# everywhere: with prompts longer than those of its training, or in a cache that forgets. [Edits](../edits.md) has all
+# everywhere: with prompts longer than those of its training, or in a streaming cache. [Edits](../edits.md) has all
 # settings that can be tried; `advise --edit "window=128+sink4,rope=ntk:2"` tries two at once.

@@ -31,7 +31,13 @@ from posleak.show.numbers import estimate
 
 # %%
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=99, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=99,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+)
 mine = pl.Subject.of(LlamaForCausalLM(config).eval(), name="mine")
 run = pl.measure(mine, length=64, prompts=16, bos="none")
 share = run.summary.model["all"].share["mask"]
@@ -41,22 +47,24 @@ print(f"mask: {estimate(share, 'share')} of the leakage, n = {share.n}")
 # ## Prompts of your own
 #
 # Texts, token ids or chats. `zoo-text-rope` comes with posleak: a small model that was trained on Python's
-# documentation, letter by letter. Prompts must be equally long or be cut to a length; how many tokens of a prompt are
-# at the same place in all of them matters, and a warning says so.
+# documentation, letter by letter. Prompts must be equally long, or be cut to a length.
 
 # %%
 subject = pl.load("zoo-text-rope")
-texts = [f"{word} is a word of {len(word)} letters; what follows is the same for all of them." for word in dir(str)]
+documents = [getattr(str, name).__doc__ or "" for name in dir(str)]
+texts = [text for text in documents if len(text) >= 64]
 run = pl.measure(subject, texts, length=64, prompts=16)
 total = run.summary.model["all"].power["total"]
 print(f"leakage: {estimate(total)} nats², n = {total.n}")
+for note in run.record.warnings:
+    print(f"note: {note}")
 
 # %% [markdown]
 # ## An edit: what if?
 #
-# [Thirteen kinds](../edits.md) have names, as in `edits="window=64"`. One of your own is an object with a method that
+# Many have names, as in `edits="window=64"` ([edits](../edits.md)). One of your own is an object with a method that
 # gets every attention call and returns another one. This one doubles the logits. Two runs with one seed read the same
-# tokens, so that their difference is paired.
+# tokens, so that their difference can be taken prompt by prompt.
 
 
 # %%
@@ -73,6 +81,10 @@ before = pl.measure(subject, **asked)
 after = pl.measure(subject, edits=Sharper(2.0), **asked)
 for name, found in (("as it is", before), ("sharper", after)):
     print(f"{name}: mask {estimate(found.summary.model['all'].power['mask'])} nats²")
+rows = pl.compare([before, after]).rows
+difference = next(row for row in rows if row.minus is not None and row.queries == "all")
+print(f"difference of the total: {estimate(difference.cells['total'])} nats²")
+print(f"paired: {difference.paired}")
 
 # %% [markdown]
 # ## An observer: what happens there?
@@ -90,7 +102,8 @@ class Previous:
     def observe(self, call: Call, out: torch.Tensor) -> None:
         rows = torch.arange(96, 128)
         hidden = ~call.visibility.rows(rows)
-        attention = call.logits(rows).masked_fill(hidden, -torch.inf).softmax(-1)  # prompts, heads, rows, keys
+        logits = call.logits(rows).masked_fill(hidden, -torch.inf)
+        attention = logits.softmax(-1)  # prompts, heads, rows, keys
         before = attention[..., torch.arange(32), rows - 1]
         self.seen.setdefault(call.layer, []).append(float(before.mean()))
 
@@ -98,18 +111,20 @@ class Previous:
 looker = Previous()
 pl.measure(subject, observers=looker, **asked)
 for layer, values in looker.seen.items():
-    print(f"layer {layer}: {np.mean(values):.3f} of the attention goes to the token before")
+    print(f"layer {layer}: {np.mean(values):.3f} of the attention")
 
 # %% [markdown]
 # ## Numbers of your own, with intervals
 #
-# The jackknife behind all intervals takes any statistic of prompts. Here: does the leakage of layer 0 differ between
-# the first and the second half of its heads?
+# The jackknife behind all intervals takes means over prompts, and smooth functions of them. Here: does the mean leakage
+# of layer 0 differ between the first and the second half of its heads?
 
 # %%
-parts = pl.split(before, prompts=True).sel(component="total", layer=0).mean(("query", "offset"))
-halves = (parts.sel(head=[0, 1]) - parts.sel(head=[2, 3]).assign_coords(head=[0, 1])).mean("head").values
-print(f"difference: {estimate(Jackknife(len(halves)).mean(halves).estimate)} nats, n = {len(halves)}")
+parts = pl.split(before, prompts=True).sel(component="total", layer=0)
+heads = parts.mean(("query", "offset"))  # prompts, heads
+halves = heads.sel(head=[0, 1]).mean("head") - heads.sel(head=[2, 3]).mean("head")
+found = Jackknife(before.prompts).mean(halves.values).estimate
+print(f"halves: {estimate(found)} nats, n = {found.n}")
 
 # %% [markdown]
 # [Extending posleak](../extending.md) goes on from here: edits, inputs, metrics and claims of your own with names, on

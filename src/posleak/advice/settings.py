@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from posleak.models import Subject
 
 LENGTH = 512
 """Tokens per prompt, if the model's context is not shorter."""
+
+_BETWEEN = re.compile(r",\s*(?=[a-z])")
+"""Between two edits; other commas stand in a scope, as in @3-5,7.0."""
 
 GROUPS = ("bos", "window", "rope", "scale", "dtype")
 """What can be asked for, in the order of the table."""
@@ -38,6 +42,7 @@ class Setting:
 
     @property
     def name(self) -> str:
+        """Its edits, joined by commas."""
         return ", ".join(self.edits)
 
 
@@ -62,7 +67,7 @@ def of_edits(texts: Iterable[str]) -> list[Setting]:
     """Settings of the user's own: each an edit, or several joined by commas."""
     found = []
     for text in texts:
-        edits = tuple(part.strip() for part in text.split(",") if part.strip())
+        edits = tuple(part.strip() for part in _BETWEEN.split(text) if part.strip())
         spelled = tuple(edit.text for edit in parse_edits(edits))
         found.append(Setting("own", "as asked for", spelled))
     return found

@@ -60,6 +60,7 @@ class Call:
 
     @property
     def heads(self) -> int:
+        """How many query heads it has."""
         return self.query.shape[1]
 
     def among(self, start: int, stop: int) -> Call:

@@ -97,6 +97,12 @@ class Record:
         edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edits
         return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
+    @property
+    def caption(self) -> str:
+        """What stands below a figure of these numbers, so that others can make them again."""
+        made = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
+        return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", made])
+
     def ended(self, files: dict[str, str], notes: list[str]) -> Record:
         """The record of the finished run."""
         return replace(self, finished=now(), files=files, warnings=(*self.warnings, *notes))

@@ -58,7 +58,11 @@ def interval(found: Estimate, unit: str = "") -> str:
 
 
 def estimate(found: Estimate, unit: str = "") -> str:
-    """`31% (20% … 41%)`"""
+    """A number with its interval as text: `0.31 (0.2 … 0.41)`, or `31% (20% … 41%)`.
+
+    found       the number
+    unit        "share": in percent; "times": with a ×
+    """
     return f"{shown(found.value, unit)} {interval(found, unit)}".strip()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ the 95% interval then decides:
 | ? inconclusive | the interval contains "no effect", or n is below {ENOUGH} |
 | – not applicable | the model does not have what the claim is about |
 
+Numbers of claims are ours: a sentence of a paper that has several sides is tested side by side, under one number.
 Effects below are on random tokens, 16 prompts of 256, seed 0. They are about these models, not about all. Claims of
 your own: [extending](extending.md#a-claim).
 """
@@ -54,7 +55,7 @@ def page(kept: Mapping[str, Any]) -> str:
     """The whole page. `kept`: docs/gallery/numbers.json."""
     found = {name: said["claims"] for of in kept.values() for name, said in of.items() if "claims" in said}
     known = [claim for claim in registry(ALL) if claim.paper is not None]
-    lines = [HEAD]
+    lines = [HEAD, *summary(known, found), ""]
     for name, paper in PAPERS.items():
         lines += [
             f"## {paper.title}",
@@ -66,6 +67,17 @@ def page(kept: Mapping[str, Any]) -> str:
             if claim.paper == name:
                 lines += section(claim, found)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def summary(known: Sequence[Claim], found: Mapping[str, Any]) -> Iterator[str]:
+    """Verdicts of all claims on all models, in one table."""
+    yield "## Verdicts"
+    yield ""
+    yield row("paper", "claim", *found)
+    yield row("---", "---", *["---"] * len(found))
+    for claim in known:
+        verdicts = (MARKS[results[claim.id]["verdict"]] for results in found.values())
+        yield row(str(claim.paper), f"{claim.number}. {claim.title}", *verdicts)
 
 
 def section(claim: Claim, found: Mapping[str, Any]) -> Iterator[str]:

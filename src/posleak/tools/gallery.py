@@ -36,9 +36,9 @@ from .made import row
 
 NUMBERS, INDEX = "numbers.json", "index.md"
 ZOO = (
-    "zoo-text-rope", "zoo-text-window", "zoo-backcopy-rope", "zoo-backcopy-ntk", "zoo-backcopy-partial",
-    "zoo-backcopy-nope", "zoo-backcopy-learned", "zoo-backcopy-window", "zoo-backcopy-window-first",
-    "zoo-backcopy-sink-logit", "zoo-backcopy-no-bos",
+    "zoo-text-rope", "zoo-text-window", "zoo-backcopy-rope", "zoo-backcopy-base", "zoo-backcopy-ntk",
+    "zoo-backcopy-partial", "zoo-backcopy-nope", "zoo-backcopy-learned", "zoo-backcopy-window",
+    "zoo-backcopy-window-first", "zoo-backcopy-sink-logit", "zoo-backcopy-no-bos",
 )  # fmt: skip
 
 Say = Callable[[str], None]
@@ -57,12 +57,20 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("smollm2-135m", ("smollm2-135m",), "Rotary positions, a BOS, full attention; the page has every section.",
+    Entry("smollm2-135m", ("smollm2-135m",),
+          "SmolLM2-135M-Instruct: rotary positions, a BOS, full attention. The page has every section.",
           claims=True, by_layer=True),
-    Entry("gemma3-270m", ("gemma3-270m",), "Sliding windows of 512 tokens, every sixth layer global.", claims=True),
-    Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",), "A larger model, a large rotary base, no BOS in training."),
-    Entry("zoo", ZOO, "Eleven small models that come with posleak and differ in one thing each, side by side.",
-          length=128),
+    Entry("gemma3-270m", ("gemma3-270m",),
+          "gemma-3-270m: windows of 512 tokens in five of six layers. Prompts of 256 tokens fit into a window, so that "
+          "it hides nothing here; [architectures](../architectures.md) has longer ones, where much changes.",
+          claims=True),
+    Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
+          "Qwen2.5-Coder-1.5B-Instruct: larger, with a large rotary base. It was trained without a BOS; here the token "
+          "that its config names as one stands first, as `--bos auto` has it."),
+    Entry("zoo", ZOO,
+          "The twelve small models that come with posleak, side by side; each differs from `rope` in one thing "
+          "([the zoo](../zoo.md)). The one without any positions (`nope`) has only masks to tell position by: it leaks "
+          "most, and nearly all of it is *earlier*. A leakage below 0 is one of 0, with noise.", length=128),
 )  # fmt: skip
 
 
@@ -144,9 +152,14 @@ def _table(of: dict[str, Any]) -> list[str]:
     columns = (*SOURCES, *PARTS)
     lines = [row("model", "leakage", *columns), row(*["---"] * (2 + len(columns)))]
     for name, said in of.items():
-        shares = (estimate(read(said["shares"][key]), "share") if key in said["shares"] else NAN for key in columns)
-        lines.append(row(name, estimate(read(said["leakage"])), *shares))
+        shares = (_cell(said["shares"].get(key), "share") for key in columns)
+        lines.append(row(name, _cell(said["leakage"]), *shares))
     return lines
+
+
+def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
+    """A number with its interval, which is not broken into two lines."""
+    return NAN if kept is None else estimate(read(kept), unit).replace(" … ", "\u00a0…\u00a0")
 
 
 def read(kept: Mapping[str, Any]) -> Estimate:

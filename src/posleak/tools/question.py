@@ -41,7 +41,7 @@ PAGE, START, IMAGES, MODEL = "pictures.md", "start.md", "images", "smollm2-135m"
 WIDE, TALL = 6.75, 2.6
 """Inches of a figure."""
 
-COLUMNS = 110
+COLUMNS = 86
 """Of the terminal that README.md shows."""
 
 SMALL = 10
@@ -58,7 +58,7 @@ def figures(trace: Trace) -> dict[str, Picture]:
         "read": lambda figure: _by_layer(figure.subplots(), read_in, PARTS, x),
         "lent": lambda figure: _grids(figure, _lent(), "the second pass: lent keys of another document"),
         "sources": lambda figure: _by_layer(figure.subplots(), comes_from, SOURCES, x),
-        "first": lambda figure: _attention(figure.subplots(), trace.attention["ordinary"], x),
+        "first": lambda figure: _attention(figure.subplots(), run.summary.layer_sink_attention, x),
     }
     title = f"{run.name}, n = {run.prompts} prompts of {run.record.spec.length} tokens"
     return {name: Picture(drawn(make, (WIDE, TALL)), title) for name, make in draw.items()}
@@ -93,9 +93,9 @@ def _plain() -> Array:
 
 
 def _lent() -> Array:
-    """Keys of another document (2) before the prompt's own (1): every query sees equally many."""
+    """Keys of another document (2) before the prompt's own (1): every query but the first sees equally many."""
     own, query, key = _plain(), np.arange(SMALL)[:, None], np.arange(SMALL)
-    return np.hstack([2.0 * (key > query), own])
+    return np.hstack([2.0 * ((key > query) & (query > 0)), own])
 
 
 def _grids(figure: Figure, seen: Array, title: str) -> None:
