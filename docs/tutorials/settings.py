@@ -17,7 +17,7 @@ import os
 import posleak as pl
 from posleak.show.numbers import estimate
 
-SIZE = {"length": 256, "prompts": 16}
+SIZE = {"length": 512, "prompts": 16}
 TRIED = ["bos", "window", "rope", "scale", "dtype"]
 if os.environ.get("POSLEAK_LEAN") == "1":  # tests run this page with less
     SIZE, TRIED = {"length": 128, "prompts": 8}, ["bos", "window"]

@@ -61,8 +61,8 @@ ENTRIES = (
           "SmolLM2-135M-Instruct: rotary positions, a BOS, full attention. The page has every section.",
           claims=True, by_layer=True),
     Entry("gemma3-270m", ("gemma3-270m",),
-          "gemma-3-270m: windows of 512 tokens in five of six layers. Prompts of 256 tokens fit into a window, so that "
-          "it hides nothing here; [architectures](../architectures.md) has longer ones, where much changes.",
+          "gemma-3-270m: windows of 512 tokens in five of six layers, which hide nothing of prompts that are shorter; "
+          "[architectures](../architectures.md) has longer ones, where much changes.",
           claims=True),
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
           "Qwen2.5-Coder-1.5B-Instruct: larger, with a large rotary base. It was trained without a BOS; here the token "
@@ -149,12 +149,15 @@ def index(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def _table(of: dict[str, Any]) -> list[str]:
-    columns = (*SOURCES, *PARTS)
-    lines = [row("model", "leakage", *columns), row(*["---"] * (2 + len(columns)))]
-    for name, said in of.items():
-        shares = (_cell(said["shares"].get(key), "share") for key in columns)
-        lines.append(row(name, _cell(said["leakage"]), *shares))
-    return lines
+    """Two tables, one for each question: in one they would be too wide."""
+    lines = [row("where it comes from", "leakage", *SOURCES), row(*["---"] * (2 + len(SOURCES)))]
+    lines += [row(name, _cell(said["leakage"]), *_shares(said, SOURCES)) for name, said in of.items()]
+    lines += ["", row("where it is read", *PARTS), row(*["---"] * (1 + len(PARTS)))]
+    return [*lines, *(row(name, *_shares(said, PARTS)) for name, said in of.items())]
+
+
+def _shares(said: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [_cell(said["shares"].get(name), "share") for name in names]
 
 
 def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
