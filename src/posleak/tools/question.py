@@ -41,8 +41,8 @@ PAGE, START, IMAGES, MODEL = "pictures.md", "start.md", "images", "smollm2-135m"
 WIDE, TALL = 6.75, 2.6
 """Inches of a figure."""
 
-COLUMNS = 86
-"""Of the terminal that README.md shows."""
+COLUMNS, WIDER = 86, 110
+"""Of the terminals that docs/start.md and README.md show."""
 
 SMALL = 10
 """Tokens in the drawings of who sees whom."""
@@ -139,16 +139,18 @@ def page(text: str, kept: Mapping[str, Any]) -> str:
     return text
 
 
-def output(trace: Trace) -> str:
+def output(trace: Trace, columns: int = COLUMNS) -> str:
     """What `posleak trace` prints, without its tables: what was measured, and the answer."""
     stream = io.StringIO()
-    console = PlainConsole(file=stream, width=COLUMNS)
+    console = PlainConsole(file=stream, width=columns)
     for item in trace_tables(trace):
         console.print(item)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    first = next(place for place, line in enumerate(lines) if line.startswith("layer"))
-    answer = [line for line in lines if line.startswith(tuple(QUERIES.values()))]
-    return "\n".join(["```", *lines[:first], "…", *answer, "```"])
+    table, answer, end = (
+        next(place for place, line in enumerate(lines) if line.startswith(start))
+        for start in ("layer", tuple(QUERIES.values()), "remainder")
+    )
+    return "\n".join(["```", *lines[:table], "…", *lines[answer:end], "```"])
 
 
 def first() -> Trace:
@@ -171,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pages.write_text(page(pages.read_text(encoding="utf-8"), kept), encoding="utf-8")
     start = options.docs / START
     start.write_text(replaced(start.read_text(encoding="utf-8"), "first", output(first())), encoding="utf-8")
-    readme.write_text(replaced(readme.read_text(encoding="utf-8"), "trace", output(trace)), encoding="utf-8")
+    readme.write_text(replaced(readme.read_text(encoding="utf-8"), "trace", output(trace, WIDER)), encoding="utf-8")
 
 
 if __name__ == "__main__":
