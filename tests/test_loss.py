@@ -15,7 +15,7 @@ from families import tiny
 from posleak.errors import InputError, PosleakWarning
 from posleak.probe import attach, head
 from posleak.probe.head import token_losses
-from posleak.runs.loss import change, positions
+from posleak.runs.loss import changes, positions
 from posleak.tools.census import read_page
 from posleak.tools.shrink import tiny_model
 
@@ -99,9 +99,9 @@ def test_an_edit_that_changes_nothing_changes_no_bit_of_it() -> None:
         pl.measure(subject, "text:stdlib", loss=True, edits=edits, **ASKED)
         for edits in ([], ["rope=ntk:1"], ["sink=cut"])
     ]
-    same = change(runs[1].data, runs[0].data, runs[0].record.plan)
-    assert all(found.value == found.low == found.high == 0 for found in same.values())
-    assert change(runs[2].data, runs[0].data, runs[0].record.plan)["all"].value != 0
+    same = changes(runs[1].data, runs[0].data, runs[0].record.plan)
+    assert all(found.value == found.low == found.high == 0 for found in (each.estimate for each in same.values()))
+    assert changes(runs[2].data, runs[0].data, runs[0].record.plan)["all"].value != 0
 
 
 def test_it_is_refused_where_a_document_before_the_prompt_is_read() -> None:

@@ -25,7 +25,8 @@ from posleak.probe.plan import ORIGIN
 from posleak.runs import Run
 from posleak.runs.asked import asked
 from posleak.runs.conditions import Conditions
-from posleak.runs.loss import UNIT, WHERE, by_prompt
+from posleak.runs.loss import UNIT
+from posleak.runs.loss import changes as loss_changes
 from posleak.runs.spec import PROMPTS
 from posleak.show.numbers import estimate, percent
 from posleak.sweep.numbers import whole_model
@@ -257,9 +258,7 @@ def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
         if name in after or name in before
     }
     changes = {name: one - other for name, (one, other) in pairs.items()}
-    plan = baseline.record.plan
-    ours, theirs = by_prompt(run.data, plan), by_prompt(baseline.data, plan)
-    losses = {where: jackknife.mean(ours[where] - theirs[where]) for where in WHERE if where in ours}
+    losses = loss_changes(run.data, baseline.data, baseline.record.plan)
     sure = {part: changes[f"all/{part}"] for part in SURE[:-1]} | {"loss": losses["all"]}
     return Effect(
         setting, {name: each.estimate for name, each in changes.items()},

@@ -15,7 +15,7 @@ import xarray as xr
 
 from posleak.arrays import Array
 from posleak.axes import EARLY, PROMPT
-from posleak.leakage import Estimate, Jackknife
+from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.probe import Plan
 
 LOSS, PREDICTED = "loss", "predicted_from"
@@ -69,8 +69,8 @@ class Losses:
         return {**self.numbers, "positions": self.positions}
 
 
-def change(after: xr.Dataset, before: xr.Dataset, plan: Plan) -> dict[str, Estimate]:
+def changes(after: xr.Dataset, before: xr.Dataset, plan: Plan) -> dict[str, Sampled]:
     """Loss after minus loss before, by part, paired: both must have read the same prompts."""
     one, other = by_prompt(after, plan), by_prompt(before, plan)
     jackknife = Jackknife(after.sizes[PROMPT])
-    return {name: jackknife.mean(one[name] - other[name]).estimate for name in one if name in other}
+    return {name: jackknife.mean(one[name] - other[name]) for name in one if name in other}
