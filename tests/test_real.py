@@ -15,6 +15,7 @@ from posleak.errors import PosleakWarning
 from posleak.models import Subject
 from posleak.runs import Run
 from posleak.tools.gallery import NUMBERS, read
+from posleak.trace import Trace
 from runs_tiny import assert_same_bits
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -22,9 +23,14 @@ pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of
 
 
 @pytest.fixture(scope="module")
-def run(smollm: Subject) -> Run:
+def traced(smollm: Subject) -> Trace:
     with pytest.warns(PosleakWarning, match="the origin of 4 tokens is too narrow"):
-        return pl.measure(smollm, length=256, prompts=16, seed=0)
+        return pl.trace(smollm, length=256, prompts=16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def run(traced: Trace) -> Run:
+    return traced.ordinary
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +82,9 @@ def test_a_wide_sink_looks_like_a_drift_through_a_narrow_origin(smollm: Subject,
     assert max(wide["drift"], wide["sink"]) < 3
 
 
-def test_its_position_comes_from_masks_here_and_earlier(smollm: Subject) -> None:
+def test_its_position_comes_from_masks_here_and_earlier(traced: Trace) -> None:
     """As README, the gallery and the first tutorial show it: numbers that were kept are measured again."""
-    found = pl.trace(smollm, length=256, prompts=16)
+    found = traced
     assert found.remainder < 1e-9
     assert abs(float(found.layers["all"].power["earlier"].value[0])) < 1e-8, "nothing is earlier than the first layer"
     kept = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]

@@ -96,7 +96,7 @@ def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
 @pytest.mark.real
 def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
     lines = list(printed(executed(FOLDER / "settings.py", lean=True)))
-    asked: dict[str, Any] = {**LEAN, "inputs": "text:stdlib", "loss": True}
+    asked: dict[str, Any] = {"length": 64, "prompts": 6, "inputs": "text:stdlib", "loss": True}
     base, cut = pl.measure(smollm, **asked), pl.measure(smollm, edits="sink=cut@10-29", **asked)
     assert base.loss is not None
     shows(after(lines, "as it is: leakage"), base.summary.model["all"].power["total"])

@@ -20,7 +20,7 @@ from posleak.show.numbers import estimate
 SIZE = {"length": 512, "prompts": 16}
 TRIED = ["bos", "window", "rope", "scale", "dtype"]
 if os.environ.get("POSLEAK_LEAN") == "1":  # tests run this page with less
-    SIZE, TRIED = {"length": 128, "prompts": 8}, ["bos", "window"]
+    SIZE, TRIED = {"length": 64, "prompts": 6}, ["bos", "window"]
 
 # %% [markdown]
 # `advise` measures the model as it is, then once more under each setting, on the same crops of text: differences are
