@@ -14,12 +14,14 @@ import pytest
 import posleak as pl
 from posleak.advice import Advice, Effect, Setting, settings_for
 from posleak.advice.effects import ADVICE, KEPT, PLOT, SURE
-from posleak.advice.settings import GROUPS
+from posleak.advice.settings import GROUPS, of_edits
+from posleak.claims.finding import ENOUGH
 from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife
 from posleak.runs.loss import by_prompt
+from posleak.tools.shrink import tiny_model
 
 ASKED: dict[str, Any] = {"length": 96, "prompts": 6, "seed": 2}
 
@@ -87,7 +89,7 @@ def test_the_factor_of_scaled_logits_is_told_apart() -> None:
 def made(total: tuple[float, float, float], loss: tuple[float, float, float], name: str = "x") -> Effect:
     of = {"total": total, "mask": total, "residual": total, "loss": loss}
     ends = {key: [np.asarray(end, dtype=np.float64) for end in of[key]] for key in SURE}
-    sure = {key: Estimate(value, low, high, 8) for key, (value, low, high) in ends.items()}
+    sure = {key: Estimate(value, low, high, ENOUGH) for key, (value, low, high) in ends.items()}
     flat = {"all/total": sure["total"]}
     return Effect(Setting("own", "", (name,)), flat, flat, {"all": sure["loss"]}, sure)
 
@@ -95,9 +97,15 @@ def made(total: tuple[float, float, float], loss: tuple[float, float, float], na
 DOWN, NEITHER, UP = (-2.0, -3.0, -1.0), (0.1, -1.0, 1.0), (2.0, 1.0, 3.0)
 
 
+@cache
+def enough() -> Advice:
+    """One with as many prompts as sentences need."""
+    return pl.advise("zoo-text-rope", groups=[], edits=["shift=0"], length=48, prompts=ENOUGH)
+
+
 def test_words_follow_from_intervals() -> None:
     found = replace(
-        advice(),
+        enough(),
         effects=[made(DOWN, UP, "a"), made(DOWN, NEITHER, "b"), made(UP, UP, "c"), made(NEITHER, NEITHER, "d")],
     )
     assert found.sentences == [
@@ -106,11 +114,25 @@ def test_words_follow_from_intervals() -> None:
         "Neither leakage nor loss clearly changes: d.",
         "Leakage and loss both go up: c.",
     ]
-    assert replace(advice(), effects=[made(DOWN, UP)]).sentences[0] == "Every setting that lowers leakage costs loss."
+    assert replace(enough(), effects=[made(DOWN, UP)]).sentences[0] == "Every setting that lowers leakage costs loss."
     assert (
-        replace(advice(), effects=[made(UP, DOWN)]).sentences[0] == "No setting that was tried clearly lowers leakage."
+        replace(enough(), effects=[made(UP, DOWN)]).sentences[0] == "No setting that was tried clearly lowers leakage."
     )
     assert "loss goes up" in made(DOWN, UP).sentence.lower()
+
+
+def test_few_prompts_say_nothing() -> None:
+    assert advice().sentences[0] == "6 prompts are too few to say what changes: 16 are needed."
+    assert effect("rope=linear:2").way("loss") == 0, "although its interval of 95% leaves out 0"
+
+
+def test_a_setting_under_which_the_model_breaks_down_costs_no_other_its_numbers() -> None:
+    """MiniMax's own attention mixes dtypes as soon as its weights are not float32."""
+    subject = pl.Subject.of(tiny_model("minimax"), name="minimax")
+    found = pl.advise(subject, "random", groups=["dtype"], edits=["shift=0"], length=48, prompts=4, bos=1)
+    assert [each.setting.name for each in found.effects] == ["shift=0"]
+    assert found.left_out["dtype=bfloat16"].startswith("the model breaks down under it: ")
+    assert "BFloat16" in found.left_out["dtype=bfloat16"]
 
 
 def test_the_front_has_settings_that_nothing_beats() -> None:
@@ -146,6 +168,13 @@ def test_settings_are_made_for_the_model() -> None:
     assert {"window=16", "window=16+sink", "window=16+sink4", "window=32"} <= {setting.name for setting in found}
     with pytest.raises(InputError, match="no such group"):
         settings_for(subject, base, 64, ["ropes"])
+
+
+def test_edits_that_act_together_are_joined_by_commas_and_scopes_keep_theirs() -> None:
+    assert [setting.edits for setting in of_edits(["window=64+sink4, rope=ntk:2", "sink=cut@3-5,7.0"])] == [
+        ("rope=ntk:2", "window=64+sink4"),
+        ("sink=cut@3-5,7.0",),
+    ]
 
 
 def test_what_cannot_be_had_is_left_out_with_the_reason() -> None:

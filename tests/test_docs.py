@@ -273,4 +273,9 @@ def test_the_readme_states_the_number_of_families_that_the_census_found() -> Non
     of = re.search(r"has (\d+) causal-LM families", census)
     assert supported is not None
     assert of is not None
+    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
     assert f"{supported[1]} of the {of[1]} causal-LM families" in readme
+    assert f"{supported[1]} of the {of[1]} causal-LM families" in limits
+    left = re.search(r"(\d+) refused, (\d+) cannot be built here", census)
+    assert left is not None
+    assert f"{left[2]} could not be\n  built here, and {left[1]} are refused by name" in limits

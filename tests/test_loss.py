@@ -41,10 +41,10 @@ def tokens(model: PreTrainedModel, length: int = 40) -> torch.Tensor:
 def test_it_is_the_models_own_loss_in_every_family(family: str) -> None:
     """Scales, soft caps and biases between the last state and the logits differ between families."""
     model = tiny_model(family)
-    ids = tokens(model)
+    ids, at = tokens(model), [0, 3, 4, 11, 29, 38]  # a body that ran again, on these tokens alone, would give others
     with torch.no_grad(), attach(model) as probe:
-        found = token_losses(model, probe.forward(ids), ids, list(range(39)))
-    expected = own_losses(model, ids)
+        found = token_losses(model, probe.forward(ids), ids, at)
+    expected = own_losses(model, ids)[:, at]
     assert float(expected.std()) > 0
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from posleak.axes import SCALING
+from posleak.claims.finding import ENOUGH
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -28,8 +29,10 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.loss import UNIT
 from posleak.runs.loss import changes as loss_changes
 from posleak.runs.spec import PROMPTS
+from posleak.show.failures import is_of_the_model
 from posleak.show.numbers import estimate, percent
 from posleak.sweep.numbers import whole_model
+from posleak.text import one_line
 from posleak.typed import plain
 
 from .settings import GROUPS, Setting, of_edits, settings_for, usual_length
@@ -62,8 +65,11 @@ class Effect:
     sure: dict[str, Estimate]
 
     def way(self, name: str) -> int:
-        """−1 if what `sure` has under this name clearly goes down, 1 if it clearly goes up, 0 if neither is clear."""
-        return int(self.sure[name].low > 0) - int(self.sure[name].high < 0)
+        """−1 if what `sure` has under this name clearly goes down, 1 if it clearly goes up, 0 if neither is clear.
+
+        Nothing is clear with fewer prompts than a verdict on a claim needs, either."""
+        found = self.sure[name]
+        return 0 if found.n < ENOUGH else int(found.low > 0) - int(found.high < 0)
 
     @property
     def null(self) -> bool:
@@ -116,7 +122,9 @@ class Advice:
             if pair in alike:
                 what = "Nothing changes, to the bit" if pair is None else _together(*pair)
                 said.append(f"{what}: {', '.join(alike[pair])}.")
-        if not any(effect.way("total") < 0 for effect in self.effects):
+        if self.baseline.prompts < ENOUGH:
+            said.insert(0, f"{self.baseline.prompts} prompts are too few to say what changes: {ENOUGH} are needed.")
+        elif not any(effect.way("total") < 0 for effect in self.effects):
             said.insert(0, "No setting that was tried clearly lowers leakage.")
         elif not any(effect.way("total") < 0 and effect.way("loss") <= 0 for effect in self.effects):
             said.insert(0, "Every setting that lowers leakage costs loss.")
@@ -228,13 +236,18 @@ def advise(
 
 
 def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
-    """Try every setting on the baseline's prompts; what cannot be had on this model is left out, with the reason."""
+    """Try every setting on the baseline's prompts. Left out, with the reason, is what cannot be had on this model, and
+    what it breaks down under."""
     baseline, runs, left_out = conditions.run(), dict[Setting, Run](), dict[str, str]()
     for setting in wanted:
         try:
             runs[setting] = conditions.run(*setting.edits)
         except (NoEffectError, UnsupportedError) as error:
             left_out[setting.name] = _why(error)
+        except Exception as error:
+            if isinstance(error, PosleakError) or not is_of_the_model(error):
+                raise
+            left_out[setting.name] = f"the model breaks down under it: {one_line(error)}"
     level = 1 - 0.05 / (len(SURE) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
 

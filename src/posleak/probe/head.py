@@ -59,25 +59,32 @@ def logits_of(
 
 
 class _Answer(torch.nn.Module):
-    """In the place of a model's body: gives an answer that is there already; all else is the body's own."""
+    """In the place of a model's body: gives an answer that is there already; all else is the body's own.
 
-    def __init__(self, inner: torch.nn.Module, answer: Any) -> None:
+    Some heads call a part of the body that is a model itself, as `self.model.decoder`: that gives the same answer.
+    """
+
+    def __init__(self, inner: torch.nn.Module, answer: Any, given: list[bool]) -> None:
         super().__init__()
         object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "given", given)
         self.answer = answer
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        self.given.append(True)
         return self.answer
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(object.__getattribute__(self, "inner"), name)
+            found = getattr(object.__getattribute__(self, "inner"), name)
+        return _Answer(found, self.answer, self.given) if isinstance(found, PreTrainedModel) else found
 
 
 @contextmanager
 def _standing_in(model: PreTrainedModel, answer: Any) -> Iterator[None]:
+    """While it lasts, the body gives this answer; a head that does not ask for it would have run on something else."""
     name = model.base_model_prefix
     inner = model._modules.get(name)
     if inner is None or inner is not model.base_model:
@@ -85,8 +92,14 @@ def _standing_in(model: PreTrainedModel, answer: Any) -> Iterator[None]:
             "the model has no head apart from its body, so that its loss at chosen positions cannot be had",
             where=type(model).__name__, remedy="measure it without --loss",
         )  # fmt: skip
-    model._modules[name] = _Answer(inner, answer)
+    given = list[bool]()
+    model._modules[name] = _Answer(inner, answer, given)
     try:
         yield
     finally:
         model._modules[name] = inner
+    if not given:
+        raise UnsupportedError(
+            "the model's head does not read what its body gives, so that its loss at chosen positions cannot be had",
+            where=type(model).__name__, remedy="measure it without --loss",
+        )  # fmt: skip
