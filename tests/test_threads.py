@@ -24,9 +24,9 @@ from posleak.doctor import doctor
 from posleak.edits import parse_edits
 from posleak.errors import RunError
 from posleak.models import Subject
+from posleak.models.hold import _holds, exclusive
 from posleak.origin import origin
-from posleak.probe import Call, attach, body, calibrate, default_plan, exclusive
-from posleak.probe.hold import _holds
+from posleak.probe import Call, attach, body, calibrate, default_plan
 from posleak.runs.loop import measure_chunks
 from runs_tiny import assert_same_bits, subject
 

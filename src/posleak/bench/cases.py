@@ -24,8 +24,8 @@ from posleak.edits import parse_edits
 from posleak.edits.context import borrowed
 from posleak.inputs.prompts import UNLENT
 from posleak.leakage import LeakageObserver
-from posleak.models import Subject
-from posleak.probe import Plan, Visibility, body, exclusive
+from posleak.models import Subject, exclusive, input_device
+from posleak.probe import Plan, Visibility, body
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import Measurement, calibrated
@@ -249,7 +249,7 @@ def _copied(subject: Subject) -> PreTrainedModel:
 
 
 def _states(model: PreTrainedModel, ids: Ids, **asked: Any):  # type: ignore[no-untyped-def]
-    return native(model, torch.from_numpy(ids).to(model.device), **asked)
+    return native(model, torch.from_numpy(ids).to(input_device(model)), **asked)
 
 
 CASES = (

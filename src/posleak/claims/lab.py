@@ -17,11 +17,11 @@ from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.models import exclusive
 from posleak.origin import Origin, alone, origin, projections
 from posleak.origin.cosines import pair_cosines
 from posleak.origin.fingerprint import written
 from posleak.origin.store import ARRAYS, JSON
-from posleak.probe import exclusive
 from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.memory import (
     FIRST_USE,

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
+from posleak.models import input_device
 from posleak.origin.closure import Closure
 from posleak.origin.states import states
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, takes_positions
@@ -137,7 +138,7 @@ class Bench:
 
     def tokens(self, ids: Ids, padding: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         """Ids with masked tokens before them, and their mask and positions as the probe's forward pass takes them."""
-        tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(self.model.device)
+        tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(input_device(self.model))
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
         keep[:, :padding] = 0
         given = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
@@ -192,13 +193,13 @@ class Bench:
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """The state of position 0 at every depth, while observers look."""
         with attach(self.model, observers) as probe:
-            found = states(probe, torch.from_numpy(ids).to(self.model.device))
+            found = states(probe, torch.from_numpy(ids).to(input_device(self.model)))
         return [x[:, 0].clone() for x in found]  # or it would keep all of x
 
     @cached_property
     def placements(self) -> list[Placement]:
         """What positions do to queries and keys."""
-        return read_placements(self.model, torch.from_numpy(self.ids[:1]).to(self.model.device), self.plan)
+        return read_placements(self.model, torch.from_numpy(self.ids[:1]).to(input_device(self.model)), self.plan)
 
     @cached_property
     def entrance(self) -> Entrance | None:

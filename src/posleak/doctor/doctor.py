@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from posleak.edits import parse_edits
-from posleak.errors import CheckError
+from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts, bos_outside, prepare
-from posleak.models import AnyModel, Subject, subject_of
+from posleak.models import AnyModel, Subject, exclusive, subject_of
 from posleak.probe import (
     Calibration,
     Motion,
@@ -21,11 +21,11 @@ from posleak.probe import (
     Positions,
     calibrate,
     default_plan,
-    exclusive,
     relative_difference,
     takes_positions,
 )
 from posleak.probe.attachment import implemented
+from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.watch import keeps_own_attention
 from posleak.rounding import AGREE, computed_in
@@ -133,17 +133,17 @@ def doctor(
     progress    called with what is done now, in words
     """
     require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
-    who, say = subject_of(subject), progress or (lambda check: None)
+    who, say = identified(subject_of(subject)), progress or (lambda check: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
     outside = bos_outside(who) if bos == "auto" else None
     said = None if outside is None else f"{outside}: position 0 holds an ordinary token"
-    notes = tuple(note for note in (said, long) if note is not None)
     policy = bos if outside is None else "none"
     texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
     with exclusive(who.model):
         calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, say)
+        notes = tuple(note for note in (said, long, changed(who)) if note is not None)
     first = texts.describe().first_token
     return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
 
@@ -262,7 +262,7 @@ def _rounded(bench: Bench, name: str, why: str) -> tuple[float, str]:
     edits = parse_edits([f"dtype={name}"])
     try:
         return laws.shift_floor(bench.model, bench.plan, bench.ids[:1], bench.shift, edits), why
-    except CheckError as error:
+    except (CheckError, UnsupportedError) as error:
         return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
     except RuntimeError as error:  # torch's own: some families mix float32 buffers with rounded states
         return math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"

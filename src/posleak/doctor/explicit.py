@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.models import input_device
+from posleak.models.hold import own
 from posleak.probe import attach, body, relative_difference
-from posleak.probe.hold import own
 from posleak.rounding import AGREE
 
 LENGTH = 37
@@ -72,7 +73,7 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     watch = Watch({id(module): name for name, module in model.named_modules()})
     inner = body(model)
     with attach(model) as probe, _watched(inner, watch):
-        out = probe.forward(torch.full((1, LENGTH), token, device=model.device))
+        out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = {watch.names[id(module)] for module in probe.modules}
     if watch.found is None:
         return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
@@ -88,7 +89,7 @@ def shifts(model: PreTrainedModel, module: str, token: int, by: int) -> bool:
     handle = model.get_submodule(module).register_forward_hook(keep)
     try:
         with attach(model) as probe:
-            ids = torch.full((1, LENGTH), token, device=model.device)
+            ids = torch.full((1, LENGTH), token, device=input_device(model))
             for start in (0, by):
                 probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
     finally:

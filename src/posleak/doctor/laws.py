@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from posleak.leakage import AttentionObserver, Jackknife, component
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import products
+from posleak.models import input_device
 from posleak.probe import Call, Edit, Motion, Plan, attach, relative_difference, takes_positions
 from posleak.probe.native import native
 from posleak.rounding import AGREE, EXACT, computed_in
@@ -85,7 +86,7 @@ def log_attention(
     model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edits: Sequence[Edit] = ()
 ) -> list[Tensor]:  # fmt: skip
     """log a_i(δ) of every layer, with position ids that begin at `start`."""
-    tokens = torch.from_numpy(ids).to(model.device)
+    tokens = torch.from_numpy(ids).to(input_device(model))
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     with attach(model, [look := AttentionObserver(plan)], edits) as probe:
         probe.forward(tokens, position_ids=positions)
@@ -138,7 +139,7 @@ class Keys:
 def _reach(bench: Bench, shift: int) -> str | None:
     """Does a later token, which no earlier one sees, change their keys by the position that it stands at?"""
     T, looks = bench.plan.length, []
-    tokens = torch.from_numpy(bench.ids[:1]).to(bench.model.device)
+    tokens = torch.from_numpy(bench.ids[:1]).to(input_device(bench.model))
     tokens, far = torch.cat([tokens, tokens[:, -1:]], dim=1), T - 1 + shift
     for last in (T, far):
         positions = torch.tensor([*range(T), last], device=tokens.device)[None]

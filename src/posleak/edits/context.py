@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.inputs.prompts import UNLENT
+from posleak.models import input_device
 from posleak.rounding import CLOSED
 
 from .base import Kind, ScopedEdit, Site, register
@@ -123,7 +124,7 @@ def require_closed(model: PreTrainedModel) -> None:
     from posleak.probe import attach, relative_difference
 
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    ids = (torch.arange(2 * SHORT + UNLENT, device=model.device) * 7 % vocabulary).repeat(2, 1)
+    ids = (torch.arange(2 * SHORT + UNLENT, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
     ids[1, :-SHORT] = ids[1, :-SHORT].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
         one, other = probe.forward(ids)[0][:, -SHORT:]

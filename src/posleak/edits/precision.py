@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from posleak.errors import UnsupportedError
+
 from .base import Kind, NamedEdit, Site, register
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ class Precision(NamedEdit):
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         dtype, kept = self.weights_dtype, {}
+        if any(parameter.is_meta for parameter in probe.model.parameters()):
+            raise UnsupportedError(
+                "offloaded weights cannot be converted: they are read again for every pass", where=self.text,
+                remedy=f"load the model in {self.name} instead (--dtype)",
+            )  # fmt: skip
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:

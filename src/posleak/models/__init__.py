@@ -2,7 +2,8 @@
 
     border      errors of other libraries about other people's files, as one error that names the file
     cache       where posleak keeps what it fetched: one lock, one workspace, one atomic publication
-    hashing     what the model is: sha256 of files and of tensors
+    hashing     what the model is: hashes of files and of tensors
+    hold        exclusive use of a model, which is given back as it was
     weights     which files hold the weights, and what their headers say
     bounds      sizes that no model has, refused before anything is built
     memory      whether the model fits, asked before any weight is read
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
     from posleak.models.builtin import listing as listing
     from posleak.models.given import AnyModel as AnyModel
     from posleak.models.given import subject_of as subject_of
+    from posleak.models.hold import exclusive as exclusive
     from posleak.models.identity import Identity as Identity
+    from posleak.models.identity import input_device as input_device
     from posleak.models.loading import load as load
     from posleak.models.memory import available_bytes as available_bytes
     from posleak.models.memory import read_weights as read_weights
@@ -56,7 +59,8 @@ _HOMES = {
     "builtin": ("BUILTIN", "DEFAULT", "Builtin", "Listed", "cached", "fetch", "listing"),
     "given": ("AnyModel", "subject_of"),
     "steps": ("checkpoints",),
-    "identity": ("Identity",),
+    "hold": ("exclusive",),
+    "identity": ("Identity", "input_device"),
     "loading": ("load",),
     "memory": ("available_bytes", "read_weights"),
     "subject": ("Subject",),

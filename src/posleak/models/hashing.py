@@ -2,7 +2,11 @@
 
 Folders:     sha256 over (relative path, content) of the files, sorted by path: the weight files, the tokenizer's files
              and, if it was run, the code. It does not depend on the dtype of loading.
-Objects:     sha256 over (name, dtype, shape, bytes) of the state dict, sorted by name.
+Objects:     sha256 over (name, dtype, shape, bytes) of every parameter and buffer, in the order of the modules.
+             Offloaded weights are read where they are stored. Packed weights (torchao, bitsandbytes) are hashed as
+             they are packed. `state_dict()` is not called: some quantised modules change their weights when it is.
+Checksum:    xxh3 over the same bytes, twenty times as fast. It says whether the weights in memory are still those that
+             a hash was taken of. All bytes are read: version counters of tensors miss changes through `.data`.
 
 The hash of a folder and of the object loaded from it differ by construction; each is stable in itself.
 
@@ -11,7 +15,9 @@ What is read when:
 Converted models (built-in or GGUF): every file is hashed at every load and compared with posleak.json.
 Folders and GGUF files of the user's: small files are hashed at every load. Weights are hashed once and then remembered
     in <cache>/hashes under their path, size, inode, time of writing and time of change; a program can set the time of
-    writing back, but not the time of change. `load(..., verify=True)` hashes them again.
+    writing back, but not the time of change. A file is flushed to the disk before it is hashed: a page that another
+    process has mapped and written to is then clean, and its next change sets both times. `load(..., verify=True)`
+    hashes them again.
 
 What is not defended: whoever can write to the cache can also write a matching posleak.json or a wrong memory, and a
 file that is changed while it is loaded may be hashed before the change and read after it.
@@ -24,9 +30,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from posleak.errors import ModelError, StorageError
 from posleak.files import write_atomically
@@ -49,6 +55,8 @@ def file_sha256(path: Path, cache: Path | None = None, go_on: Callable[[], bool]
 
     `go_on` is asked now and then; if it says no, the hash is not finished, and of no use.
     """
+    if cache is not None:
+        _flushed(path)
     known = None if cache is None else _memory_of(path.resolve(), cache)
     remembered = None if known is None else _recall(known)
     if remembered is not None:
@@ -58,9 +66,15 @@ def file_sha256(path: Path, cache: Path | None = None, go_on: Callable[[], bool]
     with path.open("rb", buffering=0) as file:
         while go_on() and (count := file.readinto(buffer)):
             digest.update(buffer[:count])
-    if known is not None and go_on():
+    if cache is not None and known == _memory_of(path.resolve(), cache) and go_on():
         _remember(known, path.resolve(), digest.hexdigest())
     return digest.hexdigest()
+
+
+def _flushed(path: Path) -> None:
+    """Write pages of the file that are mapped and changed to the disk, as far as the system allows it."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def joined_sha256(hashes: Mapping[str, str]) -> str:
@@ -141,28 +155,90 @@ def _remember(known: Path, path: Path, digest: str) -> None:
 
 
 def model_sha256(model: torch.nn.Module) -> str:
-    """sha256 over the tensors of a model in memory; refuses tensors that were offloaded and hold no numbers."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise ModelError(
-                "the model's weights are not in memory, so they cannot be identified",
-                where=name,
-                got="a tensor on the meta device",
-                remedy="pass a model whose weights are on cpu or on an accelerator",
-            )
+    """Return the sha256 of every parameter and buffer of a model in memory."""
+    return _digested(model, hashlib.sha256())
+
+
+def checksum(model: torch.nn.Module) -> str:
+    """Return a fast checksum of every parameter and buffer of a model in memory."""
+    import xxhash
+
+    return _digested(model, xxhash.xxh3_128())
+
+
+def _digested(model: torch.nn.Module, digest: Any) -> str:
+    for name, tensor in tensors(model):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         _update(digest, tensor)
-    return digest.hexdigest()
+    found: str = digest.hexdigest()
+    return found
 
 
-def _update(digest: hashlib._Hash, tensor: torch.Tensor) -> None:
-    """Feed a tensor's bytes, whatever its dtype: numpy has no bfloat16, but every dtype can be seen as bytes."""
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """Feed a tensor's bytes, whatever its dtype: numpy has no bfloat16, but every dtype can be viewed as bytes."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), CHUNK):
         digest.update(flat[start : start + CHUNK].numpy().data)
+
+
+def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer by name, each once, as the plain tensors that hold its data."""
+    seen = set[int]()
+    for place, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield from _plain(f"{place}.{name}".lstrip("."), _stored(module, place, name, tensor))
+        if hasattr(module, "_weight_bias"):  # torch.ao's eager quantisation keeps weights in an opaque object
+            weight, bias = module._weight_bias()
+            yield f"{place}.weight", weight.dequantize()
+            yield from () if bias is None else [(f"{place}.bias", bias)]
+
+
+def _stored(module: torch.nn.Module, place: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of a parameter that accelerate has offloaded; any other tensor as it is."""
+    if not tensor.is_meta:
+        return tensor
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
+        with contextlib.suppress(KeyError, TypeError):  # TypeError: this hook has no map
+            found: torch.Tensor = getattr(each, "weights_map", None)[name]  # type: ignore[index]
+            return found
+    raise ModelError(
+        "the model's weights are not in memory, so they cannot be identified", where=f"{place}.{name}",
+        got="a tensor on the meta device, without a hook of accelerate that knows where its data is",
+        remedy="pass a model whose weights are loaded, or offloaded by accelerate",
+    )  # fmt: skip
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensor itself, or those that a wrapper such as torchao's is made of; then the tensors that are attached
+    to it, such as the scales of bitsandbytes."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = {key: getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]}
+    else:
+        yield name, tensor
+        inner = vars(tensor) if is_packed(tensor) else {}
+    yield from _attached(name, inner)
+
+
+def _attached(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            yield from _plain(f"{name}.{key}", value)
+        elif type(value).__name__ == "QuantState":  # of bitsandbytes: its scales may have scales of their own
+            yield from _attached(f"{name}.{key}", vars(value))
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Is this a tensor of a subclass that packs or wraps its data, as quantised weights do?"""
+    import torch
+
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

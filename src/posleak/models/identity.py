@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.models.border import border, spelled
 from posleak.text import visible
+from posleak.typed import Number
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -25,11 +27,15 @@ SIBLING = "posleak_llama"
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights came from: the part of an identity that the model object itself does not know."""
+    """Where the weights came from: the part of an identity that the model object itself does not know.
+
+    `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was taken.
+    """
 
     name: str
     source: str
     weights_sha256: str
+    checksum: str
     revision: str | None = None
     quantisation: str | None = None
     licence: str | None = None
@@ -47,7 +53,9 @@ class Identity:
     `bos` has config_id (the token that the config names), tokenizer_id (that the tokenizer names) and
     tokenizer_prepends (the ids that the tokenizer puts first by itself, found by encoding a text; often none).
     `tokenizer_sha256` is of the tokenizer's files or, for an object, of what it would save; `code_sha256` is of the
-    folder's *.py files, if trust_remote_code let them run.
+    folder's *.py files, if trust_remote_code let them run. `adapters` are the active adapters of PEFT, and `hooks` the
+    forward hooks and replaced forward methods of its modules. `fingerprint` are outputs of the model's own forward pass
+    on a fixed prompt (probe/fingerprint.py); None until the model is measured.
     """
 
     name: str
@@ -74,6 +82,9 @@ class Identity:
     licence: str | None
     tokenizer_sha256: str | None = None
     code_sha256: str | None = None
+    adapters: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    fingerprint: tuple[Number, ...] | None = None
 
     @property
     def spans(self) -> list[int]:
@@ -94,7 +105,7 @@ class Identity:
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
-    """The identity of a model in memory."""
+    """Return the identity of a model in memory, without its fingerprint."""
     with border("the model cannot be described", provenance.name, "correct its config, or fetch the files again"):
         return _described(model, tokenizer, provenance)
 
@@ -119,7 +130,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         windows=windows(text),
         layer_types=_layer_types(text),
         dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
+        device=str(input_device(model)),
         quantisation=provenance.quantisation or _quantisation(config),
         weights_sha256=provenance.weights_sha256,
         config_sha256=config_sha256(config),
@@ -129,7 +140,70 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         licence=provenance.licence,
         tokenizer_sha256=provenance.tokenizer_sha256,
         code_sha256=provenance.code_sha256,
+        adapters=_adapters(model),
+        hooks=_hooks(model),
     )
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device that input ids must be on."""
+    return module_device(model.get_input_embeddings())
+
+
+def module_device(module: torch.nn.Module) -> torch.device:
+    """Return the device of the module's weights; where accelerate has offloaded them, the one that it computes on."""
+    import torch
+
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    hook = getattr(module, "_hf_hook", None)
+    found = [getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,))]
+    return torch.device(next((place for place in found if place is not None), "meta"))
+
+
+def _adapters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the adapters that act, in PEFT's layers; merged ones are weights, and are named as merged."""
+    found = set[str]()
+    for module in model.modules():
+        active, merged = getattr(module, "active_adapters", None), getattr(module, "merged_adapters", None)
+        if isinstance(active, list | tuple) and not getattr(module, "disable_adapters", False):
+            found |= set(map(str, active))
+        if isinstance(merged, list | tuple):
+            found |= {f"{name} (merged)" for name in merged}
+    return tuple(sorted(found))
+
+
+def _hooks(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return what runs in addition to the modules' own code: forward hooks, and forward methods that were replaced.
+
+    Left out: hooks by which transformers records outputs once it was asked to, and methods that accelerate replaces to
+    move weights. Neither changes a number.
+    """
+    found = [f"every module: {_qualified(hook)}" for hook in _global_hooks()]
+    for name, module in model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            hooks.append(vars(module)["forward"])
+        found += [f"{name or 'model'}: {_qualified(hook)}" for hook in hooks if not _is_recorder(hook)]
+    return tuple(found)
+
+
+def _global_hooks() -> list[Any]:
+    """Return the forward hooks that torch calls for every module."""
+    from torch.nn.modules import module
+
+    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
+
+
+def _is_recorder(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith("transformers.")
+
+
+def _qualified(function: Any) -> str:
+    """Return the name of a function, of the function inside a partial, or of the class of a callable object."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def config_sha256(config: PreTrainedConfig) -> str:

@@ -15,7 +15,7 @@ from posleak.models import cache as caching
 from posleak.models.border import border
 from posleak.models.identity import Provenance, describe
 from posleak.models.names import with_revision
-from posleak.models.subject import Subject
+from posleak.models.subject import Subject, taken_checksum
 from posleak.text import visible
 
 if TYPE_CHECKING:
@@ -195,13 +195,14 @@ def _read(name: str, located: sources.Located, target: _Target, asked: _Asked, h
         name=name,
         source=located.source,
         weights_sha256=hashing.joined_sha256(found),
+        checksum=taken_checksum(model),
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,
         tokenizer_sha256=None if words is None else _sha256(located.folder, tokenizer.files(located.folder)),
         code_sha256=_sha256(located.folder, trust.code(located.folder)) if trust.ran_code(model, words) else None,
     )
-    return Subject(model, words, describe(model, words, provenance))
+    return Subject(model, words, describe(model, words, provenance), provenance)
 
 
 def _sha256(folder: Path, names: list[str]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError
+from posleak.errors import ModelError, UnsupportedError
 from posleak.models import hashing
-from posleak.models.identity import Identity, Provenance, describe
+from posleak.models.border import border
+from posleak.models.identity import Identity, Provenance, describe, input_device
 from posleak.text import visible
 
 if TYPE_CHECKING:
@@ -15,33 +16,59 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+RUNNABLE = "run it once in transformers, without posleak, to see the cause"
+CHANGED = ", then changed in memory"
+"""Follows the source of a model whose weights are no longer those that were loaded."""
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Subject:
-    """A model that can be measured. Nothing in posleak changes it; edits are applied around a forward pass."""
+    """A model that can be measured. Nothing in posleak changes it; edits are applied around a forward pass.
+
+    `identity` describes the model at the time when it was taken. Every measurement takes it again (`current`, which
+    `probe.fingerprint.identified` completes by a fingerprint).
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     identity: Identity
+    provenance: Provenance
 
     @classmethod
     def of(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "object"
     ) -> Subject:
-        """A subject from a model in memory, which is put into eval mode: dropout would be measured as leakage."""
+        """Return a subject for a model in memory. It is measured in evaluation mode, and its own modes are restored."""
         _require_objects(model, tokenizer)
-        model.eval()
+        _require_whole(model, name)
         provenance = Provenance(
             name=name,
             source="object",
+            checksum=taken_checksum(model),
             weights_sha256=hashing.model_sha256(model),
             tokenizer_sha256=hashing.tokenizer_sha256(tokenizer),
         )
-        return cls(model, tokenizer, describe(model, tokenizer, provenance))
+        return cls(model, tokenizer, describe(model, tokenizer, provenance), provenance)
+
+    def current(self, fingerprint: tuple[float, ...] | None = None) -> Subject:
+        """Return the subject with the identity that the model has now.
+
+        All weights are read. If they have changed since they were hashed, they are hashed again.
+        """
+        _require_whole(self.model, self.identity.name)
+        provenance = self.provenance
+        if (checksum := hashing.checksum(self.model)) != provenance.checksum:
+            provenance = replace(
+                provenance, checksum=checksum, weights_sha256=hashing.model_sha256(self.model), revision=None,
+                source=provenance.source.removesuffix(CHANGED) + ("" if provenance.source == "object" else CHANGED),
+            )  # fmt: skip
+        identity = replace(describe(self.model, self.tokenizer, provenance), fingerprint=fingerprint)
+        return Subject(self.model, self.tokenizer, identity, provenance)
 
     @property
     def device(self) -> torch.device:
         """Where input ids must be put."""
-        return next(self.model.get_input_embeddings().parameters()).device
+        return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,6 +90,41 @@ class Subject:
 
     def __repr__(self) -> str:
         return f"Subject({self.identity.short()})"
+
+
+def taken_checksum(model: PreTrainedModel) -> str:
+    """Return the checksum of the model's weights.
+
+    Some quantised modules pack their weights anew in their first forward pass. It is run before the checksum is taken.
+    """
+    if any(hashing.is_packed(parameter) for parameter in model.parameters()):
+        import torch
+
+        from posleak.models.hold import exclusive
+
+        ids = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
+        with (
+            border("the model cannot be run", type(model).__name__, RUNNABLE),
+            exclusive(model),
+            torch.inference_mode(),
+        ):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return hashing.checksum(model)
+
+
+def _require_whole(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model of which this process holds only a part."""
+    sharded = next((where for where, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
+    parallel = getattr(model, "_tp_size", None) or 1
+    if sharded is None and parallel == 1:
+        return
+    raise UnsupportedError(
+        "the model is spread over several processes (tensor parallel or FSDP): each would measure only its own part",
+        where=name,
+        got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
+        expected="a model whose weights are whole in this process",
+        remedy="load it in one process, with device_map='auto' if it needs several devices",
+    )  # fmt: skip
 
 
 def _require_objects(model: object, tokenizer: object) -> None:

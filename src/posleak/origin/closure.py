@@ -16,6 +16,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.models import input_device
 from posleak.probe import Edit, attach
 from posleak.rounding import CLOSED
 
@@ -65,8 +66,10 @@ def closure(model: PreTrainedModel, ids: Int[Tensor, "B T"], *, batch: int = 8, 
     within, single = list[list[Tensor]](), list[list[Tensor]]()
     with attach(model, edits=edits) as probe:
         for part in ids.split(batch):
-            within.append([x[:, 0].clone() for x in states(probe, part.to(model.device))])  # or it would keep all of x
-            single.append([x[:, 0] for x in states(probe, part[:, :1].to(model.device))])
+            within.append(
+                [x[:, 0].clone() for x in states(probe, part.to(input_device(model)))]
+            )  # or it would keep all of x
+            single.append([x[:, 0] for x in states(probe, part[:, :1].to(input_device(model)))])
     return Closure.of(_joined(within), _joined(single), model.dtype)
 
 

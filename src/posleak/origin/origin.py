@@ -15,8 +15,9 @@ from posleak.errors import warn
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
-from posleak.models import AnyModel, Identity, Subject, subject_of
-from posleak.probe import Calibration, Plan, calibrate, default_plan, exclusive
+from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
+from posleak.probe import Calibration, Plan, calibrate, default_plan
+from posleak.probe.fingerprint import changed, identified
 from posleak.runs.measure import beyond_context
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
@@ -113,14 +114,17 @@ def origin(
     """
     plan = default_plan(length)
     _check(prompts, tokens, batch)
-    who, say = subject_of(subject), progress or (lambda part: None)
+    who, say = identified(subject_of(subject)), progress or (lambda part: None)
     long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
     at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
     if long is not None:
         warn(long)
     texts = prepare(who, "random", bos=bos, length=length, seed=seed)
     with exclusive(who.model):
-        return _origin(who, texts, plan, prompts, tokens, at_once, probe, say)
+        found = _origin(who, texts, plan, prompts, tokens, at_once, probe, say)
+        if (note := changed(who)) is not None:
+            warn(note)
+    return found
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:

@@ -23,8 +23,10 @@ from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.probe import Call, attach, exclusive
-from posleak.probe.hold import own
+from posleak.models import input_device
+from posleak.models.hold import exclusive, own
+from posleak.models.identity import module_device
+from posleak.probe import Call, attach
 from posleak.rounding import AFFINE
 
 
@@ -67,7 +69,7 @@ def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} 
     parameter = next(module.parameters(), torch.empty(0))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
     with torch.inference_mode():
-        x = torch.cat([torch.zeros(1, size), torch.eye(size)]).to(parameter.device, dtype)
+        x = torch.cat([torch.zeros(1, size), torch.eye(size)]).to(module_device(module), dtype)
         y = module(x[None])[0].float()
     return y[1:] - y[0], y[0]
 
@@ -124,7 +126,7 @@ def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projec
     watch = _Watch()
     with exclusive(model):
         with attach(model, [watch]) as probe, _hooked(model, watch):
-            probe.forward(ids.to(model.device))
+            probe.forward(ids.to(input_device(model)))
         names = {id(module): name for name, module in model.named_modules()}
         return tuple(_project(index, call, names) for index, call in enumerate(watch.calls))
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
+from posleak.models import input_device
+from posleak.models.hold import own
 from posleak.probe import Call, Edit, Observer, Probe, attach, body
-from posleak.probe.hold import own
 
 ALONE = 256
 """One-token sequences that are read at once."""
@@ -126,7 +127,7 @@ def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALON
     found, values = [], []
     with attach(model, observers, edits) as probe:
         for part in tokens.split(batch):
-            x = comparable(states(probe, part[:, None].to(model.device)), model)
+            x = comparable(states(probe, part[:, None].to(input_device(model))), model)
             found.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
             values.append(look.collect())
     return Alone(tokens.cpu(), torch.cat(found), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))

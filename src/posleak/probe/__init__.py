@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .calibration import Calibration, calibrate, relative_difference
     from .call import Call
     from .edit import Edit
-    from .hold import exclusive
     from .placement import Motion, Placement, read_placements
     from .plan import Plan, default_plan
     from .positions import Positions
@@ -29,7 +28,6 @@ __getattr__ = lazy(
         "calibration": ("Calibration", "calibrate", "relative_difference"),
         "call": ("Call",),
         "edit": ("Edit",),
-        "hold": ("exclusive",),
         "placement": ("Motion", "Placement", "read_placements"),
         "plan": ("Plan", "default_plan"),
         "positions": ("Positions",),
@@ -58,7 +56,6 @@ __all__ = [
     "calibrate",
     "call_rows",
     "default_plan",
-    "exclusive",
     "read_placements",
     "reduce_rows",
     "relative_difference",

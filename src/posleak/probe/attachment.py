@@ -25,12 +25,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
+from posleak.models.hold import Hold, configs_of, foreign_pass, holding, own_random_state
 from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
 from .experts import runnable_experts
-from .hold import Hold, configs_of, foreign_pass, holding
 from .kernel import attend
 from .rotary import own_rotation
 from .stream import StreamObserver, streaming
@@ -142,7 +142,7 @@ class Probe:
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        with self._pass():
+        with self._pass(), own_random_state(self.model):
             for edit in self.edits:
                 edit.reads(ids)
                 positions = edit.positions(moved := positions)

@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import CheckError, UnsupportedError
+from posleak.models.hold import exclusive, own
 from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach
 from .call import Call
-from .hold import exclusive, own
 from .kernel import attend
 from .native import native
 from .rows import check_finite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.models import exclusive
+
 from .attachment import body
 from .experts import runnable_experts
-from .hold import exclusive
 from .rotary import own_rotation
 
 
@@ -19,6 +22,13 @@ def native(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "..."] | None = None, **kwargs: Any
 ) -> Any:
     """The model's body on ids, without the head; nobody else may use the model meanwhile."""
-    mask, inner = torch.ones_like(ids) if padding is None else padding, body(model)
-    with exclusive(model), runnable_experts(model), own_rotation(model, inner), torch.inference_mode():
-        return inner(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+    mask = torch.ones_like(ids) if padding is None else padding
+    with by_itself(model):
+        return body(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+
+
+@contextmanager
+def by_itself(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model as it is: nobody else uses it, and a pass depends on its own positions alone."""
+    with exclusive(model), runnable_experts(model), own_rotation(model, body(model)), torch.inference_mode():
+        yield

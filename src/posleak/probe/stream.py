@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .hold import own
+from posleak.models.hold import own
 
 
 @runtime_checkable

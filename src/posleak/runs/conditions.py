@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posleak.edits import parse_edits, texts_of
+from posleak.errors import CheckError
 from posleak.files import is_own, remove_own, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
 from posleak.models import Subject
 from posleak.probe import Plan
+from posleak.probe.fingerprint import difference
 
 from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
 from .measure import Measurement
@@ -124,9 +126,13 @@ class Conditions:
 
     def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:
         """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
-        ready = Measurement.of(
-            self.subject, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known
-        )
+        before = self.baseline.subject
+        ready = Measurement.of(before, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known)
+        if ready.subject is not before:
+            raise CheckError(
+                "the model has changed since its baseline was measured", where=name,
+                got=difference(before.identity, ready.subject.identity), remedy="start again with the model as it is",
+            )  # fmt: skip
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, name)
         return ready.run(place, calibration=known, watch=watch)

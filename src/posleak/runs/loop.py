@@ -18,7 +18,8 @@ from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, stack_layers
 from posleak.metrics import Meters
-from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, exclusive, read_placements
+from posleak.models import exclusive, input_device
+from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, read_placements
 from posleak.probe.head import token_losses
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
@@ -100,7 +101,7 @@ def placements_of(
     Such a context must change nothing else: a model where it does is refused.
     """
     with stage("constant token"), exclusive(model):
-        tokens, start = torch.from_numpy(ids[:1]).to(model.device), ids.shape[1] - plan.length
+        tokens, start = torch.from_numpy(ids[:1]).to(input_device(model)), ids.shape[1] - plan.length
         if not start:
             return read_placements(model, tokens, plan, edits)
         alone = read_placements(model, tokens[:, start:], plan, edits)
@@ -140,6 +141,17 @@ def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], a
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
+def _finite_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the losses; an error if one of them is not a number."""
+    if not np.isfinite(losses).all():
+        raise CheckError(
+            "the loss is not finite", where="--loss",
+            got=f"{int((~np.isfinite(losses)).sum())} of {losses.size} losses of a batch are infinite or not a number",
+            remedy="measure without --loss, in a wider --dtype, or on other tokens",
+        )  # fmt: skip
+    return losses
+
+
 def observed_chunks(
     model: PreTrainedModel,
     ids: Iterable[NDArray[np.int64]],
@@ -158,7 +170,7 @@ def observed_chunks(
     beside = [] if meters is None else [meters]
     with attach(model, [observer, *beside, *others], edits) as probe:
         for batch in ids:
-            tokens = torch.from_numpy(batch).to(model.device)
+            tokens = torch.from_numpy(batch).to(input_device(model))
             with stage(FORWARD):
                 output = probe.forward(tokens)
             seen = observer.collect()
@@ -177,5 +189,5 @@ def observed_chunks(
                 chunk = stack_layers(seen) | ({} if meters is None else meters.collect())
             if loss:
                 with stage("loss"):
-                    chunk[LOSS] = token_losses(model, output, tokens, loss).double().cpu().numpy()
+                    chunk[LOSS] = _finite_losses(token_losses(model, output, tokens, loss).double().cpu().numpy())
             yield chunk

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from posleak.axes import layer_names
 from posleak.callable import call_as
 from posleak.edits import NamedEdit, require_readable, texts, unreadable
-from posleak.errors import InputError, NoEffectError, RunError, StorageError, shorter_prompts, warn
+from posleak.errors import CheckError, InputError, NoEffectError, RunError, StorageError, shorter_prompts, warn
 from posleak.files import sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import UNLENT
@@ -28,6 +28,7 @@ from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
 from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, Touch, Touched, calibrate
 from posleak.probe.experts import ungrouped
+from posleak.probe.fingerprint import TOKENS, changed, identified
 from posleak.probe.plan import ORIGIN
 from posleak.stopwatch import stage
 
@@ -138,7 +139,7 @@ class Measurement:
         known: Known | None = None,
     ) -> Measurement:
         """`given` are prompts that were handed over; `base` are those that another measurement of this spec has
-        prepared, and `known` are placements that it has read."""
+        prepared, and `known` are placements that it has read. The identity of the subject is taken anew."""
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
@@ -147,7 +148,13 @@ class Measurement:
                 base = prepare(subject, inputs, bos=spec.bos, length=spec.length, seed=spec.seed)
                 notes += repeat_notes(base, spec.prompts)
         notes += [] if base.caution is None else [base.caution]
-        return cls(subject, spec, resolved, base, tuple(notes), observers, {} if known is None else known)
+        with stage("identity"):
+            now = identified(subject)
+        if now.identity.config_sha256 != subject.identity.config_sha256:  # what was checked may no longer hold
+            return cls.of(now, spec, given, max_memory, None, observers)
+        if spec.loss:
+            _require_logits(now)
+        return cls(now, spec, resolved, base, tuple(notes), observers, {} if known is None else known)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -230,6 +237,8 @@ class Measurement:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
         beside = Beside.of(self.subject, self.spec, self.prompts)
+        with stage("identity"):
+            writing.record = replace(writing.record, changed=changed(self.subject))
         with stage("metrics"):
             data = assembled(chunks, self.spec, calibration.numbers, beside.arrays)
         return _finished(Run(writing.record, data, folder), [*_unseen_note(meters, chunks[0]), *beside.notes])
@@ -334,7 +343,7 @@ def _finished(run: Run, more: Sequence[str] = ()) -> Run:
     """Write the results, then the record that says that the run is finished, and only then remove the batches."""
     with stage("summary"):
         _ = run.summary
-    notes = [*_narrow_note(run), *_stays_note(run), *more]
+    notes = [*_narrow_note(run), *_stays_note(run), *more, *filter(None, [run.record.changed])]
     files = {}
     if run.path is not None:
         with stage("write"):
@@ -409,6 +418,17 @@ def _require_unseen(folder: Path) -> None:
         raise RunError(
             "the folder has prompts that are measured already: your observers would not see them", where=str(folder),
             remedy="pass fresh=True to measure them again, or another out",
+        )  # fmt: skip
+
+
+def _require_logits(subject: Subject) -> None:
+    """Refuse to measure the loss of a model whose logits are not numbers."""
+    sums = np.array((subject.identity.fingerprint or ())[-TOKENS:])
+    if not np.isfinite(sums).all():
+        raise CheckError(
+            "the model's logits are not finite, so that it has no loss", where=subject.identity.name,
+            got=f"log Σ exp(logits) is {', '.join(map(str, sums))} on a prompt of {TOKENS} tokens",
+            remedy="measure it without --loss, or fetch its weights again if its head should be sound",
         )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from posleak.errors import InputError
 from posleak.leakage.power import NEIGHBOURS
 from posleak.metrics.glimpse import WHOLE
-from posleak.models import Subject, available_bytes
-from posleak.probe import Plan, exclusive, takes_positions
+from posleak.models import Subject, available_bytes, exclusive
+from posleak.probe import Plan, takes_positions
 from posleak.probe.head import LOGIT_BYTES
 from posleak.probe.kernel import BLOCK
 from posleak.probe.rows import PROFILE

@@ -21,6 +21,7 @@ from posleak.files import Sealed, in_the_way, is_own
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, Motion, Plan, Positions, Touched
+from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
 
 from .folder import RECORD, remove_run, require_unused
@@ -31,9 +32,10 @@ from .spec import MeasureSpec
 FORMAT_VERSION = 5
 
 SUBJECT = (
-    "weights_sha256", "config_sha256", "tokenizer_sha256", "code_sha256", "architecture", "dtype", "device",
+    "weights_sha256", "config_sha256", "tokenizer_sha256", "code_sha256", "architecture", "dtype", "device", "adapters",
+    "hooks",
 )  # fmt: skip
-"""Of all that is recorded about a model, what decides the numbers."""
+"""Of all that is recorded about a model, what decides the numbers. The fingerprint is compared up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Record:
     touched     what each edit changed, seen in the first batch
     finished    when it was finished; None while it runs
     files       sha256 of the files beside run.json, by name
+    changed     how the model after the measurement differed from the one before it; None if it did not
     """
 
     digest: str
@@ -78,6 +81,7 @@ class Record:
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
+    changed: str | None = None
 
     @property
     def positions(self) -> Positions:
@@ -126,6 +130,9 @@ def digest(
     A text that was changed under the same name has another hash in `inputs`.
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
+    for name in ("adapters", "hooks"):
+        if not subject[name]:
+            del subject[name]  # models without any keep the digest that they had before these were recorded
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
     asked: dict[str, Any] = plain(spec)
     if not spec.metrics:
@@ -178,7 +185,8 @@ def is_finished(folder: Path) -> bool:
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:
     """Refuse a folder that holds another measurement, saying what differs."""
-    if earlier.digest == digest(spec, identity, inputs, versions()):
+    unlike = fingerprint_difference(earlier.identity, identity)
+    if earlier.digest == digest(spec, identity, inputs, versions()) and not unlike:
         return
     pairs: Iterator[tuple[str, Any, Any]] = (
         (name, there, asked)
@@ -189,7 +197,7 @@ def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Ide
         for name in names or other
         if (there := one.get(name)) != (asked := other.get(name))
     )  # fmt: skip
-    differing = "; ".join(f"{name} {there!r} there, {asked!r} asked for" for name, there, asked in pairs)
+    differing = "; ".join([*(f"{name} {there!r} there, {asked!r} asked for" for name, there, asked in pairs), *unlike])
     raise RunError(
         "the folder holds another measurement", where=str(folder),
         got=differing or "another version of the definitions",

@@ -184,7 +184,8 @@ class Run:
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
                 "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1", "loss": UNIT},
                 "metrics": None if self.metrics is None else self.metrics.as_dict(), "loss": self.loss,
-                "warnings": record.warnings, "run": None if self.path is None else str(self.path),
+                "warnings": record.warnings, "changed": record.changed,
+                "run": None if self.path is None else str(self.path),
             }
         )  # fmt: skip
         return found

@@ -25,9 +25,10 @@ from posleak.doctor.explicit import RECURRENT, first_entrance
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
 from posleak.leakage.trend import depth_slope, slope
+from posleak.models import exclusive
 from posleak.origin import closure, reader_counts, states
 from posleak.papers import POSITION
-from posleak.probe import attach, default_plan, exclusive, relative_difference
+from posleak.probe import attach, default_plan, relative_difference
 from posleak.rounding import AGREE, CLOSED, RING, computed_in
 from posleak.show.numbers import REMOVED
 from posleak.trace import BORROWED

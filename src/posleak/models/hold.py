@@ -1,4 +1,4 @@
-"""One at a time: a model belongs to one thread while it is attached, or while it must keep its own attention.
+"""Exclusive use of a model: one thread at a time, in evaluation mode, and given back as it was.
 
     with exclusive(model):
         ...             # its weights, its attention and its outputs are its own; attach(model) is allowed inside
@@ -6,6 +6,9 @@
 Attaching changes a model, its config, and for some edits its weights. Another thread that wants the same model waits.
 The thread that has it attached would wait for itself, so that it is refused. Models that were built from one config
 object share it, and count as one.
+
+While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
+an error, every module has its own mode again. `own_random_state` does the same for the random state of torch.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from posleak.errors import RunError
@@ -72,8 +76,8 @@ def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model for this thread alone, under its own attention; others wait. The same thread may take it again."""
-    with holding(Hold.of(model, attached=False)):
+    """Reserve the model for this thread, with its own attention; others wait. The same thread may take it again."""
+    with holding(Hold.of(model, attached=False)), own_random_state(model):
         yield
 
 
@@ -82,9 +86,31 @@ def holding(hold: Hold) -> Iterator[None]:
     """Wait for the model and hold it; refused where this thread, or one that has ended, has it attached."""
     try:
         _take(hold)
-        yield
+        with evaluating(hold.model):
+            yield
     finally:
         _let_go(hold)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode, and restore the mode of each on exit."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def own_random_state(model: torch.nn.Module) -> Iterator[None]:
+    """Restore torch's random state on exit, of the CPU and of the CUDA devices that the model is on."""
+    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        yield
 
 
 def _take(hold: Hold) -> None:
