@@ -200,10 +200,14 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
         probe.forward(tokens(), colour=torch.zeros(1))
 
 
-def test_dropout_is_refused() -> None:
+def test_dropout_is_refused_where_it_stays_on_in_evaluation_mode() -> None:
     model = tiny("llama", attention_dropout=0.5).train()
-    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"dropout is on[\s\S]*model\.eval"):
+    with attach(model) as probe:
         probe.forward(tokens())
+        model.train()
+        with pytest.raises(UnsupportedError, match=r"dropout is on[\s\S]*model\.eval"):
+            probe.forward(tokens())
+    assert model.training
 
 
 # The plan

@@ -20,6 +20,7 @@ from posleak.axes import COMPONENTS
 from posleak.errors import CheckError, InputError, PosleakWarning
 from posleak.models import Subject
 from posleak.probe import default_plan
+from posleak.probe.fingerprint import identified
 from posleak.runs import Run
 from posleak.runs.measure import _narrow_note
 from posleak.typed import plain
@@ -74,7 +75,7 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     }
     assert record["spec"] == record["asked"]
     assert record["plan"] == plain(default_plan(64))
-    assert record["identity"] == plain(llama.identity)
+    assert record["identity"] == plain(identified(llama).identity)
     assert record["inputs"]["seed"] == 3
     assert record["inputs"]["first_token"] == "token 1 in every prompt, by BOS policy 'auto'"
     assert record["versions"] == {n: version(n) for n in ("posleak", "torch", "transformers", "numpy", "xarray")}

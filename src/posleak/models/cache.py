@@ -4,6 +4,7 @@
 <root>/unfinished/<key>-*/  work under way; whoever holds the lock of <key> may delete it
 <root>/locks/<key>     one lock per key, so that two processes do not convert the same model at once
 <root>/hashes/         sha256 of files already read (hashing.py)
+<root>/loaded/         checksums of the weights that such files load as (hashing.py)
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ Converted models (built-in or GGUF): every file is hashed at every load and comp
 Folders and GGUF files of the user's: small files are hashed at every load. Weights are hashed once and then remembered
     in <cache>/hashes under their path, size, inode, time of writing and time of change; a program can set the time of
     writing back, but not the time of change. A file is flushed to the disk before it is hashed: a page that another
-    process has mapped and written to is then clean, and its next change sets both times. `load(..., verify=True)`
-    hashes them again.
+    process has mapped and written to is then clean, and its next change sets both times. Where a file system does not
+    do that (tmpfs), the weights in memory tell: if files with these hashes have loaded as others before, they are
+    hashed again (`confirmed`), and so they are with `load(..., verify=True)`.
 
 What is not defended: whoever can write to the cache can also write a matching posleak.json or a wrong memory, and a
 file that is changed while it is loaded may be hashed before the change and read after it.
@@ -92,7 +93,7 @@ class Background:
     """
 
     def __init__(self, folder: Path, names: Iterable[str], cache: Path | None = None) -> None:
-        self._folder, self._names, self._cache = folder, list(names), cache
+        self.folder, self._names, self._cache = folder, list(names), cache
         self._left = threading.Event()
         self._hashes: dict[str, str] = {}
         self._error: BaseException | None = None
@@ -108,17 +109,35 @@ class Background:
     def _run(self) -> None:
         try:
             for name in self._names:
-                self._hashes[name] = file_sha256(self._folder / name, self._cache, lambda: not self._left.is_set())
+                self._hashes[name] = file_sha256(self.folder / name, self._cache, lambda: not self._left.is_set())
         except BaseException as error:
             self._error = error
 
     def result(self) -> dict[str, str]:
         """The hashes by name, once they are all there."""
         self._thread.join()
-        with border("a file of the model cannot be read", self._folder, "make it readable for you"):
+        with border("a file of the model cannot be read", self.folder, "make it readable for you"):
             if self._error is not None:
                 raise self._error
         return self._hashes
+
+
+def confirmed(hashes: Background, cache: Path, loaded: str, how: str) -> dict[str, str]:
+    """Return the hashes of the files, taken anew if files with these hashes have loaded as other weights before.
+
+    Not every file system changes the times of a file that is written through a memory map. `loaded` is the checksum of
+    the weights in memory, and `how` is all else that decides it: dtype, config, versions of libraries.
+    """
+    found, seen = hashes.result(), hashlib.sha256(loaded.encode()).hexdigest()
+    if _recall(_loads_as(found, how, cache)) not in (None, seen):
+        found = {name: file_sha256(hashes.folder / name) for name in found}
+    _remember(_loads_as(found, how, cache), hashes.folder, seen)
+    return found
+
+
+def _loads_as(hashes: Mapping[str, str], how: str, cache: Path) -> Path:
+    """Where it is remembered as which weights the files with these hashes load."""
+    return cache / "loaded" / f"{hashlib.sha256(f'{joined_sha256(hashes)} {how}'.encode()).hexdigest()}.json"
 
 
 # -- the memory of hashes -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from posleak.errors import ModelError
 from posleak.models import bounds, hashing, manifest, memory, pretrained, refusals, sources, tokenizer, trust, weights
 from posleak.models import cache as caching
 from posleak.models.border import border
-from posleak.models.identity import Provenance, describe
+from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.names import with_revision
 from posleak.models.subject import Subject, taken_checksum
 from posleak.text import visible
@@ -188,14 +189,16 @@ def _read(name: str, located: sources.Located, target: _Target, asked: _Asked, h
         allow_pickle=asked.allow_pickle,
     )
     words = tokenizer.read(located.folder, config, trust_remote_code=asked.trust_remote_code)
-    found = hashes.result()
+    checksum, config_hash = taken_checksum(model), config_sha256(model.config)
+    how = f"{model.dtype} {config_hash} {version('torch')} {version('transformers')}"
+    found = hashing.confirmed(hashes, asked.cache, checksum, how)
     if located.record is not None:
         manifest.require_same(located.folder, located.record, found)
     provenance = Provenance(
         name=name,
         source=located.source,
         weights_sha256=hashing.joined_sha256(found),
-        checksum=taken_checksum(model),
+        checksum=checksum,
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,

@@ -106,7 +106,7 @@ def taken_checksum(model: PreTrainedModel) -> str:
         with (
             border("the model cannot be run", type(model).__name__, RUNNABLE),
             exclusive(model),
-            torch.inference_mode(),
+            torch.no_grad(),
         ):
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return hashing.checksum(model)

@@ -150,7 +150,7 @@ class Probe:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.touch(edit).note("position ids")
-            with torch.inference_mode():
+            with torch.no_grad():  # not in inference mode, see native.by_itself
                 return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager

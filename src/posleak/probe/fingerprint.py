@@ -11,6 +11,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
+from posleak.errors import UnsupportedError
 from posleak.models import Identity, Subject, exclusive
 from posleak.models.border import border
 from posleak.models.subject import RUNNABLE
@@ -29,10 +30,28 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
     """
     ids = _spread(TOKENS, subject.vocab_size).to(subject.device)[None]
     with border("the model cannot be run", subject.identity.name, RUNNABLE), by_itself(subject.model):
-        logits = subject.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0][0].double()
+        state = torch.get_rng_state()
+        logits = _logits(subject, ids)
+        if not torch.equal(state, torch.get_rng_state()):
+            _require_same(subject, logits, _logits(subject, ids))
     read = _spread(READ, logits.shape[-1]).to(logits.device)
     found: list[float] = torch.cat([logits[-1, read], logits.logsumexp(-1)]).tolist()
     return tuple(found)
+
+
+def _logits(subject: Subject, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = subject.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0][0]
+    return found.double()
+
+
+def _require_same(subject: Subject, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Refuse a model that uses random numbers, which it has drawn: every pass would be one of another function."""
+    if not torch.equal(first, second):
+        raise UnsupportedError(
+            "the model's output is random, even in evaluation mode", where=subject.identity.name,
+            got=f"logits that differ by up to {float((first - second).abs().max()):.3g} in two passes over one prompt",
+            remedy="switch off what draws random numbers in its forward pass, such as dropout that is always on",
+        )  # fmt: skip
 
 
 def _spread(count: int, over: int) -> torch.Tensor:

@@ -29,6 +29,10 @@ def native(
 
 @contextmanager
 def by_itself(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model as it is: nobody else uses it, and a pass depends on its own positions alone."""
-    with exclusive(model), runnable_experts(model), own_rotation(model, body(model)), torch.inference_mode():
+    """Run the model as it is: nobody else uses it, and a pass depends on its own positions alone.
+
+    Not in inference mode: what a module makes in its first pass and keeps, such as packed weights, could not be used in
+    training afterwards.
+    """
+    with exclusive(model), runnable_experts(model), own_rotation(model, body(model)), torch.no_grad():
         yield
