@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
-from posleak.text import size
+from posleak.text import one_line, size
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
@@ -232,6 +232,19 @@ def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
             there = max(os.fstat(file.fileno()).st_size, len(found))
             raise OSError(errno.EINVAL, f"the file has {size(there)}, and at most {size(most)} are read", str(path))
     return found
+
+
+@contextmanager
+def reading(path: str | Path, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged file into a RunError that names the file and the remedy."""
+    try:
+        yield
+    except PosleakError:
+        raise
+    except Exception as error:
+        raise RunError(
+            f"{Path(path).name} is corrupt: it cannot be read", where=str(path), got=one_line(error), remedy=remedy
+        ) from error
 
 
 def sha256_of(path: Path) -> str:

@@ -221,8 +221,9 @@ class Measurement:
         chunks, meters = [], meters_of(self.spec)
         with closing(
             kept_chunks(
-                self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=edits, placements=placements, observers=self.observers, meters=meters, loss=self.spec.loss,
+                self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, heads=calibration.heads,
+                digest=self.digest, edits=edits, placements=placements, observers=self.observers, meters=meters,
+                loss=self.spec.loss,
                 touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
             )
         ) as measured:  # fmt: skip
