@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
 from posleak.text import one_line, size
@@ -44,6 +45,9 @@ _MARK, MARKED_WITHIN = b'"format": "posleak ', 2**20
 
 MOST_JSON = 1 << 26
 """Bytes of a JSON file that is read whole; a run.json with thousands of warnings has a few millions."""
+
+MOST_NAME = 200
+"""Characters of a file's name that stand in the name of its temporary file."""
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 """What `write_atomically` calls a file that is not in place yet."""
@@ -86,7 +90,7 @@ def _write_into(path: Path, write: Callable[[Path], object]) -> None:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name[:MOST_NAME]}.{secrets.token_hex(4)}.tmp")
     try:
         with _locked(temporary):
             write(temporary)
@@ -215,7 +219,7 @@ def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     """Open a regular file to read it. Anything else is an OSError: opening a pipe would wait for a writer."""
     wait_for_nobody = getattr(os, "O_NONBLOCK", 0)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | wait_for_nobody)) as file:

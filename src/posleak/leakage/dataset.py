@@ -83,12 +83,12 @@ def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], whe
     defined where the references see no far key.
     """
     there = np.arange(max(heads)) < np.array(heads)[:, None]
-    pairs = arrays["pairs"]
+    pairs: NDArray[np.bool_] = arrays["pairs"]
     needed = {
         (): there,
         (QUERY,): there[..., None],
         (POSITION,): there[..., None],
-        (OFFSET,): there[..., None] & pairs.any(1)[:, None],
+        (OFFSET,): there[..., None] & pairs.any(1, keepdims=True),
         (QUERY, OFFSET): there[..., None, None] & pairs[:, None],
     }
     bad = {

@@ -87,7 +87,7 @@ def _seal(prompts: range, arrays: Chunk, digest: str) -> list[str]:
     checksum = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         checksum.update(f"{name} {array.dtype.str} {array.shape} ".encode())
-        checksum.update(np.ascontiguousarray(array))
+        checksum.update(np.ascontiguousarray(array).data)
     return [
         f"prompts {prompts.start} to {prompts.stop - 1}",
         f"the run {digest}",
