@@ -85,7 +85,6 @@ def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], whe
     there = np.arange(max(heads)) < np.array(heads)[:, None]
     pairs: NDArray[np.bool_] = arrays["pairs"]
     needed = {
-        (): there,
         (QUERY,): there[..., None],
         (POSITION,): there[..., None],
         (OFFSET,): there[..., None] & pairs.any(1, keepdims=True),
