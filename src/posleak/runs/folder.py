@@ -21,7 +21,16 @@ import numpy as np
 
 from posleak.arrays import read_npz
 from posleak.errors import RunError
-from posleak.files import LOCK, open_regular, reading, remove, remove_leftovers, sha256_of, write_atomically
+from posleak.files import (
+    LOCK,
+    cannot_write,
+    open_regular,
+    reading,
+    remove,
+    remove_leftovers,
+    sha256_of,
+    write_atomically,
+)
 from posleak.leakage.dataset import Chunk
 
 RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
@@ -31,6 +40,14 @@ _SEAL = ".seal"
 """The array in a batch that describes it."""
 
 ANEW = "delete this file and start again: only its prompts are measured anew"
+
+
+def has_record(folder: Path) -> bool:
+    """Return whether the folder has a run.json; one that cannot be searched is a StorageError."""
+    try:
+        return (folder / RECORD).exists()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def verify_file(folder: Path, name: str, expected: str | None) -> Path:

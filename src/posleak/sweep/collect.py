@@ -128,6 +128,8 @@ def collected(root: str) -> Collected:
     now = storage.snapshot([place + file for place in files for file in (NUMBERS, PRODUCTS)])
     for name, record in records.items():
         with _omitting(name, omitted):
+            if any(other[:12] == record.id[:12] for other in tables):
+                raise RunError("its record is that of another cell", where=storage.path(f"{CELLS}/{name}/{CELL}"))
             tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS))
             products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.prompts)
             finished.append(record)
