@@ -68,7 +68,8 @@ class Estimate:
                 object.__setattr__(self, end, float(cells))
 
     def __getitem__(self, index: Any) -> Estimate:
-        return Estimate(self.value[index], self.low[index], self.high[index], self.n)
+        value, low, high = (np.asarray(end)[index] for end in (self.value, self.low, self.high))
+        return Estimate(value, low, high, self.n)
 
     def __rsub__(self, constant: float | int) -> Estimate:
         """constant − x: the ends of the interval change places."""
