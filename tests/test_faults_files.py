@@ -97,6 +97,11 @@ def within(seconds: float, work: Callable[[], object]) -> object:
     return found[0]
 
 
+def readers(folder: Path, llama: Subject) -> list[Callable[[], Run]]:
+    """Ways to read a run, finished or not."""
+    return [lambda: pl.measure(llama, out=folder, **SPEC), lambda: Run.load_partial(folder)]
+
+
 def pipe_at(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
@@ -147,7 +152,7 @@ def test_a_batch_that_does_not_belong_there_is_refused_and_can_be_dropped(
     chunk = read_batch(interrupted, SECOND, digest)
     assert chunk is not None
     damage(interrupted, chunk, digest)
-    for read in (lambda: pl.measure(llama, out=interrupted, **SPEC), lambda: Run.load_partial(interrupted)):
+    for read in readers(interrupted, llama):
         with pytest.raises(RunError) as error:
             read()
         assert error.value.where == str(place)
@@ -167,7 +172,7 @@ def test_a_batch_with_nan_is_refused(interrupted: Path, llama: Subject, name: st
     numbers = np.array(chunk[name])
     numbers[np.unravel_index(np.flatnonzero(np.isfinite(numbers))[-1], numbers.shape)] = np.nan
     write_batch(interrupted, SECOND, chunk | {name: numbers}, digest)
-    for read in (lambda: pl.measure(llama, out=interrupted, **SPEC), lambda: Run.load_partial(interrupted)):
+    for read in readers(interrupted, llama):
         with pytest.raises(CheckError) as error:
             read()
         assert error.value.exit_status == 1
@@ -343,7 +348,7 @@ GARBAGE = {
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_a_resealed_results_file_is_named(finished: Path, llama: Subject, whole: Run, kind: str) -> None:
     reseal(finished, GARBAGE[kind])
-    for read in (lambda: Run.load(finished), lambda: pl.measure(llama, out=finished, **SPEC)):
+    for read in readers(finished, llama):
         with pytest.raises(RunError) as error:
             read()
         assert error.value.where == str(finished / "results.nc")

@@ -243,7 +243,7 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises about a damaged file into a RunError that names the file and the remedy."""
     try:
         yield
-    except PosleakError:
+    except (PosleakError, MemoryError):
         raise
     except Exception as error:
         raise RunError(

@@ -28,6 +28,7 @@ from .cells import Cell
 from .numbers import PRODUCTS, ratios, read_numbers, read_products
 from .state import CELL, ERROR, FAILED, FINISHED, NUMBERS, Failed, Finished, read_sealed
 from .storage import CELLS, Storage
+from .work import said
 
 TABLE, PAGE = "collected.parquet", "collected.html"
 
@@ -43,6 +44,7 @@ RATIO = "ratio"
 """Power over the power of the same cell without edits."""
 
 NO_EDITS = "none"
+MEND = "start the sweep again to mend it"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def collected(root: str) -> Collected:
     for name, record in records.items():
         with _omitting(name, omitted):
             if any(other[:12] == record.id[:12] for other in tables):
-                raise RunError("its record is that of another cell", where=storage.path(f"{CELLS}/{name}/{CELL}"))
+                raise RunError("its record is that of another cell", remedy="delete this folder")
             tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS))
             products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.prompts)
             finished.append(record)
@@ -215,9 +217,8 @@ def _omitting(name: str, omitted: list[Omitted]) -> Iterator[None]:
     """Name a cell that cannot be read; the others are read."""
     try:
         yield
-    except PosleakError as error:
-        said = error.what if error.got is None else f"{error.what} ({error.got})"
-        omitted.append(Omitted(name, name, f"{said}; start the sweep again to mend it"))
+    except (PosleakError, MemoryError) as error:
+        omitted.append(Omitted(name, name, said(error)))
 
 
 def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:
@@ -233,7 +234,7 @@ def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[b
     place = f"{CELLS}/{folder}/{record.place}{name}"
     found, facts = storage.read(place, MOST_NUMBERS), record.files.get(name)
     if found is None or facts is None or hashlib.sha256(found).hexdigest() != facts.sha256:
-        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(place))
+        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(place), remedy=MEND)
     return found, storage.path(place)
 
 
