@@ -16,6 +16,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +32,9 @@ from posleak.files import (
     sha256_of,
     write_atomically,
 )
-from posleak.leakage.dataset import Chunk
+
+if TYPE_CHECKING:
+    from posleak.leakage.dataset import Chunk
 
 RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
 
