@@ -524,11 +524,11 @@ def test_a_run_with_metrics_is_read_back_and_resumed_to_the_bit(tmp_path: Path, 
 
     write, written = write_batch, list[range]()
 
-    def stops(folder: Path, prompts: range, arrays: Any) -> None:
+    def stops(folder: Path, prompts: range, arrays: Any, digest: str) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(prompts)
-        write(folder, prompts, arrays)
+        write(folder, prompts, arrays, digest)
 
     monkeypatch.setattr(loop, "write_batch", stops)
     with pytest.raises(KeyboardInterrupt):

@@ -67,7 +67,8 @@ def unfinished(source: Path, place: Path, prompts: int) -> Path:
         chunk = {
             str(name): array.values[at : at + 1] for name, array in data.data_vars.items() if "prompt" in array.dims
         }
-        write_batch(place, range(at, at + 1), {**chunk, "pairs": data["pairs"].values, "remainder": np.array(0.0)})
+        chunk |= {"pairs": data["pairs"].values, "remainder": np.array(0.0)}
+        write_batch(place, range(at, at + 1), chunk, record.digest)
     return place
 
 

@@ -256,7 +256,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
     damage(part)
     with pytest.raises(RunError) as error:
         pl.measure(llama, out=interrupted, **SPEC)
-    assert str(error.value).startswith(f"{part}: a finished batch of this run is corrupt or truncated")
+    assert str(error.value).startswith(f"{part}: {part.name} is corrupt")
     assert "delete this file and start again: only its prompts are measured anew" in str(error.value)
     part.unlink()
     with counted_passes(llama.model) as passes:

@@ -1,11 +1,17 @@
-"""The type of arrays that go through JSON: float64, as nested lists, with null for NaN."""
+"""Arrays in files: inside JSON as float64, in nested lists with null for NaN; in NumPy's and netCDF's own formats."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from posleak.files import reading
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 class _FromLists:
@@ -26,3 +32,17 @@ def _array(value: Any) -> NDArray[np.float64]:
 
 
 Array = Annotated[NDArray[np.float64], _FromLists]
+
+
+def read_npz(file: BinaryIO, path: str | Path, remedy: str) -> dict[str, NDArray[Any]]:
+    """Read every array of an open .npz file; damage is a RunError that names the path."""
+    with reading(path, remedy), np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def read_netcdf(path: Path, remedy: str) -> xr.Dataset:
+    """Read a netCDF file into memory; damage is a RunError that names the path."""
+    import xarray as xr
+
+    with reading(path, remedy), xr.open_dataset(path, engine="h5netcdf") as data:
+        return data.load()

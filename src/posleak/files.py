@@ -1,6 +1,7 @@
 """Files that posleak writes: put in place whole or not at all, sealed where they are read back, one writer at a time.
 
     write_atomically   beside its place, flushed to the disk, then renamed
+    open_regular       opens a file to read it, and never waits for a pipe;  read_regular: all of it, up to a bound
     Sealed             a sort of JSON file: written with a seal, read back as the dataclass it was, or refused
     sole_writer        one process and one thread at a time may write into a folder
     held               the lock behind it; the kernel releases it when its owner dies
@@ -14,11 +15,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import platform
 import re
 import secrets
+import shutil
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
+from posleak.text import one_line, size
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
@@ -37,6 +43,12 @@ SEAL = "sha256"
 _MARK, MARKED_WITHIN = b'"format": "posleak ', 2**20
 """What tells a file of posleak's: in the first line, or somewhere in files of earlier versions."""
 
+MOST_JSON = 1 << 26
+"""Bytes of a JSON file that is read whole; a run.json with thousands of warnings has a few millions."""
+
+MOST_NAME = 200
+"""Characters of a file's name that stand in the name of its temporary file."""
+
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 """What `write_atomically` calls a file that is not in place yet."""
 
@@ -45,22 +57,77 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` a file beside `path`, flush it to the disk and put it in place; a full disk leaves nothing behind.
+    """Write a file next to `path`, flush it to the disk and rename it to `path`; a full disk leaves nothing behind.
 
+    A symbolic link stays, and the file that it leads to is replaced. A device or a pipe is opened and written to.
     Not for HDF5: its library crashes where a write fails, so that netCDF is made in memory and written as bytes.
     """
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        flush(temporary)
-        os.replace(temporary, path)
-        flush(path.parent)
+        if _is_stream(path):
+            _write_into(path, write)
+        else:
+            _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, write)
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether the path leads to something that can be written to but not replaced."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _write_into(path: Path, write: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory(prefix="posleak-") as folder:
+        whole = Path(folder) / path.name
+        write(whole)
+        with whole.open("rb") as source, path.open("wb") as stream:
+            shutil.copyfileobj(source, stream)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:MOST_NAME]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with _locked(temporary):
+            write(temporary)
+            flush(temporary)
+            os.replace(temporary, path)
+        flush(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(temporary: Path) -> Iterator[None]:
+    """Make a file and hold a lock on it, so that `remove_leftovers` sees that its owner is alive."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows an open file can be neither renamed nor removed
+        yield
+        return
+    with temporary.open("xb") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _is_left_over(temporary: Path) -> bool:
+    """Return whether nobody is writing this file any more."""
+    try:
+        import fcntl
+
+        with open_regular(temporary) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def flush(path: Path) -> None:
@@ -120,7 +187,7 @@ def remove(path: Path) -> None:
 def is_own(path: Path) -> bool:
     """Is this a JSON file that posleak wrote to be read back? Also true of one that was damaged or cut later."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _MARK in file.read(MARKED_WITHIN)
     except OSError:
         return False
@@ -141,15 +208,51 @@ def in_the_way(path: Path) -> StorageError:
 
 
 def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
-    """Remove what a process that died left of files whose names are `own`. Hold the folder's lock."""
+    """Remove what processes that died left of files whose names are `own`; what is being written stays."""
     for path in folder.glob(".*.tmp"):
         found = _TEMPORARY.fullmatch(path.name)
-        if found is not None and own(found[1]):
+        if found is not None and own(found[1]) and _is_left_over(path):
             remove(path)
 
 
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a regular file to read it. Anything else is an OSError: opening a pipe would wait for a writer."""
+    wait_for_nobody = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | wait_for_nobody)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield file
+
+
+def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
+    """Return the content of a regular file of at most so many bytes; anything else is an OSError that says why."""
+    with open_regular(path) as file:
+        found = file.read(most + 1)
+        if len(found) > most:
+            there = max(os.fstat(file.fileno()).st_size, len(found))
+            raise OSError(errno.EINVAL, f"the file has {size(there)}, and at most {size(most)} are read", str(path))
+    return found
+
+
+@contextmanager
+def reading(path: str | Path, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged file into a RunError that names the file and the remedy."""
+    try:
+        yield
+    except (PosleakError, MemoryError):
+        raise
+    except Exception as error:
+        raise RunError(
+            f"{Path(path).name} is corrupt: it cannot be read", where=str(path), got=one_line(error), remedy=remedy
+        ) from error
+
+
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -208,7 +311,7 @@ class Sealed(Generic[T]):
     def fields(self, path: Path) -> dict[str, Any]:
         """The file's keys and values, unchecked but for its format."""
         try:
-            text = path.read_bytes()
+            text = read_regular(path)
         except OSError as error:
             raise _corrupt(path, error, self.remedy) from error
         return self._fields(text, path)
@@ -248,7 +351,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(kind: type[T], path: Path, remedy: str) -> T:
     """A JSON file without a seal as the dataclass it was written from, or an error that names what is wrong."""
     try:
-        text = path.read_bytes()
+        text = read_regular(path)
     except OSError as error:
         raise _corrupt(path, error, remedy) from error
     return read_value(kind, path, text, remedy)
@@ -285,6 +388,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
     The same thread may hold it again inside. A folder that was made for this and stayed empty is removed.
     """
+    made = False
     try:
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -338,6 +442,6 @@ def held(path: Path, *, wait: bool) -> Iterator[None]:
 
 def _owner(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip() or "another process"
+        return read_regular(path).decode().strip() or "another process"
     except (OSError, ValueError):
         return "another process"

@@ -48,8 +48,9 @@ def report_command(
     if as_json:
         emit(written.as_dict())
         return
-    size = written.page.stat().st_size / 1e6
-    out.print(f"{written.page.resolve()} ({size:.1f} MB)", soft_wrap=True)
+    if written.page.is_file():  # a pipe gets the page alone
+        size = written.page.stat().st_size / 1e6
+        out.print(f"{written.page.resolve()} ({size:.1f} MB)", soft_wrap=True)
     if assets is not None:
         out.print(f"{len(written.assets)} files in {assets.resolve()}", soft_wrap=True)
 

@@ -28,6 +28,7 @@ from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 
 from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
+from posleak.errors import CheckError
 from posleak.probe import Plan
 
 from .split import Parts
@@ -65,7 +66,7 @@ def stack_layers(layers: Sequence[Parts]) -> Chunk:
             here = [getattr(p, like) * 0 if x is None else x for p, x in zip(layers, found, strict=True)]
             chunk[name] = np.stack([_padded(x, widest) for x in here], axis=1)
     chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
-    chunk["remainder"] = np.array(max(parts.remainder for parts in layers))
+    chunk["remainder"] = np.array(np.max([parts.remainder for parts in layers]))
     return chunk
 
 
@@ -73,6 +74,33 @@ def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndar
     array = x.double().cpu().numpy()
     missing = [(0, 0), (0, heads - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
     return np.pad(array, missing, constant_values=np.nan)
+
+
+def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], where: str, remedy: str) -> None:
+    """Refuse parts that hold NaN or infinity where numbers belong; heads: how many each layer has.
+
+    There are no numbers beyond a layer's heads, and at pairs of query and offset that do not exist. `ordinary` is not
+    defined where the references see no far key.
+    """
+    there = np.arange(max(heads)) < np.array(heads)[:, None]
+    pairs: NDArray[np.bool_] = arrays["pairs"]
+    needed = {
+        (QUERY,): there[..., None],
+        (POSITION,): there[..., None],
+        (OFFSET,): there[..., None] & pairs.any(1, keepdims=True),
+        (QUERY, OFFSET): there[..., None, None] & pairs[:, None],
+    }
+    bad = {
+        name: int((~np.isfinite(arrays[name]) & needed[axes[3:]]).sum())
+        for name, axes in (ARRAYS | OPTIONAL).items()
+        if name in arrays and name != "ordinary"
+    } | {"remainder": int(not np.isfinite(arrays["remainder"]))}
+    if any(bad.values()):
+        raise CheckError(
+            "the parts hold NaN or infinity where numbers belong", where=where,
+            got=", ".join(f"{count} in {name}" for name, count in bad.items() if count), expected="finite numbers",
+            remedy=remedy,
+        )  # fmt: skip
 
 
 def assemble(
@@ -99,7 +127,7 @@ def assemble(
     coords |= {axis: list(found) for axis, found in (labels or {}).items() if axis in sizes}
     if numbers is not None:
         coords |= {LAYER: list(numbers), CALL: (LAYER, list(range(len(numbers))))}
-    remainder = max(float(chunk["remainder"]) for chunk in chunks)
+    remainder = float(np.max([chunk["remainder"] for chunk in chunks]))  # NaN, if any is: Python's max passes it over
     return xr.Dataset(data, coords, {"remainder": remainder})
 
 

@@ -47,20 +47,29 @@ ALIKE = 1e-7
 if TYPE_CHECKING:
     Cells = Array
 else:  # numpy gives a number, and no array, where there is one cell
-    Cells = Annotated[Float64[np.ndarray | np.float64, "*cells"], *get_args(Array)[1:]]
+    Cells = Annotated[Float64[np.ndarray | np.float64, "*cells"] | float, *get_args(Array)[1:]]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number per cell with its interval; n prompts. No interval, NaN: n < FEWEST, or prompts that do not differ."""
+    """A number per cell with its interval; n prompts. No interval, NaN: n < FEWEST, or prompts that do not differ.
+
+    Arrays where there are several cells, Python's floats where there is one.
+    """
 
     value: Cells
     low: Cells
     high: Cells
     n: int
 
+    def __post_init__(self) -> None:
+        for end in ("value", "low", "high"):
+            if np.ndim(cells := getattr(self, end)) == 0:
+                object.__setattr__(self, end, float(cells))
+
     def __getitem__(self, index: Any) -> Estimate:
-        return Estimate(self.value[index], self.low[index], self.high[index], self.n)
+        value, low, high = (np.asarray(end)[index] for end in (self.value, self.low, self.high))
+        return Estimate(value, low, high, self.n)
 
     def __rsub__(self, constant: float | int) -> Estimate:
         """constant − x: the ends of the interval change places."""
@@ -86,8 +95,8 @@ class Estimate:
     def average(cls, parts: Sequence[Estimate]) -> Estimate:
         """The mean of numbers of different prompts: each side's distances to its ends add up in squares."""
         value = np.mean([part.value for part in parts], axis=0)
-        down = np.sqrt(np.sum([(part.value - part.low) ** 2 for part in parts], axis=0)) / len(parts)
-        up = np.sqrt(np.sum([(part.high - part.value) ** 2 for part in parts], axis=0)) / len(parts)
+        down = np.sqrt(np.sum([np.square(part.value - part.low) for part in parts], axis=0)) / len(parts)
+        up = np.sqrt(np.sum([np.square(part.high - part.value) for part in parts], axis=0)) / len(parts)
         return cls(value, value - down, value + up, sum(part.n for part in parts))
 
     @classmethod
@@ -134,7 +143,7 @@ class Sampled:
 
     @property
     def estimate(self) -> Estimate:
-        return Estimate(np.asarray(self.value), *self.interval, n=self.n)
+        return Estimate(self.value, *self.interval, n=self.n)
 
     def at(self, level: float) -> Sampled:
         """The same with intervals of another level."""

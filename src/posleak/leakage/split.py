@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
@@ -109,7 +110,7 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
         attention_0=plain.attention_0,
         profile=plain.profile,
         ordinary=plain.ordinary,
-        remainder=max(remainder, parts.remainder, plain.remainder),
+        remainder=float(np.max([remainder, parts.remainder, plain.remainder])),
         scaling=scaling.masked_fill(nowhere, torch.nan),
     )
 

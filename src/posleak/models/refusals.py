@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, did_you_mean
+from posleak.files import read_regular
 from posleak.models import bounds, pretrained, trust
 from posleak.models.border import FETCH_AGAIN, border
 from posleak.models.identity import SIBLING
@@ -35,7 +36,7 @@ def raw_json(path: Path) -> dict[str, Any]:
     """A JSON file of a size that a person could read, as it stands."""
     bounds.require_size(path, bounds.MOST_CONFIG)
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(read_regular(path, bounds.MOST_CONFIG))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not JSON", where=str(path), got=error, remedy=FETCH_AGAIN) from error
     if not isinstance(raw, dict):

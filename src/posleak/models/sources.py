@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean
+from posleak.files import open_regular, read_regular
 from posleak.models import builtin, manifest, refusals, shipped
 from posleak.models import cache as caching
 from posleak.models.border import border, spelled
@@ -154,7 +155,7 @@ def snapshot(path: Path, revision: str | None) -> Path:
             raise no_revisions(str(path), revision, "this folder")
         return path.resolve()
     reference = path / "refs" / (revision or "main")
-    commit = reference.read_text().strip() if reference.is_file() else (revision or "")
+    commit = read_regular(reference).decode().strip() if reference.is_file() else (revision or "")
     snapshot = path / "snapshots" / commit
     if not commit or not snapshot.is_dir():
         known = sorted(child.name for child in (path / "snapshots").iterdir())
@@ -194,7 +195,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 def _licence(folder: Path) -> str | None:
     """The licence that the model card states in its front matter; read by lines, since YAML can be made to explode."""
     try:
-        with (folder / "README.md").open("rb") as card:
+        with open_regular(folder / "README.md") as card:
             start = card.read(CARD_BYTES).decode(errors="replace").replace("\r\n", "\n")
     except OSError:
         return None

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
+from posleak.files import read_regular
 from posleak.models.border import FETCH_AGAIN
 from posleak.text import size
 
@@ -132,12 +133,10 @@ def _indexed(folder: Path, index: str) -> list[str]:
 
 def _weight_map(path: Path) -> list[str]:
     try:
-        if path.stat().st_size > MOST_HEADER:
-            raise ValueError("too large")
-        named = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        named = sorted(set(json.loads(read_regular(path, MOST_HEADER))["weight_map"].values()))
         if all(isinstance(name, str) for name in named):
             return named
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise ModelError(
         "the index of the weights cannot be read", where=str(path), got=f"{path.stat().st_size} bytes",

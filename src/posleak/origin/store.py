@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from posleak.errors import RunError
-from posleak.files import Sealed, sha256_of, write_atomically
+from posleak.arrays import read_netcdf
+from posleak.files import Sealed, reading, sha256_of, write_atomically
 
 from .origin import Origin
 from .record import OriginRecord
@@ -52,16 +52,11 @@ def read_origin(folder: Path) -> StoredOrigin | None:
     if not (folder / JSON).is_file():
         return None
     file = ORIGIN.read(folder / JSON)
-    try:
+    remedy = f"delete it and {JSON}; `posleak claims` makes both again"
+    with reading(folder / ARRAYS, remedy):
         if (got := sha256_of(folder / ARRAYS)) != file.arrays_sha256:
             raise ValueError(f"sha256 {got}, not {file.arrays_sha256}: it was changed or damaged")
-        with xr.open_dataset(folder / ARRAYS, engine="h5netcdf") as arrays:
-            return StoredOrigin(file.digest, file.origin, arrays.load())
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise RunError(
-            f"{ARRAYS} cannot be read", where=str(folder / ARRAYS), got=str(error),
-            remedy=f"delete it and {JSON}; `posleak claims` makes both again",
-        ) from error  # fmt: skip
+        return StoredOrigin(file.digest, file.origin, read_netcdf(folder / ARRAYS, remedy))
 
 
 def origin_arrays(found: Origin, spell: Callable[[int], str | None]) -> xr.Dataset:

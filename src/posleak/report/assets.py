@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from posleak.arrays import Array
 from posleak.errors import StorageError
-from posleak.files import write_atomically
+from posleak.files import remove_leftovers, write_atomically
 from posleak.metrics.agreement import Agreement, Part
 from posleak.runs.software import slug
 from posleak.show import plots
@@ -44,14 +44,18 @@ from .view import View, view
 
 SUFFIXES = ("png", "svg")
 
+TABLES: dict[str, Callable[[pa.Table, Path], None]] = {
+    "csv": pyarrow.csv.write_csv, "parquet": partial(pq.write_table, compression="zstd"),
+}  # fmt: skip
+
 
 def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
-    """All figures and tables; the files that were written."""
+    """Write all figures and tables, and return the files; what a killed process left of such files is removed."""
+    remove_leftovers(folder, lambda name: name.endswith((*SUFFIXES, *TABLES)))
     written = list[Path]()
     for name, rows in tables(found).items():
         table = pa.Table.from_pylist(rows)
-        written.append(_write(folder / f"{name}.csv", partial(_csv, table)))
-        written.append(_write(folder / f"{name}.parquet", partial(_parquet, table)))
+        written += [_write(folder / f"{name}.{suffix}", partial(save, table)) for suffix, save in TABLES.items()]
     for name, figure in figures([view(shown, 0) for shown in found]):
         written += [_write(folder / f"{name}.{suffix}", partial(write, figure, suffix)) for suffix in SUFFIXES]
     return written
@@ -64,14 +68,6 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
         remedy = None if error.remedy is None else error.remedy.replace("--out", "--assets")
         raise StorageError(error.what, where=error.where, got=error.got, remedy=remedy) from error
     return path
-
-
-def _csv(table: pa.Table, path: Path) -> None:
-    pyarrow.csv.write_csv(table, path)
-
-
-def _parquet(table: pa.Table, path: Path) -> None:
-    pq.write_table(table, path, compression="zstd")
 
 
 def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:

@@ -144,4 +144,4 @@ def condition_folder(folder: Path, *edits: str) -> Path:
 
 
 def _writable(folder: Path) -> bool:
-    return not folder.exists() or os.access(folder, os.W_OK)
+    return not os.path.exists(folder) or os.access(folder, os.W_OK)

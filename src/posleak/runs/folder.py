@@ -12,21 +12,45 @@ Nothing is removed that posleak did not write.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from posleak.arrays import read_npz
 from posleak.errors import RunError
-from posleak.files import remove, remove_leftovers, sha256_of, write_atomically
+from posleak.files import (
+    LOCK,
+    cannot_write,
+    open_regular,
+    reading,
+    remove,
+    remove_leftovers,
+    sha256_of,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from posleak.leakage.dataset import Chunk
 
 RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
 
 _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
+_SEAL = ".seal"
+"""The array in a batch that describes it."""
+
+ANEW = "delete this file and start again: only its prompts are measured anew"
+
+
+def has_record(folder: Path) -> bool:
+    """Return whether the folder has a run.json; one that cannot be searched is a StorageError."""
+    try:
+        return (folder / RECORD).exists()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def verify_file(folder: Path, name: str, expected: str | None) -> Path:
@@ -50,29 +74,45 @@ def batch_path(folder: Path, prompts: range) -> Path:
     return folder / BATCHES / f"{prompts.start:06d}-{prompts.stop - 1:06d}.npz"
 
 
-def write_batch(folder: Path, prompts: range, arrays: dict[str, NDArray[Any]]) -> None:
-    """One finished batch. Zip members carry checksums, so that damage is seen when it is read."""
+def write_batch(folder: Path, prompts: range, arrays: Chunk, digest: str) -> None:
+    """Write one finished batch of the run with this digest, with a seal that tells it from every other batch."""
 
     def save(path: Path) -> None:
         with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, allow_pickle=False, **arrays, **{_SEAL: np.array(_seal(prompts, arrays, digest))})
 
     write_atomically(batch_path(folder, prompts), save)
 
 
-def read_batch(folder: Path, prompts: range) -> dict[str, NDArray[Any]] | None:
-    """A finished batch, or None where there is none yet."""
+def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
+    """Read a finished batch of the run with this digest; None where there is none yet. Any other batch is refused."""
     path = batch_path(folder, prompts)
     if not path.exists():
         return None
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, KeyError, NotImplementedError) as error:
+    with reading(path, ANEW), open_regular(path) as file:
+        arrays = read_npz(file, path, ANEW)
+    found = [str(each) for each in arrays.pop(_SEAL, np.array([])).flat]
+    if found != (expected := _seal(prompts, arrays, digest)):
+        differing = [pair for pair in zip(found, expected) if pair[0] != pair[1]] or [("a batch without a seal", "one")]
         raise RunError(
-            "a finished batch of this run is corrupt or truncated", where=str(path), got=str(error),
-            remedy="delete this file and start again: only its prompts are measured anew",
-        ) from error  # fmt: skip
+            "a finished batch does not belong here, or was changed after it was written", where=str(path),
+            got="; ".join(got for got, _ in differing), expected="; ".join(wanted for _, wanted in differing),
+            remedy=ANEW,
+        )  # fmt: skip
+    return arrays
+
+
+def _seal(prompts: range, arrays: Chunk, digest: str) -> list[str]:
+    """Describe a batch: its prompts, its run, and a checksum of every array's name, type, shape and content."""
+    checksum = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        checksum.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        checksum.update(np.ascontiguousarray(array).data)
+    return [
+        f"prompts {prompts.start} to {prompts.stop - 1}",
+        f"the run {digest}",
+        f"arrays of sha256 {checksum.hexdigest()}",
+    ]
 
 
 def remove_batches(folder: Path) -> None:
@@ -105,8 +145,8 @@ def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD, RESULTS, HEAD
 
 
 def has_leftovers(folder: Path) -> bool:
-    """Does a finished run have batches or unwritten files beside it? A process killed at its end leaves them."""
-    return (folder / BATCHES).exists() or any(folder.glob(".*.tmp"))
+    """Return whether a finished run has batches, unwritten files or a lock: a process killed at its end leaves them."""
+    return (folder / BATCHES).exists() or (folder / LOCK).exists() or any(folder.glob(".*.tmp"))
 
 
 def require_unused(folder: Path, names: Iterable[str] = (RESULTS, HEADS, BATCHES)) -> None:

@@ -16,7 +16,7 @@ from posleak.edits.context import INSTEAD, require_closed
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts
 from posleak.leakage import LeakageObserver
-from posleak.leakage.dataset import Chunk, stack_layers
+from posleak.leakage.dataset import Chunk, require_finite, stack_layers
 from posleak.metrics import Meters
 from posleak.models import exclusive, input_device
 from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, read_placements
@@ -24,33 +24,38 @@ from posleak.probe.head import token_losses
 from posleak.probe.placement import Places
 from posleak.stopwatch import stage
 
-from .folder import read_batch, write_batch
+from .folder import ANEW, batch_path, read_batch, write_batch
 from .loss import LOSS, positions
 from .watch import Watch, Watcher
 
 SeeTouches = Callable[[list[Touch]], None]
 """Told what each edit changed."""
 
+WIDER = "the model overflows, or its weights hold NaN: load it with a wider --dtype, and check its weights"
+
 FORWARD = "forward"
 """The stage of a model's own forward pass, attention included, without the time that measuring adds."""
 
 
 def kept_chunks(
-    model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, folder: Path | None = None,
-    layers: int | None = None, edits: Sequence[Edit] = (), placements: Sequence[Placement] | None = None,
-    observers: Sequence[Observer] = (), touched: SeeTouches = lambda touches: None, watch: Watch | None = None,
-    meters: Meters | None = None, loss: bool = False,
+    model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, heads: Sequence[int],
+    digest: str, folder: Path | None = None, edits: Sequence[Edit] = (),
+    placements: Sequence[Placement] | None = None, observers: Sequence[Observer] = (),
+    touched: SeeTouches = lambda touches: None, watch: Watch | None = None, meters: Meters | None = None,
+    loss: bool = False,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
-    """Batches `at` that the folder has already, then the others; each is written as soon as it is measured.
+    """Yield the batches `at` that the folder has already, then the others; each is written as soon as it is measured.
 
-    `touched` is told what the edits changed in the first batch that is measured, before that is written; `watch` of
-    every layer, if it is known how many there are.
+    heads    of each attention call, as calibration saw them
+    digest   of the run: batches of other runs are refused
+    touched  is told what the edits changed in the first batch that is measured, before that is written
+    watch    is told of every layer
     """
-    todo = list(at)
-    while folder is not None and todo and (chunk := read_batch(folder, todo[0])) is not None:
+    todo, layers = list(at), len(heads)
+    while folder is not None and todo and (chunk := kept_batch(folder, todo[0], digest, heads)) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
-    beside = [] if watch is None or layers is None else [Watcher(watch, todo, layers)]
+    beside = [] if watch is None else [Watcher(watch, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
         measure_chunks(
@@ -59,10 +64,26 @@ def kept_chunks(
         )
     ) as measured:  # fmt: skip
         for batch, chunk in zip(todo, measured):
+            require_numbers(chunk, heads, f"{type(model).__name__}, prompts {batch.start} to {batch.stop - 1}", WIDER)
             if folder is not None:
                 with stage("write"):
-                    write_batch(folder, batch, chunk)
+                    write_batch(folder, batch, chunk, digest)
             yield batch, chunk
+
+
+def kept_batch(folder: Path, prompts: range, digest: str, heads: Sequence[int]) -> Chunk | None:
+    """Read a finished batch of the run with this digest, checked; None where there is none yet."""
+    chunk = read_batch(folder, prompts, digest)
+    if chunk is not None:
+        require_numbers(chunk, heads, str(batch_path(folder, prompts)), ANEW)
+    return chunk
+
+
+def require_numbers(chunk: Chunk, heads: Sequence[int], where: str, remedy: str) -> None:
+    """Refuse parts and losses that are not numbers."""
+    require_finite(chunk, heads, where, remedy)
+    if LOSS in chunk and np.isnan(chunk[LOSS]).any():
+        raise CheckError("the next token's loss is NaN", where=where, remedy=remedy)
 
 
 def measure_chunks(

@@ -34,7 +34,7 @@ from posleak.stopwatch import stage
 
 from .asked import asked
 from .beside import Beside
-from .folder import RECORD, has_leftovers, remove_batches, remove_unwritten, require_unused
+from .folder import RECORD, has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
 from .record import Machine, Record, clear_run, digest, read_record, require_same
@@ -228,8 +228,9 @@ class Measurement:
         chunks, meters = [], meters_of(self.spec)
         with closing(
             kept_chunks(
-                self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, layers=calibration.layers,
-                edits=edits, placements=placements, observers=self.observers, meters=meters, loss=self.spec.loss,
+                self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, heads=calibration.heads,
+                digest=self.digest, edits=edits, placements=placements, observers=self.observers, meters=meters,
+                loss=self.spec.loss,
                 touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
             )
         ) as measured:  # fmt: skip
@@ -291,7 +292,7 @@ class Measurement:
 
     def _kept(self, folder: Path) -> Run | None:
         """The finished run of this measurement that the folder has. Another measurement there is an error."""
-        if not (folder / RECORD).exists():
+        if not has_record(folder):
             require_unused(folder)
             return None
         earlier = read_record(folder)
@@ -414,7 +415,7 @@ def own_observers(observers: Observer | Iterable[Observer]) -> tuple[Observer, .
 
 def _require_unseen(folder: Path) -> None:
     """Refuse a folder with results: observers would not see the calls that they are made of."""
-    if (folder / RECORD).exists():
+    if has_record(folder):
         raise RunError(
             "the folder has prompts that are measured already: your observers would not see them", where=str(folder),
             remedy="pass fresh=True to measure them again, or another out",

@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
 
-from posleak.axes import PARTS, PROMPT, SCALING
+from posleak.arrays import read_netcdf
+from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
 from posleak.edits import require_readable
 from posleak.errors import RunError
-from posleak.files import sha256_of, sole_writer, write_atomically
+from posleak.files import reading, sha256_of, sole_writer, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
-from posleak.leakage.dataset import Chunk
+from posleak.leakage.dataset import ARRAYS, Chunk, require_finite
 from posleak.leakage.summary import Numbers, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
@@ -27,7 +28,8 @@ from posleak.show.numbers import estimate
 from posleak.text import visible
 from posleak.typed import plain
 
-from .folder import HEADS, RECORD, RESULTS, batch_path, read_batch, require_unused, verify_file
+from .folder import HEADS, RECORD, RESULTS, batch_path, require_unused, verify_file
+from .loop import kept_batch
 from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
 from .memory import many
 from .record import Record, read_record
@@ -54,8 +56,7 @@ class Run:
             raise _unfinished(folder, record)
         for name in (RESULTS, HEADS):
             verify_file(folder, name, record.files.get(name))
-        with xr.open_dataset(folder / RESULTS, engine="h5netcdf") as data:
-            return cls(record, data.load(), folder)
+        return cls(record, _results(folder / RESULTS, record), folder)
 
     @classmethod
     def load_partial(cls, path: str | Path) -> Run:
@@ -64,7 +65,8 @@ class Run:
         record = read_record(folder)
         if record.finished is not None:
             return cls.load(folder)
-        done = [chunk for at in record.spec.batches() if (chunk := read_batch(folder, at)) is not None]
+        batches = (kept_batch(folder, at, record.digest, record.calibration.heads) for at in record.spec.batches())
+        done = [chunk for chunk in batches if chunk is not None]
         if sum(len(chunk["mask"]) for chunk in done) < 2:
             raise _unfinished(folder, record)
         return cls(record, assembled(done, record.spec, record.calibration.numbers), folder)
@@ -219,6 +221,25 @@ def assembled(
         more[LOSS] = labelled(np.concatenate([chunk[LOSS] for chunk in chunks]))
         labels[PREDICTED] = positions(spec.plan)
     return assemble(chunks, spec.plan, numbers, more, labels)
+
+
+def _results(path: Path, record: Record) -> xr.Dataset:
+    """Read results.nc; arrays that are not those of the record's plan are refused."""
+    remedy, plan, heads = "measure again with --fresh", record.plan, record.calibration.heads
+    data = read_netcdf(path, remedy)
+    sizes = {
+        PROMPT: record.spec.prompts, LAYER: len(heads), HEAD: max(heads), QUERY: len(plan.queries),
+        OFFSET: len(plan.offsets),
+    }  # fmt: skip
+    with reading(path, remedy):
+        for name, axes in {**ARRAYS, "pairs": (LAYER, QUERY, OFFSET)}.items():
+            if data[name].dims != axes:
+                raise ValueError(f"{name} has the axes {data[name].dims}, not {axes}")
+        if differing := {axis: data.sizes[axis] for axis, size in sizes.items() if data.sizes[axis] != size}:
+            raise ValueError(f"sizes of axes are {differing}, not {sizes}")
+        arrays = {str(name): array.values for name, array in data.data_vars.items()}
+        require_finite(arrays | {"remainder": np.asarray(data.attrs["remainder"])}, heads, str(path), remedy)
+    return data
 
 
 def _unfinished(folder: Path, record: Record) -> RunError:

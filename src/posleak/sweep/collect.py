@@ -25,11 +25,15 @@ from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
 
 from .cells import Cell
-from .numbers import PRODUCTS, ratios, read_products
+from .numbers import PRODUCTS, ratios, read_numbers, read_products
 from .state import CELL, ERROR, FAILED, FINISHED, NUMBERS, Failed, Finished, read_sealed
 from .storage import CELLS, Storage
+from .work import said
 
 TABLE, PAGE = "collected.parquet", "collected.html"
+
+MOST_NUMBERS = 1 << 32
+"""Bytes of a cell's numbers or products."""
 
 KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
 """What cells can differ in, besides their seed and, of a series of checkpoints, the step."""
@@ -40,6 +44,7 @@ RATIO = "ratio"
 """Power over the power of the same cell without edits."""
 
 NO_EDITS = "none"
+MEND = "start the sweep again to mend it"
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,10 @@ def collected(root: str) -> Collected:
     now = storage.snapshot([place + file for place in files for file in (NUMBERS, PRODUCTS)])
     for name, record in records.items():
         with _omitting(name, omitted):
-            tables[record.id] = pq.read_table(io.BytesIO(_file(now, name, record, NUMBERS))).to_pandas()
-            products[record.id] = read_products(_file(now, name, record, PRODUCTS))
+            if any(other[:12] == record.id[:12] for other in tables):
+                raise RunError("its record is that of another cell", remedy="delete this folder")
+            tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS))
+            products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.prompts)
             finished.append(record)
     finished, older = _newest(sorted(finished, key=lambda record: _place(record.cell)))
     omitted += older
@@ -207,12 +214,11 @@ def _newest(finished: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]
 
 @contextmanager
 def _omitting(name: str, omitted: list[Omitted]) -> Iterator[None]:
-    """A cell that cannot be read is named, and the others are read."""
+    """Name a cell that cannot be read; the others are read."""
     try:
         yield
-    except (PosleakError, ValueError, OSError) as error:
-        said = error.what if isinstance(error, PosleakError) else str(error)
-        omitted.append(Omitted(name, name, f"{said}; start the sweep again to mend it"))
+    except (PosleakError, MemoryError) as error:
+        omitted.append(Omitted(name, name, said(error)))
 
 
 def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:
@@ -223,13 +229,13 @@ def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed
     return [] if error is None else [error]
 
 
-def _file(storage: Storage, folder: str, record: Finished, name: str) -> bytes:
-    """A file of a cell, if it is what was written."""
-    found = storage.read(f"{CELLS}/{folder}/{record.place}{name}")
-    facts = record.files.get(name)
+def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[bytes, str]:
+    """Return a cell's file, if it is what was written, and its path."""
+    place = f"{CELLS}/{folder}/{record.place}{name}"
+    found, facts = storage.read(place, MOST_NUMBERS), record.files.get(name)
     if found is None or facts is None or hashlib.sha256(found).hexdigest() != facts.sha256:
-        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(f"{CELLS}/{folder}"))
-    return found
+        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(place), remedy=MEND)
+    return found, storage.path(place)
 
 
 def _place(cell: Cell) -> Any:

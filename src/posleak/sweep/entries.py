@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import PosleakError
+from posleak.files import read_regular
 from posleak.models.names import with_revision
 from posleak.models.steps import checkpoints
 
@@ -77,7 +78,7 @@ def _trained_for(folder: Path) -> int | None:
     for name, keys in (("trainer_state.json", ("global_step",)), ("training.json", ("recipe", "steps"))):
         found: Any = None
         with suppress(OSError, ValueError, RecursionError):
-            found = json.loads((folder / name).read_bytes())
+            found = json.loads(read_regular(folder / name))
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
         if isinstance(found, int):

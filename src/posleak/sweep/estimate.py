@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import PosleakError
+from posleak.files import read_regular
 from posleak.models import builtin, shipped, weights
 from posleak.models.names import with_revision
 from posleak.runs.sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
@@ -98,7 +99,7 @@ def shape_of(model: str) -> Shape | None:
     if folder is None:
         return None
     with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
-        config = json.loads((folder / "config.json").read_bytes())
+        config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
         held = weights.require(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])

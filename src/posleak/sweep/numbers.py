@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posleak.arrays import Array
-from posleak.files import write_atomically
+from posleak.arrays import Array, read_npz
+from posleak.files import reading, write_atomically
 from posleak.leakage import Estimate, Jackknife
+from posleak.leakage.power import pairs
 from posleak.leakage.summary import Products, Shares
 from posleak.runs import Run
 from posleak.runs.balance import Balance
@@ -28,6 +30,7 @@ from posleak.trace.trace import SOURCES, Trace
 from .state import NUMBERS
 
 PRODUCTS = "products.npz"
+ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
 QUERIES = ("all", "early")
 NATS, ONE = "nats²", "1"
 
@@ -91,9 +94,25 @@ class Measured:
         return found
 
 
-def read_products(content: bytes) -> dict[str, Array]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+def read_products(content: bytes, path: str, prompts: int) -> dict[str, Array]:
+    """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
+    found = read_npz(io.BytesIO(content), path, ANEW)
+    expected = (prompts + len(pairs(prompts)[0]),)
+    with reading(path, ANEW):
+        for name, sums in found.items():
+            queries, _, component = name.partition("/")
+            if queries not in QUERIES or not component or sums.dtype != np.float64 or sums.shape != expected:
+                raise ValueError(f"{name} is {sums.dtype} {sums.shape}, not float64 {expected} of some queries")
+    return found
+
+
+def read_numbers(content: bytes, path: str) -> pd.DataFrame:
+    """Read what numbers.parquet holds; any other table is a RunError that names the path."""
+    with reading(path, ANEW):
+        table = pq.read_table(io.BytesIO(content))
+        if not table.schema.equals(SCHEMA):
+            raise ValueError(f"the columns are {', '.join(table.schema.names)}, not {', '.join(SCHEMA.names)}")
+        return table.to_pandas()
 
 
 def ratios(after: Mapping[str, Array], before: Mapping[str, Array], prompts: int) -> dict[str, Estimate]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import BusyError, InputError, PosleakError, StorageError
-from posleak.files import LOCK, held, sha256_of, sole_writer, write_atomically
+from posleak.files import LOCK, MOST_JSON, held, read_regular, sha256_of, sole_writer, write_atomically
 from posleak.text import one_line
 
 CELLS = "cells"
@@ -81,11 +81,11 @@ class Storage:
                 return []
             return sorted(Path(found).name for found in self._fs.ls(place, detail=False))
 
-    def read(self, name: str) -> bytes | None:
-        """A file's content; None if it is not there."""
+    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
+        """Return a file's content; None if it is not there. On a disk, of at most so many bytes."""
         if self.local is not None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), _about(self.path(name)):
-                return (self.local / name).read_bytes()
+                return read_regular(self.local / name, most)
             return None
         with contextlib.suppress(FileNotFoundError), _about(self.path(name)):
             return bytes(self._fs.cat_file(self._at(name)))
@@ -196,10 +196,10 @@ class _Snapshot(Storage):
     stamps: Mapping[str, str]
     contents: Mapping[str, bytes]
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
         if name in self.contents or name not in self.stamps:
             return self.contents.get(name)
-        return super().read(name)
+        return super().read(name, most)
 
     def stamp(self, name: str) -> str | None:
         return self.stamps.get(name)

@@ -93,7 +93,7 @@ class Worker:
         except BusyError as error:
             return Outcome(cell.id, None, f"somebody else is at work on it: {error.got}", busy=True)
         except StorageError as error:
-            return Outcome(cell.id, None, _said(error))
+            return Outcome(cell.id, None, said(error))
         except Exception as error:
             return self._failed(cell, error, attempt)
 
@@ -153,7 +153,7 @@ class Worker:
         """Keep the error in the cell's folder. What nobody foresaw is kept with its traceback."""
         left_out = isinstance(error, NoEffectError)
         trace = None if isinstance(error, PosleakError) else visible("".join(traceback.format_exception(error)))
-        return keep_failure(self.storage, cell, _said(error), trace, attempt, left_out=left_out, message=str(error))
+        return keep_failure(self.storage, cell, said(error), trace, attempt, left_out=left_out, message=str(error))
 
 
 def keep_failure(
@@ -204,7 +204,7 @@ def _is_result(path: Path) -> bool:
     return path.is_file() and not path.name.startswith(".") and path.name not in (CELL, ERROR)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An error in one line: what, where it was seen, and the remedy."""
     if not isinstance(error, PosleakError):
         return one_line(error)
