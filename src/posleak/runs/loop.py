@@ -82,8 +82,12 @@ def kept_batch(folder: Path, prompts: range, digest: str, heads: Sequence[int]) 
 def require_numbers(chunk: Chunk, heads: Sequence[int], where: str, remedy: str) -> None:
     """Refuse parts and losses that are not numbers."""
     require_finite(chunk, heads, where, remedy)
-    if LOSS in chunk and np.isnan(chunk[LOSS]).any():
-        raise CheckError("the next token's loss is NaN", where=where, remedy=remedy)
+    if LOSS in chunk and not np.isfinite(chunk[LOSS]).all():
+        count = int((~np.isfinite(chunk[LOSS])).sum())
+        raise CheckError(
+            "the next token's loss is not finite", where=where, got=f"{count} of {chunk[LOSS].size} losses",
+            remedy=remedy,
+        )  # fmt: skip
 
 
 def measure_chunks(
@@ -162,17 +166,6 @@ def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], a
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
-def _finite_losses(losses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the losses; an error if one of them is not a number."""
-    if not np.isfinite(losses).all():
-        raise CheckError(
-            "the loss is not finite", where="--loss",
-            got=f"{int((~np.isfinite(losses)).sum())} of {losses.size} losses of a batch are infinite or not a number",
-            remedy="measure without --loss, in a wider --dtype, or on other tokens",
-        )  # fmt: skip
-    return losses
-
-
 def observed_chunks(
     model: PreTrainedModel,
     ids: Iterable[NDArray[np.int64]],
@@ -210,5 +203,5 @@ def observed_chunks(
                 chunk = stack_layers(seen) | ({} if meters is None else meters.collect())
             if loss:
                 with stage("loss"):
-                    chunk[LOSS] = _finite_losses(token_losses(model, output, tokens, loss).double().cpu().numpy())
+                    chunk[LOSS] = token_losses(model, output, tokens, loss).double().cpu().numpy()
             yield chunk
