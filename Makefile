@@ -19,10 +19,13 @@ help:  ## what can be made
 venv: $(READY)  ## the virtual environment, with posleak and its development tools
 
 # The stamp is written last, so that a broken installation is tried again. Bytecode is compiled on all cores at once; some packages
-# hold files for other versions of Python, which do not compile.
+# hold files for other versions of Python, which do not compile. torchao has a folder of its own, which one test adds to
+# its path: where it is installed, transformers imports it into every process, and it prints warnings to stderr.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev,docs,ray]'
+	test -d $(VENV)/torchao || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--target $(VENV)/torchao 'torchao>=0.16,<0.19'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	touch $@
 

@@ -382,7 +382,7 @@ subject = pl.Subject.of(model)
 runs = [pl.measure(subject, length=32, prompts=4) for _ in range(2)]
 model.model.layers[0].mlp.up_proj.weight.scale.mul_(2)
 runs.append(pl.measure(subject, length=32, prompts=4))
-print(json.dumps([[r.summary.model["all"].power["total"].value.item(), r.record.identity.weights_sha256,
+print(json.dumps([[r.summary.model["all"].power["total"].value, r.record.identity.weights_sha256,
                    r.record.changed] for r in [plain, *runs]]))
 """
 

@@ -1,0 +1,52 @@
+"""Measure what identifying the model costs: its share of a measurement, and what it adds to loading.
+
+    python benchmarks/identity.py [MODEL] > benchmarks/results/identity.json
+
+The share is taken inside each measurement, from its own stopwatch. Loading adds one checksum of all weights.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+
+import posleak as pl
+from posleak.models.subject import taken_checksum
+from posleak.runs.software import versions
+from posleak.stopwatch import Stopwatch
+
+ROUNDS, LENGTH, PROMPTS = 5, 256, 16
+
+
+def main(model: str) -> None:
+    warnings.simplefilter("ignore")
+    subject, shares, totals, added = pl.load(model), [], [], []
+    pl.measure(subject, length=64, prompts=2)  # what a first pass does once is no cost of identity
+    for _ in range(ROUNDS):
+        with Stopwatch() as watch:
+            pl.measure(subject, length=LENGTH, prompts=PROMPTS)
+        shares.append(watch.seconds["identity"] / (watch.total - watch.seconds["identity"]))
+        totals.append(watch.total)
+        started = time.perf_counter()
+        taken_checksum(subject.model)
+        added.append(time.perf_counter() - started)
+    found = {
+        "model": model, "length": LENGTH, "prompts": PROMPTS, "rounds": ROUNDS,
+        "added_to_a_measurement": spread(shares), "seconds": spread(totals), "seconds_added_to_loading": spread(added),
+        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()}, "versions": versions(),
+    }  # fmt: skip
+    print(json.dumps(found, indent=2))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m")
