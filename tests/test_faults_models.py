@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +20,13 @@ from families import tiny as family
 from models_tiny import edit_config, save, tiny
 from posleak.doctor import Diagnosis
 from posleak.errors import InputError, ModelError, UnsupportedError
-from posleak.models import Subject, load
+from posleak.models import Subject, hashing, load
+from posleak.models.sources import snapshot
 from posleak.origin.cosines import mean_cosine
 from posleak.origin.trajectory import Scale, Trajectory
+from posleak.runs.spec import parse_bytes
 from posleak.show.terminal import spark
+from posleak.sweep.manifest import manifest, read_manifest
 
 # -- windows ---------------------------------------------------------------------------------------------------------
 
@@ -132,3 +140,90 @@ def test_what_a_zero_state_leaves_undefined_is_said() -> None:
     assert np.isnan(path.relative).all() and path.jump == 2
     assert np.isnan(mean_cosine(x)) and mean_cosine(x[1:]) == pytest.approx(1)
     assert spark([-np.inf, 0.0, 1.0]) == "·▁█" and spark([np.nan]) == "·"
+
+
+# -- names that lead out of a folder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["../../elsewhere", "../refs", "nested/../..", "absolute", ".", "linked", ""])
+def test_a_snapshot_is_in_the_hub_cache(tmp_path: Path, target: str) -> None:
+    save(tiny(), tmp_path / "elsewhere")
+    cache = tmp_path / "models--org--name"
+    shutil.copytree(tmp_path / "elsewhere", cache / "snapshots" / "abc")
+    shutil.copytree(tmp_path / "elsewhere", cache / "refs" / "nested")
+    (cache / "snapshots" / "linked").symlink_to(tmp_path / "elsewhere")
+    target = str(tmp_path / "elsewhere") if target == "absolute" else target
+    (cache / "refs" / "main").write_text(target + "\n")
+    for revision in [None, *([target] if target else [])]:
+        for find in (lambda: load(cache, revision=revision), lambda: snapshot(cache, revision)):  # noqa: B023
+            with pytest.raises(ModelError, match="abc"):
+                find()
+    assert load(cache, revision="abc").identity.revision == "abc"
+
+
+def test_files_of_a_snapshot_may_be_links_to_blobs(tmp_path: Path) -> None:
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+    save(tiny(), tmp_path / "models--org--name" / "blobs")
+    folder.mkdir(parents=True)
+    for blob in (tmp_path / "models--org--name" / "blobs").iterdir():
+        (folder / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    (folder.parents[1] / "refs" / "pr").mkdir(parents=True)
+    (folder.parents[1] / "refs" / "pr" / "1").write_text("abc")
+    assert load(folder.parents[1], revision="pr/1").identity.revision == "abc"
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", ".", "/tmp/x", "a/../../b", "C:x"])
+def test_a_manifest_cannot_name_a_place_outside_of_the_results(name: str) -> None:
+    with pytest.raises(InputError, match=re.escape(name)) as refused:
+        manifest({"name": name, "models": ["smollm2-135m"]})
+    assert "name" in str(refused.value.where)
+
+
+# -- numbers of many digits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["9" * 400_000, "-0x" + "f" * 400_000, "0b" + "1" * 400_000, "1" + ":59" * 50_000])
+@pytest.mark.parametrize("key", ["length", "name", "seed", "resources", "2"])
+def test_a_number_of_many_digits_is_refused_with_its_place(tmp_path: Path, number: str, key: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"models: [smollm2-135m]\n{key}: {number}\n" if key != "2" else f"models: [a]\n? {number}\n: 1\n")
+    with pytest.raises(InputError, match="line 2") as refused:
+        read_manifest(path)
+    assert "sweep.yaml" in str(refused.value.where)
+
+
+def test_the_digits_of_a_revision_are_no_step_if_there_are_too_many() -> None:
+    cells = manifest({"models": [{"model": "org/name", "revisions": ["step" + "9" * 400_000, "step12"]}]}).cells
+    assert [cell.step for cell in cells] == [None, 12]
+
+
+def test_an_amount_of_memory_is_finite() -> None:
+    assert parse_bytes("8GB") == 8 * 10**9
+    with pytest.raises(InputError, match="8GB"):
+        parse_bytes("9" * 400 + "GB")
+
+
+# -- files that are refused unread -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [b"", b"GGUF\x03\x00\x00\x00" + b"\xff" * 16, b"PK\x03\x04"])
+def test_a_gguf_file_is_hashed_only_after_its_header_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes
+) -> None:
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(start)
+    os.truncate(path, 10**10)
+    hashed = list[Path]()
+    monkeypatch.setattr(hashing, "file_sha256", lambda path, *_: hashed.append(path))
+    with pytest.raises(ModelError, match="sparse.gguf"):
+        load(path, cache=tmp_path / "cache")
+    assert not hashed
+
+
+def test_python_without_docstrings_is_named(tmp_path: Path) -> None:
+    folder = save(tiny(), tmp_path / "model")
+    code = f"import posleak as pl\ntry: pl.load({str(folder)!r})\nexcept Exception as error: print(error)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONOPTIMIZE": "2"}, capture_output=True, text=True
+    )
+    assert "PYTHONOPTIMIZE" in said.stdout and "fetch" not in said.stdout, said.stderr

@@ -6,6 +6,7 @@ would look like any other, so that a missing or misshapen tensor is an error.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 REMEDY = "fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it"
+
+
+def require_docstrings() -> None:
+    """Refuse to run under `python -OO`: transformers builds its classes from docstrings, and fails without them."""
+    if sys.flags.optimize > 1:
+        raise ModelError(
+            "Python runs without docstrings, which transformers needs", where="python -OO",
+            got=f"an optimization level of {sys.flags.optimize}", expected="0 or 1",
+            remedy="unset PYTHONOPTIMIZE, and start Python without -OO",
+        )  # fmt: skip
 
 
 @contextmanager

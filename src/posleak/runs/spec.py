@@ -141,7 +141,7 @@ def parse_bytes(text: str | int | None) -> int | None:
     """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
     if not isinstance(text, str):
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if found is None or (found[3] and not found[2]):
         raise InputError(
             "not an amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
