@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import posleak as pl
 from families import tiny as family
 from models_tiny import edit_config, save, tiny
 from posleak.doctor import Diagnosis
-from posleak.errors import InputError, ModelError, UnsupportedError
+from posleak.errors import InputError, ModelError, PosleakWarning, UnsupportedError
 from posleak.models import Subject, hashing, load
 from posleak.models.sources import snapshot
 from posleak.origin.cosines import mean_cosine
@@ -227,3 +228,14 @@ def test_python_without_docstrings_is_named(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONOPTIMIZE": "2"}, capture_output=True, text=True
     )
     assert "PYTHONOPTIMIZE" in said.stdout and "fetch" not in said.stdout, said.stderr
+
+
+def test_a_head_that_the_config_ties_and_the_file_does_not_is_named(tmp_path: Path) -> None:
+    folder = save(tiny(tie_word_embeddings=False), tmp_path / "model")
+    edit_config(folder, tie_word_embeddings=True)
+    with pytest.warns(PosleakWarning, match=r"lm_head.weight to model.embed_tokens.weight.*tie_word_embeddings"):
+        subject = load(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(subject.model.lm_head.weight, stored["lm_head.weight"])
+    save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    load(folder)  # no warning: both are the same
