@@ -9,20 +9,28 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import posleak as pl
 from families import tiny as family
+from inputs_subject import subject, word_tokenizer
 from models_tiny import edit_config, save, tiny
 from posleak.doctor import Diagnosis
 from posleak.errors import InputError, ModelError, PosleakWarning, UnsupportedError
+from posleak.inputs import limits
+from posleak.inputs.given import read_given
 from posleak.models import Subject, hashing, load
 from posleak.models.sources import snapshot
+from posleak.origin import read_origin
 from posleak.origin.cosines import mean_cosine
 from posleak.origin.trajectory import Scale, Trajectory
 from posleak.runs.spec import parse_bytes
@@ -234,8 +242,63 @@ def test_a_head_that_the_config_ties_and_the_file_does_not_is_named(tmp_path: Pa
     folder = save(tiny(tie_word_embeddings=False), tmp_path / "model")
     edit_config(folder, tie_word_embeddings=True)
     with pytest.warns(PosleakWarning, match=r"lm_head.weight to model.embed_tokens.weight.*tie_word_embeddings"):
-        subject = load(folder)
+        tied = load(folder)
     stored = load_file(folder / "model.safetensors")
-    assert torch.equal(subject.model.lm_head.weight, stored["lm_head.weight"])
+    assert torch.equal(tied.model.lm_head.weight, stored["lm_head.weight"])
     save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
     load(folder)  # no warning: both are the same
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "w1 w2"}]
+LOOPS = "{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}w1 w2"
+WRITES = "{% for a in range(1000) %}{{ 'w1 ' * 1000 }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "limit", "most"), [(LOOPS, "SECONDS", 0.02), (WRITES, "CHARACTERS", 10_000)])
+def test_a_chat_template_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float
+) -> None:
+    who = subject(word_tokenizer())
+    who.tokenizer.chat_template = template
+    monkeypatch.setattr(limits, f"TEMPLATE_{limit}", most)
+    before = sys.gettrace()
+    with pytest.raises(InputError, match=f"{most:,}") as refused:
+        read_given(who, CHAT)
+    assert "chat_template" in str(refused.value.remedy)
+    assert sys.gettrace() is before
+
+
+def test_a_debugger_keeps_its_trace_function() -> None:
+    who, before = subject(word_tokenizer()), sys.gettrace()
+    who.tokenizer.chat_template = "{{ messages[0].content }}"
+
+    def debugger(frame: FrameType, event: str, value: object) -> None:
+        return None
+
+    try:
+        sys.settrace(debugger)
+        table = read_given(who, CHAT).table
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert after is debugger
+    assert table.tolist() == [who.tokenizer("w1 w2", add_special_tokens=False)["input_ids"]]
+
+
+def with_nul() -> PreTrainedTokenizerFast:
+    """A tokenizer that has NUL in every token but one."""
+    words = {"<unk>": 0} | {f"w\0{number}": number for number in range(1, 97)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), unk_token="<unk>")
+
+
+def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -> None:
+    who = Subject.of(tiny(), with_nul())
+    run = pl.measure(who, **SMALL, out=tmp_path / "run")
+    assert run.record.inputs.bos_token == r"w\x001"
+    for _ in range(2):  # as well as on the next start
+        pl.claims(who, **SMALL, out=tmp_path / "run")
+    stored = read_origin(tmp_path / "run")
+    assert stored is not None and stored.record.reference.spelled == r"w\x001"
+    assert r"w\x001" in stored.arrays["spelled"].values

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
+from posleak.text import visible
 
 LEAST = 3
 """Tokens that a model must have: how it encodes positions is read from three different ones (`read_placements`)."""
@@ -51,11 +52,14 @@ class Vocabulary:
         return np.asarray(known[self.ordinary[known]])
 
     def spell(self, token: int) -> str | None:
-        """The token as the tokenizer writes it; None without a tokenizer, or for an id that it does not know."""
+        """The token as the tokenizer writes it, control characters spelled out, which files of results cannot hold.
+
+        None without a tokenizer, or for an id that it does not know.
+        """
         if self.tokenizer is None or token >= len(self.tokenizer):
             return None
         spelled = self.tokenizer.convert_ids_to_tokens(token)
-        return None if spelled is None else str(spelled)
+        return None if spelled is None else visible(str(spelled))
 
     def check(self, token: int, what: str, remedy: str | None = None) -> int:
         """`token` itself, if the model has an embedding for it."""
