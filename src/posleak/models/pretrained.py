@@ -133,13 +133,13 @@ def _require_complete(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _warn_of_untied(folder: Path, model: PreTrainedModel) -> None:
-    """Warn where the config ties two tensors that differ in the checkpoint: transformers keeps both, and only logs it."""
+    """Warn where the config ties tensors that differ in the checkpoint: transformers keeps both, and only logs it."""
     for name, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if name not in model.all_tied_weights_keys:
             message = (
-                f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds different "
-                "numbers for them; both are measured as they are stored. Set tie_word_embeddings to false in config.json "
-                "if that is meant, or else fetch the weights again"
+                f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds other "
+                "numbers for each; both are measured as they are stored. Set tie_word_embeddings to false in config.json, "
+                "or fetch the weights again"
             )
             warnings.warn(message, PosleakWarning, stacklevel=4)
 
