@@ -105,9 +105,8 @@ def test_random_prompts_need_two_ordinary_tokens(tmp_path: Path, command: str) -
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "backcopy"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_three_tokens_are_enough(tmp_path: Path, command: str, size: int) -> None:
-    COMMANDS[command](vocabulary(size, bos=1), tmp_path / "out")
+def test_three_ordinary_tokens_are_enough(tmp_path: Path, command: str) -> None:
+    COMMANDS[command](vocabulary(4, bos=1), tmp_path / "out")
 
 
 # -- weights of zero -------------------------------------------------------------------------------------------------
