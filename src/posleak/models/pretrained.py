@@ -138,7 +138,7 @@ def _warn_of_untied(folder: Path, model: PreTrainedModel) -> None:
         if name not in model.all_tied_weights_keys:
             message = (
                 f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds other "
-                "numbers for each; both are measured as they are stored. Set tie_word_embeddings to false in config.json "
+                "numbers for each; both are measured as stored. Set tie_word_embeddings to false in config.json "
                 "or fetch the weights again"
             )
             warnings.warn(message, PosleakWarning, stacklevel=4)
