@@ -208,10 +208,14 @@ def test_the_digits_of_a_revision_are_no_step_if_there_are_too_many() -> None:
     assert [cell.step for cell in cells] == [None, 12]
 
 
-def test_an_amount_of_memory_is_finite() -> None:
-    assert parse_bytes("8GB") == 8 * 10**9
+@pytest.mark.parametrize("amount", ["9" * 400 + "GB", [], True, float("nan")])
+def test_an_amount_of_memory_is_a_finite_number(amount: Any) -> None:
     with pytest.raises(InputError, match="8GB"):
-        parse_bytes("9" * 400 + "GB")
+        parse_bytes(amount)
+
+
+def test_a_key_that_the_model_does_not_use_may_be_anything() -> None:
+    pl.measure(Subject.of(family("bloom", intermediate_size="x")), **SMALL)
 
 
 # -- files that are refused unread -----------------------------------------------------------------------------------
