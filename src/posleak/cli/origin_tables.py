@@ -71,8 +71,8 @@ def _closed(found: Origin) -> Text:
 
 def _trajectory(found: Origin) -> Text:
     path = found.trajectory
-    text = Text(f"{spark(np.log(path.norm))}  norm by depth (log)\n")
-    peak, jump = int(np.argmax(path.relative)), path.jump
+    text = Text(f"{spark(math.log(norm) if norm > 0 else math.nan for norm in path.norm)}  norm by depth (log)\n")
+    peak, jump = int(np.argmax(np.nan_to_num(path.relative))), path.jump
     text.append(f"×{path.norm[jump] / path.norm[jump - 1]:.0f} in layer {jump - 1}; ")
     text.append(f"{size(path.norm[peak])} at depth {peak}, {path.relative[peak]:.0f} times a body state\n")
     text.append(f"one direction from depth {path.settles} to {path.leaves} (cosine > 0.99); ")
@@ -84,7 +84,7 @@ def _trajectory(found: Origin) -> Text:
 
 def _portrait(found: Origin) -> Text:
     portrait, path = found.portrait, found.trajectory
-    at = int(np.argmax(portrait.among.value[path.settles : path.leaves + 1])) + path.settles
+    at = int(np.argmax(np.nan_to_num(portrait.among.value[path.settles : path.leaves + 1], nan=-1))) + path.settles
     text = Text(f"{spark(portrait.among.value, 0, 1)}  cosine among first tokens\n")
     text.append(f"{portrait.among.value[0]:.2f} at the embedding, {formatted(portrait.among[at], '.3f')} at depth {at}")
     text.append(f"\n  to {_reference(found)} {formatted(portrait.to_reference[at], '.3f')}; ")

@@ -52,18 +52,20 @@ def first_layer(bench: Bench) -> Check:
     """Judged at 99.9%, so that a true law fails once in a thousand models and not once in twenty."""
     data = assemble([stack_layers([bench.first])], bench.plan)
     prompts = Jackknife(len(bench.ids))
-    powers = {}
+    powers, lows = {}, {}
     for name in ("drift", "sink"):
         x = component(data, name).values
         sums = np.nanmean(products(x := x.reshape(*x.shape[:3], -1), x), axis=(0, 1))
         powers[name] = prompts.inner(sums).at(level=0.999)
-    name = max(powers, key=lambda name: float(powers[name].interval[0]))
+        low = float(powers[name].interval[0])  # NaN where prompts do not differ: then the value itself is judged
+        lows[name] = float(powers[name].value) if np.isnan(low) else low
+    name = max(lows, key=lambda name: lows[name])
     why = (
         "i.i.d. tokens meet no position before the first attention: drift and sink are 0 within their intervals, "
         f"n={len(bench.ids)}"
     )
     unit = f"nats² (lower end of {name}; value {powers[name].value:.2g})"
-    check = Check("L3 first layer", float(powers[name].interval[0]), EXACT.of(bench.model.dtype), unit, why)
+    check = Check("L3 first layer", lows[name], EXACT.of(bench.model.dtype), unit, why)
     return check if check.ok else check.because(bench.cause)
 
 

@@ -39,6 +39,12 @@ class RandomBody:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_allowed", self.vocabulary.allowed)
+        if len(self._allowed) < 2:
+            raise InputError(
+                "the vocabulary is too small for random prompts", where="inputs",
+                got=f"{len(self._allowed)} token that is not special, of {self.vocabulary.size}", expected="2 or more",
+                remedy="measure it with --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id",
+            )  # fmt: skip
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         return np.asarray(self._allowed[draw(seed, index, length, below=len(self._allowed))])

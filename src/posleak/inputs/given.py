@@ -18,6 +18,7 @@ import numpy as np
 from posleak.errors import InputError
 from posleak.inputs.bodies import no_table
 from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
+from posleak.inputs.limits import limited_template
 from posleak.inputs.vocabulary import read_vocabulary, text_configs
 from posleak.text import one_line
 
@@ -173,7 +174,10 @@ def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
             remedy="set tokenizer.chat_template, or write the chat as a text",
         )  # fmt: skip
     try:
-        encoded = tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=True)
+        with limited_template():
+            encoded = tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=True)
+    except InputError:
+        raise
     except Exception as error:  # a template may refuse roles, or fail, in any way that its author chose
         raise InputError(
             "the chat template cannot write this chat", where="inputs", got=one_line(error),

@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
+from posleak.text import visible
+
+LEAST = 3
+"""Tokens that a model must have: how it encodes positions is read from three different ones (`read_placements`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +52,14 @@ class Vocabulary:
         return np.asarray(known[self.ordinary[known]])
 
     def spell(self, token: int) -> str | None:
-        """The token as the tokenizer writes it; None without a tokenizer, or for an id that it does not know."""
+        """The token as the tokenizer writes it, control characters spelled out, which files of results cannot hold.
+
+        None without a tokenizer, or for an id that it does not know.
+        """
         if self.tokenizer is None or token >= len(self.tokenizer):
             return None
         spelled = self.tokenizer.convert_ids_to_tokens(token)
-        return None if spelled is None else str(spelled)
+        return None if spelled is None else visible(str(spelled))
 
     def check(self, token: int, what: str, remedy: str | None = None) -> int:
         """`token` itself, if the model has an embedding for it."""
@@ -71,19 +78,23 @@ class Vocabulary:
 def read_vocabulary(configs: list[Any], tokenizer: Any) -> Vocabulary:
     """The vocabulary of a model, from its configs (that of the text part first) and its tokenizer, if it has one."""
     rows = getattr(configs[0], "vocab_size", None)
-    if not isinstance(rows, int) or rows < 1:
+    if not isinstance(rows, int) or rows < LEAST:
         raise InputError(
-            "the model's config does not say how large its vocabulary is",
+            "the model's config does not say how large its vocabulary is, or names too few tokens",
             where=type(configs[0]).__name__,
             got=f"vocab_size = {rows!r}",
-            expected="a whole number, 1 or more",
+            expected=f"a whole number, {LEAST} or more",
+            remedy="correct vocab_size in the config, or choose a model with more tokens",
         )
     size = rows if tokenizer is None else min(rows, len(tokenizer))
     ordinary = np.ones(size, dtype=bool)
     ordinary[[token for token in special_ids(configs, tokenizer) if 0 <= token < size]] = False
     ordinary.setflags(write=False)
     if not ordinary.any():
-        raise InputError("every token of the vocabulary is special", where="inputs", got=f"{size} tokens")
+        raise InputError(
+            "every token of the vocabulary is special", where="inputs", got=f"{size} tokens",
+            remedy="correct bos_token_id, eos_token_id and pad_token_id in the config, or the special tokens",
+        )  # fmt: skip
     return Vocabulary(rows, size, ordinary, tokenizer)
 
 

@@ -227,9 +227,9 @@ class _Portrait:
 
 def user_gguf(path: Path, cache: Path, say: Say, *, verify: bool = False) -> Path:
     """The converted folder of a GGUF file of the user's, keyed by the file's sha256, taken afresh if `verify`."""
+    need = 4 * gguf_facts.read(path).elements  # before the hash: a header takes a moment, and 10 GB half a minute
     digest = hashing.file_sha256(path, None if verify else cache)
     key = f"gguf-{digest[:24]}"
     if manifest.find(caching.model_folder(cache, key), digest) is not None:
         return caching.model_folder(cache, key)
-    need = 4 * gguf_facts.read(path).elements
     return ensure(Order(key, path.name, "gguf", digest, lambda _workspace, _say: path, need), cache, say)

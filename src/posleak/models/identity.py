@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from posleak.errors import ModelError
 from posleak.models.border import border, spelled
 from posleak.text import visible
 from posleak.typed import Number
@@ -127,7 +128,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         rotary={}
         if getattr(text, "learned_positions", False)
         else _plain(getattr(text, "rope_parameters", None) or {}),
-        windows=windows(text),
+        windows=windows(text, provenance.name),
         layer_types=_layer_types(text),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(input_device(model)),
@@ -217,20 +218,34 @@ def config_sha256(config: PreTrainedConfig) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Per layer: how many keys a query may see, None for all of them."""
+SPANS = {
+    "sliding_attention": ("sliding_window", "kept_window"),
+    "chunked_attention": ("attention_chunk_size",),
+    "local": ("window_size",),
+}
+"""Keys of a config that limit what a kind of layer may see; the first that is set counts."""
+
+
+def windows(text: PreTrainedConfig, where: str) -> tuple[int | None, ...]:
+    """Return per layer how many keys a query may see, None for all of them; `where` is named in errors."""
     types = _layer_types(text)
-    span = getattr(text, "sliding_window", None) or getattr(text, "kept_window", None)
-    if getattr(text, "use_sliding_window", True) is False:
-        span = None
     if types is None:
-        return (span,) * _largest(text, "num_hidden_layers")
-    spans = {
-        "sliding_attention": span,
-        "chunked_attention": getattr(text, "attention_chunk_size", None),
-        "local": getattr(text, "window_size", None),
-    }
-    return tuple(spans.get(kind) for kind in types)
+        types = ("sliding_attention",) * _largest(text, "num_hidden_layers")
+    return tuple(_span(text, kind, where) for kind in types)
+
+
+def _span(text: PreTrainedConfig, kind: str, where: str) -> int | None:
+    """Return the window of one kind of layer; reject one that leaves a query no key, not even its own."""
+    if kind == "sliding_attention" and getattr(text, "use_sliding_window", True) is False:
+        return None
+    stated = ((name, getattr(text, name, None)) for name in SPANS.get(kind, ()))
+    name, span = next(((name, span) for name, span in stated if span is not None), ("", None))
+    if span is None or (type(span) is int and span > 0):
+        return span
+    raise ModelError(
+        "the config states a window that no model can have", where=where, got=f"{name} = {span!r:.80}",
+        expected="a whole number, 1 or more, or null where a layer sees all keys", remedy=f"correct {name}",
+    )  # fmt: skip
 
 
 def _layer_types(text: PreTrainedConfig) -> tuple[str, ...] | None:

@@ -113,6 +113,7 @@ def load(
     progress           called with each step while a built-in model is fetched; by default it prints to stderr
     notice             called with the terms of use of a built-in model; by default it prints to stderr
     """
+    pretrained.require_docstrings()
     text, pinned = with_revision(_name(name))
     if pinned is not None and revision not in (None, pinned):
         raise ModelError("two revisions are asked for", where=text, got=f"{pinned} and {revision}", remedy="name one")

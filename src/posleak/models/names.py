@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 def looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or name.count("/") > 1
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a path that a file names is relative, and stays in the folder that it is relative to."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & set(":\0")
 
 
 def with_revision(name: str) -> tuple[str, str | None]:

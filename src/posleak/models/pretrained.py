@@ -6,6 +6,7 @@ would look like any other, so that a missing or misshapen tensor is an error.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 REMEDY = "fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it"
+
+
+def require_docstrings() -> None:
+    """Refuse to run under `python -OO`: transformers builds its classes from docstrings, and fails without them."""
+    if sys.flags.optimize > 1:
+        raise ModelError(
+            "Python runs without docstrings, which transformers needs", where="python -OO",
+            got=f"an optimization level of {sys.flags.optimize}", expected="0 or 1",
+            remedy="unset PYTHONOPTIMIZE, and start Python without -OO",
+        )  # fmt: skip
 
 
 @contextmanager
@@ -100,6 +111,7 @@ def read_model(
         )
     model, report = loaded
     _require_complete(folder, report)
+    _warn_of_untied(folder, model)
     return _frozen(model)
 
 
@@ -118,6 +130,18 @@ def _require_complete(folder: Path, report: dict[str, Any]) -> None:
     if unexpected:
         message = f"{folder}: the checkpoint holds tensors that the model does not use:{_sample('', unexpected)}"
         warnings.warn(message, PosleakWarning, stacklevel=4)
+
+
+def _warn_of_untied(folder: Path, model: PreTrainedModel) -> None:
+    """Warn where the config ties tensors that differ in the checkpoint: transformers keeps both, and only logs it."""
+    for name, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name not in model.all_tied_weights_keys:
+            message = (
+                f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds other "
+                "numbers for each; both are measured as stored. Set tie_word_embeddings to false in config.json "
+                "or fetch the weights again"
+            )
+            warnings.warn(message, PosleakWarning, stacklevel=4)
 
 
 def _sample(label: str, names: list[str], most: int = 5) -> str:

@@ -10,7 +10,7 @@ from posleak.errors import ModelError, did_you_mean
 from posleak.files import read_regular
 from posleak.models import bounds, pretrained, trust
 from posleak.models.border import FETCH_AGAIN, border
-from posleak.models.identity import SIBLING
+from posleak.models.identity import SIBLING, windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -29,6 +29,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         _require_native_or_trusted(folder, raw, trust_remote_code)
         config = pretrained.read_config(folder, trust_remote_code=trust_remote_code)
         _require_decoder(folder, config)
+        windows(config.get_text_config(decoder=True), str(path))
     return config
 
 

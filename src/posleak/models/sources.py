@@ -17,7 +17,7 @@ from posleak.models import builtin, manifest, refusals, shipped
 from posleak.models import cache as caching
 from posleak.models.border import border, spelled
 from posleak.models.manifest import Manifest
-from posleak.models.names import looks_like_a_path
+from posleak.models.names import is_inside, looks_like_a_path
 from posleak.text import one_line
 
 if TYPE_CHECKING:
@@ -150,16 +150,22 @@ def _folder(path: Path, revision: str | None) -> Located:
 
 
 def snapshot(path: Path, revision: str | None) -> Path:
+    """Return the folder itself or, of a hub cache, the snapshot of a revision, which must be in its snapshots/."""
     if (path / "config.json").is_file() or not (path / "snapshots").is_dir():
         if revision is not None:
             raise no_revisions(str(path), revision, "this folder")
         return path.resolve()
-    reference = path / "refs" / (revision or "main")
-    commit = read_regular(reference).decode().strip() if reference.is_file() else (revision or "")
-    snapshot = path / "snapshots" / commit
-    if not commit or not snapshot.is_dir():
-        known = sorted(child.name for child in (path / "snapshots").iterdir())
-        raise ModelError("no such revision in this hub cache", where=str(path), got=revision or "main", expected=known)
+    asked, snapshots = revision or "main", path / "snapshots"
+    reference = path / "refs" / asked
+    commit = read_regular(reference).decode().strip() if is_inside(asked) and reference.is_file() else asked
+    snapshot = snapshots / commit
+    if not is_inside(commit) or not snapshot.is_dir() or snapshot.resolve().parent != snapshots.resolve():
+        known = sorted(child.name for child in snapshots.iterdir())
+        raise ModelError(
+            "no such revision in this hub cache", where=str(path),
+            got=asked if commit == asked else f"{asked}, which refers to {commit[:200]!r}", expected=known,
+            remedy="name a folder of its snapshots/, or fetch the model again",
+        )  # fmt: skip
     return snapshot
 
 

@@ -12,12 +12,13 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
 from posleak.files import read_regular
 from posleak.models.border import FETCH_AGAIN
+from posleak.models.names import is_inside
 from posleak.text import size
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _indexed(folder: Path, index: str) -> list[str]:
     """The files that an index names; each must be inside the folder, by name, and there."""
     path = folder / index
     named = _weight_map(path)
-    outside = [name for name in named if not _is_inside(name)]
+    outside = [name for name in named if not is_inside(name)]
     if outside:
         raise ModelError(
             "the index names a file outside the model's folder, which is not read", where=str(path), got=outside[0],
@@ -142,11 +143,6 @@ def _weight_map(path: Path) -> list[str]:
         "the index of the weights cannot be read", where=str(path), got=f"{path.stat().st_size} bytes",
         expected="JSON with a weight_map from tensors to files", remedy=FETCH_AGAIN,
     )  # fmt: skip
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name.replace("\\", "/"))
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & set(":\0")
 
 
 def _no_weights(folder: Path) -> ModelError:

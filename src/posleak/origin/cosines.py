@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
@@ -35,12 +35,13 @@ def joined_cosines(each: Sequence[Sampled], jackknife: Jackknife) -> tuple[Estim
         nothing, nan = np.zeros(0), np.array(np.nan)
         return Estimate(nothing, nothing, nothing, jackknife.prompts), Estimate(nan, nan, nan, jackknife.prompts)
     found = combined(lambda *every: np.stack(every, axis=-1), *each)
-    return found.estimate, combined(lambda every: every.mean(-1), found).estimate
+    with np.errstate(invalid="ignore"):  # below FEWEST rows, replicates are infinite, and there is no interval
+        return found.estimate, combined(lambda every: every.mean(-1), found).estimate
 
 
 def mean_cosine(x: Float[Tensor, "n W"]) -> float:
-    """The mean cosine over pairs of different rows."""
-    u, n = unit(x), len(x)
+    """The mean cosine over pairs of different rows; NaN where a row has no direction."""
+    u, n = _directions(x), len(x)
     return (float(u.sum(0).square().sum()) - n) / (n * (n - 1)) if n > 1 else float("nan")
 
 
@@ -51,10 +52,14 @@ def resultant(x: Float[Tensor, "n W"]) -> float:
 
 def pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
     """The mean cosine among the rows of x; NaN where a row has no direction."""
-    u = unit(x)
-    if bool((u.square().sum(-1) < 0.5).any()):
-        u = torch.full_like(u, torch.nan)
+    u = _directions(x)
     with_others = 2 * (u @ u.sum(0) - u.square().sum(-1))
     sides = (torch.from_numpy(side).chunk(NEIGHBOURS) for side in pairs(jackknife.prompts))
     together = torch.cat([2 * (u[first] * u[second]).sum(-1) for first, second in zip(*sides, strict=True)])
     return jackknife.of_sums(np.array(mean_cosine(u)), with_others.numpy(), together.numpy())
+
+
+def _directions(x: Float[Tensor, "n W"]) -> Float64[Tensor, "n W"]:
+    """Return the unit rows of x; NaN, all of them, where a row is zero."""
+    u = unit(x)
+    return torch.full_like(u, torch.nan) if bool((u.square().sum(-1) < 0.5).any()) else u

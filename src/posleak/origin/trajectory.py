@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from posleak.errors import UnsupportedError
+
 from .cosines import mean_cosine
 from .states import unit
 
@@ -84,13 +86,14 @@ class Trajectory:
     def of(cls, x: Float[Tensor, "J W"], scale: Scale, token: int, spelled: str | None) -> Trajectory:
         """x: the one-token sequence."""
         u, norm = unit(x), x.double().norm(dim=-1).numpy()
+        _require_direction(norm, token)
         middle = (u @ u[len(u) // 2]).numpy()
         settles, leaves = settled(middle)
         step = np.concatenate([[np.nan], (u[1:] * u[:-1]).sum(-1).numpy()])
         return cls(
-            token, spelled, norm, norm / scale.norm, step, (u @ u[-1]).numpy(), middle,
+            token, spelled, norm, _ratio(norm, scale.norm, np.nan), step, (u @ u[-1]).numpy(), middle,
             tuple(dimensions(depth, float(entry)) for depth, entry in zip(x, scale.entry, strict=True)),
-            settles, leaves, 1 + int(np.argmax(norm[1:] / norm[:-1])), scale,
+            settles, leaves, 1 + int(np.argmax(_ratio(norm[1:], norm[:-1], 0))), scale,
         )  # fmt: skip
 
     @property
@@ -106,6 +109,23 @@ class Trajectory:
             "middle": self.middle, "dimensions": self.dimensions,
             "body": {"median_entry": scale.entry, "median_norm": scale.norm, "alike": scale.alike, "n": scale.n},
         }  # fmt: skip
+
+
+def _require_direction(norm: Float64[np.ndarray, "J"], token: int) -> None:
+    """Refuse a model whose state at position 0 is zero where its direction is asked for: at the middle depth."""
+    if norm[len(norm) // 2] > 0:
+        return
+    zero = ", ".join(map(str, np.flatnonzero(norm == 0)))
+    raise UnsupportedError(
+        "the state at position 0 is zero, so that it has no direction that could be followed", where="position 0",
+        got=f"token {token}: x_0 = 0 at depth {zero} of 0 to {len(norm) - 1}", expected="a state other than zero",
+        remedy="check the weights, of embeddings and norms first; `posleak measure` and `posleak trace` need no states",
+    )  # fmt: skip
+
+
+def _ratio(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], undefined: float) -> Float64[np.ndarray, "n"]:
+    """Return x / y, and `undefined` where y is zero."""
+    return np.asarray(np.divide(x, y, out=np.full_like(x, undefined), where=y > 0))
 
 
 def settled(cosine: Float64[np.ndarray, "J"]) -> tuple[int, int]:

@@ -158,8 +158,9 @@ def _explicit(subject: Subject) -> bool:
 def _inner_width(subject: Subject) -> int:
     """The feed-forward width of one token; of a mixture of experts, of all experts that a token goes through."""
     config = subject.model.config.get_text_config()
-    inner = getattr(config, "intermediate_size", None) or 4 * subject.identity.width
-    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # some families have one per layer
+    inner = getattr(config, "intermediate_size", None)
+    inner = max(inner) if isinstance(inner, (list, tuple)) and inner else inner  # some families have one per layer
+    inner = inner if isinstance(inner, int) and inner else 4 * subject.identity.width
     experts = getattr(config, "num_experts_per_tok", None) or 1
     return int(max(inner, experts * (getattr(config, "moe_intermediate_size", None) or inner)))
 

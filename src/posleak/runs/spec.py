@@ -139,11 +139,12 @@ BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def parse_bytes(text: str | int | None) -> int | None:
     """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
-    if not isinstance(text, str):
+    if text is None or type(text) is int:
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
     if found is None or (found[3] and not found[2]):
         raise InputError(
-            "not an amount of memory", where="--max-memory", got=text, expected="a number with a unit, like 8GB"
-        )
+            "not an amount of memory", where="--max-memory", got=f"{text!r:.80}",
+            expected="a number with a unit, like 8GB",
+        )  # fmt: skip
     return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])

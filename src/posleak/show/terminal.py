@@ -226,12 +226,12 @@ def share_bar(shares: dict[str, float]) -> Text:
 
 
 def spark(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
-    """One block per value; NaN is a dot."""
+    """One block per value; NaN and infinity are dots."""
     numbers = [float(value) for value in values]
-    there = [value for value in numbers if not math.isnan(value)]
+    there = [value for value in numbers if math.isfinite(value)] or [0.0]
     bottom, top = min(there) if low is None else low, max(there) if high is None else high
     scale = (len(BLOCKS) - 1) / ((top - bottom) or 1.0)
     blocks = [
-        None if math.isnan(value) else round(scale * (min(max(value, bottom), top) - bottom)) for value in numbers
+        round(scale * (min(max(value, bottom), top) - bottom)) if math.isfinite(value) else None for value in numbers
     ]
     return "".join("·" if block is None else BLOCKS[block] for block in blocks)

@@ -17,7 +17,7 @@ from posleak.models.names import with_revision
 from posleak.models.steps import checkpoints
 
 from .cells import Cell, Resources
-from .pieces import listed, mapping, resources, text, whole, wrong
+from .pieces import MOST_DIGITS, listed, mapping, resources, text, whole, wrong
 
 OF_MODEL = ("model", "revisions", "checkpoints", "steps", "title", "dtype", "device", "device_map", "resources")
 
@@ -98,10 +98,8 @@ def _revisions(model: str, given: Mapping[str, Any], title: str | None, where: s
 def _step(name: str) -> int | None:
     """`step1000-tokens4B` → 1000; `checkpoint-32` → 32; `main` → None"""
     found = _STEP.search(name)
-    if found is None:
-        digits = re.findall(r"\d+", name)
-        return int(digits[0]) if len(digits) == 1 else None
-    return int(found[1] or found[2])
+    digits = re.findall(r"\d+", name) if found is None else [found[1] or found[2]]
+    return int(digits[0]) if len(digits) == 1 and len(digits[0]) <= MOST_DIGITS else None
 
 
 def _chosen(found: Sequence[Model], steps: Sequence[int], where: str) -> list[Model]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from posleak.errors import InputError, NoEffectError, PosleakError, did_you_mean
 from posleak.inputs.corpus import STDLIB
+from posleak.models.names import is_inside
 from posleak.runs.spec import TRACED
 from posleak.text import visible
 
@@ -90,7 +91,10 @@ def manifest(said: Any, *, name: str = "sweep", where: str = "manifest") -> Mani
     if not found:
         raise wrong(where, "the manifest has no cells", remedy="give it at least one model under `models`")
     out = None if top.get("out") is None else text(top["out"], f"{where}, out")
-    return Manifest(text(top.get("name", name), f"{where}, name"), titled(found.values()), out)
+    called = text(top.get("name", name), f"{where}, name")
+    if not is_inside(called):
+        raise wrong(f"{where}, name", "the name leads out of the folder of results", called, remedy="use a plain name")
+    return Manifest(called, titled(found.values()), out)
 
 
 # -- one grid --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ MOST = 100_000
 """Values of a list, and cells of a sweep, that can be meant."""
 
 RESOURCES = ("cpus", "gpus", "memory")
-TEXT = "tag:yaml.org,2002:str"
+TEXT, WHOLE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
+MOST_DIGITS = 40
+"""Characters of a whole number that can be meant."""
 
 
 def mapping(said: Any, keys: Sequence[str], where: str) -> dict[str, Any]:
@@ -73,7 +75,10 @@ def wrong(
 
 
 def loader() -> Any:
-    """YAML's safe loader, which also refuses a key that stands twice: the first would be dropped without a word."""
+    """YAML's safe loader, which also refuses a key that stands twice: the first would be dropped without a word.
+
+    It refuses numbers of too many digits, too, since Python cannot write them down.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
@@ -86,4 +91,11 @@ def loader() -> Any:
                 seen.add(key.value)
             return super().construct_mapping(node, deep)
 
+        def construct_yaml_int(self, node: Any) -> Any:
+            if len(node.value) > MOST_DIGITS:
+                said = f"a number of {len(node.value):,} characters, where {MOST_DIGITS} are enough"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+            return super().construct_yaml_int(node)
+
+    Loader.add_constructor(WHOLE, Loader.construct_yaml_int)
     return Loader
