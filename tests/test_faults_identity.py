@@ -217,6 +217,33 @@ def test_a_model_that_changes_while_it_is_measured_is_marked(tmp_path: Path) -> 
     assert pl.measure(model, **SHORT).record.changed is None
 
 
+class Growing(torch.nn.Module):
+    """Multiplies by more in each pass: a state that is not a tensor."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.step, self.factor = step, [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor[0] += self.step
+        return torch.nn.functional.silu(x) * self.factor[0]
+
+
+@pytest.mark.parametrize("step", [0.0, 0.01])
+def test_a_model_whose_modules_have_a_state_is_marked_if_the_state_changes_its_output(step: float) -> None:
+    model = tiny()
+    model.get_submodule("model.layers.1.mlp").act_fn = Growing(step)
+    passes = list[int]()
+    model.lm_head.register_forward_hook(lambda module, args, out: passes.append(len(out)))
+    if step:
+        with pytest.warns(PosleakWarning, match=r"changed while it was measured.*fingerprint"):
+            run = pl.measure(model, **SHORT)
+    else:
+        run = pl.measure(model, **SHORT)
+    assert (run.record.changed is not None) is bool(step)
+    assert len(passes) == 1 + bool(step)  # the head is run for fingerprints only
+
+
 def test_a_model_whose_output_is_random_is_refused() -> None:
     model = tiny()
     model.get_submodule("model.layers.1.mlp").register_forward_hook(

@@ -25,7 +25,7 @@ from families import tiny as family
 from inputs_subject import subject, word_tokenizer
 from models_tiny import edit_config, save, tiny
 from posleak.doctor import Diagnosis
-from posleak.errors import InputError, ModelError, PosleakWarning, UnsupportedError
+from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
 from posleak.inputs import limits
 from posleak.inputs.given import read_given
 from posleak.models import Subject, hashing, load
@@ -41,7 +41,6 @@ from posleak.sweep.manifest import manifest, read_manifest
 
 WINDOWS = [
     ("Mistral", {}, "sliding_window", -3),
-    ("Mistral", {}, "sliding_window", 0),
     ("Qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}, "sliding_window", -1),
 ]
 
@@ -307,3 +306,10 @@ def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -
     assert stored is not None
     assert stored.record.reference.spelled == r"w\x001"
     assert r"w\x001" in stored.arrays["spelled"].values
+
+
+def test_a_window_of_no_keys_is_seen_when_it_is_measured() -> None:
+    """Families that do not use the key may state 0; one that does hides every key, and has no attention."""
+    with pytest.raises(CheckError, match="NaN or infinity"):
+        pl.measure(tiny("Mistral", sliding_window=0), length=32, prompts=4)
+    assert pl.Subject.of(tiny("Llama", sliding_window=0)).identity.windows == (None, None, None)

@@ -239,7 +239,7 @@ def _span(text: PreTrainedConfig, kind: str, where: str) -> int | None:
     if kind == "sliding_attention" and getattr(text, "use_sliding_window", True) is False:
         return None
     stated = ((name, getattr(text, name, None)) for name in SPANS.get(kind, ()))
-    name, span = next(((name, span) for name, span in stated if span is not None), ("", None))
+    name, span = next(((name, span) for name, span in stated if span), ("", None))  # 0 hides nothing in most families
     if span is None or (type(span) is int and span > 0):
         return span
     raise ModelError(

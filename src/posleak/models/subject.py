@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, UnsupportedError
 from posleak.models import hashing
@@ -26,13 +26,14 @@ class Subject:
     """A model that can be measured. Nothing in posleak changes it; edits are applied around a forward pass.
 
     `identity` describes the model at the time when it was taken. Every measurement takes it again (`current`, which
-    `probe.fingerprint.identified` completes by a fingerprint).
+    `probe.fingerprint.identified` completes by a fingerprint). `attributes` are those of its modules at that time.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     identity: Identity
     provenance: Provenance
+    attributes: tuple[Any, ...] = ()
 
     @classmethod
     def of(
@@ -63,7 +64,16 @@ class Subject:
                 source=provenance.source.removesuffix(CHANGED) + ("" if provenance.source == "object" else CHANGED),
             )  # fmt: skip
         identity = replace(describe(self.model, self.tokenizer, provenance), fingerprint=fingerprint)
-        return Subject(self.model, self.tokenizer, identity, provenance)
+        return Subject(self.model, self.tokenizer, identity, provenance, _attributes(self.model))
+
+    def is_unchanged(self) -> bool:
+        """Return whether the weights and the attributes of all modules are those of when the subject was identified."""
+        from posleak.models.hold import exclusive
+
+        with exclusive(self.model):
+            return self.attributes == _attributes(self.model) and self.provenance.checksum == hashing.checksum(
+                self.model
+            )
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +100,20 @@ class Subject:
 
     def __repr__(self) -> str:
         return f"Subject({self.identity.short()})"
+
+
+def _attributes(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Return the attributes of all modules, hooks included, in a form that can be compared at another time."""
+    return tuple(_mark(vars(module)) for module in model.modules())
+
+
+def _mark(value: Any, depth: int = 3) -> Any:
+    """Return the value itself if it is simple, its items if it is a container, and else which object it is."""
+    if isinstance(value, dict) and depth:
+        return tuple((key, _mark(item, depth - 1)) for key, item in value.items())
+    if isinstance(value, list | tuple) and depth:
+        return tuple(_mark(item, depth - 1) for item in value)
+    return value if value is None or isinstance(value, str | int | float) else id(value)
 
 
 def taken_checksum(model: PreTrainedModel) -> str:

@@ -7,6 +7,7 @@ autocast. It does not see what acts only on other tokens or on longer prompts.
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ TOKENS, READ = 8, 16
 
 
 def fingerprint(subject: Subject) -> tuple[float, ...]:
-    """Return READ logits at the end of the fixed prompt, then log Σ exp(logits) at each of its TOKENS positions.
+    """Return READ logits at the last of TOKENS positions of the fixed prompt, and log Σ exp(logits) there.
 
     The tokens of the prompt, and those whose logits are read, are spread evenly over the vocabulary.
     """
@@ -35,13 +36,16 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
         if not torch.equal(state, torch.get_rng_state()):
             _require_same(subject, logits, _logits(subject, ids))
     read = _spread(READ, logits.shape[-1]).to(logits.device)
-    found: list[float] = torch.cat([logits[-1, read], logits.logsumexp(-1)]).tolist()
+    found: list[float] = torch.cat([logits[read], logits.logsumexp(-1)[None]]).tolist()
     return tuple(found)
 
 
 def _logits(subject: Subject, ids: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = subject.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0][0]
-    return found.double()
+    """Return the logits at the last position; models that can leave out the others do."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(subject.model.forward).parameters else {}
+    found = subject.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **last)
+    logits: torch.Tensor = found[0][0, -1].double()
+    return logits
 
 
 def _require_same(subject: Subject, first: torch.Tensor, second: torch.Tensor) -> None:
@@ -66,8 +70,11 @@ def identified(subject: Subject) -> Subject:
 
 
 def changed(subject: Subject) -> str | None:
-    """Return a sentence if the model is no longer what it was when the subject was identified; None otherwise."""
-    now = identified(subject)
+    """Return a sentence if the model is no longer what it was when the subject was identified; None otherwise.
+
+    A model whose weights and attributes are all the same need not run again: it computes the same.
+    """
+    now = subject if subject.is_unchanged() else identified(subject)
     if now is subject:
         return None
     return (
