@@ -229,7 +229,7 @@ class Growing(torch.nn.Module):
         return torch.nn.functional.silu(x) * self.factor[0]
 
 
-@pytest.mark.parametrize("step", [0.0, 0.01])
+@pytest.mark.parametrize("step", [0.0, 0.002])
 def test_a_model_whose_modules_have_a_state_is_marked_if_the_state_changes_its_output(step: float) -> None:
     model = tiny()
     model.get_submodule("model.layers.1.mlp").act_fn = Growing(step)
