@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from posleak.errors import ModelError, StorageError
-from posleak.files import write_atomically
+from posleak.files import read_regular, write_atomically
 from posleak.models.border import border
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _memory_of(path: Path, cache: Path) -> Path:
 def _recall(known: Path) -> str | None:
     """What is remembered; None if there is nothing, or nothing that can be read as a hash."""
     try:
-        found = json.loads(known.read_bytes())
+        found = json.loads(read_regular(known))
     except (OSError, ValueError, RecursionError):
         return None
     digest = found.get("sha256") if isinstance(found, dict) else None

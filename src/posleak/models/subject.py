@@ -71,9 +71,8 @@ class Subject:
         from posleak.models.hold import exclusive
 
         with exclusive(self.model):
-            return self.attributes == _attributes(self.model) and self.provenance.checksum == hashing.checksum(
-                self.model
-            )
+            same = self.attributes == _attributes(self.model)
+            return same and self.provenance.checksum == hashing.checksum(self.model)
 
     @property
     def device(self) -> torch.device:

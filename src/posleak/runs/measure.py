@@ -17,8 +17,18 @@ from numpy.typing import NDArray
 from posleak.axes import layer_names
 from posleak.callable import call_as
 from posleak.edits import NamedEdit, require_readable, texts, unreadable
-from posleak.errors import CheckError, InputError, NoEffectError, RunError, StorageError, shorter_prompts, warn
-from posleak.files import sole_writer
+from posleak.errors import (
+    BusyError,
+    CheckError,
+    InputError,
+    NoEffectError,
+    PosleakError,
+    RunError,
+    StorageError,
+    shorter_prompts,
+    warn,
+)
+from posleak.files import LOCK, held, sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import UNLENT
 from posleak.leakage import FEWEST, narrow_layers
@@ -38,7 +48,7 @@ from .beside import Beside
 from .folder import RECORD, has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
-from .record import Machine, Record, clear_run, digest, read_record, require_same
+from .record import Machine, Record, clear_run, digest, is_finished, read_record, require_same
 from .run import Run, assembled, meters_of
 from .software import now, slug, versions
 from .spec import MeasureSpec, parse_bytes
@@ -102,8 +112,22 @@ def measure(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
         origin=origin, edits=texts(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
+    if out is not None:
+        _require_idle(Path(out), fresh)
     ready = Measurement.of(found.subject, found.spec, found.given, max_memory, observers=watching)
     return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
+
+
+def _require_idle(folder: Path, fresh: bool) -> None:
+    """Refuse a folder that another thread or process is measuring into, before waiting for the model."""
+    try:
+        if (folder / LOCK).exists() and (fresh or not is_finished(folder)):
+            with held(folder / LOCK, wait=False):
+                pass
+    except BusyError:
+        raise
+    except (PosleakError, OSError):
+        pass  # the measurement itself reports it
 
 
 def _silent(done: int, of: int) -> None:
