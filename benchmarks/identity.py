@@ -21,7 +21,7 @@ from posleak.models.subject import taken_checksum
 from posleak.runs.software import versions
 from posleak.stopwatch import Stopwatch
 
-ROUNDS, LENGTH, PROMPTS = 5, 256, 16
+ROUNDS, LENGTH, PROMPTS = 7, 256, 16
 
 
 def main(model: str) -> None:

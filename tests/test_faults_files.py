@@ -557,3 +557,14 @@ def test_an_estimate_of_one_cell_holds_floats(whole: Run) -> None:
     assert all(isinstance(end, np.ndarray) and end.shape == (3,) for end in ends(several))
     read = from_json(Estimate, '{"value": [1, null], "low": [0, 0], "high": [2, 2], "n": 3}')
     assert isinstance(read.value, np.ndarray)
+
+
+def test_a_descriptor_that_is_a_file_is_appended_to(tmp_path: Path) -> None:
+    """`--out /dev/fd/1 >> log` must neither replace nor truncate the log."""
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    code = "import sys; from pathlib import Path; from posleak.files import write_atomically\n"
+    code += "write_atomically(Path('/dev/fd/1'), lambda path: path.write_text('page'))\nprint('after')"
+    with log.open("a") as stream:
+        subprocess.run([sys.executable, "-c", code], stdout=stream, check=True)
+    assert log.read_text() == "before\npageafter\n"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import mmap
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -170,6 +173,78 @@ def test_code_around_the_weights_is_part_of_the_identity(
     assert total(after) != total(before)
 
 
+def only_long(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward method that differs on long prompts only, where no fingerprint sees it."""
+
+    @functools.wraps(forward)
+    def patched(x: torch.Tensor) -> Any:
+        return forward(x) * (2 if x.shape[1] > 16 else 1)
+
+    return patched
+
+
+@pytest.mark.parametrize("offloaded", ["", "before", "after"])
+def test_a_replaced_method_is_listed_although_it_looks_like_the_models_own(offloaded: str, tmp_path: Path) -> None:
+    """`functools.wraps` copies the name of the module, and accelerate replaces methods itself."""
+    model = tiny()
+    if offloaded == "before":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    before = pl.measure(model, **SHORT, out=tmp_path / "run")
+    assert before.record.identity.hooks == ()
+    layer = model.get_submodule("model.layers.1.mlp.up_proj")
+    layer.forward = only_long(layer.forward)
+    if offloaded == "after":
+        accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(RunError, match=r"hooks \[\] there, \['model\.layers\.1\.mlp\.up_proj: "):
+        pl.measure(model, **SHORT, out=tmp_path / "run")
+
+
+class Masking(torch.nn.Module):
+    """Hides a part of the vocabulary, as models for images and texts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.arange(x.shape[-1]) > 80, torch.finfo(x.dtype).min)
+
+
+def test_hidden_tokens_do_not_blind_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    model.lm_head = torch.nn.Sequential(model.lm_head, Masking())
+    before = pl.measure(model, **SHORT, out=tmp_path / "run")
+    assert pl.measure(model, **SHORT, out=tmp_path / "run").record == before.record
+    patched(model, monkeypatch)
+    with pytest.raises(RunError, match="fingerprint"):
+        pl.measure(model, **SHORT, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "LlamaModel"])
+def test_models_without_logits_at_each_position_have_a_fingerprint_of_states(head: str) -> None:
+    model = getattr(transformers, head)(tiny().config)
+    found = pl.measure(model, **SHORT).record.identity.fingerprint
+    assert found is not None
+    assert len(found) == 17
+
+
+def test_a_resized_vocabulary_is_that_of_the_model_as_it_is() -> None:
+    subject = pl.Subject.of(tiny())
+    subject.model.resize_token_embeddings(50)
+    assert pl.measure(subject, **SHORT).record.identity.vocab == 50
+
+
+def test_settings_of_outputs_are_no_part_of_the_identity(tmp_path: Path) -> None:
+    subject = pl.Subject.of(tiny())
+    before = pl.measure(subject, **SHORT, out=tmp_path / "run")
+    subject.model.config.use_cache = False  # as before training
+    assert pl.measure(subject, **SHORT, out=tmp_path / "run").record == before.record
+
+
+def test_a_long_pass_of_a_dynamic_rotation_is_no_change(tmp_path: Path) -> None:
+    rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    subject = pl.Subject.of(tiny(rope_parameters=rotation, max_position_embeddings=48))
+    before = pl.measure(subject, **SHORT, out=tmp_path / "run")
+    subject.model(torch.arange(3, 93)[None])
+    assert pl.measure(subject, **SHORT, out=tmp_path / "run").record == before.record
+
+
 def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = tiny()
@@ -253,6 +328,58 @@ def test_a_model_whose_output_is_random_is_refused() -> None:
         pl.measure(model, **SHORT)
 
 
+@pytest.mark.parametrize("change", ["config", "global hook", "tensor"])
+def test_changes_of_config_hooks_and_plain_tensors_during_a_measurement_are_marked(change: str) -> None:
+    model = tiny("Mistral", sliding_window=4)
+    scale = torch.ones(())
+    mlp = model.get_submodule("model.layers.1.mlp")
+    mlp.scale = scale
+    mlp.register_forward_hook(lambda module, args, out: out * module.scale)
+    handles = list[Any]()
+
+    def act(done: int, of: int) -> None:
+        if change == "config":
+            model.config.sliding_window = 64
+        elif change == "global hook":
+            handles.append(torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None))
+        else:
+            scale.mul_(9)
+
+    with pytest.warns(PosleakWarning, match="changed while it was measured"):
+        pl.measure(model, **SHORT, progress=act)
+    for handle in handles:
+        handle.remove()
+
+
+def test_batches_of_a_model_that_changed_before_an_error_are_not_resumed(tmp_path: Path) -> None:
+    model = tiny()
+    weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    expected, kept = total(pl.measure(model, **SHORT, batch=1)), weight.detach().clone()
+
+    def act(done: int, of: int) -> None:
+        weight.data.mul_(30)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pl.measure(model, **SHORT, batch=1, out=tmp_path / "run", progress=act)
+    weight.data.copy_(kept)
+    assert total(pl.measure(model, **SHORT, batch=1, out=tmp_path / "run")) == expected
+
+
+def test_a_buffer_that_counts_passes_does_not_keep_a_model_from_being_traced() -> None:
+    model = tiny()
+    passes = torch.zeros(())
+    model.register_buffer("passes", passes)
+
+    def count(module: torch.nn.Module, args: Any) -> None:
+        passes.add_(1)
+
+    model.model.register_forward_pre_hook(count)
+    with pytest.warns(PosleakWarning, match="changed while it was measured"):
+        assert pl.trace(model, **SHORT).remainder < 1e-4
+
+
 def test_conditions_of_a_model_that_has_changed_are_not_compared(tmp_path: Path) -> None:
     subject = pl.Subject.of(tiny())
     conditions = Conditions(subject, MeasureSpec(**SHORT))
@@ -317,6 +444,23 @@ def test_modes_gradients_and_random_state_are_given_back(work: str) -> None:
     assert everything(model) == before
 
 
+def test_other_threads_get_each_random_number_once() -> None:
+    """The random state belongs to all threads: restoring it would repeat what they draw meanwhile."""
+    drawn, done, models = list[float](), threading.Event(), [tiny() for _ in range(3)]
+
+    def draw() -> None:
+        while not done.is_set():
+            drawn.append(float(torch.rand(())))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for model in models:
+        pl.measure(model, **SHORT)
+    done.set()
+    thread.join()
+    assert len(set(drawn)) > 0.99 * len(drawn)  # of 24 bits each, some agree by chance
+
+
 def test_numbers_of_a_model_in_train_mode_are_those_of_its_eval_mode() -> None:
     model = tiny("Phi", hidden_size=32, head_dim=8, resid_pdrop=0.5, embd_pdrop=0.5)
     expected = total(pl.measure(model.eval(), **SHORT))
@@ -328,7 +472,6 @@ def test_numbers_of_a_model_in_train_mode_are_those_of_its_eval_mode() -> None:
 
 
 def test_offloaded_weights_are_read_where_they_are(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
     model = tiny(**WIDE)
     expected = pl.measure(model, **SHORT)
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
@@ -344,6 +487,14 @@ def test_offloaded_weights_are_read_where_they_are(tmp_path: Path) -> None:
     stored = tmp_path / "off" / "model.layers.1.mlp.up_proj.weight.dat"
     stored.write_bytes((np.frombuffer(stored.read_bytes(), np.float32) * 1.5).astype(np.float32).tobytes())
     assert pl.measure(model, **SHORT).record.identity.weights_sha256 != expected.record.identity.weights_sha256
+
+
+def test_buffers_of_every_kind_are_hashed() -> None:
+    model = tiny()
+    plain = hashing.model_sha256(model)
+    model.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
+    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex64).conj(), persistent=False)
+    assert pl.measure(model, **SHORT).record.identity.weights_sha256 == hashing.model_sha256(model) != plain
 
 
 def test_weights_that_are_nowhere_are_refused() -> None:

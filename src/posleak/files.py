@@ -63,7 +63,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Not for HDF5: its library crashes where a write fails, so that netCDF is made in memory and written as bytes.
     """
     try:
-        if _is_stream(path):
+        if is_stream(path):
             _write_into(path, write)
         else:
             _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, write)
@@ -71,8 +71,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise cannot_write(path, error) from error
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Return whether the path leads to something that can be written to but not replaced."""
+    if _descriptor(path) is not None:
+        return True
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -84,8 +86,15 @@ def _write_into(path: Path, write: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory(prefix="posleak-") as folder:
         whole = Path(folder) / path.name
         write(whole)
-        with whole.open("rb") as source, path.open("wb") as stream:
+        number = _descriptor(path)
+        with whole.open("rb") as source, open(path if number is None else os.dup(number), "wb") as stream:
             shutil.copyfileobj(source, stream)
+
+
+def _descriptor(path: Path) -> int | None:
+    """Return the number of an open descriptor of this process that the path names: it may be a file, to append to."""
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(path))
+    return int(found[1]) if found else {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from posleak.files import is_stream
+
 from .app import app, emit, emit_text, out, tell, working
 from .options import Json, Runs, named_path
 
@@ -48,7 +50,7 @@ def report_command(
     if as_json:
         emit(written.as_dict())
         return
-    if written.page.is_file():  # a pipe gets the page alone
+    if not is_stream(written.page):  # a stream gets the page alone
         size = written.page.stat().st_size / 1e6
         out.print(f"{written.page.resolve()} ({size:.1f} MB)", soft_wrap=True)
     if assets is not None:

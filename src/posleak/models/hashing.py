@@ -197,18 +197,22 @@ def _update(digest: Any, tensor: torch.Tensor) -> None:
     """Feed a tensor's bytes, whatever its dtype: numpy has no bfloat16, but every dtype can be viewed as bytes."""
     import torch
 
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), CHUNK):
         digest.update(flat[start : start + CHUNK].numpy().data)
 
 
 def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer by name, each once, as the plain tensors that hold its data."""
+    """Yield every parameter and buffer by name, as the plain tensors that hold its data; tied parameters once."""
     seen = set[int]()
     for place, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+        own = [(name, tensor) for name, tensor in module._parameters.items() if id(tensor) not in seen]
+        seen |= {id(tensor) for _, tensor in own}
+        for name, tensor in (*own, *module._buffers.items()):
+            if tensor is not None:
                 yield from _plain(f"{place}.{name}".lstrip("."), _stored(module, place, name, tensor))
         if hasattr(module, "_weight_bias"):  # torch.ao's eager quantisation keeps weights in an opaque object
             weight, bias = module._weight_bias()

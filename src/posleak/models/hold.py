@@ -8,7 +8,9 @@ The thread that has it attached would wait for itself, so that it is refused. Mo
 object share it, and count as one.
 
 While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
-an error, every module has its own mode again. `own_random_state` does the same for the random state of torch.
+an error, every module has its own mode again. `own_random_state` does the same for torch's random state, for models
+that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
+the same numbers twice.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
@@ -64,7 +67,7 @@ at any line of any thread, those below included."""
 def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
     """Every config that says which attention some part of the model uses, each once."""
     found: dict[int, Any] = {}
-    todo = [module.config for module in model.modules() if hasattr(module, "config")]
+    todo = [module.config for module in model.modules() if "config" in vars(module) or hasattr(type(module), "config")]
     while todo:
         config = todo.pop()
         if id(config) not in found:
@@ -107,10 +110,26 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_random_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore torch's random state on exit, of the CPU and of the CUDA devices that the model is on."""
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    """Restore torch's random state on exit if the model draws random numbers (`drawing`)."""
+    if model not in drawing:
         yield
+        return
+    with torch.random.fork_rng(devices=cuda_devices(model)):
+        yield
+
+
+drawing: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that were seen to draw random numbers in a forward pass."""
+
+
+def cuda_devices(model: torch.nn.Module) -> list[int]:
+    """Return the indices of the CUDA devices that the model is on."""
+    return sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+
+
+def random_states(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return torch's random states that a pass of the model could change."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices(model))]
 
 
 def _take(hold: Hold) -> None:

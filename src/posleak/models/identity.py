@@ -165,13 +165,11 @@ def module_device(module: torch.nn.Module) -> torch.device:
 
 def _adapters(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the adapters that act, in PEFT's layers; merged ones are weights, and are named as merged."""
-    found = set[str]()
-    for module in model.modules():
-        active, merged = getattr(module, "active_adapters", None), getattr(module, "merged_adapters", None)
-        if isinstance(active, list | tuple) and not getattr(module, "disable_adapters", False):
-            found |= set(map(str, active))
-        if isinstance(merged, list | tuple):
-            found |= {f"{name} (merged)" for name in merged}
+    found, layers = set[str](), list[Any](model.modules())
+    for layer in layers:
+        if isinstance(getattr(type(layer), "active_adapters", None), property):  # a layer of PEFT
+            found |= set() if layer.disable_adapters else set(map(str, layer.active_adapters))
+            found |= {f"{name} (merged)" for name in getattr(layer, "merged_adapters", ())}
     return tuple(sorted(found))
 
 
@@ -184,10 +182,17 @@ def _hooks(model: PreTrainedModel) -> tuple[str, ...]:
     found = [f"every module: {_qualified(hook)}" for hook in _global_hooks()]
     for name, module in model.named_modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-            hooks.append(vars(module)["forward"])
-        found += [f"{name or 'model'}: {_qualified(hook)}" for hook in hooks if not _is_recorder(hook)]
+        hooks = [hook for hook in hooks if not _is_recorder(hook)] + _replaced(module)
+        found += [f"{name or 'model'}: {_qualified(hook)}" for hook in hooks]
     return tuple(found)
+
+
+def _replaced(module: torch.nn.Module) -> list[Any]:
+    """Return the function that replaces the module's forward method, if there is one; accelerate's calls the method."""
+    forward = vars(module).get("forward")
+    if getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
+        forward = vars(module).get("_old_forward")
+    return [] if forward is None or getattr(forward, "__func__", None) is type(module).forward else [forward]
 
 
 def _global_hooks() -> list[Any]:
@@ -198,7 +203,9 @@ def _global_hooks() -> list[Any]:
 
 
 def _is_recorder(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None)).startswith("transformers.")
+    """Return whether the code of a hook is of transformers or posleak; decorators may copy the name of a module."""
+    home = str(getattr(hook, "__globals__", {}).get("__name__"))
+    return home.startswith(("transformers.", "posleak.")) and not hasattr(hook, "__wrapped__")
 
 
 def _qualified(function: Any) -> str:
@@ -207,13 +214,18 @@ def _qualified(function: Any) -> str:
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
+OUTPUTS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
+"""Keys of a config that change what a forward pass returns, and no number in it."""
+
+
 def config_sha256(config: PreTrainedConfig) -> str:
     """sha256 of the config: equal weights under another scaling, activation or window are another model.
 
-    Left out: where it was loaded from, the version of transformers, and the dtype, which the identity has by itself.
+    Left out: where it was loaded from, the version of transformers, the dtype, which the identity has by itself, and
+    what a forward pass returns.
     """
     fields = json.loads(config.to_json_string(use_diff=False))
-    apart = ("transformers_version", "dtype", "architectures")
+    apart = ("transformers_version", "dtype", "architectures", *OUTPUTS)
     kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in apart}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

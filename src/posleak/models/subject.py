@@ -64,14 +64,15 @@ class Subject:
                 source=provenance.source.removesuffix(CHANGED) + ("" if provenance.source == "object" else CHANGED),
             )  # fmt: skip
         identity = replace(describe(self.model, self.tokenizer, provenance), fingerprint=fingerprint)
-        return Subject(self.model, self.tokenizer, identity, provenance, _attributes(self.model))
+        return Subject(self.model, self.tokenizer, identity, provenance)
 
     def is_unchanged(self) -> bool:
-        """Return whether the weights and the attributes of all modules are those of when the subject was identified."""
+        """Return whether weights, config and attributes of all modules are those of when the subject was identified."""
         from posleak.models.hold import exclusive
 
         with exclusive(self.model):
-            same = self.attributes == _attributes(self.model)
+            now = describe(self.model, self.tokenizer, self.provenance)
+            same = replace(self.identity, fingerprint=None) == now and self.attributes == attributes_of(self.model)
             return same and self.provenance.checksum == hashing.checksum(self.model)
 
     @property
@@ -101,18 +102,29 @@ class Subject:
         return f"Subject({self.identity.short()})"
 
 
-def _attributes(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return the attributes of all modules, hooks included, in a form that can be compared at another time."""
-    return tuple(_mark(vars(module)) for module in model.modules())
+def attributes_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Return the attributes of all modules, hooks included, in a form that can be compared at another time.
 
+    A simple value stands for itself, a container for its items, and anything else for which object it is. Parameters
+    and buffers are left to the checksum.
+    """
+    import torch
 
-def _mark(value: Any, depth: int = 3) -> Any:
-    """Return the value itself if it is simple, its items if it is a container, and else which object it is."""
-    if isinstance(value, dict) and depth:
-        return tuple((key, _mark(item, depth - 1)) for key, item in value.items())
-    if isinstance(value, list | tuple) and depth:
-        return tuple(_mark(item, depth - 1) for item in value)
-    return value if value is None or isinstance(value, str | int | float) else id(value)
+    def mark(value: Any, depth: int) -> Any:
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if isinstance(value, dict) and depth:
+            return [(key, mark(item, depth - 1)) for key, item in value.items()] if value else None
+        if isinstance(value, list | tuple) and depth:
+            return [mark(item, depth - 1) for item in value]
+        if isinstance(value, torch.Tensor):
+            return id(value), 0 if value.is_inference() else value._version
+        return id(value)
+
+    return tuple(
+        [(name, mark(value, 2)) for name, value in vars(module).items() if name not in ("_parameters", "_buffers")]
+        for module in model.modules()
+    )
 
 
 def taken_checksum(model: PreTrainedModel) -> str:

@@ -6,67 +6,112 @@ autocast. It does not see what acts only on other tokens or on longer prompts.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import Identity, Subject, exclusive
 from posleak.models.border import border
-from posleak.models.subject import RUNNABLE
+from posleak.models.hold import cuda_devices, drawing, random_states
+from posleak.models.subject import RUNNABLE, attributes_of
 from posleak.rounding import PARITY
 
-from .native import by_itself
+from .native import by_itself, native
 
 TOKENS, READ = 8, 16
 """Tokens of the fixed prompt, and logits that are read at its end."""
+
+HIDDEN = 1e3
+"""Logits beyond this hide tokens, if they do not change."""
 
 
 def fingerprint(subject: Subject) -> tuple[float, ...]:
     """Return READ logits at the last of TOKENS positions of the fixed prompt, and log Σ exp(logits) there.
 
-    The tokens of the prompt, and those whose logits are read, are spread evenly over the vocabulary.
+    The tokens of the prompt, and those whose logits are read, are spread evenly over the vocabulary. Where a model has
+    no logits at each position, its last state takes their place.
     """
-    ids = _spread(TOKENS, subject.vocab_size).to(subject.device)[None]
-    with border("the model cannot be run", subject.identity.name, RUNNABLE), by_itself(subject.model):
-        state = torch.get_rng_state()
-        logits = _logits(subject, ids)
-        if not torch.equal(state, torch.get_rng_state()):
-            _require_same(subject, logits, _logits(subject, ids))
-    read = _spread(READ, logits.shape[-1]).to(logits.device)
-    found: list[float] = torch.cat([logits[read], logits.logsumexp(-1)[None]]).tolist()
+    with by_itself(subject.model):
+        return _fingerprint(subject)
+
+
+def _fingerprint(subject: Subject) -> tuple[float, ...]:
+    model, embedding = subject.model, subject.model.get_input_embeddings()
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)  # the identity may be out of date
+    ids = _spread(TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary))).to(subject.device)[None]
+    with border("the model cannot be run", subject.identity.name, RUNNABLE):
+        before = random_states(model)
+        outputs = _outputs(model, ids)
+        if not all(map(torch.equal, before, random_states(model))):
+            _require_fixed(subject, ids, outputs, before)
+    read = _spread(READ, outputs.shape[-1]).to(outputs.device)
+    found: list[float] = torch.cat([outputs[read], outputs.logsumexp(-1)[None]]).tolist()
     return tuple(found)
-
-
-def _logits(subject: Subject, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits at the last position; models that can leave out the others do."""
-    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(subject.model.forward).parameters else {}
-    found = subject.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **last)
-    logits: torch.Tensor = found[0][0, -1].double()
-    return logits
-
-
-def _require_same(subject: Subject, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Refuse a model that uses random numbers, which it has drawn: every pass would be one of another function."""
-    if not torch.equal(first, second):
-        raise UnsupportedError(
-            "the model's output is random, even in evaluation mode", where=subject.identity.name,
-            got=f"logits that differ by up to {float((first - second).abs().max()):.3g} in two passes over one prompt",
-            remedy="switch off what draws random numbers in its forward pass, such as dropout that is always on",
-        )  # fmt: skip
 
 
 def _spread(count: int, over: int) -> torch.Tensor:
     return torch.arange(count) * (over - 1) // (count - 1)
 
 
+def _outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits at the last position; models that can leave out the others do."""
+    asked = {"attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
+    known = signature(model.forward).parameters
+    found = model(input_ids=ids, **{name: value for name, value in asked.items() if name in known})
+    logits = found.get("logits") if isinstance(found, Mapping) else found[0]
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        logits = native(model, ids)[0]
+    outputs: torch.Tensor = logits[0, -1].double()
+    return outputs
+
+
+class _Draws(TorchDispatchMode):
+    """Notices whether this thread draws random numbers; others may, meanwhile."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.seen |= random and "attention" not in func.name()  # whose dropout is refused where it is on
+        return func(*args, **(kwargs or {}))
+
+
+def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, states: list[torch.Tensor]) -> None:
+    """Refuse a model that uses random numbers: every pass would be one of another function.
+
+    One that draws them and does not use them is remembered, and the random `states` are set back.
+    """
+    with _Draws() as draws:  # type: ignore[no-untyped-call]
+        second = _outputs(subject.model, ids)
+    if not draws.seen:
+        return
+    drawing.add(subject.model)
+    torch.set_rng_state(states[0])
+    for device, state in zip(cuda_devices(subject.model), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, device)
+    if not torch.equal(first, second):
+        raise UnsupportedError(
+            "the model's output is random, even in evaluation mode", where=subject.identity.name,
+            got=f"outputs that differ by up to {float((first - second).abs().max()):.3g} in two passes over one prompt",
+            remedy="switch off what draws random numbers in its forward pass, such as dropout that is always on",
+        )  # fmt: skip
+
+
 def identified(subject: Subject) -> Subject:
     """Return the subject with the identity that the model has now; the same object if that is its identity already."""
     with exclusive(subject.model):
-        now = subject.current(fingerprint(subject))  # the pass comes first: it may pack quantised weights anew
-    return subject if difference(subject.identity, now.identity) is None else now
+        with by_itself(subject.model):
+            now = subject.current(_fingerprint(subject))  # the pass comes first: it may pack quantised weights anew
+        if difference(subject.identity, now.identity) is None:
+            return subject
+        return replace(now, attributes=attributes_of(now.model))
 
 
 def changed(subject: Subject) -> str | None:
@@ -81,6 +126,11 @@ def changed(subject: Subject) -> str | None:
         f"the model changed while it was measured, so that the numbers belong to no single model "
         f"({difference(subject.identity, now.identity)}, before and after)"
     )
+
+
+def behaviour_difference(one: Identity, other: Identity) -> str | None:
+    """Return how two identities differ in more than the bytes of their weights: a buffer may count passes."""
+    return difference(one, replace(other, weights_sha256=one.weights_sha256, source=one.source, revision=one.revision))
 
 
 def difference(one: Identity, other: Identity) -> str | None:
@@ -98,16 +148,21 @@ def difference(one: Identity, other: Identity) -> str | None:
 
 
 def fingerprint_difference(one: Identity, other: Identity) -> list[str]:
-    """Return both values of the output that differs most; empty if all agree within PARITY of the largest logit."""
+    """Return both values of the output that differs most; empty if all agree within PARITY of the largest logit.
+
+    Logits that hide a token are as low as the dtype allows, and are left out of that scale.
+    """
     if one.fingerprint is None or other.fingerprint is None:
-        return [] if one.fingerprint is other.fingerprint else ["fingerprint missing in one of them"]
+        missing = "fingerprint missing in one of them, which an earlier version of posleak wrote"
+        return [] if one.fingerprint is other.fingerprint else [missing]
     a, b = np.array(one.fingerprint), np.array(other.fingerprint)
     if a.shape != b.shape:
         return [f"fingerprint of {len(a)} and {len(b)} outputs"]
     with np.errstate(invalid="ignore"):
         gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
     worst, logits = int(gap.argmax()), np.abs(a[:READ])
-    scale = logits[np.isfinite(logits)].max(initial=0.0) or 1.0
+    hidden = ~np.isfinite(logits) | ((logits > HIDDEN) & (gap[:READ] == 0))
+    scale = logits[~hidden].max(initial=0.0) or 1.0
     if gap[worst] <= PARITY.of(getattr(torch, other.dtype)) * scale:
         return []
     return [f"fingerprint {a[worst]:.6g} and {b[worst]:.6g} (output {worst} of {len(a)} on the fixed prompt)"]

@@ -11,6 +11,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.errors import UnsupportedError
 from posleak.models import exclusive
 
 from .attachment import body
@@ -34,5 +35,20 @@ def by_itself(model: PreTrainedModel) -> Iterator[None]:
     Not in inference mode: what a module makes in its first pass and keeps, such as packed weights, could not be used in
     training afterwards.
     """
+    before = list(model.modules())
     with exclusive(model), runnable_experts(model), own_rotation(model, body(model)), torch.no_grad():
         yield
+    _require_same_modules(model, before)
+
+
+def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
+    """A model may put other modules in the place of its own when it sees how long the prompt is."""
+    replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
+    if replaced:
+        kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
+        raise UnsupportedError(
+            "the model replaces its own modules while it reads a short prompt, and keeps the new ones, so that what is "
+            "found here says nothing about longer prompts",
+            where=type(model).__name__, got=f"new: {', '.join(kinds)}",
+            remedy="choose in its config.json the kind of attention that is to be measured, if it can be causal",
+        )  # fmt: skip

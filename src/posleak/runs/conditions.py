@@ -23,7 +23,7 @@ from posleak.files import is_own, remove_own, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
 from posleak.models import Subject
 from posleak.probe import Plan
-from posleak.probe.fingerprint import difference
+from posleak.probe.fingerprint import behaviour_difference
 
 from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
 from .measure import Measurement
@@ -128,10 +128,10 @@ class Conditions:
         """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
         before = self.baseline.subject
         ready = Measurement.of(before, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known)
-        if ready.subject is not before:
+        if gap := behaviour_difference(before.identity, ready.subject.identity):
             raise CheckError(
-                "the model has changed since its baseline was measured", where=name,
-                got=difference(before.identity, ready.subject.identity), remedy="start again with the model as it is",
+                "the model has changed since its baseline was measured", where=name, got=gap,
+                remedy="start again with the model as it is",
             )  # fmt: skip
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from posleak.leakage.profile import AFTER, TIMES
 from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
+from posleak.models.identity import config_sha256
 from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, Touch, Touched, calibrate
 from posleak.probe.experts import ungrouped
 from posleak.probe.fingerprint import TOKENS, changed, identified
@@ -165,6 +166,8 @@ class Measurement:
     ) -> Measurement:
         """`given` are prompts that were handed over; `base` are those that another measurement of this spec has
         prepared, and `known` are placements that it has read. The identity of the subject is taken anew."""
+        if config_sha256(subject.model.config) != subject.identity.config_sha256:
+            subject = subject.current()  # what is checked now must be true of the model as it is
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
@@ -175,8 +178,6 @@ class Measurement:
         notes += [] if base.caution is None else [base.caution]
         with stage("identity"):
             now = identified(subject)
-        if now.identity.config_sha256 != subject.identity.config_sha256:  # what was checked may no longer hold
-            return cls.of(now, spec, given, max_memory, None, observers)
         if spec.loss:
             _require_logits(now)
         return cls(now, spec, resolved, base, tuple(notes), observers, {} if known is None else known)
@@ -251,7 +252,7 @@ class Measurement:
         motion = Motion.of(placements, plan, self.subject.dtype)
         writing = _Writing(self._record(calibration, motion, created), folder)
         chunks, meters = [], meters_of(self.spec)
-        with closing(
+        with self._kept_if_unchanged(folder), closing(
             kept_chunks(
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, heads=calibration.heads,
                 digest=self.digest, edits=edits, placements=placements, observers=self.observers, meters=meters,
@@ -268,6 +269,17 @@ class Measurement:
         with stage("metrics"):
             data = assembled(chunks, self.spec, calibration.numbers, beside.arrays)
         return _finished(Run(writing.record, data, folder), [*_unseen_note(meters, chunks[0]), *beside.notes])
+
+    @contextmanager
+    def _kept_if_unchanged(self, folder: Path | None) -> Iterator[None]:
+        """Remove finished batches after an error if the model has changed: they may be of another one."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the error itself is what matters
+                if folder is not None and changed(self.subject) is not None:
+                    remove_batches(folder)
+            raise
 
     def _placed(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
         """The calls in which a placing edit changes what positions do."""

@@ -130,9 +130,6 @@ def digest(
     A text that was changed under the same name has another hash in `inputs`.
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
-    for name in ("adapters", "hooks"):
-        if not subject[name]:
-            del subject[name]  # models without any keep the digest that they had before these were recorded
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
     asked: dict[str, Any] = plain(spec)
     if not spec.metrics:
