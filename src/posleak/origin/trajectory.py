@@ -93,7 +93,7 @@ class Trajectory:
         return cls(
             token, spelled, norm, _ratio(norm, scale.norm, np.nan), step, (u @ u[-1]).numpy(), middle,
             tuple(dimensions(depth, float(entry)) for depth, entry in zip(x, scale.entry, strict=True)),
-            settles, leaves, 1 + int(np.argmax(_ratio(norm[1:], norm[:-1], 0))), scale,
+            settles, leaves, 1 + int(np.argmax(_ratio(norm[1:], norm[:-1], 0.0))), scale,
         )  # fmt: skip
 
     @property
