@@ -42,7 +42,7 @@ def by_itself(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
-    """A model may put other modules in the place of its own when it sees how long the prompt is."""
+    """Refuse a model that replaces its own modules when it sees how long the prompt is."""
     replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
     if replaced:
         kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
