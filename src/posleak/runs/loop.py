@@ -55,11 +55,11 @@ def kept_chunks(
     while folder is not None and todo and (chunk := kept_batch(folder, todo[0], digest, heads)) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
-    beside = [] if watch is None else [Watcher(watch, todo, layers)]
+    watchers = [] if watch is None else [Watcher(watch, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
         measure_chunks(
-            model, ids, plan, layers=layers, edits=edits, placements=placements, observers=[*observers, *beside],
+            model, ids, plan, layers=layers, edits=edits, placements=placements, observers=[*observers, *watchers],
             touched=touched, meters=meters, loss=loss,
         )
     ) as measured:  # fmt: skip
