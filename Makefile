@@ -48,10 +48,8 @@ chromium:
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; } \
 		|| echo "no chromium, and it cannot be installed here: tests of the page are skipped"
 
-# The shapes in signatures are only checked in these files: it makes them half as slow again.
-SHAPED = tests/test_probe.py tests/test_placement.py $(wildcard tests/test_leakage_*.py) tests/test_power.py \
-	tests/test_laws.py tests/test_context.py tests/test_breadth.py tests/test_edits.py \
-	$(wildcard tests/test_origin*.py) tests/test_doctor.py tests/test_metrics.py tests/test_metrics_arithmetic.py
+# The shapes in signatures are only checked in these folders: it makes them half as slow again.
+SHAPED = tests/probe tests/edits tests/leakage tests/metrics $(wildcard tests/analyses/test_origin*.py) tests/analyses/test_doctor.py
 
 # Unit tests use tiny random models and never the network. One thread each; a file's tests stay together, so that what they
 # share is made once, and a third worker fills the time in which others wait for processes and a browser.
@@ -59,27 +57,28 @@ TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist lo
 	-m "not real"
 
 # Files that take longest begin first, or one of them would be left alone at the end.
-LONGEST = $(patsubst %,tests/test_%.py,sweep_faults report_page memory models_trust cli claims_folder fuzz sweep collect)
+LONGEST = $(patsubst %,tests/%.py,sweeps/test_sweep_faults reports/test_report_page runs/test_memory models/test_models_trust \
+	cli/test_cli analyses/test_claims_folder repository/test_fuzz sweeps/test_sweep sweeps/test_collect)
 
 unit: $(READY) chromium  ## tests on tiny models, offline, without those of `shapes`
 	$(TINY) $(LONGEST) tests $(addprefix --ignore=,$(SHAPED))
 
 shapes: $(READY)  ## tests of probe, leakage, metrics and origin, with every shape checked as it runs
-	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.origin,beartype.beartype $(SHAPED)
+	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.analyses.origin,beartype.beartype $(SHAPED)
 
 # Two processes with a thread each: they use two cores better than two threads do, and hold some 4 GB. A file stays with one
 # process, so that what its tests share is made once.
 real: $(READY)  ## tests on real pretrained models, fetched once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m real \
-		tests/test_real_work.py tests/test_real.py $(shell grep -l "mark.real" tests/test_*.py)
+		tests/real $(shell grep -l "mark.real" tests/*/test_*.py | grep -v tests/real/)
 
 # Longer than in the tests; docs/reliability.md has the counts of such runs.
 FUZZ ?= 5000
 fuzz: $(READY)  ## damaged and hostile files of every kind; FUZZ=N cases
-	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN)/python fuzz.py --cases $(FUZZ) --seed $$(date +%s)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.fuzz --cases $(FUZZ) --seed $$(date +%s)
 
 faults: $(READY)  ## kill work at many moments and let it go on; ten minutes
-	cd tests && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ../$(BIN)/python kills.py measure=40 trace=20 claims=40
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.kills measure=40 trace=20 claims=40
 
 zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on where it was interrupted
 	$(BIN)/posleak zoo train --all
@@ -97,14 +96,14 @@ docs: $(READY)  ## the documentation as a site in site/: open site/index.html, n
 
 # Their outputs are kept, so that the site shows them without running models; tests run them in a lean form.
 tutorials: $(READY)  ## run the tutorials into the notebooks that the site shows; ten minutes
-	$(BIN)/python -m posleak.tools.tutorials docs/tutorials
+	$(BIN)/python -m tools.tutorials docs/tutorials
 
 # What is measured stays in runs/gallery, and is not measured again.
 gallery: $(READY) chromium  ## measure the built-in models and the zoo; pages, pictures and claims of them; an hour
-	$(BIN)/python -m posleak.tools.gallery docs/gallery --runs runs/gallery
-	$(BIN)/python -m posleak.tools.question runs/gallery/smollm2-135m docs
-	$(BIN)/python -m posleak.tools.claims_docs docs
-	$(BIN)/python -m posleak.tools.pictures docs/gallery/smollm2-135m.html docs/gallery/zoo.html docs/images
+	$(BIN)/python -m tools.gallery docs/gallery --runs runs/gallery
+	$(BIN)/python -m tools.question runs/gallery/smollm2-135m docs
+	$(BIN)/python -m tools.claims_docs docs
+	$(BIN)/python -m tools.pictures docs/gallery/smollm2-135m.html docs/gallery/zoo.html docs/images
 
 format: $(READY)  ## let ruff put the files in order
 	$(BIN)/ruff check --fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from posleak.models import Subject
 
 torch.set_num_threads(1)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+)  # processes that tests start import `support`
 os.environ.pop("COLUMNS", None)  # the width of whoever started the tests, which workers of pytest-xdist are told
 
 

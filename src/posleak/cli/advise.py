@@ -15,7 +15,7 @@ from .subject import Load, model_command
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.advice import Advice
+    from posleak.analyses.advise.effects import Advice
 
 
 @model_command("advise")
@@ -47,7 +47,7 @@ def advise_command(
 
     Example: `posleak advise smollm2-135m --try window --edit sink=cut`
     """  # fmt: skip
-    from posleak.advice.settings import GROUPS, LENGTH, of_edits, require_groups, usual_length
+    from posleak.analyses.advise.settings import GROUPS, LENGTH, of_edits, require_groups, usual_length
     from posleak.inputs import require_source
     from posleak.runs.spec import MeasureSpec, parse_bytes
 
@@ -60,7 +60,7 @@ def advise_command(
     subject = load()
     if length is None:
         spec = replace(spec, length=usual_length(subject))
-    from posleak.advice import advise
+    from posleak.analyses.advise.effects import advise
     from posleak.runs.measure import Measurement
 
     with spoken_warnings(), working("advise") as update:
@@ -78,7 +78,7 @@ def advise_command(
 
 def advice_tables(found: Advice) -> Iterator[RenderableType]:
     """Every setting with its changes, then sentences."""
-    from posleak.advice.effects import ADVICE, CHANGED, PLOT
+    from posleak.analyses.advise.effects import ADVICE, CHANGED, PLOT
     from posleak.axes import EARLY, SCALING
     from posleak.runs.loss import UNIT, WHERE
     from posleak.show.lines import prose

@@ -15,8 +15,8 @@ from .subject import Load, model_command
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from posleak.bench import Benchmark, Result
-    from posleak.bench.timing import Spread
+    from benchmarks import Benchmark, Result
+    from benchmarks.timing import Spread
     from posleak.show.terminal import Cell
 
 
@@ -46,7 +46,7 @@ def bench_command(
     for asked in length or (LENGTH,):
         MeasureSpec(length=asked, prompts=batch, batch=batch, seed=seed)
     parse_bytes(max_memory)
-    from posleak.bench import LENGTHS, bench, chosen_cases
+    from benchmarks import LENGTHS, bench, chosen_cases
 
     lengths = tuple(length or LENGTHS)
     chosen_cases(case or ())

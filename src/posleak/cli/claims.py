@@ -50,7 +50,8 @@ def claims_command(
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
-        from posleak.claims import Lab, examined
+        from posleak.analyses.claims.examination import examined
+        from posleak.analyses.claims.lab import Lab
 
         with spent.measuring(subject), spoken_warnings(), working("claims") as update:
             lab = Lab(subject, spec, folder, fresh, max_memory, update)

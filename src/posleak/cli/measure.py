@@ -15,7 +15,7 @@ from .profile import Profile
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
-    from posleak.runs import Run
+    from posleak.runs.run import Run
 
 
 @model_command("measure")
@@ -54,7 +54,7 @@ def measure_command(
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
-        from posleak.runs import Measurement
+        from posleak.runs.measure import Measurement
 
         from .progress import prompt_progress
 
@@ -101,7 +101,8 @@ def doctor_command(
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.doctor import Verdict, doctor
+    from posleak.analyses.doctor.check import Verdict
+    from posleak.analyses.doctor.doctor import doctor
 
     from .tables import doctor_table
 

@@ -35,7 +35,7 @@ def origin_command(
     require_between("tokens", tokens, 2)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.origin import origin
+    from posleak.analyses.origin.origin import origin
 
     from .origin_tables import origin_page
 

@@ -15,8 +15,8 @@ from posleak.show.numbers import formatted, size
 from posleak.show.terminal import Cell, Column, FittedTable, spark, table
 
 if TYPE_CHECKING:
+    from posleak.analyses.origin.origin import Origin
     from posleak.leakage import Estimate
-    from posleak.origin import Origin
 
 COLUMNS = (
     "layer", "‖x_0‖", "alike", "body", "readers", "at 0", "writes", "spread", "along", "moved", "error", "−sink",

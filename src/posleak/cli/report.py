@@ -41,7 +41,7 @@ def report_command(
 
     Example: `posleak report runs/smollm2-135m-6be9177967 --out report.html --assets figures`
     """
-    from posleak.report.page import write_report
+    from posleak.reports.page import write_report
 
     with working("report"):
         written = write_report(runs, page, assets)
@@ -67,8 +67,8 @@ def compare_command(
 
     Example: `posleak compare runs/smollm2-135m runs/gemma3-270m --format latex`
     """
-    from posleak.report import compare
-    from posleak.report.formats import FORMATS, as_table
+    from posleak.reports.compare import compare
+    from posleak.reports.formats import FORMATS, as_table
 
     found = compare(runs)
     if as_json or format is Format.json:

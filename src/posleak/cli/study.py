@@ -16,7 +16,7 @@ from .options import Json, MaxMemory, Seed, named, named_path
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from posleak.studies import Table
+    from posleak.sweeps.studies.run import Table
 
 
 @app.command(name="study")
@@ -47,7 +47,7 @@ def study_command(
     Example: `posleak study architectures`
     """
     from posleak.runs.spec import parse_bytes
-    from posleak.studies import study_named
+    from posleak.sweeps.studies.cells import study_named
 
     changes = {
         key: value for key, value in (("length", length), ("prompts", prompts), ("seed", seed)) if value is not None
@@ -57,7 +57,7 @@ def study_command(
         with suppress(NoEffectError):  # such a cell is left out, and the table says so
             _ = cell.spec  # refuses what cannot be measured before a model is loaded
     parse_bytes(max_memory)
-    from posleak.studies import run_study
+    from posleak.sweeps.studies.run import run_study
 
     with spoken_warnings(), working(name) as update:
         found = run_study(chosen, root, update, max_memory=max_memory)

@@ -19,10 +19,10 @@ from .progress import board_view
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.sweep.board import Reached
-    from posleak.sweep.estimate import Guess
-    from posleak.sweep.manifest import Manifest
-    from posleak.sweep.sweep import Sweep
+    from posleak.sweeps.board import Reached
+    from posleak.sweeps.estimate import Guess
+    from posleak.sweeps.manifest import Manifest
+    from posleak.sweeps.sweep import Sweep
 
 SPOKEN = 30.0
 """Seconds between lines of progress where there is no terminal."""
@@ -85,7 +85,7 @@ def sweep_command(
 
     Example: `posleak sweep grid.yaml --engine ray --workers 4`
     """  # fmt: skip
-    from posleak.sweep.sweep import status, storage_for, sweep
+    from posleak.sweeps.sweep import status, storage_for, sweep
 
     asked = _manifest(manifest)
     storage = storage_for(asked, root)
@@ -120,7 +120,7 @@ def collect_command(
 
     Example: `posleak collect runs/grid`
     """
-    from posleak.report.collected import gather_sweep
+    from posleak.reports.collected import gather_sweep
 
     with working("collecting"):
         found = gather_sweep(folder, page)
@@ -147,8 +147,8 @@ def _warn(what: str, cells: list[tuple[str, str]]) -> None:
 
 def _look(found: Sweep, as_json: bool) -> None:
     """The dry run."""
-    from posleak.sweep.estimate import guesses
-    from posleak.sweep.state import State
+    from posleak.sweeps.estimate import guesses
+    from posleak.sweeps.state import State
 
     todo = [each.cell for each in found.of(State.open)]
     guessed = dict(zip((cell.id for cell in todo), guesses(todo, found.finished), strict=True))
@@ -163,8 +163,8 @@ def _manifest(name: str) -> Manifest:
     """A file; or, if there is none of this name, a study of this name, which is a sweep, too."""
     from pathlib import Path
 
-    from posleak.studies.cells import STUDIES
-    from posleak.sweep.manifest import Manifest, read_manifest
+    from posleak.sweeps.manifest import Manifest, read_manifest
+    from posleak.sweeps.studies.cells import STUDIES
 
     if name in STUDIES and not Path(name).exists():
         return Manifest(f"study-{name}", STUDIES[name].cells)
@@ -214,7 +214,7 @@ def minutes(seconds: float) -> str:
 def summary(found: Sweep) -> Iterator[RenderableType]:
     """How it ended: counts, and every cell that has no numbers with the reason."""
     from posleak.show.lines import prose
-    from posleak.sweep.state import State
+    from posleak.sweeps.state import State
 
     counts = [f"{len(cells)} {state}" for state in State if (cells := found.of(state))]
     computed = len(found.computed)
@@ -234,7 +234,7 @@ def plan_table(found: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableTy
     """The dry run: cells, their states, and guesses of time and memory for those that are to be done."""
     from posleak.show.lines import prose
     from posleak.show.terminal import table
-    from posleak.sweep.state import State
+    from posleak.sweeps.state import State
     from posleak.text import size
 
     made = table(("cell", "state", "time", "memory"), wrap=["cell", "state"])

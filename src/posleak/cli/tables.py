@@ -17,13 +17,15 @@ from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import MARKS, QUERIES
 
 if TYPE_CHECKING:
-    from posleak.claims import ClaimsRun, Result
-    from posleak.doctor import Check, Diagnosis
+    from posleak.analyses.claims.catalogue import Result
+    from posleak.analyses.claims.examination import ClaimsRun
+    from posleak.analyses.doctor.check import Check
+    from posleak.analyses.doctor.doctor import Diagnosis
     from posleak.leakage import Estimate, Summary
     from posleak.metrics import Metrics
     from posleak.models import Listed
-    from posleak.runs import Run
     from posleak.runs.loss import Losses
+    from posleak.runs.run import Run
 
 LEGEND = """\
 powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
@@ -185,7 +187,7 @@ def _effect(result: Result) -> Text:
     """`39% (22% … 50%) removed, n=16`, or why there is none."""
     if math.isnan(result.effect):
         return Text(str(result.reason or "could not be estimated").splitlines()[0], style="dim")
-    from posleak.claims import ENOUGH
+    from posleak.analyses.claims.finding import ENOUGH
 
     value, rest = effect(result.estimate, result.unit)
     needs = f", a verdict needs {ENOUGH}" if result.too_few else ""

@@ -43,8 +43,8 @@ def trace_command(
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
+        from posleak.analyses.trace.trace import traced
         from posleak.runs.conditions import Conditions
-        from posleak.trace.trace import traced
 
         with spent.measuring(subject), spoken_warnings(), working("trace") as update:
             conditions = Conditions(subject, spec, folder, fresh, max_memory, update)

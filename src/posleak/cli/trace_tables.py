@@ -15,7 +15,7 @@ from posleak.show.words import QUERIES
 from .tables import heading, labelled, metrics_table, named_share, remainder_line
 
 if TYPE_CHECKING:
-    from posleak.trace import Ladder, Trace
+    from posleak.analyses.trace.trace import Ladder, Trace
 
 NAMES = ("earlier", "here", "origin")
 LEGEND = """\

@@ -17,8 +17,8 @@ from .progress import bar
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.zoo.jobs import Job
-    from posleak.zoo.training import Reached, Training, Watch
+    from zoo.jobs import Job
+    from zoo.training import Reached, Training, Watch
 
 zoo = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
 app.add_typer(zoo, name="zoo", help="Small models, trained here, that differ in one thing: what does it do to leakage?")
@@ -61,8 +61,8 @@ def train_command(
 
     Example: `posleak zoo train rope window --seed 0 --seed 1`
     """
-    from posleak.zoo.jobs import SEEDS, jobs, train_all
-    from posleak.zoo.recipe import RECIPES
+    from zoo.jobs import SEEDS, jobs, train_all
+    from zoo.recipe import RECIPES
 
     if bool(variants) == everything:
         raise typer.BadParameter("name variants (`posleak zoo list` shows them), or use --all")
@@ -141,11 +141,11 @@ def measure_command(
 
     Example: `posleak zoo measure --data text`
     """
-    from posleak.zoo.jobs import trained
-    from posleak.zoo.measuring import QUANTITIES, measure_models
-    from posleak.zoo.recipe import RECIPES, recipe_named
-    from posleak.zoo.table import finished, write_table, zoo_table
-    from posleak.zoo.verdicts import verdicts
+    from zoo.jobs import trained
+    from zoo.measuring import QUANTITIES, measure_models
+    from zoo.recipe import RECIPES, recipe_named
+    from zoo.table import finished, write_table, zoo_table
+    from zoo.verdicts import verdicts
 
     here = [kind for kind in RECIPES if any(trained(root, kind))]
     kinds = [recipe_named(each).data for each in data or here or RECIPES]
@@ -175,8 +175,8 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
     Example: `posleak zoo list`
     """
     from posleak.models.shipped import names
-    from posleak.zoo.jobs import trained
-    from posleak.zoo.variants import VARIANTS
+    from zoo.jobs import trained
+    from zoo.variants import VARIANTS
 
     if not as_json:
         for item in _listing(root):
@@ -190,9 +190,9 @@ def _listing(root: Path) -> Iterator[RenderableType]:
     from posleak.models.shipped import names
     from posleak.show.lines import prose
     from posleak.show.terminal import table
-    from posleak.zoo.jobs import trained
-    from posleak.zoo.recipe import RECIPES
-    from posleak.zoo.variants import VARIANTS
+    from zoo.jobs import trained
+    from zoo.recipe import RECIPES
+    from zoo.variants import VARIANTS
 
     made = table(("variant", "differs in", *RECIPES), wrap=["differs in"])
     records = [record for _, record in trained(root)]

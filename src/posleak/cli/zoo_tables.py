@@ -15,7 +15,7 @@ from posleak.show.words import MARKS
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.zoo.table import Comparison, ZooTable
+    from zoo.table import Comparison, ZooTable
 
 GROUPS = (
     ("where it comes from", ("total", "here", "earlier", "origin")),
@@ -27,7 +27,7 @@ GROUPS = (
 
 def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
     """The balance of each variant, on the data that it knows, and the verdicts."""
-    from posleak.zoo.measuring import QUANTITIES
+    from zoo.measuring import QUANTITIES
 
     if not found.comparisons:
         yield prose(f"{found.data}: no number of rope can be compared with another variant's")
@@ -52,7 +52,7 @@ def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
 
 
 def _group(title: str, compared: list[Comparison]) -> FittedTable:
-    from posleak.zoo.measuring import QUANTITIES
+    from zoo.measuring import QUANTITIES
 
     made = table((title, *(QUANTITIES[each.quantity].title for each in compared)))
     for variant in dict.fromkeys(name for each in compared for name in each.variants):
@@ -61,7 +61,7 @@ def _group(title: str, compared: list[Comparison]) -> FittedTable:
 
 
 def _cell(found: Comparison, variant: str) -> Cell:
-    from posleak.zoo.measuring import QUANTITIES
+    from zoo.measuring import QUANTITIES
 
     mean = found.mean(variant)
     if mean is None:
@@ -71,7 +71,7 @@ def _cell(found: Comparison, variant: str) -> Cell:
 
 
 def _verdicts(found: ZooTable) -> FittedTable:
-    from posleak.zoo.verdicts import verdicts
+    from zoo.verdicts import verdicts
 
     made = table(("", "what matched models say", "effect, with its 95% interval"), wrap=["what matched models say"])
     for each in verdicts(found):

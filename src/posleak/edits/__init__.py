@@ -8,24 +8,20 @@ A text is read and refused without torch: modules here import it only inside the
 
 # Importing a module registers its edits, in the order of docs/edits.md.
 from . import embedding, visibility, origin, context, positions, logits, precision  # noqa: F401, I001
-from .base import KINDS, Kind, NamedEdit, ScopedEdit, Site, register
-from .own import texts, texts_of
-from .parse import parse_edit, parse_edits, require_measurable, require_readable, unreadable
-from .scope import Scope
-
-__all__ = [
-    "KINDS",
-    "Kind",
-    "NamedEdit",
-    "Scope",
-    "ScopedEdit",
-    "Site",
-    "parse_edit",
-    "parse_edits",
-    "register",
-    "require_measurable",
-    "require_readable",
-    "texts",
-    "texts_of",
-    "unreadable",
-]
+from .base import (
+    KINDS as KINDS,
+    Kind as Kind,
+    NamedEdit as NamedEdit,
+    ScopedEdit as ScopedEdit,
+    Site as Site,
+    register as register,
+)
+from .own import texts as texts, texts_of as texts_of
+from .parse import (
+    parse_edit as parse_edit,
+    parse_edits as parse_edits,
+    require_measurable as require_measurable,
+    require_readable as require_readable,
+    unreadable as unreadable,
+)
+from .scope import Scope as Scope

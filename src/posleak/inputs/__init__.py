@@ -7,48 +7,32 @@ never their starts, and position 0 decided by a policy that is written into the 
 `prepare` does all the checking, before any model runs; `Prompts` then gives prompt b, which depends on (seed, b) alone.
 """
 
-from posleak.inputs.bodies import Body
-from posleak.inputs.bos import FirstToken
-from posleak.inputs.given import GivenPrompts, Inputs, Readable, read_given
-from posleak.inputs.prompts import InputFacts, Prompts, bos_outside, prepare
-from posleak.inputs.repeats import repeat_notes
-from posleak.inputs.source import (
-    KINDS,
-    ConstantToken,
-    Kind,
-    RandomTokens,
-    Source,
-    TextCrops,
-    names_source,
-    parse,
-    register,
-    require_source,
+from posleak.inputs.bodies import Body as Body
+from posleak.inputs.bos import FirstToken as FirstToken
+from posleak.inputs.given import (
+    GivenPrompts as GivenPrompts,
+    Inputs as Inputs,
+    Readable as Readable,
+    read_given as read_given,
 )
-from posleak.inputs.stream import draw
-from posleak.inputs.vocabulary import Vocabulary
-
-__all__ = [
-    "KINDS",
-    "Body",
-    "ConstantToken",
-    "FirstToken",
-    "GivenPrompts",
-    "InputFacts",
-    "Inputs",
-    "Kind",
-    "Prompts",
-    "RandomTokens",
-    "Readable",
-    "Source",
-    "TextCrops",
-    "Vocabulary",
-    "bos_outside",
-    "draw",
-    "names_source",
-    "parse",
-    "prepare",
-    "read_given",
-    "register",
-    "repeat_notes",
-    "require_source",
-]
+from posleak.inputs.prompts import (
+    InputFacts as InputFacts,
+    Prompts as Prompts,
+    bos_outside as bos_outside,
+    prepare as prepare,
+)
+from posleak.inputs.repeats import repeat_notes as repeat_notes
+from posleak.inputs.source import (
+    KINDS as KINDS,
+    ConstantToken as ConstantToken,
+    Kind as Kind,
+    RandomTokens as RandomTokens,
+    Source as Source,
+    TextCrops as TextCrops,
+    names_source as names_source,
+    parse as parse,
+    register as register,
+    require_source as require_source,
+)
+from posleak.inputs.stream import draw as draw
+from posleak.inputs.vocabulary import Vocabulary as Vocabulary

@@ -1,29 +1,14 @@
 """Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
 
-from .dataset import assemble, component, components
-from .observer import AttentionObserver, LeakageObserver
-from .profile import narrow_layers, sink_width
-from .sampled import FEWEST, Estimate, Jackknife, Sampled, combined
-from .split import Parts, split
-from .summary import Summary, by_head, summarise, tidy
-
-__all__ = [
-    "FEWEST",
-    "AttentionObserver",
-    "Estimate",
-    "Jackknife",
-    "LeakageObserver",
-    "Parts",
-    "Sampled",
-    "Summary",
-    "assemble",
-    "by_head",
-    "combined",
-    "component",
-    "components",
-    "narrow_layers",
-    "sink_width",
-    "split",
-    "summarise",
-    "tidy",
-]
+from .dataset import assemble as assemble, component as component, components as components
+from .observer import AttentionObserver as AttentionObserver, LeakageObserver as LeakageObserver
+from .profile import narrow_layers as narrow_layers, sink_width as sink_width
+from .sampled import (
+    FEWEST as FEWEST,
+    Estimate as Estimate,
+    Jackknife as Jackknife,
+    Sampled as Sampled,
+    combined as combined,
+)
+from .split import Parts as Parts, split as split
+from .summary import Summary as Summary, by_head as by_head, summarise as summarise, tidy as tidy

@@ -13,28 +13,6 @@ agreement   which metrics rank heads as leakage and its parts do
 `names` is imported without torch, so that a wrong call is refused at once.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from typing import TYPE_CHECKING
-
-from posleak.lazy import lazy
-
-if TYPE_CHECKING:
-    from .agreement import Agreement
-    from .glimpse import Glimpse
-    from .meter import Meter, Meters
-    from .names import make_meters, parse_metrics, register
-    from .table import Metrics
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "agreement": ("Agreement",),
-        "glimpse": ("Glimpse",),
-        "meter": ("Meter", "Meters"),
-        "names": ("make_meters", "parse_metrics", "register"),
-        "table": ("Metrics",),
-    },
-)
-
-__all__ = ["Agreement", "Glimpse", "Meter", "Meters", "Metrics", "make_meters", "parse_metrics", "register"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -30,42 +30,6 @@
 Importing this package is quick: torch and transformers are imported only when a model is touched.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from typing import TYPE_CHECKING
-
-from posleak.lazy import lazy
-
-if TYPE_CHECKING:
-    from posleak.models.builtin import BUILTIN as BUILTIN
-    from posleak.models.builtin import DEFAULT as DEFAULT
-    from posleak.models.builtin import Builtin as Builtin
-    from posleak.models.builtin import Listed as Listed
-    from posleak.models.builtin import cached as cached
-    from posleak.models.builtin import fetch as fetch
-    from posleak.models.builtin import listing as listing
-    from posleak.models.given import AnyModel as AnyModel
-    from posleak.models.given import subject_of as subject_of
-    from posleak.models.hold import exclusive as exclusive
-    from posleak.models.identity import Identity as Identity
-    from posleak.models.identity import input_device as input_device
-    from posleak.models.loading import load as load
-    from posleak.models.memory import available_bytes as available_bytes
-    from posleak.models.memory import read_weights as read_weights
-    from posleak.models.steps import checkpoints as checkpoints
-    from posleak.models.subject import Subject as Subject
-
-_HOMES = {
-    "builtin": ("BUILTIN", "DEFAULT", "Builtin", "Listed", "cached", "fetch", "listing"),
-    "given": ("AnyModel", "subject_of"),
-    "steps": ("checkpoints",),
-    "hold": ("exclusive",),
-    "identity": ("Identity", "input_device"),
-    "loading": ("load",),
-    "memory": ("available_bytes", "read_weights"),
-    "subject": ("Subject",),
-}
-
-__all__ = sorted(name for names in _HOMES.values() for name in names)
-
-__getattr__ = lazy(__name__, _HOMES)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, did_you_mean
-from posleak.models import cache as caching
-from posleak.models import manifest, shipped
+from posleak.models import cache as caching, manifest, shipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakWarning
-from posleak.models import bounds, gguf_facts, hashing, manifest, memory, pretrained, weights
-from posleak.models import cache as caching
-from posleak.models import tokenizer as words
+from posleak.models import (
+    bounds,
+    cache as caching,
+    gguf_facts,
+    hashing,
+    manifest,
+    memory,
+    pretrained,
+    tokenizer as words,
+    weights,
+)
 from posleak.models.border import border, disk_is_full, spelled
 from posleak.models.manifest import Manifest
 

@@ -11,12 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.models import bounds, hashing, manifest, memory, pretrained, refusals, sources, tokenizer, trust, weights
-from posleak.models import cache as caching
+from posleak.models import (
+    bounds,
+    cache as caching,
+    hashing,
+    manifest,
+    memory,
+    pretrained,
+    refusals,
+    sources,
+    tokenizer,
+    trust,
+    weights,
+)
 from posleak.models.border import border
 from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.names import with_revision
 from posleak.models.subject import Subject, taken_checksum
+from posleak.signatures import checked
 from posleak.text import visible
 
 if TYPE_CHECKING:
@@ -84,6 +96,7 @@ class _Target:
         )
 
 
+@checked
 def load(
     name: str | os.PathLike[str],
     *,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean
 from posleak.files import open_regular, read_regular
-from posleak.models import builtin, manifest, refusals, shipped
-from posleak.models import cache as caching
+from posleak.models import builtin, cache as caching, manifest, refusals, shipped
 from posleak.models.border import border, spelled
 from posleak.models.manifest import Manifest
 from posleak.models.names import is_inside, looks_like_a_path

@@ -10,8 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from posleak.models import builtin, hashing, shipped
-from posleak.models import cache as caching
+from posleak.models import builtin, cache as caching, hashing, shipped
 from posleak.models.names import with_revision
 
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken", ".bin", ".py", ".gguf")

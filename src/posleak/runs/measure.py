@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.axes import layer_names
-from posleak.callable import call_as
 from posleak.edits import NamedEdit, require_readable, texts, unreadable
 from posleak.errors import (
     BusyError,
@@ -42,6 +41,7 @@ from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, 
 from posleak.probe.experts import ungrouped
 from posleak.probe.fingerprint import TOKENS, changed, identified
 from posleak.probe.plan import ORIGIN
+from posleak.signatures import checked
 from posleak.stopwatch import stage
 
 from .asked import asked
@@ -62,6 +62,7 @@ Progress = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
 
 
+@checked
 def measure(
     subject: AnyModel,
     inputs: Inputs = "random",
@@ -513,6 +514,3 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
             f"--prompts {FEWEST} or more"
         )
-
-
-call_as(__name__, measure)  # this module hides the function in its package

@@ -25,6 +25,7 @@ from posleak.leakage.summary import Numbers, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
+from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
@@ -275,6 +276,7 @@ def said(run: Run) -> str:
     return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
 
 
+@checked
 def split(run: Run, *, prompts: bool = False) -> xr.DataArray:
     """The labelled components of a run: (component, layer, head, query, offset), in nats.
 

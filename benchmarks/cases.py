@@ -1,0 +1,276 @@
+"""The contestants: the plain forward pass, posleak, and the peers. Same model, same tokens, same statistics.
+
+No contestant computes the language-model head, but the one with loss: its cost would hide the differences.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from posleak.analyses.trace.trace import BORROWED
+from posleak.edits import parse_edits
+from posleak.edits.context import borrowed
+from posleak.inputs.prompts import UNLENT
+from posleak.leakage import LeakageObserver
+from posleak.models import Subject, exclusive, input_device
+from posleak.probe import Plan, Visibility, body
+from posleak.probe.native import native
+from posleak.runs.loop import observed_chunks, placements_of
+from posleak.runs.measure import Measurement, calibrated
+from posleak.sweeps.cells import Cell
+from posleak.sweeps.state import State, look
+from posleak.sweeps.storage import Storage
+from posleak.sweeps.work import Worker
+
+from . import memory
+from .statistics import Statistics, from_chunk, from_patterns, from_scores
+
+FORWARD = "forward"
+"""What the others are compared with."""
+
+POSLEAK = "posleak"
+ONCE = "posleak, once per run"
+TWO_PASSES, TRACE = "two passes", "posleak trace"
+"""The plain pass and one over a borrowed context, with the same mask; and posleak's trace, compared with both."""
+
+RUN, WITH_METRICS, WITH_LOSS = "whole measurement", "whole measurement, all metrics", "whole measurement, loss"
+"""Alone, with what others measure, and with the next token's loss."""
+
+KEPT, CELL = "whole measurement, kept", "cell of a sweep"
+"""A measurement into a folder; and the same as a cell, by a worker that has the model in memory already."""
+
+Ids = NDArray[np.int64]
+Runner = Callable[[Ids], Statistics | None]
+"""One pass over ids [B, T]; returns None if it computes no statistics."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed.
+
+    needs: the memory that it takes;  base: what its time is divided by
+    """
+
+    name: str
+    make: Callable[[Subject, Plan, Ids], Runner]
+    needs: memory.Needs
+    package: str | None = None
+    base: str = FORWARD
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name == "eager" or self.package is not None
+
+    @property
+    def missing(self) -> bool:
+        """Is the peer's package not installed?"""
+        return self.package is not None and importlib.util.find_spec(self.package.replace("-", "_")) is None
+
+    @property
+    def version(self) -> str | None:
+        return None if self.package is None or self.missing else version(self.package)
+
+
+def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    def run(ids: Ids) -> None:
+        _states(subject.model, ids)
+
+    return run
+
+
+def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
+    def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+        parsed = parse_edits(edits)
+        observer = LeakageObserver(plan, placements=placements_of(subject.model, ids, plan, parsed))
+
+        def run(ids: Ids) -> Statistics:
+            (chunk,) = observed_chunks(subject.model, [ids], observer, edits=parsed)
+            return from_chunk(chunk)
+
+        return run
+
+    return make
+
+
+def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    T = after_donor(ids).shape[1]
+    mask = Visibility((1, 1, T, T), borrowed(causal_mask_function, ids.shape[1]), device=subject.device).dense()
+
+    def run(ids: Ids) -> None:
+        _states(subject.model, ids)
+        tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
+        native(subject.model, tokens, padding=mask)
+
+    return run
+
+
+def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    plain, second = _posleak()(subject, plan, ids), _posleak(BORROWED)(subject, plan, after_donor(ids))
+
+    def run(ids: Ids) -> None:
+        plain(ids)
+        second(after_donor(ids))
+
+    return run
+
+
+def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, Ids], Runner]:
+    """A whole measurement, from calibration to the summary, of prompts as long as ids."""
+
+    def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+        spec = memory.run_spec(ids.shape[1], metrics, loss)
+
+        def run(ids: Ids) -> None:
+            found = Measurement.of(subject, spec).run()
+            _ = found.metrics.as_dict() if found.metrics is not None else None
+
+        return run
+
+    return make
+
+
+def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """The same with its folder written: what `posleak measure` does after loading."""
+    spec = memory.run_spec(ids.shape[1])
+
+    def run(ids: Ids) -> None:
+        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
+            _ = Measurement.of(subject, spec).run(Path(place) / "run").summary
+
+    return run
+
+
+def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
+    spec = memory.run_spec(ids.shape[1])
+    cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
+
+    def run(ids: Ids) -> None:
+        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
+            storage = Storage(place)
+            outcome = Worker.having(storage, cell, subject).run(cell)
+            assert outcome.state is State.finished, outcome.why
+            assert look(storage, cell).state is State.finished
+
+    return run
+
+
+def after_donor(ids: Ids) -> Ids:
+    """Each prompt after a longer document made of its own tokens: what is read does not matter here."""
+    return np.concatenate([ids, ids[:, -UNLENT:], ids], axis=1)
+
+
+def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """What a run does before its first prompt: calibration, and reading what positions do to queries and keys."""
+
+    def run(ids: Ids) -> None:
+        calibrated(subject, ids)
+        placements_of(subject.model, ids, plan)
+
+    return run
+
+
+def _eager(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    model, rows = _with_eager_attention(subject), list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        found = _states(model, ids, output_attentions=True)
+        return from_patterns([a[:, :, rows] for a in found.attentions], plan)
+
+    return run
+
+
+def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = TransformerBridge.boot_transformers(
+        subject.identity.name,
+        hf_model=_copied(subject),
+        tokenizer=subject.tokenizer,
+        dtype=subject.model.dtype,
+    )
+    rows = list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        with torch.inference_mode():
+            _, cache = bridge.run_with_cache(
+                torch.from_numpy(ids).to(subject.device),
+                names_filter=lambda name: name.endswith(("hook_attn_scores", "hook_pattern")),
+                logits_to_keep=1,
+            )
+        layers = range(bridge.cfg.n_layers)
+        return from_scores([cache[f"blocks.{layer}.attn.hook_attn_scores"][:, :, rows] for layer in layers], plan)
+
+    return run
+
+
+def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    from nnsight import NNsight
+
+    traced, rows = NNsight(body(_with_eager_attention(subject))), list(plan.rows)
+
+    def run(ids: Ids) -> Statistics:
+        tokens = torch.from_numpy(ids).to(subject.device)
+        with (
+            torch.inference_mode(),
+            traced.trace(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False),
+        ):
+            kept = list().save()  # type: ignore[attr-defined]  # noqa: C408  nnsight gives lists a method inside a trace
+            for layer in traced.layers:
+                kept.append(layer.self_attn.output[1][:, :, rows])
+        return from_patterns(kept, plan)
+
+    return run
+
+
+def _with_eager_attention(subject: Subject) -> PreTrainedModel:
+    model = _copied(subject)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def _copied(subject: Subject) -> PreTrainedModel:
+    """A copy that is the contestant's own, with a config of its own."""
+    with exclusive(subject.model):
+        return copy.deepcopy(subject.model)
+
+
+def _states(model: PreTrainedModel, ids: Ids, **asked: Any):  # type: ignore[no-untyped-def]
+    return native(model, torch.from_numpy(ids).to(input_device(model)), **asked)
+
+
+CASES = (
+    Case(FORWARD, _forward, memory.forward),  # the model's own pass with its fused attention, nothing looked at
+    Case(POSLEAK, _posleak(), memory.posleak()),  # the same pass, attached, with its rows, parts and arrays
+    Case(ONCE, _once, memory.posleak()),
+    Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
+    Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
+    Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
+    Case(RUN, _run(), memory.run()),  # 8,192 tokens, as `posleak measure` does it, without writing
+    Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
+    Case(WITH_LOSS, _run(loss=True), memory.run(loss=True), base=RUN),
+    Case(KEPT, _kept, memory.run(), base=RUN),
+    Case(CELL, _cell, memory.run(), base=KEPT),  # what a sweep adds to a measurement
+    Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
+    # scores and patterns of all layers cached: all parts
+    Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),
+    # sampled rows of the patterns kept inside the trace: total leakage
+    Case("nnsight", _nnsight, memory.patterns(2, layers=False), "nnsight"),
+)
+
+
+def case(name: str) -> Case:
+    return next(found for found in CASES if found.name == name)

@@ -1,0 +1,262 @@
+"""The benchmark: first memory, each contestant in its own process; then agreement; then time, in interleaved rounds."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from posleak.errors import CheckError, InputError, did_you_mean
+from posleak.inputs import prepare
+from posleak.models import Identity, Subject, available_bytes
+from posleak.probe import default_plan
+from posleak.runs.memory import MemoryPlan, many, memory_plan, require_room
+from posleak.runs.software import versions
+from posleak.runs.spec import MeasureSpec, parse_bytes
+from posleak.typed import plain
+
+from .cases import CASES, FORWARD, ONCE, POSLEAK, Case, Ids, Runner
+from .statistics import Statistics
+from .timing import Spread, interleaved, ratios, spread
+from .worker import peak_in_own_process
+
+LENGTHS = (1024, 2048, 4096, 8192)
+REPEATS, PEER_REPEATS = 5, 3
+PEERS_UP_TO = 2048
+"""At twice the length, eager attention takes four times the time, and peers that keep it four times the memory."""
+
+AGREE = 1e-2
+"""Nats that a peer may differ by. Orders of sums differ: SmolLM2 in float32 gives 5e-5, a wrong row some nats."""
+
+TOO_LARGE = 0.7
+"""Contestants that need more than this share of the free memory are not run beside the others."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant at one length: `ratio` to the plain forward pass, `beside` to the contestant `base`, where that is
+    another; `error` says why a number is missing."""
+
+    name: str
+    length: int
+    batch: int
+    seconds: Spread | None = None
+    ratio: Spread | None = None
+    peak_mb: float | None = None
+    planned_mb: float | None = None
+    agreement: float | None = None
+    error: str | None = None
+    base: str = FORWARD
+    beside: Spread | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        time, ratio, beside = self.seconds, self.ratio, self.beside or self.ratio
+        return {
+            "name": self.name, "length": self.length, "batch": self.batch,
+            "seconds": time and time.median, "seconds_range": time and [time.low, time.high],
+            "ratio_to_forward": ratio and ratio.median, "ratio_range": ratio and [ratio.low, ratio.high],
+            "base": self.base, "ratio_to_base": beside and beside.median,
+            "ratio_to_base_range": beside and [beside.low, beside.high],
+            "n": time.n if time else 0, "peak_mb": self.peak_mb, "planned_mb": self.planned_mb,
+            "agreement_nats": self.agreement, "error": self.error,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All results, and what they were made on."""
+
+    identity: Identity
+    results: list[Result]
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `posleak bench --json` (docs/json.md)."""
+        peers = {case.package: case.version for case in CASES if case.package is not None and case.version is not None}
+        return {
+            "model": self.identity.name, "identity": plain(self.identity), "machine": self.machine,
+            "versions": {**versions(), **peers}, "cases": [result.as_dict() for result in self.results],
+        }  # fmt: skip
+
+
+def bench(
+    subject: Subject,
+    *,
+    reload: dict[str, Any] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    names: Sequence[str] = (),
+    repeats: int = REPEATS,
+    peers_up_to: int = PEERS_UP_TO,
+    batch: int = 1,
+    seed: int = 0,
+    max_memory: str | int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Benchmark:
+    """Time and memory of the contestants.
+
+    `reload` ({"model", "loading"}) says how another process can load the model: peak memory is measured in a process of
+    its own for each contestant, and is left out without `reload`. `max_memory` is what a process may hold, the loaded
+    model included: a contestant that would need more, or more than the machine has free, is not run.
+    """
+    chosen, limit = chosen_cases(names), parse_bytes(max_memory)
+    for length in lengths:
+        MeasureSpec(length=length, prompts=batch, batch=batch, seed=seed)  # refuses numbers that cannot be meant
+    results = []
+    for length in lengths:
+        cases = [case for case in chosen if length <= peers_up_to or not _is_extra(case)]
+        refused = refusals(subject, cases, batch, length, limit)
+        ids = prepare(subject, "random", bos="auto", length=length, seed=seed).batch(range(batch))
+        results += Heat(subject, ids, cases, repeats, reload, progress, refused, limit).results()
+    return Benchmark(subject.identity, results)
+
+
+def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, limit: int | None) -> dict[str, str]:
+    """Contestants that do not fit beside those before them, with the reason; the plain forward pass must fit."""
+    refused, kept, running = dict[str, str](), 0, 0
+    for case in cases:
+        need = case.needs(subject, batch, length)
+        try:
+            require_room(
+                subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
+                of=f"{many(batch, length)}, beside the others", remedy="use a shorter --length",
+            )  # fmt: skip
+        except InputError as error:
+            if case.name == FORWARD:
+                raise
+            refused[case.name] = f"{error.what}: {error.got}, {error.expected}"
+        else:
+            kept, running = kept + need.kept, max(running, need.running)
+    return refused
+
+
+def _is_extra(case: Case) -> bool:
+    return case.name not in (FORWARD, POSLEAK, ONCE)
+
+
+def chosen_cases(names: Sequence[str]) -> list[Case]:
+    """The named contestants, or all whose packages are installed; the plain forward pass is always among them."""
+    known = [case.name for case in CASES]
+    for name in names:
+        if name not in known:
+            raise InputError(
+                "no such contestant", got=name, expected=", ".join(known), remedy=did_you_mean(name, known)
+            )
+    bases = {FORWARD, *(case.base for case in CASES if case.name in names)}
+    chosen = [case for case in CASES if case.name in bases or (case.name in names if names else not case.missing)]
+    if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
+        return chosen_cases([*names, POSLEAK])  # peers are compared with posleak, so it must run too
+    if missing := [case for case in chosen if case.missing]:
+        raise InputError(
+            "the contestant's package is not installed", got=", ".join(str(case.package) for case in missing),
+            remedy="pip install 'posleak[bench]'",
+        )  # fmt: skip
+    return chosen
+
+
+@dataclass
+class Heat:
+    """All contestants at one length, on ids [B, T]. refused: those that do not fit, with the reason;  limit: bytes that
+    a process may hold, if there is a limit."""
+
+    subject: Subject
+    ids: Ids
+    cases: list[Case]
+    repeats: int
+    reload: dict[str, Any] | None
+    progress: Callable[[str], None]
+    refused: dict[str, str] = field(default_factory=dict)
+    limit: int | None = None
+
+    def results(self) -> list[Result]:
+        memory = {case.name: self._memory(case) for case in self.cases}
+        if "error" in memory[FORWARD]:
+            raise InputError(
+                "the plain forward pass itself cannot be run", where=f"{self.ids.shape[1]} tokens",
+                got=memory[FORWARD]["error"], remedy="use a shorter --length",
+            )  # fmt: skip
+        able = [case for case in self.cases if "error" not in memory[case.name]]
+        runners = {case.name: case.make(self.subject, default_plan(self.ids.shape[1]), self.ids) for case in able}
+        found = {}
+        for name, run in runners.items():
+            self._say(f"{name}: first pass, not timed")
+            found[name] = run(self.ids)
+        agreement = {case.name: self._agreement(case, found) for case in self.cases}
+        times = self._times(runners)
+        return [self._result(case, times, memory[case.name], agreement[case.name]) for case in self.cases]
+
+    def _say(self, what: str) -> None:
+        self.progress(f"{self.ids.shape[1]} tokens, {what}")
+
+    def _memory(self, case: Case) -> dict[str, Any]:
+        """Peak memory in a process of its own, and an error if it is too much to run beside the others."""
+        if case.name in self.refused:
+            return {"error": self.refused[case.name]}
+        if self.reload is None or case.name == ONCE:
+            return {}
+        self._say(f"{case.name}: memory")
+        found = peak_in_own_process(
+            case=case.name, length=self.ids.shape[1], ids=self.ids.tolist(), limit=self.limit, **self.reload
+        )
+        if found.get("peak_mb", 0) * 1e6 > TOO_LARGE * available_bytes():
+            found["error"] = "fits into the machine alone, but not beside the others: not timed"
+        return found
+
+    def _agreement(self, case: Case, found: dict[str, Statistics | None]) -> float | None:
+        """How far a peer is from posleak, in nats; an error where that is more than rounding."""
+        theirs, ours = found.get(case.name), found.get(POSLEAK)
+        if not case.is_peer or theirs is None or ours is None:
+            return None
+        if not (gap := theirs.gap(ours)) <= AGREE:
+            raise CheckError(
+                "a contestant computes something else than posleak, so that their times cannot be compared",
+                where=f"{case.name}, {self.ids.shape[1]} tokens",
+                got=f"{gap:.3g} nats apart",
+                expected=f"at most {AGREE}",
+            )
+        return gap
+
+    def _times(self, runners: dict[str, Runner]) -> dict[str, list[float | None]]:
+        peers = {case.name for case in self.cases if case.is_peer}
+        repeats = {name: min(self.repeats, PEER_REPEATS) if name in peers else self.repeats for name in runners}
+        work = {name: (lambda run=run: run(self.ids)) for name, run in runners.items()}
+        return interleaved(work, repeats, self._say)
+
+    def _result(
+        self, case: Case, times: dict[str, list[float | None]], memory: dict[str, Any], agreement: float | None
+    ) -> Result:
+        batch, length, name = *self.ids.shape, case.name
+        spec = MeasureSpec(length=length, prompts=batch, batch=batch)
+        planned = memory_plan(self.subject, spec).total / 1e6 if name == POSLEAK else None
+        other = case.base != FORWARD and name in times and case.base in times
+        return Result(
+            name, length, batch,
+            spread(times[name]) if name in times else None,
+            ratios(times[name], times[FORWARD]) if name in times else None,
+            memory.get("peak_mb"), planned, agreement, memory.get("error"), case.base,
+            ratios(times[name], times[case.base]) if other else None,
+        )  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """What the seconds were measured on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,402 @@
+"""The claims of arXiv 2606.06160, each with its test: a measurement, a measurement under an edit that should change it
+if the claim is true, or a law.
+
+The protocol is not public: the definitions are ours (docs/definitions.md), and so is every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from posleak.analyses.claims import catalogue
+from posleak.analyses.claims.finding import Finding, Kept, Side
+from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
+from posleak.analyses.doctor import laws
+from posleak.analyses.doctor.bench import SHIFT
+from posleak.analyses.doctor.explicit import RECURRENT, first_entrance
+from posleak.analyses.origin.closure import closure
+from posleak.analyses.origin.reading import reader_counts
+from posleak.analyses.origin.states import states
+from posleak.analyses.trace.trace import BORROWED
+from posleak.arrays import Array
+from posleak.axes import LEFT
+from posleak.edits import parse_edits
+from posleak.leakage import Estimate, combined
+from posleak.leakage.trend import depth_slope, slope
+from posleak.models import exclusive
+from posleak.papers import POSITION
+from posleak.probe import attach, default_plan, relative_difference
+from posleak.rounding import AGREE, CLOSED, RING, computed_in
+from posleak.show.numbers import REMOVED
+
+claim = partial(catalogue.claim, paper=POSITION)
+
+FIRST_LAYER = 0.05
+"""The first layer counts as all mask if its residual power is below this share of its mask power."""
+
+ROLL = 11
+"""By how many places prompts are rolled."""
+
+
+@claim(
+    1, "relative-logits", "Logits are relative",
+    "RoPE logits are relative: moving all positions changes nothing beyond rounding.",
+    f"rms change of log-attention when all position ids move by {SHIFT}, per prompt (its first {LAW_TOKENS} "
+    "tokens), against the dtype's rounding",
+)  # fmt: skip
+def relative_logits(lab: Lab) -> Finding:
+    rotary, context = lab.subject.identity.rotary, lab.subject.context
+    if not lab.rotary:
+        return Finding.not_applicable("the model has no rotary position encoding")
+    model, ids = lab.subject.model, lab.few
+    if not rotary and context is not None and context < ids.shape[1] + SHIFT:
+        return Finding.not_applicable(f"the model has only {context} positions")
+    plan = default_plan(ids.shape[1])
+    with exclusive(model):
+        still, moved = (laws.log_attention(model, plan, ids, start) for start in (0, SHIFT))
+        floors = np.array([laws.rms_change([x[b] for x in still], [x[b] for x in moved]) for b in range(len(ids))])
+        rounding = AGREE.of(computed_in(model.dtype))
+    return Finding.of(lab.mean(floors), "nats rms", no_effect=rounding, side=Side.BELOW)
+
+
+@claim(
+    2, "leakage", "Leakage exists",
+    "Leakage exists: attention at equal offsets differs between early and late queries.",
+    "power of log a_i(δ) − log a_r(δ), mean over heads, layers, queries and offsets",
+)  # fmt: skip
+def leakage_exists(lab: Lab) -> Finding:
+    return Finding.of(lab.power("total").estimate, "nats²")
+
+
+@claim(
+    3, "mask.every-layer", "The mask leaks in every layer",
+    "The mask leaks by construction, in every layer.",
+    "mask power of the layer whose interval reaches lowest",
+)  # fmt: skip
+def mask_in_every_layer(lab: Lab) -> Finding:
+    powers = lab.layers("mask").estimate
+    least = int(np.argmin(powers.low))
+    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.numbers[least], "layers": powers})
+
+
+@claim(
+    3, "mask.first-layer", "The first layer is all mask",
+    "In the first layer the mask is all there is.",
+    f"residual power of the first layer as a share of its mask power; claimed to be less than {FIRST_LAYER:.0%}",
+)  # fmt: skip
+def first_layer_is_mask(lab: Lab) -> Finding:
+    residual, mask = (lab.power(name, layers=slice(0, 1)) for name in ("residual", "mask"))
+    return Finding.of(residual.over(mask).estimate, "share", no_effect=FIRST_LAYER, side=Side.BELOW)
+
+
+@claim(
+    3, "mask.ring", "No mask, no position",
+    "Without the mask, on a ring of positions, there is no absolute position at all.",
+    f"largest relative change of any state when the input is rolled by {ROLL}: mask off, frequencies snapped to the "
+    f"ring, no BOS, the first {LAW_TOKENS} tokens of each prompt; in float64. The same with the mask is in the details",
+)  # fmt: skip
+def ring(lab: Lab) -> Finding:
+    model, wide, count = lab.subject.model, "dtype=float64", lab.enough
+    lab.require_float64(count)
+    plain = parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))[:, :LAW_TOKENS]
+    ids = torch.from_numpy(plain).to(lab.subject.device)
+    if other := lab.run().record.calibration.unmeasured:
+        return Finding.not_applicable(f"posleak's attention is not all that mixes positions: there is {other[0]}")
+    entrance = first_entrance(model, int(ids[0, -1]))
+    if entrance is not None and entrance.kind == RECURRENT:
+        return Finding.not_applicable(f"attention is not all that mixes positions: {entrance.reason}")
+    gaps, masked = rolled_gaps(model, ids, [wide, "ring"]), rolled_gaps(model, ids[:1], [wide])
+    details, bound = {"with the mask": max(masked), "dtype": "float64"}, RING.of(torch.float64)
+    return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
+
+
+def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[float]:
+    """Largest relative difference, over all depths, between the states of a rolled prompt and its rolled states."""
+    with attach(model, edits=parse_edits(texts)) as probe:
+        still, rolled = (states(probe, x) for x in (ids, ids.roll(ROLL, 1)))
+    depths = [(a.roll(ROLL, 1), b) for a, b in zip(still, rolled, strict=True)]
+    return [max(relative_difference(b[row], a[row]) for a, b in depths) for row in range(len(ids))]
+
+
+@claim(
+    4, "residual", "The residual stream leaks",
+    "The residual stream leaks beyond the first layer.",
+    "residual power (drift + sink), mean over the heads of all layers but the first",
+)  # fmt: skip
+def residual_leaks(lab: Lab) -> Finding:
+    return Finding.of(lab.power("residual", layers=LATER).estimate, "nats²")
+
+
+@claim(
+    5, "isolation.total", "Equally many keys, no leakage",
+    "Controlled isolation: where every query sees equally many keys, leakage goes away.",
+    "context=borrowed, keys of another document in the place of those that a query lacks: 1 − total power with the "
+    "lent keys / ordinary total power, paired",
+)  # fmt: skip
+def isolation_total(lab: Lab) -> Finding:
+    def left(early: bool) -> Kept:
+        ratio = lab.power(LEFT, BORROWED, early=early).over(lab.power("total", early=early))
+        return Kept("total", ratio.estimate, "early" if early else "all")
+
+    kept = [left(early) for early in (False, True)]
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(BORROWED, "borrowed context", *kept))
+
+
+@claim(
+    5, "isolation.downstream", "Earlier masks make the residual",
+    "The residual component of later layers is the imprint of earlier layers' masks.",
+    "context=borrowed, this layer's rows without the lent keys: 1 − residual power after / before in the layers after "
+    "the first, paired",
+)  # fmt: skip
+def isolation_downstream(lab: Lab) -> Finding:
+    found, early = (lab.kept("residual", BORROWED, early=queries, later=True) for queries in (False, True))
+    edited = lab.edited(BORROWED, "borrowed context, rows without it", found, early)
+    return Finding.of(1 - found.ratio, REMOVED, edited=edited)
+
+
+@claim(
+    5, "isolation.origin", "Position 0 is a source of its own",
+    "Position 0 is a source of its own: it leaks position where nothing is hidden.",
+    "context=borrowed: share of the leakage that is left with the lent keys in the total, paired",
+)  # fmt: skip
+def isolation_origin(lab: Lab) -> Finding:
+    shares = lab.trace.model["all"].share
+    details = {name: share for name, share in shares.items() if name != "origin"}
+    return Finding.of(shares["origin"], "share", details=details)
+
+
+@claim(
+    6, "closure", "Position 0 is closed",
+    "Position 0 is a closed system: its states do not depend on what follows.",
+    f"largest relative difference of the state at position 0 in context and alone, over all depths, per prompt; the "
+    f"first {LAW_TOKENS} tokens of each",
+)  # fmt: skip
+def closed_system(lab: Lab) -> Finding:
+    model, ids = lab.subject.model, torch.from_numpy(lab.few)
+    with exclusive(model):
+        found, bound = closure(model, ids), CLOSED.of(model.dtype)
+        opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
+    return Finding.of(
+        lab.mean(np.array(found.per_prompt)), "relative", no_effect=bound, side=Side.BELOW,
+        details={"with the mask off": opened},
+    )  # fmt: skip
+
+
+@claim(
+    7, "sink-heads.count", "Heads read position 0",
+    "Sink-reading heads read position 0.",
+    "share of heads whose mean attention to position 0 over the reference queries is above 0.3",
+)  # fmt: skip
+def sink_heads(lab: Lab) -> Finding:
+    at_0 = lab.run().data["profile"].values[..., 0]
+    heads = int(np.isfinite(at_0[0]).sum())
+    counts, total = reader_counts(at_0, lab.jackknife)
+    return Finding.of(total / heads, "share of heads", details={"heads": heads, "by call": counts})
+
+
+@claim(
+    7, "sink-heads.writes", "Sink heads write what stands there",
+    "What sink-reading heads write comes from position 0.",
+    "norm of a_i0 · W_O v_0 as a share of the norm of the head's output, mean over sink-reading heads; "
+    "claimed to be more than one of N equal positions would give, 1 / N",
+)  # fmt: skip
+def sink_writes(lab: Lab) -> Finding:
+    reading = lab.origin.reading
+    if not reading.readers.any():
+        return Finding.not_applicable("no head reads position 0 with more than 0.3 of its attention")
+    written, chosen = reading.written, reading.readers
+    value, low, high = (np.asarray(np.nanmean(x[chosen])) for x in (written.value, written.low, written.high))
+    share = Estimate(value, low, high, written.n)
+    return Finding.of(share, "share of norm", no_effect=1 / lab.spec.length, details={"space": reading.space})
+
+
+DRAWS = 8
+"""How often noise is drawn."""
+
+
+def replacement(lab: Lab, edit: str, about: str) -> Finding:
+    """Removed share of the residual power at early queries, and what happens to the rest."""
+    if lab.tokens.first.id is None:
+        return Finding.not_applicable("no BOS stands at position 0")
+    draws = DRAWS if edit == "bos=noise" else 1
+    parts = (("residual", True), ("residual", False), ("mask", True), ("total", True))
+    kept = [lab.kept(name, edit, early=early, draws=draws) for name, early in parts]
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(edit, about, *kept, draws=draws))
+
+
+REPLACEMENTS = {
+    "zero": ("bos=zero", "a zero vector", "BOS → zero"),
+    "mean": ("bos=mean", "the mean embedding", "BOS → mean embedding"),
+    "noise": ("bos=noise", f"noise of the same norm, {DRAWS} times", "BOS → noise, same norm"),
+    "token": ("bos=token", "another token's embedding", "BOS → another token"),
+    "none": ("bos=none", "whatever the text has there", "no BOS"),
+    "random": ("bos=random", "a random token for each prompt", "BOS → a random token per prompt"),
+}
+
+
+def _replacing(edit: str, about: str) -> Callable[[Lab], Finding]:
+    """The other token is the one in the middle of the ordinary vocabulary: any will do, but always the same."""
+
+    def test(lab: Lab) -> Finding:
+        allowed = lab.tokens.vocabulary.allowed
+        chosen = f"{edit}:{int(allowed[len(allowed) // 2])}" if edit == "bos=token" else edit
+        return replacement(lab, chosen, about)
+
+    return test
+
+
+for _name, (_edit, _what, _about) in REPLACEMENTS.items():
+    claim(
+        8, f"bos.{_name}", _about, f"Replacing the BOS by {_what} removes residual leakage at early queries.",
+        f"{_edit}: 1 − residual power after / before at queries before 32, mean over layers and heads, paired "
+        "(the paper reports 40% on Llama-3.2-3B under its own protocol)",
+    )(_replacing(_edit, _about))  # fmt: skip
+
+
+@claim(
+    9, "stabiliser.factor", "Sinks damp the mask",
+    "Sinks are stabilisers: they damp the mask's leakage.",
+    "mask power if the origin's keys were ordinary ones, divided by mask power; 1 is no effect",
+)  # fmt: skip
+def stabilisation(lab: Lab) -> Finding:
+    return Finding.of(lab.power("mask_without_sink").over(lab.power("mask")).estimate, "times", no_effect=1.0)
+
+
+@claim(
+    9, "stabiliser.cut", "Cutting the sink frees the mask",
+    "Cutting the sink raises the mask's leakage.",
+    "sink=cut: mask power after / before, paired; 1 is no effect",
+)  # fmt: skip
+def cutting(lab: Lab) -> Finding:
+    mask, residual = lab.kept("mask", "sink=cut"), lab.kept("residual", "sink=cut")
+    return Finding.of(mask.ratio, "times", no_effect=1.0, edited=lab.edited("sink=cut", "sink cut", mask, residual))
+
+
+SAME = 1e-5
+"""1 − cosine below which two fingerprints are the same up to rounding."""
+
+
+@claim(
+    10, "fingerprint.fixed", "Same first token, same fingerprint",
+    "The fingerprint is deterministic: the same first token, the same direction.",
+    "largest 1 − cosine of W_O v_0 between prompts with the same first token, per sink-reading head",
+)  # fmt: skip
+def fingerprint_fixed(lab: Lab) -> Finding:
+    same = lab.origin.fingerprint.same
+    if not len(same):
+        return Finding.not_applicable("no sink-reading head")
+    if lab.tokens.first.id is None:
+        return Finding.not_applicable("no BOS: first tokens differ between prompts")
+    return Finding.of(lab.mean(same), "1 − cosine", no_effect=SAME, side=Side.BELOW)
+
+
+@claim(
+    10, "fingerprint.varies", "Another token, another fingerprint",
+    "The fingerprint varies with the first token.",
+    "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads, interval over tokens",
+)  # fmt: skip
+def fingerprint_varies(lab: Lab) -> Finding:
+    found = lab.origin.fingerprint
+    if not len(found.heads):
+        return Finding.not_applicable("no sink-reading head")
+    return Finding.of(1 - found.overall, "1 − cosine", no_effect=SAME, details={"carried": found.carried})
+
+
+@claim(
+    10, "fingerprint.no-bos", "Without a BOS it follows the text",
+    "Without a BOS the fingerprint varies with the text.",
+    "1 − mean cosine of W_O v_0 between the first tokens of text crops (the standard library's documentation)",
+)  # fmt: skip
+def fingerprint_of_text(lab: Lab) -> Finding:
+    if lab.subject.tokenizer is None:
+        return Finding.not_applicable("natural text needs a tokenizer, and the model came without one")
+    found = lab.text_fingerprint()
+    if found is None:
+        return Finding.not_applicable("no sink-reading head")
+    return Finding.of(1 - found, "1 − cosine", no_effect=SAME)
+
+
+@claim(
+    11, "depth", "The residual grows with depth",
+    "The residual component grows with depth.",
+    "least-squares slope of a layer's residual power against relative depth, divided by its mean over layers",
+)  # fmt: skip
+def depth_trend(lab: Lab) -> Finding:
+    powers = lab.layers("residual")
+    _, relative = depth_slope(powers)
+    return Finding.of(relative.estimate, "per relative depth", details={"layers": powers.estimate})
+
+
+NTK = "rope=ntk:4"
+
+
+@claim(
+    12, "ntk", "NTK scaling suppresses the residual",
+    "NTK scaling suppresses the residual component.",
+    f"{NTK} on the same weights: 1 − residual power after / before, mean over layers and heads, paired",
+)  # fmt: skip
+def ntk_suppresses(lab: Lab) -> Finding:
+    found = lab.kept("residual", NTK)
+    return Finding.of(1 - found.ratio, REMOVED, edited=lab.edited(NTK, "NTK scaling, 4 times", found))
+
+
+def window_of(lab: Lab) -> str:
+    """A quarter of the prompt: three quarters of the queries lie behind it."""
+    return f"window={lab.spec.length // 4}"
+
+
+def accumulation(lab: Lab, edit: str, about: str) -> Finding:
+    """Slope of the residual with depth under an edit minus the slope without it, over the mean residual power."""
+    before, after = lab.layers("residual"), lab.layers("residual", edit)
+    depth, scale = np.linspace(0, 1, len(before.value)), float(before.value.mean())
+    steeper = combined(lambda y: slope(y, depth), after) - combined(lambda y: slope(y, depth), before)
+    edited = lab.edited(edit, about, lab.kept("residual", edit))
+    return Finding.of((steeper / scale).estimate, "per relative depth", edited=edited)
+
+
+@claim(
+    13, "window", "A window lets the residual accumulate",
+    "A sliding window lets the residual component accumulate with depth.",
+    "a window of a quarter of the prompt on the same weights: slope of the residual power with depth after − before, "
+    "divided by the mean residual power before, paired",
+)  # fmt: skip
+def window_accumulates(lab: Lab) -> Finding:
+    return accumulation(lab, window_of(lab), "window of a quarter")
+
+
+@claim(
+    13, "window.with-sink", "A window that keeps position 0 does too",
+    "A sliding window that keeps position 0 in sight lets the residual component accumulate with depth, too.",
+    "a window of a quarter of the prompt that also shows position 0: slope after − before, as for the plain window",
+)  # fmt: skip
+def window_with_sink_accumulates(lab: Lab) -> Finding:
+    return accumulation(lab, window_of(lab) + "+sink", "the same window, position 0 kept")
+
+
+@claim(
+    14, "between", "Standard RoPE sits between",
+    "Standard RoPE sits between NTK scaling and a sliding window.",
+    f"the smaller of residual(standard) − residual({NTK}) and residual(window) − residual(standard), divided by "
+    "residual(standard), same weights, paired",
+)  # fmt: skip
+def standard_between(lab: Lab) -> Finding:
+    def smaller(ntk: Array, standard: Array, window: Array) -> Array:
+        return np.asarray(np.minimum(standard - ntk, window - standard) / standard)
+
+    powers = [lab.power("residual", *edits) for edits in ((NTK,), (), (window_of(lab),))]
+    return Finding.of(combined(smaller, *powers).estimate, "share")
+
+
+catalogue.untestable(
+    15, "balance", "Each architecture has its balance",
+    "Both components appear in every architecture, in a balance that is its own.",
+    "one model has one balance: `posleak study architectures` sets several models side by side. That both components "
+    "appear in this model is tested by claims 3 and 4",
+    paper=POSITION,
+)  # fmt: skip

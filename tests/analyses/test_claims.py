@@ -1,0 +1,206 @@
+"""Verdicts follow one rule; every claim runs on tiny models; what is found is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from transformers import PreTrainedModel
+
+from posleak.analyses.claims.catalogue import Claim, registry
+from posleak.analyses.claims.examination import claims, examine
+from posleak.analyses.claims.finding import ENOUGH, Finding, Side, Verdict
+from posleak.analyses.claims.lab import Lab
+from posleak.analyses.claims.papers.position import rolled_gaps
+from posleak.leakage import Jackknife
+from posleak.leakage.power import of_gram
+from posleak.leakage.trend import depth_slope, slope
+from posleak.models import Subject
+from posleak.runs.spec import MeasureSpec
+from posleak.typed import plain
+from support.families import tiny
+
+numbers = st.floats(-10, 10)
+
+
+@given(numbers, numbers, numbers, st.sampled_from(Side))
+def test_the_interval_alone_decides(a: float, b: float, no_effect: float, side: Side) -> None:
+    low, high = min(a, b), max(a, b)
+    verdict = Finding((low + high) / 2, low, high, "", ENOUGH, no_effect, side).verdict
+    if low <= no_effect <= high:
+        assert verdict is Verdict.INCONCLUSIVE
+    else:
+        claimed = (low > no_effect) == (side is Side.ABOVE)
+        assert verdict is (Verdict.SUPPORTED if claimed else Verdict.CONTRADICTED)
+
+
+@given(st.integers(0, ENOUGH - 1), st.sampled_from(Side))
+def test_too_few_prompts_decide_nothing(n: int, side: Side) -> None:
+    """However far from no effect the interval lies: at two prompts one seed supported a claim, another refuted it."""
+    found = Finding(5.0, 4.0, 6.0, "", n, 0.0, side)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.too_few
+    assert not replace(found, n=ENOUGH).too_few
+
+
+def test_nan_is_inconclusive_and_a_reason_is_not_applicable() -> None:
+    assert Finding(math.nan, math.nan, math.nan, "", 1).verdict is Verdict.INCONCLUSIVE
+    assert Finding.not_applicable("no BOS").verdict is Verdict.NOT_APPLICABLE
+
+
+def test_the_registry_covers_every_number_with_unique_names() -> None:
+    found = registry()
+    assert {claim.number for claim in found} == set(range(1, 16))
+    assert [claim.number for claim in found] == sorted(claim.number for claim in found)
+    assert len({claim.id for claim in found}) == len(found)
+    assert all(claim.sentence.endswith(".") and claim.method for claim in found)
+    assert all(0 < len(claim.title) <= 40 and not claim.title.endswith(".") for claim in found)
+    assert len({claim.title for claim in found}) == len(found)
+
+
+def examined(model: PreTrainedModel) -> dict[str, Any]:
+    lab = Lab(Subject.of(model, name="tiny"), MeasureSpec(length=64, prompts=16))
+    return {result.id: result for result in examine(lab)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "gpt_neox"])
+def test_every_claim_runs_on_tiny_models(family: str) -> None:
+    found = examined(tiny(family))
+    assert found["relative-logits"].verdict is Verdict.SUPPORTED
+    assert found["mask.ring"].verdict is Verdict.SUPPORTED
+    assert found["mask.ring"].details["with the mask"] > 1e-3
+    assert found["closure"].verdict is Verdict.SUPPORTED
+    assert found["closure"].details["with the mask off"] > 1e-3
+    assert found["fingerprint.no-bos"].verdict is Verdict.NOT_APPLICABLE
+    for result in found.values():
+        json.dumps(plain(result), allow_nan=False)
+        if result.verdict is not Verdict.NOT_APPLICABLE and math.isfinite(result.low):
+            assert result.low <= result.effect <= result.high
+
+
+@pytest.mark.filterwarnings("ignore:the origin's keys cannot be moved")
+def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
+    model: Any = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    model.transformer.wpe.weight.mul_(10)
+    found = examined(model)
+    assert "no rotary" in found["relative-logits"].reason
+    assert "no rotary frequencies" in found["mask.ring"].reason
+    assert found["mask.first-layer"].verdict is not Verdict.SUPPORTED
+
+
+def test_without_a_bos_its_replacement_is_not_applicable() -> None:
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=4, bos="none"))
+    chosen = [claim for claim in registry() if claim.number == 8]
+    assert {result.reason for result in examine(lab, chosen)} == {"no BOS stands at position 0"}
+
+
+def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once() -> None:
+    said: list[str] = []
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=8), progress=said.append)
+    for _ in range(2):
+        lab.kept("residual", "bos=zero", early=True)
+    assert said.count("baseline") == 1
+    assert said.count("bos=zero") == 1
+    assert lab.kept("mask", "shift=0").ratio.value == 1
+    null = lab.kept("total", "rope=ntk:1").ratio
+    assert [float(x) for x in (null.value, null.low, null.high)] == [1, 1, 1]
+
+
+def test_a_finished_claim_is_kept_when_a_later_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject.of(tiny("llama"), name="llama")
+    whole = registry()
+
+    def broken(lab: Lab) -> Finding:
+        raise MemoryError("out of luck")
+
+    failing = [*whole[:2], Claim(3, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[2:4]]
+    monkeypatch.setattr("posleak.analyses.claims.examination.registry", lambda paper: failing)
+    with pytest.raises(MemoryError, match="out of luck"):
+        claims(subject, out=tmp_path / "run", length=64, prompts=4)
+    stored = json.loads((tmp_path / "run" / "claims.json").read_text())
+    assert [entry["id"] for entry in stored["claims"]] == [claim.id for claim in whole[:2]]
+
+    tested: list[str] = []
+    monkeypatch.setattr("posleak.analyses.claims.examination.registry", lambda paper: whole[:4])
+    found = claims(subject, out=tmp_path / "run", length=64, prompts=4, progress=tested.append)
+    assert [result.id for result in found.results] == [claim.id for claim in whole[:4]]
+    assert not any(whole[0].title in line for line in tested)
+
+
+def test_one_claim_that_breaks_down_does_not_cost_the_verdicts_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As when a model has no kernel for a dtype. The reason names a file with the traceback."""
+    monkeypatch.setenv("POSLEAK_CACHE", str(tmp_path))
+    whole = registry()
+
+    def broken(lab: Lab) -> Finding:
+        raise RuntimeError("expected scalar type BFloat16 but found Double")
+
+    chosen = [Claim(0, "broken", "It breaks", "It breaks.", "by breaking", broken), *whole[1:3]]
+    lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=16))
+    first, *others = examine(lab, chosen)
+    assert first.verdict is Verdict.NOT_APPLICABLE
+    assert first.reason is not None
+    assert "expected scalar type BFloat16 but found Double" in first.reason
+    kept = Path(first.reason.split("traceback: ")[1].splitlines()[0])
+    assert "in broken" in kept.read_text()
+    assert all(each.verdict is not Verdict.NOT_APPLICABLE for each in others)
+
+
+def test_claims_leave_a_whole_run_folder(tmp_path: Path) -> None:
+    subject = Subject.of(tiny("llama"), name="llama")
+    found = claims(subject, out=tmp_path / "run", length=64, prompts=4)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"run.json", "results.nc", "heads.parquet", "claims.json", "origin.json", "origin.nc", "conditions"}
+    assert len(found.results) == len(registry())
+    keys = {"id", "claim", "verdict", "effect", "low", "high", "unit", "method"}
+    assert all(keys <= set(entry) for entry in found.as_dict()["claims"])
+    values = {"supported", "contradicted", "inconclusive", "not applicable"}
+    assert {result.verdict.value for result in found.results} <= values
+
+
+def test_a_planted_trend_is_found() -> None:
+    """Layer l has power l / 3 in every prompt: slope 2 per relative depth over seven layers, 2 of their mean."""
+    powers = Jackknife(5).inner(of_gram(np.arange(7)[:, None, None] / 3 * np.ones((7, 5, 5))))
+    absolute, relative = (found.estimate for found in depth_slope(powers))
+    assert float(absolute.value) == pytest.approx(2.0)
+    assert np.isnan(absolute.low), "prompts that do not differ have no interval"
+    assert float(relative.value) == pytest.approx(2.0)
+    some, _ = depth_slope(powers, [0, 3, 6])
+    assert float(some.value) == pytest.approx(2.0)
+    assert slope(np.full(7, 3.0), np.linspace(0, 1, 7)) == pytest.approx(0.0)
+
+
+def test_the_ring_needs_both_its_sides() -> None:
+    """Only without the mask and with snapped frequencies does rolling commute with the model."""
+    model, ids = tiny("llama", dtype=torch.float64), torch.randint(3, 101, (1, 64))
+    assert max(rolled_gaps(model, ids, ["ring"])) < 1e-12
+    assert max(rolled_gaps(model, ids, ["mask=off"])) > 1e-9
+    assert max(rolled_gaps(model, ids, [])) > 1e-3
+
+
+def test_rolled_prompts_are_judged_one_by_one() -> None:
+    """A constant prompt is its own roll, also in a batch with others."""
+    model, ids = tiny("llama", dtype=torch.float64), torch.randint(3, 101, (3, 64))
+    ids[1] = 7
+    together = rolled_gaps(model, ids, ["mask=off", "rope=none"])
+    assert together[1] < 1e-12
+    masked = rolled_gaps(model, ids, [])
+    assert masked == pytest.approx([rolled_gaps(model, row[None], [])[0] for row in ids], rel=1e-6)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_there_is_no_verdict_without_an_interval(side: Side) -> None:
+    """Two prompts give a value and no interval, however large the value is."""
+    found = Finding.of(Jackknife(2).mean(np.array([1.11, 1.12])).estimate, "1", side=side)
+    assert found.effect == pytest.approx(1.115)
+    assert math.isnan(found.low)
+    assert found.verdict is Verdict.INCONCLUSIVE

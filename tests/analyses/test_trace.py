@@ -1,0 +1,131 @@
+"""The trace: two runs on the same prompts, numbers that add up, and a folder that is read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posleak as pl
+from posleak.analyses.trace.trace import BORROWED, SOURCES, Trace, rungs
+from posleak.errors import RunError
+from posleak.models import Subject
+from posleak.runs.run import Run
+from support.runs_tiny import assert_same_bits, counted_passes, subject
+
+ASKED: dict[str, Any] = {"length": 48, "prompts": 6, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return subject(scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def folder(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trace") / "run"
+    pl.trace(llama, out=place, by_layer=True, **ASKED)
+    return place
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Trace:
+    loaded = Trace.load(folder)
+    assert loaded is not None
+    return loaded
+
+
+def test_both_passes_read_the_same_prompts(found: Trace) -> None:
+    one, other = found.ordinary.record, found.borrowed.record
+    assert one.inputs.same_tokens(other.inputs)
+    assert (one.inputs.context, other.inputs.context) == (0, 48 + 64)
+    assert (one.spec.edits, other.spec.edits) == ((), (BORROWED,))
+
+
+def test_sources_add_up_to_the_total_and_their_shares_to_one(found: Trace) -> None:
+    assert found.remainder < 1e-9
+    for numbers in (found.model["all"], found.model["early"]):
+        assert sum(float(numbers.share[name].value) for name in SOURCES) == pytest.approx(1)
+    layers = found.layers["all"]
+    assert float(np.abs(layers.power["earlier"].value[0])) < 1e-8, "the first layer has no earlier one"
+    assert np.nanmax(np.abs(found.components["earlier"].values[:, 1:]), axis=(0, 2, 3, 4)).min() > 0.1
+    assert found.heads["all"].power["here"].value.shape == (3, 3)
+
+
+def test_the_total_is_the_one_of_an_ordinary_measurement(found: Trace, llama: Subject) -> None:
+    run = pl.measure(llama, **ASKED)
+    assert_same_bits(Run(found.ordinary.record, found.ordinary.data), Run(run.record, run.data))
+    assert np.array_equal(found.layers["all"].power["total"].value, run.summary.layers["all"].power["total"].value)
+
+
+def test_the_contract(found: Trace) -> None:
+    contract = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (contract["definitions"], contract["origin"], contract["prompts"]) == (2, 4, 6)
+    assert contract["remainder"] < 1e-9
+    assert set(contract["attention_to_origin"]) == {"ordinary", "borrowed"}
+    for number, layer in enumerate(contract["layers"]):
+        assert layer["layer"] == number
+        powers = {"total", "here", "earlier", "origin", "direct", "left"}
+        assert powers < set(layer)
+        assert layer["left"] == layer["origin"]
+        assert set(layer["share"]) == set(SOURCES)
+        assert powers | {"share"} == set(layer["ci"])
+    for queries in ("all", "early"):
+        assert set(contract[queries]["share"]) == set(SOURCES)
+
+
+def test_lending_up_to_a_layer_leaves_the_later_ones_to_tell(found: Trace) -> None:
+    """Rows are contexts lent to no layer, to the first, the first two, and all; no row changes earlier layers' D."""
+    ladder = found.ladder
+    assert ladder is not None
+    assert ladder.upto == (-1, 0, 1, 2)
+    assert np.array_equal(ladder.left.value[0], found.layers["all"].power["total"].value)
+    assert np.array_equal(ladder.left.value[-1], found.layers["all"].power["origin"].value)
+    last = found.ordinary.data.sizes["layer"] - 1
+    assert np.allclose(ladder.left.value[1:, 0], ladder.left.value[-1, 0], rtol=1e-4, atol=1e-6)
+    direct = found.layers["all"].power["direct"].value
+    assert ladder.left.value[-2, last] == pytest.approx(direct[last], rel=1e-4), "all but the last layer: D"
+    assert found.as_dict()["by_layer"]["lent_up_to"] == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (range(1), []),
+        (range(2), [0]),
+        (range(3), [0, 1]),
+        (range(30), [0, 1, 2, 4, 8, 16]),
+        ((1, 3), [1]),
+        ((0, 0, 1, 1, 2, 2), [0, 1]),
+        ((3, 7, 11, 15), [3, 7, 11]),
+    ],
+)
+def test_the_rungs_of_the_ladder(layers: Sequence[int], expected: list[int]) -> None:
+    assert rungs(layers) == expected
+
+
+def test_what_is_there_is_not_measured_again(folder: Path, found: Trace, llama: Subject) -> None:
+    with counted_passes(llama.model) as passes:
+        again = pl.trace(llama, out=folder, by_layer=True, **ASKED)
+    assert passes == []
+    assert_same_bits(again.borrowed, found.borrowed)
+    assert again.as_dict() == found.as_dict()
+
+
+def test_a_folder_without_a_borrowed_pass_has_no_trace(llama: Subject, tmp_path: Path) -> None:
+    pl.measure(llama, out=tmp_path / "run", **ASKED)
+    assert Trace.load(tmp_path / "run") is None
+    added = pl.trace(llama, out=tmp_path / "run", **ASKED)
+    assert added.ladder is None
+    loaded = Trace.load(tmp_path / "run")
+    assert loaded is not None
+    assert loaded.as_dict() == added.as_dict()
+
+
+def test_another_trace_in_the_folder_is_refused(folder: Path, llama: Subject) -> None:
+    with pytest.raises(RunError, match="the folder holds another measurement"):
+        pl.trace(llama, out=folder, **{**ASKED, "seed": 3})

@@ -1,0 +1,106 @@
+"""Position 0: every policy, with tokenizers that add a first token and tokenizers that do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import inputs_subject as tiny
+import pytest
+from transformers import Gemma3Config, PreTrainedConfig
+
+from posleak.errors import InputError
+from posleak.inputs import prepare
+
+ADDS = tiny.subject(tiny.word_tokenizer(prepend="<s>"))
+ADDS_NONE = tiny.subject(tiny.word_tokenizer())
+NO_TOKENIZER = tiny.subject()
+
+
+def configured(config: PreTrainedConfig) -> Any:
+    """A subject of which only the config is asked; some configs in the wild are of no small model."""
+    return SimpleNamespace(model=SimpleNamespace(config=config), tokenizer=None)
+
+
+def first(subject: Any, bos: str | int) -> tuple[int | None, str | None]:
+    token = prepare(subject, bos=bos, length=4, seed=0).first
+    return token.id, token.token
+
+
+@pytest.mark.parametrize(
+    ("bos", "expected"),
+    [
+        ("auto", (1, "<s>")),
+        ("tokenizer", (1, "<s>")),
+        ("none", (None, None)),
+        (2, (2, "</s>")),
+        ("2", (2, "</s>")),
+        ("</s>", (2, "</s>")),
+        ("w0", (9, "w0")),
+    ],
+)
+def test_policies_with_a_tokenizer_that_adds_a_bos(bos: str | int, expected: tuple[int | None, str | None]) -> None:
+    assert first(ADDS, bos) == expected
+
+
+def test_a_tokenizer_that_adds_nothing() -> None:
+    assert first(ADDS_NONE, "tokenizer") == (None, None)
+    assert first(ADDS_NONE, "auto") == (1, "<s>")
+
+
+def test_without_a_tokenizer_ids_still_work() -> None:
+    assert first(NO_TOKENIZER, "auto") == (1, None)
+    assert first(NO_TOKENIZER, 5) == (5, None)
+
+
+def test_a_config_that_names_no_bos_or_several() -> None:
+    assert first(tiny.subject(bos_token_id=None), "auto") == (None, None)
+    assert first(configured(PreTrainedConfig.from_dict({"vocab_size": 9, "bos_token_id": [6, 7]})), "auto") == (6, None)
+    assert first(configured(PreTrainedConfig.from_dict({"vocab_size": 9})), "auto") == (None, None)
+
+
+def test_a_config_of_several_modalities_names_its_bos_in_either_part() -> None:
+    whole = Gemma3Config.from_dict({"text_config": {"vocab_size": 50, "bos_token_id": 6}, "bos_token_id": 7})
+    assert first(configured(whole), "auto") == (6, None)
+    whole = Gemma3Config.from_dict({"text_config": {"vocab_size": 50, "bos_token_id": None}, "bos_token_id": 7})
+    assert first(configured(whole), "auto") == (7, None)
+    assert prepare(configured(whole), length=4, seed=0).vocabulary.rows == 50
+
+
+def test_results_say_which_token_stood_there() -> None:
+    described = prepare(ADDS, length=4, seed=0).describe()
+    assert (described.bos, described.bos_id, described.bos_token) == ("auto", 1, "<s>")
+    assert described.first_token == "token 1 '<s>' in every prompt, by BOS policy 'auto'"
+    described = prepare(ADDS_NONE, bos="tokenizer", length=4, seed=0).describe()
+    assert (described.bos, described.bos_id, described.bos_token) == ("tokenizer", None, None)
+    assert described.first_token == "an ordinary token, another in each prompt; no BOS"
+
+
+@pytest.mark.parametrize("bos", ["tokenizer", "<s>"])
+def test_policies_that_need_a_tokenizer(bos: str) -> None:
+    with pytest.raises(InputError, match=r"needs a tokenizer.*\n.*\n.*\n.*--bos 1"):
+        first(NO_TOKENIZER, bos)
+
+
+def test_a_tokenizer_that_prepends_two_is_refused() -> None:
+    subject = tiny.subject(tiny.word_tokenizer(prepend="<pad> <s>"))
+    with pytest.raises(InputError, match="does not prepend one token or none"):
+        first(subject, "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("bos", "message"),
+    [
+        ("atuo", "did you mean 'auto'"),
+        ("<S>", "did you mean '<s>'"),
+        ("W7", "did you mean 'w7'"),
+        ("zebra", "a token as the tokenizer writes it"),
+        ("", "not a BOS policy"),
+        (True, "not a BOS policy"),
+        (409, "the BOS token .*outside.*\n.*got: 409\n.*expected: 0 to 408"),
+        ("-1", "got: -1"),
+    ],
+)
+def test_first_tokens_that_are_none(bos: str | int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        first(ADDS, bos)

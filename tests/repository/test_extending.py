@@ -1,0 +1,228 @@
+"""The examples of docs/extending.md run as they stand there: in Python, on the page of a report, and in a shell."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import posleak as pl
+from posleak import inputs
+from posleak.analyses.claims.catalogue import CLAIMS, registry
+from posleak.analyses.claims.finding import Verdict
+from posleak.edits import KINDS, parse_edit, parse_edits
+from posleak.errors import InputError
+from posleak.inputs import prepare
+from posleak.metrics import names as metric_names
+from posleak.plugins import GROUP, VARIABLE, load_plugins
+from support.families import tiny
+from support.runs_tiny import assert_same_bits
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.KINDS, metric_names.OWN)
+SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of the page."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.M | re.S)
+
+
+MODULES = {found[1]: block for block in blocks("python") if (found := re.match(r"# (\w+)\.py\n", block))}
+SNIPPETS = [block for block in blocks("python") if block not in MODULES.values()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The page's modules in a folder that Python imports from; what they registered is gone afterwards."""
+    registry()  # the paper's claims are registered once per process: they must be there before a copy is taken
+    kept = [dict(each) for each in REGISTRIES]
+    for name, block in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_plugins.cache_clear()
+    yield tmp_path
+    for each, before in zip(REGISTRIES, kept, strict=True):
+        each.clear()
+        each.update(before)
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    load_plugins.cache_clear()
+
+
+@pytest.fixture
+def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The edit, the claim, the input and the meter named as plugins; nobody has imported them."""
+    monkeypatch.setenv(VARIABLE, "my_claim, my_input, my_meter")
+    return folder
+
+
+def subject(**more: Any) -> pl.Subject:
+    return pl.Subject.of(tiny("llama", scale=3.0, **more), name="tiny")
+
+
+def power(run: pl.Run, name: str = "total") -> float:
+    return float(run.summary.model["all"].power[name].value)
+
+
+def test_the_page_has_one_short_module_of_each_kind() -> None:
+    assert list(MODULES) == ["my_observer", "my_meter", "my_edit", "my_claim", "my_input"]
+    for name, block in MODULES.items():
+        assert sum(bool(line.strip()) for line in block.splitlines()) < 30, name
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_every_snippet_runs(
+    snippet: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pl, "load", lambda name: subject())
+    exec(snippet, {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_the_observer_sees_every_layer_as_the_models_own_attention_does(family: str, folder: Path) -> None:
+    """The second has windows, and learned sink logits, which take weight from the keys."""
+    model = tiny(family, scale=3.0)
+    model.set_attn_implementation("eager")
+    who = pl.Subject.of(model, name="tiny")
+    found = importlib.import_module("my_observer").entropy(who, length=48, prompts=3)
+    ids = torch.from_numpy(prepare(who, "random", length=48, seed=0).batch(range(3)))
+    with torch.inference_mode():
+        weights = model(ids, output_attentions=True).attentions
+    expected = torch.stack([torch.special.entr(a[:, :, 24:]).sum(-1).mean((0, 2)) for a in weights])
+    assert found.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_meter_leaves_the_distances_of_the_models_own_attention(plugins: Path) -> None:
+    model = tiny("llama", scale=3.0)
+    model.set_attn_implementation("eager")
+    who = pl.Subject.of(model, name="tiny")
+    run = pl.measure(who, **SMALL, metrics="reach", out=plugins / "run")
+    ids = torch.from_numpy(prepare(who, "random", length=64, seed=0).batch(range(4)))
+    with torch.inference_mode():
+        weights = torch.stack(model(ids, output_attentions=True).attentions, dim=1)
+    at = torch.arange(64)
+    expected = (weights * (at[:, None] - at)).sum(-1).mean(-1)
+    assert run.data["reach"].dims == ("prompt", "layer", "head")
+    np.testing.assert_allclose(run.data["reach"].values, expected.numpy(), rtol=1e-4)
+    assert_same_bits(run, pl.Run.load(plugins / "run"))
+    with pytest.raises(InputError, match="reach"):
+        pl.measure(who, **SMALL, metrics="reached")
+
+
+def test_the_edit_changes_the_numbers_as_weaker_queries_do(plugins: Path) -> None:
+    weaker = subject()
+    for name, parameter in weaker.model.named_parameters():
+        if "q_proj" in name:
+            parameter.mul_(0.5)
+    edited = pl.measure(subject(), **SMALL, edits=["temperature=2"])
+    assert edited.record.spec.edits == ("temperature=2.0",)
+    assert power(edited) == pytest.approx(power(pl.measure(weaker, **SMALL)), rel=1e-5)
+    assert abs(power(edited) / power(pl.measure(subject(), **SMALL)) - 1) > 0.05
+
+
+def test_the_edits_neutral_value_changes_no_bit(plugins: Path) -> None:
+    plain, neutral = (pl.measure(subject(), **SMALL, edits=texts) for texts in ((), ("temperature=1",)))
+    assert_same_bits(plain, neutral)
+
+
+def test_the_edit_is_parsed_and_refused_like_any_other(plugins: Path) -> None:
+    edit = parse_edit("temperature=0.1")
+    assert parse_edit(edit.text) == edit
+    assert [each.text for each in parse_edits(["window=9", "temperature=3"])] == ["temperature=3.0", "window=9"]
+    for unreadable in ("temperature=0", "temperature=warm", "temperature=2@3"):
+        with pytest.raises(InputError, match="expected: temperature=T"):
+            parse_edit(unreadable)
+    with pytest.raises(InputError, match="both change the logits"):
+        parse_edits(["temperature=2", "temperature=3"])
+
+
+def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None:
+    found = pl.claims(subject(), length=64, prompts=16, out=plugins / "run")
+    mine = found.results[-1]
+    assert (mine.number, mine.id) == (100, "softer.mask")
+    assert len(found.results) == len(registry()) > 20
+    assert mine.verdict in (Verdict.SUPPORTED, Verdict.CONTRADICTED)
+    assert mine.edited is not None
+    after = pl.measure(subject(), length=64, prompts=16, edits="temperature=2")
+    assert mine.effect == pytest.approx(power(after, "mask") / power(found.run, "mask"))
+
+    page = pl.report(plugins / "run", plugins / "page.html").read_text(encoding="utf-8")
+    assert f"<b>{mine.title}</b>" in section(page, "answer")
+    assert f"100. {mine.claim}" in section(page, "answer")
+    assert f"{mine.edited.about} <code>temperature=2</code>" in section(page, "edits")
+
+
+def section(page: str, name: str) -> str:
+    """One section of a report, as HTML."""
+    return page.split(f'<section data-section="{name}"')[1].split("</section>")[0]
+
+
+def test_the_input_makes_prompts_with_the_frequencies_that_it_names(plugins: Path) -> None:
+    who = subject()
+    prompts = prepare(who, "zipf:1", length=64, seed=5)
+    ids, allowed = prompts.batch(range(2000)), prompts.vocabulary.allowed
+    expected = (weights := 1 / np.arange(1, len(allowed) + 1)) / weights.sum()
+    found = (ids[:, 1:].reshape(-1, 1) == allowed).mean(0)
+    assert (np.abs(found - expected) < 5 * np.sqrt(expected / ids[:, 1:].size)).all()  # standard errors
+    assert (ids[:, 0] == who.model.config.bos_token_id).all()
+    assert np.array_equal(prompts.batch([7])[0], ids[7])
+
+    run = pl.measure(who, inputs="zipf:1", **SMALL)
+    assert (run.record.inputs.source, run.record.inputs.other) == ("zipf:1", {"ranked_by": "token id"})
+    assert power(run) != power(pl.measure(who, **SMALL))
+    for unreadable in ("zipf", "zipf:", "zipf:steep"):
+        with pytest.raises(InputError, match="zipf"):
+            prepare(who, unreadable, length=64, seed=5)
+
+
+def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
+    (block,) = blocks("toml")
+    named = tomllib.loads(block)["project"]["entry-points"][GROUP]
+    information = folder / "mine-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    lines = [f"[{GROUP}]", *(f"{name} = {module}" for name, module in named.items())]
+    (information / "entry_points.txt").write_text("\n".join(lines))
+    importlib.invalidate_caches()
+    assert "softer.mask" in [claim.id for claim in registry()]
+    assert "temperature" in KINDS
+    assert "my_claim" in load_plugins()
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "my_edit,no_such_plugin")
+    with pytest.raises(InputError, match="no_such_plugin: a plugin cannot be imported"):
+        parse_edit("window=9")
+
+
+def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -> None:
+    """In another process, with the plugins named in the environment and nothing else done."""
+    (script,) = blocks("sh")
+    subject().model.save_pretrained(str(folder / "model"))
+    script = script.replace("smollm2-135m", "./model").replace("--length 256 --prompts 8", "--length 64 --prompts 4")
+    place = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": place, "POSLEAK_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["sh", "-eu"], input=script, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "zipf:1" in done.stdout
+    assert "100. Softer attention frees the mask" in done.stdout
+    assert "Softer attention frees the mask" in (folder / "mine.html").read_text(encoding="utf-8")
+    (measured,) = (path.parent for path in (folder / "runs").glob("model-*/run.json"))
+    for name in ("my_edit", "my_input", "my_meter"):
+        importlib.import_module(name)
+    run = pl.Run.load(measured)
+    assert run.record.spec.edits == ("temperature=2.0",)
+    assert run.data["reach"].shape == (4, *run.summary.heads["all"].power["total"].value.shape)

@@ -1,0 +1,28 @@
+"""A thousand damaged files, in a process of its own: memory is limited there, and a crash would be seen here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from support.fuzz import Outcome, fuzz
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("records", 1), ("models", 2)])
+def test_five_hundred_damaged_files_are_read_or_refused(kind: str, seed: int) -> None:
+    command = [sys.executable, "-m", "support.fuzz", "--cases", "500", "--seed", str(seed), "--only", kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert "500 cases" in done.stdout
+    assert ", 0 findings" in done.stdout
+
+
+def test_the_test_above_can_fail() -> None:
+    def broken() -> None:
+        raise KeyError("a traceback")
+
+    found: Outcome = fuzz(iter([("file", broken), ("file", lambda: None)]), 2)
+    assert found.counts == {("file", "finding"): 1, ("file", "read"): 1}
+    assert "KeyError" in found.findings[0]

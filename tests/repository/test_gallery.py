@@ -1,0 +1,100 @@
+"""Pages with real results are current: what they say is what was kept, and what was kept is measured again here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posleak as pl
+from support.runs_tiny import subject
+from tools import claims_docs, gallery, question
+from tools.made import part
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PERCENT = re.compile(r"(−?\d+(?:\.\d+)?)%")
+
+
+def kept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DOCS / "gallery" / gallery.NUMBERS).read_text(encoding="utf-8"))
+    return found
+
+
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def percents(of: str) -> list[float]:
+    return [float(each.replace("−", "-")) for each in PERCENT.findall(of)]
+
+
+def test_every_page_of_the_gallery_is_there_and_the_index_is_current() -> None:
+    assert set(kept()) == {entry.name for entry in gallery.ENTRIES}
+    assert {path.stem for path in (DOCS / "gallery").glob("*.html")} == set(kept())
+    assert text(DOCS / "gallery" / gallery.INDEX) == gallery.index(kept())
+
+
+def test_pages_that_show_its_numbers_are_current() -> None:
+    assert text(DOCS / claims_docs.PAGE) == claims_docs.page(kept())
+    pictures = text(DOCS / question.PAGE)
+    assert pictures == question.page(pictures, kept()[question.MODEL][question.MODEL])
+
+
+@pytest.mark.parametrize("name", [name for entry in gallery.ENTRIES for name in entry.models if "135m" in name])
+def test_the_page_says_what_was_kept(name: str) -> None:
+    """The first sentence of the page, and the output that README shows."""
+    page = text(DOCS / "gallery" / f"{name}.html")
+    shares = {source: gallery.read(kept()[name][name]["shares"][source]) for source in ("earlier", "here", "origin")}
+    expected = [round(100 * float(end)) for found in shares.values() for end in (found.value, found.low, found.high)]
+    sentence = page.partition('class="sentence"')[2].partition("</p>")[0]
+    assert percents(re.sub("<.*?>", "", sentence))[:9] == expected
+    shown = part(text(ROOT / "README.md"), "trace").splitlines()[-2]
+    assert shown.startswith("all queries")
+    assert percents(shown) == expected
+
+
+def test_the_first_measurement_of_the_start_page_prints_what_it_shows() -> None:
+    shown, now = part(text(DOCS / question.START), "first"), question.output(question.first())
+    assert re.sub(PERCENT, "", shown) == re.sub(PERCENT, "", now)
+    assert percents(shown) == pytest.approx(percents(now), abs=1.01), "other machines round otherwise"
+
+
+@pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
+@pytest.mark.parametrize("model", ["zoo-text-rope", "zoo-backcopy-learned"])
+def test_what_was_kept_is_what_a_measurement_gives(model: str) -> None:
+    said = kept()["zoo"][model]
+    run = pl.measure(model, length=128, prompts=16)
+    whole = run.summary.model["all"]
+    for found, now in [
+        (said["leakage"], whole.power["total"]),
+        *((said["shares"][name], whole.share[name]) for name in ("mask", "drift", "sink")),
+    ]:
+        before = gallery.read(found)
+        for end in ("value", "low", "high"):
+            assert float(getattr(before, end)) == pytest.approx(float(getattr(now, end)), rel=1e-3, abs=1e-4)
+
+
+def test_figures_of_the_question_are_drawn_from_a_trace() -> None:
+    trace = pl.trace(subject(), length=64, prompts=4)
+    made = question.figures(trace)
+    assert set(made) == {path.stem.removeprefix("question-") for path in (DOCS / "images").glob("question-*.png")}
+    lent = question._lent()
+    assert list((lent > 0).sum(1)) == [1] + [question.SMALL] * (question.SMALL - 1), (
+        "all but the first see equally many"
+    )
+    assert np.array_equal((lent == 1)[:, question.SMALL :], np.tril(np.ones((question.SMALL, question.SMALL))) > 0)
+
+
+@pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
+def test_a_page_of_the_gallery_is_made_of_small_models(tmp_path: Path) -> None:
+    entry = gallery.Entry("two", ("zoo-backcopy-rope", "zoo-backcopy-learned"), "Two.", length=64)
+    gallery.made(entry, tmp_path / "gallery", tmp_path / "runs")
+    found = json.loads(text(tmp_path / "gallery" / gallery.NUMBERS))["two"]
+    assert set(found["zoo-backcopy-rope"]["shares"]) == {"mask", "drift", "sink", "earlier", "here", "origin"}
+    assert set(found["zoo-backcopy-learned"]["shares"]) == {"mask", "drift", "sink"}, "trace is not defined there"
+    assert (tmp_path / "gallery" / "two.html").stat().st_size < 10**7

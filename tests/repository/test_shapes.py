@@ -1,0 +1,59 @@
+"""Shapes in signatures are checked under one flag, in each of the three packages, and cost nothing without it.
+
+pytest --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.analyses.origin,beartype.beartype
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import TypeCheckError, install_import_hook
+
+from posleak.analyses.origin.cosines import mean_cosine
+from posleak.leakage.power import products
+from posleak.probe.rows import gather_offsets
+
+WRONG: dict[Callable[..., Any], tuple[Any, ...]] = {
+    gather_offsets: (
+        torch.zeros(1, 2, 3, 8),
+        torch.tensor([5]),
+        torch.tensor([0, 1]),
+        4,
+    ),  # one position for three rows
+    products: (np.ones((4, 2, 5)), np.ones((4, 1, 5))),  # the cells of x and y differ
+    mean_cosine: (torch.ones(2, 3, 4),),  # not the rows of one matrix
+}
+"""Each gives some number if nobody looks."""
+
+each = pytest.mark.parametrize("function", WRONG, ids=lambda function: function.__name__)
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function out of a second copy of its module, loaded by the import hook that the flag installs."""
+    name = function.__module__
+    hook = install_import_hook(["posleak.probe", "posleak.leakage", "posleak.analyses.origin"], "beartype.beartype")
+    with hook:
+        spec = hook.hook.find_spec(name, sys.modules[name.rpartition(".")[0]].__path__)
+        spec.loader.exec_module(copy := module_from_spec(spec))
+    found: Callable[..., Any] = getattr(copy, function.__name__)
+    return found
+
+
+@each
+def test_a_wrong_shape_is_refused_where_shapes_are_checked(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeCheckError):
+        checked(function)(*WRONG[function])
+
+
+@each
+def test_nothing_is_checked_without_the_flag(function: Callable[..., Any], pytestconfig: pytest.Config) -> None:
+    flag = bool(pytestconfig.getoption("jaxtyping_packages"))
+    assert hasattr(function, "__wrapped__") == flag, "without the flag nothing may stand around a function"
+    if not flag:
+        function(*WRONG[function])

@@ -1,0 +1,150 @@
+"""Work that is killed at many moments and started again: `python tests/kills.py claims=40 trace=20`.
+
+Every round has a folder of its own. A child process works into it and is killed with SIGKILL at a moment of its own,
+spread over the course of the work; a second child goes on. The folder must then hold what an undisturbed one holds, to
+the last bit, and nothing else. Children are forked from one process that has loaded torch and the model, so that a
+round costs little more than the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import posleak as pl
+from posleak.errors import StorageError
+from posleak.models import Subject
+from support.families import tiny
+from support.runs_tiny import files
+
+Work = Callable[[Subject, Path], object]
+SIZE: dict[str, Any] = {"length": 48, "prompts": 4}
+REFUSED = 3
+"""Exit status of a child that was refused because another one writes into its folder."""
+
+WORK: dict[str, Work] = {
+    "measure": lambda subject, folder: pl.measure(subject, out=folder, batch=1, **SIZE),
+    "trace": lambda subject, folder: pl.trace(subject, out=folder, by_layer=True, **SIZE),
+    "claims": lambda subject, folder: pl.claims(subject, out=folder, **SIZE),
+}
+TIMES = ("created", "finished", "sha256")
+"""What may differ between two records of the same run: when they were made, and the seal over that."""
+
+
+@dataclass
+class Outcome:
+    """Of all rounds: how many were killed in time, after which share of the work, and what went wrong."""
+
+    rounds: int = 0
+    killed: int = 0
+    shares: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def kill_often(work: str, rounds: int, place: Path) -> Outcome:
+    """Rounds of one kind of work, killed after shares 1/(rounds+1), 2/(rounds+1), … of the time that it takes."""
+    subject = Subject.of(tiny("llama"), name="tiny-llama")
+    whole = place / "whole"
+    start = time.monotonic()
+    assert _child(work, subject, whole).wait() == 0, f"{work} does not work undisturbed"
+    seconds, expected, found = time.monotonic() - start, contents(whole), Outcome()
+    for number in range(1, rounds + 1):
+        share, folder = number / (rounds + 1), place / f"round-{number}"
+        victim = _child(work, subject, folder)
+        time.sleep(share * seconds)
+        if victim.kill():
+            found.killed += 1
+            found.shares.append(share)
+        status = _child(work, subject, folder).wait()
+        found.rounds += 1
+        wrong = [f"exit status {status}"] if status else differences(expected, contents(folder))
+        found.wrong += [f"{work}, killed after {share:.0%}: {each}" for each in wrong]
+    return found
+
+
+def two_at_once(work: str, rounds: int, place: Path) -> tuple[list[tuple[int, int]], list[str]]:
+    """Two processes start the same work in the same folder, `rounds` times; their exit statuses, and what is wrong."""
+    subject = Subject.of(tiny("llama"), name="tiny-llama")
+    assert _child(work, subject, place / "whole").wait() == 0
+    expected, statuses, wrong = contents(place / "whole"), list[tuple[int, int]](), list[str]()
+    for number in range(rounds):
+        folder = place / f"round-{number}"
+        both = [_child(work, subject, folder) for _ in range(2)]
+        statuses.append((both[0].wait(), both[1].wait()))
+        wrong += [f"round {number}: {each}" for each in differences(expected, contents(folder))]
+    return statuses, wrong
+
+
+@dataclass
+class _Forked:
+    pid: int
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> bool:
+        """Kill it, and say whether it was still at work."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait() == -signal.SIGKILL
+
+
+def _child(work: str, subject: Subject, folder: Path) -> _Forked:
+    pid = os.fork()
+    if pid:
+        return _Forked(pid)
+    status = 1
+    try:
+        WORK[work](subject, folder)
+        status = 0
+    except StorageError as error:
+        status = REFUSED if "somebody else is writing here" in str(error) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file of a folder, by name: records without their times, everything else as bytes."""
+    return {name: _content(folder / name) for name in files(folder)}
+
+
+def _content(path: Path) -> Any:
+    if path.name != "run.json":
+        return path.read_bytes()
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in TIMES}
+
+
+def differences(expected: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """In words, what is missing, left over or other than it should be."""
+    yield from (f"{name} is missing" for name in sorted(expected.keys() - found.keys()))
+    yield from (f"{name} is left over" for name in sorted(found.keys() - expected.keys()))
+    for name in sorted(expected.keys() & found.keys()):
+        if expected[name] != found[name]:
+            yield f"{name} differs"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    failed = False
+    for argument in sys.argv[1:]:
+        name, number = argument.split("=")
+        with tempfile.TemporaryDirectory(prefix="posleak-kills-") as temporary:
+            outcome = kill_often(name, int(number), Path(temporary))
+        failed |= bool(outcome.wrong)
+        print(
+            f"{name}: {outcome.rounds} rounds, {outcome.killed} killed at work, {len(outcome.wrong)} wrong", flush=True
+        )
+        print(*outcome.wrong, sep="\n", end="\n" if outcome.wrong else "", flush=True)
+    sys.exit(failed)

@@ -1,0 +1,105 @@
+"""What the tests of sweeps share: tiny models as folders, manifests, and a sweep in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posleak.sweeps.board import Board
+from posleak.sweeps.local import Settings
+from posleak.sweeps.storage import Storage
+from support.families import tiny
+
+SMALL: dict[str, Any] = {"length": 48, "prompts": 4, "resources": {"cpus": 1}}
+SLOW: dict[str, Any] = {"length": 64, "prompts": 120, "batch": 1, "resources": {"cpus": 1}}
+"""A cell that takes some seconds, batch by batch."""
+
+
+def tiny_models(root: Path, *names: str) -> list[str]:
+    """Folders of tiny models that differ in their weights."""
+    made = []
+    for number, name in enumerate(names):
+        model = tiny("llama", num_hidden_layers=2, scale=1.0 + number)
+        model.save_pretrained(root / name)
+        made.append(str(root / name))
+    return made
+
+
+def written(path: Path, **said: Any) -> Path:
+    path.write_text(yaml.safe_dump(said), encoding="utf-8")
+    return path
+
+
+def started(manifest: Path, root: Path, *options: str) -> subprocess.Popen[str]:
+    """`posleak sweep` in a process of its own."""
+    command = [sys.executable, "-m", "posleak", "sweep", str(manifest), "--out", str(root), "--json", *options]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        preexec_fn=_with_ctrl_c,
+    )  # fmt: skip
+
+
+def _with_ctrl_c() -> None:
+    """A shell that starts something in the background lets it ignore Ctrl-C, and all that it starts in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
+    """What the sweep printed when it ended."""
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == status, errors[-3000:] + output[-2000:]
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> tuple[int, Path]:
+    """The process that is at work in a cell which has written some batches, and the cell's folder. `not_by`: a process
+    that is dead, whose lock may be there still."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for lock in root.glob("cells/*/.lock"):
+            try:
+                found = re.match(r"process (\d+) on", lock.read_text())
+            except OSError:
+                continue
+            written = len(list(lock.parent.glob("batches/*.npz")))
+            if found is not None and int(found[1]) != not_by and written >= batches:
+                return int(found[1]), lock.parent
+        time.sleep(0.02)
+    raise AssertionError("no worker came to work")
+
+
+def numbers(root: Path) -> dict[str, bytes]:
+    """Every file that holds numbers, by its name below the root."""
+    found = {}
+    for path in sorted(root.glob("cells/**/*")):
+        if path.is_file() and path.suffix in (".nc", ".parquet", ".npz"):
+            found[path.relative_to(root).as_posix()] = path.read_bytes()
+    return found
+
+
+def states(found: dict[str, Any]) -> list[str]:
+    return [cell["state"] for cell in found["cells"]]
+
+
+class Here:
+    """An engine in this process: what a user would write to add one."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+
+    def run(self, storage: Storage, board: Board) -> None:
+        worker = self.settings.worker(storage, 1)
+        for cell in board.open:
+            board.started(cell)
+            board.ended(worker.run(cell, expected=cell.id))

@@ -1,0 +1,417 @@
+"""Sweeps: what is finished is kept and believed only as long as it is true; failures stay with their cell."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import posleak as pl
+from posleak.errors import InputError
+from posleak.files import sole_writer
+from posleak.models import load
+from posleak.runs.run import Run
+from posleak.sweeps.board import Reached
+from posleak.sweeps.cells import Cell
+from posleak.sweeps.manifest import Manifest, manifest
+from posleak.sweeps.state import ERROR, FAILED, State, known, look
+from posleak.sweeps.storage import CELLS, Storage
+from posleak.sweeps.studies.cells import STUDIES
+from posleak.sweeps.sweep import Sweep, sweep
+from posleak.sweeps.work import Worker
+from support.sweep_tiny import SMALL, Here, tiny_models
+
+
+def swept(said: dict[str, Any], root: Path | str, **more: Any) -> Sweep:
+    return sweep(said, out=root, engine=Here(again=more.get("retry_failed", False)), **more)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return tiny_models(tmp_path_factory.mktemp("models"), "first", "second")
+
+
+@pytest.fixture(scope="module")
+def grid(models: list[str]) -> dict[str, Any]:
+    return {"models": models, "edits": ["none", "window=9"], "seed": [0, 1], **SMALL}
+
+
+@pytest.fixture(scope="module")
+def whole(grid: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole") / "sweep"
+    assert swept(grid, root).complete
+    return root
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "sweep")
+    return tmp_path / "sweep"
+
+
+# -- cells are runs --------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_the_run_that_measure_gives(grid: dict[str, Any], whole: Path) -> None:
+    for cell in manifest(grid).cells[:3]:
+        ours = Run.load(whole / CELLS / cell.folder)
+        asked: dict[str, Any] = {"edits": cell.edits, "length": cell.length, "prompts": cell.prompts}
+        alone = pl.measure(load(cell.model), seed=cell.seed, **asked)
+        assert ours.record.digest == alone.record.digest
+        for name in ours.data:
+            assert np.array_equal(ours.data[name].values, alone.data[name].values, equal_nan=True), name
+
+
+def test_its_table_says_what_its_run_says(grid: dict[str, Any], whole: Path) -> None:
+    cell = manifest(grid).cells[0]
+    run = Run.load(whole / CELLS / cell.folder)
+    table = pq.read_table(whole / CELLS / cell.folder / "numbers.parquet").to_pandas()
+    row = table[table.layer.isna() & (table.queries == "all") & (table.quantity == "power")].set_index("component")
+    total = run.summary.model["all"].power["total"]
+    assert tuple(row.loc["total", ["value", "low", "high", "n"]]) == (total.value, total.low, total.high, total.n)
+    layer = table[(table.layer == 1) & (table.queries == "early") & (table.quantity == "power")].set_index("component")
+    assert layer.loc["mask", "value"] == run.summary.layers["early"].power["mask"].value[1]
+
+
+def test_losses_are_numbers_of_a_cell(models: list[str], tmp_path: Path) -> None:
+    found = swept({"models": models[:1], "loss": True, "edits": ["none", "window=9"], **SMALL}, tmp_path / "sweep")
+    plain = swept({"models": models[:1], "edits": ["none"], **SMALL}, tmp_path / "plain")
+    assert plain.cells[0].cell.id not in {known.cell.id for known in found.cells}, "another cell, another measurement"
+    for known_cell in found.cells:
+        folder = tmp_path / "sweep" / CELLS / known_cell.cell.folder
+        loss, run = pq.read_table(folder / "numbers.parquet").to_pandas().query("quantity == 'loss'"), Run.load(folder)
+        assert run.loss is not None
+        assert dict(zip(loss.component, loss.value)) == {k: float(v.value) for k, v in run.loss.numbers.items()}
+        assert set(loss.unit) == {"nats per token"}
+
+
+def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> None:
+    said = {"models": models[:1], "kind": "trace", **SMALL}
+    found = swept(said, tmp_path)
+    assert found.complete
+    (record,) = found.finished
+    folder = tmp_path / CELLS / record.cell.folder
+    trace = pl.trace(load(models[0]), length=48, prompts=4)
+    table = pq.read_table(folder / "numbers.parquet").to_pandas()
+    whole = table[table.layer.isna() & (table.queries == "all")].set_index(["quantity", "component"])
+    for name in ("here", "earlier", "origin"):
+        assert whole.loc[("power", name), "value"] == trace.model["all"].power[name].value
+    assert any("conditions" in name for name in record.files), "the borrowed pass is part of the cell"
+
+
+def test_a_trace_that_lost_a_record_is_made_whole(models: list[str], tmp_path: Path) -> None:
+    said = {"models": models[:1], "kind": "trace", **SMALL}
+    (record,) = swept(said, tmp_path).finished
+    (second,) = (tmp_path / CELLS / record.cell.folder).glob("conditions/*/run.json")
+    second.unlink()
+    assert swept(said, tmp_path).computed == (record.id,)
+
+
+# -- finished is finished, as long as it is true ---------------------------------------------------------------------
+
+
+def test_nothing_finished_is_measured_again(grid: dict[str, Any], copied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
+    found = swept(grid, copied)
+    assert found.complete
+    assert found.computed == ()
+    assert {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()} == before
+
+
+def test_a_larger_manifest_measures_only_what_is_new(grid: dict[str, Any], copied: Path) -> None:
+    found = swept({**grid, "seed": [0, 1, 2]}, copied)
+    assert found.complete
+    assert len(found.cells) == 12
+    assert len(found.computed) == 4
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name", ["results.nc", "heads.parquet", "numbers.parquet", "products.npz", "run.json", "cell.json"]
+)
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_cell_is_measured_again_and_no_other(
+    grid: dict[str, Any], whole: Path, copied: Path, name: str, damage: Any
+) -> None:
+    first = manifest(grid).cells[0]
+    damage(copied / CELLS / first.folder / name)
+    seen = look(Storage(str(copied)), first)
+    assert seen.state is State.open, "the state that is shown is true"
+    if name != "cell.json" or damage is not Path.unlink:
+        assert "it was finished, but" in seen.why
+    found = swept(grid, copied)
+    assert found.complete
+    assert found.computed == (first.id,)
+    for kind in ("results.nc", "heads.parquet", "numbers.parquet"):
+        original = (whole / CELLS / first.folder / kind).read_bytes()
+        assert (copied / CELLS / first.folder / kind).read_bytes() == original
+
+
+def test_damage_that_looks_like_nothing_is_found_with_verify(grid: dict[str, Any], copied: Path) -> None:
+    first = manifest(grid).cells[0]
+    path = copied / CELLS / first.folder / "results.nc"
+    times = path.stat()
+    flip(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert sweep(grid, out=copied, engine=Here(verify=True), verify=True).computed == (first.id,)
+
+
+def test_a_changed_model_is_measured_again(tmp_path: Path) -> None:
+    (model,) = tiny_models(tmp_path, "mine")
+    said = {"models": [model], **SMALL}
+    root = tmp_path / "sweep"
+    before = swept(said, root).finished[0].model.weights_sha256
+    for path in Path(model).iterdir():  # copied there and back: the same content at other times
+        path.write_bytes(path.read_bytes())
+    assert swept(said, root).computed == ()
+    tiny_models(tmp_path, "other", "mine")  # other weights under the same name
+    seen = known(Storage(str(root)), manifest(said).cells)[0]
+    assert seen.state is State.open
+    assert "the model's files have changed" in seen.why
+    found = swept(said, root)
+    assert len(found.computed) == 1
+    assert found.finished[0].model.weights_sha256 != before
+
+
+def test_a_model_that_is_gone_does_not_undo_what_was_measured(tmp_path: Path) -> None:
+    (model,) = tiny_models(tmp_path, "mine")
+    said = {"models": [model], **SMALL}
+    assert swept(said, tmp_path / "sweep").complete
+    cells = manifest(said).cells
+    shutil.rmtree(model)
+    assert known(Storage(str(tmp_path / "sweep")), cells)[0].state is State.finished
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A folder that is no model."""
+    place = tmp_path / "broken"
+    place.mkdir()
+    (place / "config.json").write_text("{")
+    return place
+
+
+def test_a_failed_cell_keeps_its_error_and_stops_nothing(models: list[str], broken: Path, tmp_path: Path) -> None:
+    said = {"models": [str(broken), models[0]], **SMALL}
+    root = tmp_path / "sweep"
+    found = swept(said, root)
+    assert [each.state for each in found.cells] == [State.failed, State.finished]
+    assert not found.complete
+    failed = found.cells[0]
+    kept = FAILED.read(root / CELLS / failed.cell.folder / ERROR)
+    assert kept.message
+    assert kept.what in failed.why
+    assert swept(said, root).computed == (), "what failed is not tried again unasked"
+    shutil.rmtree(broken)
+    shutil.copytree(models[1], broken)
+    mended = swept(said, root, retry_failed=True)
+    assert mended.complete
+    assert mended.computed == (failed.cell.id,)
+    assert not (root / CELLS / failed.cell.folder / ERROR).exists()
+
+
+def test_a_damaged_error_is_tried_again(models: list[str], tmp_path: Path) -> None:
+    said = {"models": models[:1], "edits": "window=off", **SMALL}
+    cell = swept(said, tmp_path).cells[0].cell
+    cut(tmp_path / CELLS / cell.folder / ERROR)
+    seen = look(Storage(str(tmp_path)), cell)
+    assert seen.state is State.open
+    assert seen.why.startswith("it failed, but")
+    assert swept(said, tmp_path).cells[0].state is State.left_out
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setattr("posleak.sweeps.work._work", crash)
+    found = swept({"models": models[:1], **SMALL}, tmp_path)
+    error = found.cells[0].error
+    assert error is not None
+    assert "of all things" in error.what
+    assert "ZeroDivisionError" in (error.traceback or "")
+
+
+def test_an_edit_that_changes_nothing_is_left_out_with_the_reason(models: list[str], tmp_path: Path) -> None:
+    found = swept({"models": models[:1], "edits": ["none", "window=off"], **SMALL}, tmp_path)
+    assert [each.state for each in found.cells] == [State.finished, State.left_out]
+    assert "changes nothing" in found.cells[1].why
+    assert found.complete, "there is nothing to be done about it"
+
+
+def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_path: Path) -> None:
+    import threading
+
+    cell = manifest({"models": models[:1], **SMALL}).cells[0]
+    storage = Storage(str(tmp_path))
+    found = list[Any]()
+    with sole_writer(tmp_path / CELLS / cell.folder):
+        other = threading.Thread(target=lambda: found.extend([Worker(storage).run(cell), look(storage, cell).state]))
+        other.start()
+        other.join()
+    outcome, state = found
+    assert outcome.busy
+    assert outcome.state is None
+    assert state is State.running
+    assert look(storage, cell).state is State.open
+
+
+def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Path) -> None:
+    cell = manifest({"models": models[:1], **SMALL}).cells[0]
+    outcome = Worker(Storage(str(tmp_path))).run(cell, expected="0" * 64)
+    assert outcome.state is State.failed
+    assert "its software or its texts differ" in outcome.why
+
+
+def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:
+    """A hub's cache of one model at two commits, spread by transformers over the devices that there are: one CPU."""
+    repo, commits = tmp_path / "models--org--tiny", {"main": "a" * 40, "step100": "b" * 40}
+    for folder, (name, commit) in zip(tiny_models(tmp_path, "one", "two"), commits.items(), strict=True):
+        shutil.copytree(folder, repo / "snapshots" / commit)
+        (repo / "refs").mkdir(exist_ok=True)
+        (repo / "refs" / name).write_text(commit)
+    entry = {"model": str(repo), "revisions": list(commits), "title": "tiny", "device_map": "auto"}
+    found = swept({**SMALL, "models": [entry]}, tmp_path / "sweep")
+    assert found.complete
+    assert [record.model.revision for record in found.finished] == list(commits.values())
+    assert [record.cell.step for record in found.finished] == [None, 100]
+    assert [record.cell.name for record in found.finished] == ["tiny@main", "tiny@step100"]
+    assert len({record.model.weights_sha256 for record in found.finished}) == 2
+    (repo / "refs" / "main").write_text(commits["step100"])  # the branch has moved on
+    assert known(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+
+
+# -- other places than a disk ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A store that is no disk: fsspec's own, in memory."""
+    import fsspec
+
+    yield "memory://bucket/sweep"
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_results_can_be_kept_in_an_object_store(grid: dict[str, Any], whole: Path, memory: str) -> None:
+    from posleak.sweeps.collect import collected
+
+    found = swept(grid, memory)
+    assert found.complete
+    assert len(found.computed) == 8
+    assert swept(grid, memory).computed == ()
+    there, here = collected(memory).table, collected(str(whole)).table
+    columns = [name for name in here if name != "run"]
+    assert there[columns].equals(here[columns])
+    assert all(there["run"].str.startswith(memory))
+
+
+def test_a_damaged_object_is_measured_again(grid: dict[str, Any], memory: str) -> None:
+    import fsspec
+
+    said = {**grid, "seed": 0, "edits": "none"}
+    first = swept(said, memory).finished[0]
+    store = fsspec.filesystem("memory")
+    path = f"/bucket/sweep/{CELLS}/{first.cell.folder}/{first.place}results.nc"
+    store.pipe_file(path, store.cat_file(path)[:-3])
+    found = swept(said, memory)
+    assert found.computed == (first.id,)
+    assert found.finished[0].place != first.place, "two workers never share the names of their files"
+
+
+def test_a_store_without_its_package_says_what_to_install(
+    grid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(InputError, match="gcsfs for gs://"):
+        swept(grid, "gs://bucket/sweep")
+
+
+# -- the handle ------------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_everything_else_works_and_the_engine_says_what_to_install(
+    grid: dict[str, Any], whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r'pip install "posleak\[ray\]"'):
+        sweep(grid, out=whole, engine="ray")
+    assert sweep(grid, out=whole, engine="local").complete
+
+
+def test_engines_and_options_are_checked_first(grid: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'local'"):
+        sweep(grid, out=tmp_path, engine="locl")
+    with pytest.raises(InputError, match="use --engine ray"):
+        sweep(grid, out=tmp_path, workers=2)
+    with pytest.raises(InputError, match="this is no manifest"):
+        sweep(3, out=tmp_path)  # type: ignore[arg-type]
+
+
+def test_progress_is_told_and_adds_up(models: list[str], broken: Path, tmp_path: Path) -> None:
+    seen = list[Reached]()
+    said = {"models": [models[0], str(broken)], "edits": ["none", "window=off"], **SMALL}
+    swept(said, tmp_path / "sweep", progress=seen.append)
+    assert seen[0].done == 0
+    last = seen[-1]
+    assert (last.finished, last.failed, last.left_out, last.done, last.total) == (1, 2, 1, 4, 4)
+    assert last.text == "1 of 4 cells finished, 2 failed, 1 left out"
+    assert last.elsewhere == 0
+    assert all(one.done <= other.done for one, other in itertools.pairwise(seen))
+
+
+def test_the_json_of_a_sweep_and_of_its_dry_run(grid: dict[str, Any], whole: Path) -> None:
+    from posleak.sweeps.sweep import status
+
+    found = status(Manifest("grid", manifest(grid).cells), Storage(str(whole))).as_dict()
+    assert found["counts"]["finished"] == 8
+    assert found["complete"] is True
+    assert {cell["state"] for cell in found["cells"]} == {State.finished}
+    assert json.dumps(found["cells"][0]["label"])
+
+
+def test_studies_are_sweeps_too() -> None:
+    from posleak.cli.sweep import _manifest
+
+    for name, study in STUDIES.items():
+        found = _manifest(name)
+        assert found.cells == study.cells
+        assert len({cell.id for cell in found.cells}) == len(found.cells)
+
+
+def test_guesses_are_near_what_is_planned() -> None:
+    """Memory without loading the model, against the plan that is made once it is loaded."""
+    from posleak.runs.memory import memory_plan, weight_bytes
+    from posleak.runs.sizes import LIBRARIES
+    from posleak.sweeps.estimate import memory_of
+
+    for name in ("zoo-text-rope", "zoo-backcopy-rope"):
+        subject = load(name)
+        for cell in (Cell(name, length=128), Cell(name, length=192, prompts=64), Cell(name, ("window=9",), length=64)):
+            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARIES
+            guessed = memory_of(cell)
+            assert guessed is not None
+            assert 0.5 < guessed / planned < 2, (cell, guessed, planned)

@@ -1,0 +1,200 @@
+"""Manifests: what they expand into, what they refuse, and what makes two cells the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posleak.errors import InputError, PosleakError
+from posleak.sweeps.cells import Cell, Resources
+from posleak.sweeps.manifest import manifest, read_manifest
+from support.sweep_tiny import tiny_models, written
+
+
+def test_every_list_is_an_axis() -> None:
+    found = manifest(
+        {"models": ["a/b", "c/d"], "edits": ["none", "window=9", ["window=9", "bos=zero"]], "seed": [0, 1]}
+    )
+    assert len(found.cells) == 2 * 3 * 2
+    assert [cell.edits for cell in found.cells[:6:2]] == [(), ("window=9",), ("bos=zero", "window=9")]
+    assert {cell.model for cell in found.cells} == {"a/b", "c/d"}
+    assert len({cell.id for cell in found.cells}) == 12
+
+
+def test_grids_take_the_keys_above_them_and_their_own() -> None:
+    found = manifest({"models": "a/b", "prompts": 8, "grids": [{"length": 64}, {"kind": "trace", "prompts": 6}]})
+    assert [(cell.kind, cell.length, cell.prompts) for cell in found.cells] == [("measure", 64, 8), ("trace", 256, 6)]
+
+
+def test_a_cell_that_two_grids_have_is_one() -> None:
+    found = manifest({"models": "a/b", "grids": [{"seed": [0, 1]}, {"seed": [1, 2]}]})
+    assert [cell.seed for cell in found.cells] == [0, 1, 2]
+
+
+def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one two three " * 50)
+    cell = Cell("a/b", inputs=f"text:{text}")
+    assert replace(cell, title="other", series="s", step=3, resources=Resources(2, 1, 10**9)).id == cell.id
+    for change in ({"seed": 1}, {"length": 64}, {"edits": ("window=9",)}, {"dtype": "bfloat16"}, {"model": "a/c"}):
+        assert replace(cell, **change).id != cell.id, change
+    before = cell.id
+    text.write_text("other words " * 50)
+    from posleak.sweeps.cells import text_hash
+
+    text_hash.cache_clear()
+    assert replace(cell).id != before
+
+
+def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell("a/b")
+    before = cell.id
+    monkeypatch.setattr("posleak.sweeps.cells.versions", lambda: {"posleak": "9", "torch": "9", "transformers": "9"})
+    assert replace(cell).id != before
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"model": ["a/b"]}, "did you mean 'models'"),
+        ({"models": ["a/b"], "lenght": 64}, "did you mean 'length'"),
+        ({"models": ["a/b"], "grids": [{"sed": 1}]}, "did you mean 'seed'"),
+        ({"models": [{"modle": "a/b"}]}, "did you mean 'model'"),
+        ({"models": ["a/b"], "resources": {"cpu": 1}}, "did you mean 'cpus'"),
+        ({"models": ["a/b"], "kind": "mesure"}, "did you mean 'measure'"),
+        ({"models": ["a/b"], "edits": ["windw=9"]}, "did you mean"),
+        ({"models": ["a/b"], "length": "long"}, "not a whole number"),
+        ({"models": ["a/b"], "length": True}, "not a whole number"),
+        ({"models": ["a/b"], "length": 3}, "at least"),
+        ({"models": ["a/b"], "bos": False}, "put it in quotes"),
+        ({"models": ["a/b"], "seed": []}, "the list is empty"),
+        ({"models": ["a/b"], "resources": {"memory": "lots"}}, "not an amount of memory"),
+        ({"models": ["a/b"], "resources": {"gpus": -1}}, "not a number of processors"),
+        ({"models": [{"model": "a/b", "checkpoints": "c"}]}, "either `model` or `checkpoints`"),
+        ({"models": [{"model": "a/b@main", "revisions": ["x"]}]}, "has a revision already"),
+        ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, "takes no edits"),
+        ({"models": []}, "no cells"),
+        ({"seed": 1}, "no models"),
+        ([1], "must have keys"),
+        ({"models": ["a/b"] * 3, "seed": list(range(40_000))}, "too many cells"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_a_remedy(said: Any, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        manifest(said)
+
+
+LAUGHS = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
+    f"k{level}: &k{level} [{','.join(['*' + ('a' if not level else f'k{level - 1}')] * 9)}]\n" for level in range(9)
+)
+"""Nine times nine times nine … of the same: a file of one kilobyte that would be a billion values."""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("models: [a/b]\nseed: 1\nseed: 2\n", "stands twice"),
+        ("models: [a/b\n", "this is no YAML"),
+        ("models: !!python/object/apply:os.system ['true']\n", "this is no YAML"),
+        (LAUGHS, "no such key"),
+        ("models: " + "[" * 500 + "]" * 500, "have keys|no YAML"),
+        ("models: [" + "a/b," * 400_000 + "]", "too large"),
+        ("\x00", "no YAML"),
+    ],
+)  # fmt: skip
+def test_hostile_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=expected):
+        read_manifest(path)
+
+
+def test_anchors_and_merged_keys_work(tmp_path: Path) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text("prompts: 4\ngrids:\n  - &first {models: [a/b], length: 64}\n  - {<<: *first, length: 96}\n")
+    assert [cell.length for cell in read_manifest(path).cells] == [64, 96]
+
+
+def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_manifest(tmp_path / "none.yaml")
+
+
+def test_checkpoints_are_cells_with_steps(tmp_path: Path) -> None:
+    tiny_models(tmp_path / "training", "checkpoint-200", "checkpoint-0", "checkpoint-32")
+    last = tiny_models(tmp_path, "training")[0]
+    (Path(last) / "trainer_state.json").write_text(json.dumps({"global_step": 300}))
+    found = manifest({"models": [{"checkpoints": last}]}).cells
+    assert [cell.step for cell in found] == [0, 32, 200, 300]
+    assert {cell.series for cell in found} == {"training"}
+    assert found[3].model == last
+    some = manifest({"models": [{"checkpoints": last, "steps": [32], "title": "mine"}]}).cells
+    assert [(cell.step, cell.name) for cell in some] == [(32, "mine, step 32")]
+    with pytest.raises(InputError, match="no such checkpoint"):
+        manifest({"models": [{"checkpoints": last, "steps": [33]}]})
+    with pytest.raises(PosleakError, match="holds no checkpoints"):
+        manifest({"models": [{"checkpoints": str(tmp_path / "none")}]})
+
+
+def test_revisions_are_cells_with_steps() -> None:
+    names = ["step0", "step1000-tokens4B", "main"]
+    found = manifest({"models": [{"model": "org/name", "revisions": names}]}).cells
+    assert [cell.step for cell in found] == [0, 1000, None]
+    assert [cell.model for cell in found] == [f"org/name@{name}" for name in names]
+    assert {cell.series for cell in found} == {"org/name"}
+
+
+def test_models_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+    tiny_models(tmp_path / "one", "model")
+    tiny_models(tmp_path / "two", "model")
+    alone = manifest({"models": [str(tmp_path / "one/model")]}).cells[0]
+    both = manifest({"models": [str(tmp_path / "one/model"), str(tmp_path / "two/model")]}).cells
+    assert both[0].name != both[1].name
+    assert alone.name == "model"
+    assert both[0].folder == alone.folder, "what it is called does not move it"
+
+
+def test_series_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+    for data in ("text", "backcopy"):
+        tiny_models(tmp_path / data / "rope-0", "checkpoint-0", "checkpoint-8")
+    entries = [{"checkpoints": str(tmp_path / data / "rope-0")} for data in ("text", "backcopy")]
+    found = manifest({"models": entries}).cells
+    assert {cell.series for cell in found} == {"text/rope-0", "backcopy/rope-0"}
+    assert found[1].name == "text/rope-0, step 8"
+
+
+def test_texts_are_named_by_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words " * 100)
+    found = manifest({"models": ["a/b"], "inputs": ["text:a.txt", "text:stdlib"]}).cells
+    assert [cell.inputs for cell in found] == [f"text:{tmp_path / 'a.txt'}", "text:stdlib"]
+
+
+def test_a_relative_path_means_the_same_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models(tmp_path, "mine")
+    monkeypatch.chdir(tmp_path)
+    assert manifest({"models": ["mine"]}).cells[0].model == str(tmp_path / "mine")
+    assert manifest({"models": ["mine@main"]}).cells[0].model == f"{tmp_path / 'mine'}@main"
+    assert manifest({"models": ["~nobody-here/x"]}).cells[0].model == "~nobody-here/x"
+
+
+def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:
+    """Importing torch alone would take seconds."""
+    path = written(
+        tmp_path / "m.yaml", models=["zoo-text-rope", "zoo-backcopy-rope"], length=[64, 96], seed=list(range(250))
+    )
+    said = (
+        "import sys\nfrom posleak.cli.app import app\nimport posleak.cli\n"
+        f"app({['sweep', str(path), '--dry-run', '--json', '--out', str(tmp_path / 'out')]!r}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    output = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout
+    found = json.loads(output)
+    assert found["counts"]["open"] == 1000
+    assert all(cell["guess"]["memory"] > 0 and cell["guess"]["seconds"] > 0 for cell in found["cells"])

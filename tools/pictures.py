@@ -1,0 +1,58 @@
+"""The pictures of docs/report.md and README.md, taken of real pages in a browser (the extra `dev`, and a chromium).
+
+python -m tools.pictures REPORT.html COMPARED.html docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+PICTURES = (
+    ("answer", 1280, "light"), ("answer", 1280, "dark"), ("answer", 400, "light"), ("depth", 1280, "light"),
+    ("heads", 1280, "light"), ("heads", 1280, "dark"), ("heads", 400, "light"), ("origin", 1280, "light"),
+    ("edits", 1280, "light"), ("edits", 400, "light"), ("compare", 1280, "light"), ("compare", 400, "dark"),
+)  # fmt: skip
+"""Section, width in pixels, theme."""
+
+HEIGHT = 900
+ANSWER = "answer.png", (1280, 390)
+"""The first question and its answer alone: the picture of README.md."""
+
+
+def take(report: Path, compared: Path, folder: Path) -> None:
+    """One picture of the top of each section; `compare` is a section of the page with several runs."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for section, width, theme in PICTURES:
+            page = browser.new_page(
+                viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
+            )
+            page.goto((compared if section == "compare" else report).resolve().as_uri())
+            shown = page.locator(f'[data-section="{section}"]:visible').first
+            shown.scroll_into_view_if_needed()
+            page.wait_for_timeout(1500)  # figures are drawn when they come into sight
+            shown.evaluate("element => element.scrollIntoView({block: 'start'})")
+            page.wait_for_timeout(500)
+            page.screenshot(path=folder / f"report-{section}-{width}-{theme}.png")
+            if (section, width, theme) == PICTURES[0]:
+                name, (wide, high) = ANSWER
+                page.screenshot(path=folder / name, clip={"x": 0, "y": 0, "width": wide, "height": high})
+            page.close()
+        browser.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Takes the pictures of docs/report.md.")
+    for name in ("report", "compared", "folder"):
+        parser.add_argument(name, type=Path)
+    options = parser.parse_args(arguments)
+    take(options.report, options.compared, options.folder)
+
+
+if __name__ == "__main__":
+    main()

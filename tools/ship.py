@@ -1,0 +1,44 @@
+"""Which trained models come with posleak: `python -m tools.ship runs/zoo` takes them from a trained zoo."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from posleak.errors import RunError
+from posleak.models import shipped
+from zoo.training import RECORD, read_training
+from zoo.variants import VARIANTS
+
+CHOSEN = {"text": ("rope", "window"), "backcopy": tuple(VARIANTS)}
+"""Variants of each kind of data: those of the task are small enough for all of them."""
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", RECORD)
+MOST = 20_000_000
+"""Bytes of all of them together."""
+
+
+def ship(root: Path) -> int:
+    """Copy the models of seed 0 to where `load` finds them by name; returns how many bytes there are now."""
+    chosen = {
+        f"zoo-{data}-{variant}": root / data / f"{variant}-0" for data, names in CHOSEN.items() for variant in names
+    }
+    for folder in chosen.values():
+        record = read_training(folder)
+        if record is None or not record.finished:
+            raise RunError("the model is not trained", where=str(folder), remedy="posleak zoo train --all")
+    files = [(folder / name, shipped.folder(own) / name) for own, folder in chosen.items() for name in FILES]
+    files = [(source, place) for source, place in files if source.is_file()]
+    size = sum(source.stat().st_size for source, _ in files)
+    if size > MOST:
+        raise RunError("the models are too large to be shipped", where=str(root), got=size, expected=MOST)
+    shutil.rmtree(shipped.ROOT, ignore_errors=True)
+    for source, place in files:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, place)
+    return size
+
+
+if __name__ == "__main__":
+    print(f"{ship(Path(sys.argv[1])) / 1e6:.1f} MB in {shipped.ROOT}")

@@ -1,0 +1,204 @@
+"""What trained models show: both splits, sinks and position 0, of the trained model and of its checkpoints.
+
+Everything goes through `trace` (or `measure`, where a borrowed context is not defined) and `origin`, like any other
+model. Results are kept beside each model, in measured.json, and are not made again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from posleak.analyses.origin.origin import origin
+from posleak.analyses.origin.reading import EPSILON
+from posleak.analyses.trace.trace import SOURCES, trace
+from posleak.errors import PosleakWarning, UnsupportedError
+from posleak.files import Sealed, sole_writer
+from posleak.inputs.corpus import STDLIB
+from posleak.inputs.prompts import UNLENT
+from posleak.leakage import Estimate
+from posleak.models import Subject, load
+from posleak.runs.balance import Balance
+from posleak.runs.measure import measure
+from posleak.runs.run import Run
+from posleak.runs.software import DEFINITIONS_VERSION
+
+from .training import Training
+
+MEASURED = "measured.json"
+UNSEEN = 1_000_000
+"""Added to a model's seed for the prompts that it is measured on: no training has read these."""
+EXPECTED = (
+    ".*is beyond the model's context",  # of a borrowed context, by its positions; no offset is
+    "the origin's keys cannot be moved",  # learned positions
+    "the origin of .* tokens is too narrow",
+    ".*equal|.*overlap",
+)
+"""What is said of single models and is known of these; docs/zoo.md says it once."""
+PROMPTS = {"text": 32, "backcopy": 64}
+"""How many prompts each model is measured on: prompts of the task are short, and differ much."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that is measured of every model."""
+
+    name: str
+    title: str
+    about: str
+    unit: str
+
+    @property
+    def is_power(self) -> bool:
+        """Powers are compared by their ratio, and averaged as geometric means."""
+        return self.unit == "nats²"
+
+    @property
+    def is_share(self) -> bool:
+        """Is it shown in percent?"""
+        return self.unit == "share"
+
+
+QUANTITIES = {
+    quantity.name: quantity
+    for quantity in (
+        Quantity("total", "leakage", "power of the leakage, mean over layers and heads, all queries", "nats²"),
+        Quantity("here", "here", "share of the leakage from the layer's own mask", "share"),
+        Quantity("earlier", "earlier", "share from masks of earlier layers, through the residual stream", "share"),
+        Quantity("origin", "origin", "share from position 0", "share"),
+        Quantity("mask", "mask", "share of the leakage that is read as mask", "share"),
+        Quantity("drift", "drift", "share that is read as drift", "share"),
+        Quantity("sink", "sink", "share that is read as sink", "share"),
+        Quantity("residual", "residual", "power of drift and sink together", "nats²"),
+        Quantity("slope", "slope", "change of the residual from the first layer to the last", "nats² per depth"),
+        Quantity("attention", "at 0", "attention of late queries to position 0, mean over layers and heads", "1"),
+        Quantity("readers", "sinks", f"share of heads that give position 0 more than {EPSILON:g}", "share"),
+        Quantity(
+            "pull",
+            "pull",
+            "mean cosine among states of different tokens at the middle depth: where they stand first, minus elsewhere",
+            "1",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model at one step, on one kind of input. `numbers`: by the name of the quantity."""
+
+    step: int
+    inputs: str
+    prompts: int
+    length: int
+    seed: int
+    definitions: int
+    numbers: dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class AllMeasured:
+    """measured.json: what is known of a training's models."""
+
+    found: tuple[Measured, ...]
+
+    def of(self, step: int, inputs: str, prompts: int) -> Measured | None:
+        """What was measured by the definitions of today."""
+        key = (step, inputs, prompts, DEFINITIONS_VERSION)
+        return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
+
+
+KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `posleak zoo measure` again")
+
+
+def read_measured(folder: Path) -> AllMeasured:
+    return KEPT.read(folder / MEASURED) if (folder / MEASURED).is_file() else AllMeasured(())
+
+
+def inputs_of(record: Training) -> tuple[str, str]:
+    """What a model is measured on: the kind of data that it knows, with its checkpoints too; and random tokens."""
+    if record.data.data != "text":
+        return record.data.data, "random"
+    return f"text:{STDLIB if record.data.path is None else record.data.path}", "random"
+
+
+def length_of(record: Training) -> int:
+    """Tokens per prompt: so many that a donor, which is longer, is no longer than what the model was trained on."""
+    return record.recipe.context - UNLENT
+
+
+def measure_models(
+    folder: Path,
+    record: Training,
+    *,
+    prompts: int | None = None,
+    with_checkpoints: bool = True,
+    progress: Callable[[str], None] = lambda what: None,
+) -> AllMeasured:
+    """Measure a finished training, as far as that is not done. Models of different seeds read different prompts."""
+    prompts = PROMPTS[record.data.data] if prompts is None else prompts
+    with sole_writer(folder):
+        kept = read_measured(folder)
+        for path, step, inputs in list(_wanted(folder, record, with_checkpoints)):
+            if kept.of(step, inputs, prompts) is not None:
+                continue
+            progress(f"{record.data.data} {record.name}, step {step}, {inputs}")
+            length, seed = length_of(record), UNSEEN + record.seed
+            with warnings.catch_warnings():
+                for expected in EXPECTED:
+                    warnings.filterwarnings("ignore", expected, PosleakWarning)
+                found = numbers_of(load(path), inputs, length, prompts, seed)
+            made = Measured(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
+            kept = AllMeasured((*kept.found, made))
+            KEPT.write(folder / MEASURED, kept)
+    return kept
+
+
+def _wanted(folder: Path, record: Training, with_checkpoints: bool) -> Iterator[tuple[Path, int, str]]:
+    own, random = inputs_of(record)
+    *earlier, last = record.recipe.kept_steps
+    yield folder, last, own
+    yield folder, last, random
+    if with_checkpoints:
+        yield from ((folder / f"checkpoint-{step}", step, own) for step in earlier)
+
+
+def numbers_of(subject: Subject, inputs: str, length: int, prompts: int, seed: int) -> dict[str, Estimate]:
+    """Every quantity of a model, by name. Where a borrowed context is not defined, the sources are missing."""
+    asked = {"length": length, "prompts": prompts, "seed": seed}
+    found: dict[str, Estimate] = {}
+    try:
+        traced = trace(subject, inputs, **asked)  # type: ignore[arg-type]
+        run, found = traced.ordinary, {name: traced.model["all"].share[name] for name in SOURCES}
+    except UnsupportedError:
+        run = measure(subject, inputs, **asked)  # type: ignore[arg-type]
+    balance = Balance.of(run)
+    numbers = balance.numbers["all"]
+    found |= {name: numbers.power[name] for name in ("total", "residual")}
+    found |= {name: numbers.share[name] for name in ("mask", "drift", "sink")}
+    found |= {"attention": balance.sink_attention, "readers": _readers(run), "pull": _pull(subject, seed)}
+    if len(run.record.calibration.numbers) > 2:  # of two layers, the slope is the residual of the second
+        found["slope"] = balance.slopes["all"]
+    return found
+
+
+def _readers(run: Run) -> Estimate:
+    """Share of heads that read position 0; n heads, which are all there are: without an interval."""
+    attention = np.nanmean(run.data["profile"].values[..., 0], axis=0)  # [L, H]
+    heads = attention[np.isfinite(attention)]
+    share = np.asarray(float((heads > EPSILON).mean()))
+    return Estimate(share, np.asarray(np.nan), np.asarray(np.nan), len(heads))
+
+
+def _pull(subject: Subject, seed: int) -> Estimate:
+    """Are different tokens more alike where they stand first than elsewhere? Middle depth; above 0: position 0 is an
+    attractor."""
+    found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
+    middle = len(found.portrait.among.value) // 2
+    alike = float(found.trajectory.scale.alike[middle])
+    among = found.portrait.among[middle]
+    return Estimate(among.value - alike, among.low - alike, among.high - alike, among.n)
