@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import posleak as pl
 from posleak.analyses.claims.catalogue import Result
 from posleak.analyses.claims.examination import ClaimsRun
@@ -26,6 +24,7 @@ from posleak.axes import PARTS
 from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
+from posleak.leakage.number import LabelledEstimate
 from posleak.papers import ALL
 from posleak.reports.gather import DOCTOR
 from posleak.runs.run import Run
@@ -167,8 +166,7 @@ def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
 
 def read(kept: Mapping[str, Any]) -> Estimate:
     """An estimate out of JSON, where a number that does not exist is null."""
-    value, low, high = (np.asarray(kept[key], dtype=np.float64) for key in ("value", "low", "high"))
-    return Estimate(value, low, high, kept["n"])
+    return LabelledEstimate.from_row(kept).estimate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

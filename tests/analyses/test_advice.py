@@ -38,10 +38,9 @@ def test_every_setting_has_leakage_and_loss_with_intervals() -> None:
     names = {each.setting.name for each in advice().effects}
     assert {"bos=none", "rope=ntk:2", "rope=linear:2", "rope=yarn:4", "scale=logn", "sink=cut", "shift=0"} <= names
     for each in advice().effects:
-        numbers = {**each.leakage, **each.loss, **each.sure}
-        assert {"all/total", "all/mask", "all/residual", "early/total", "first", "middle", "end", "loss"} <= set(
-            numbers
-        )
+        numbers: dict[Any, Estimate] = {**each.leakage, **each.loss, **each.sure}
+        assert {("all", "total"), ("all", "mask"), ("all", "residual"), ("early", "total")} <= set(numbers)
+        assert {"first", "middle", "end", "loss"} <= set(numbers)
         for found in numbers.values():
             assert found.n == 6
             assert found.low <= found.value <= found.high
@@ -69,7 +68,7 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
     found = effect("rope=linear:2")
     powers = [run.summary.model["all"].power for run in (after, before)]
     for part in ("total", "mask", "residual"):
-        assert float(found.leakage[f"all/{part}"].value) == pytest.approx(
+        assert float(found.leakage["all", part].value) == pytest.approx(
             float(powers[0][part].value - powers[1][part].value)
         )
     plan = before.record.plan
@@ -81,15 +80,15 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
 
 def test_the_factor_of_scaled_logits_is_told_apart() -> None:
     found = effect("scale=logn")
-    assert found.leakage["all/scaling"].low > 0
-    assert "all/scaling" not in effect("rope=ntk:2").leakage
+    assert found.leakage["all", "scaling"].low > 0
+    assert ("all", "scaling") not in effect("rope=ntk:2").leakage
 
 
 def made(total: tuple[float, float, float], loss: tuple[float, float, float], name: str = "x") -> Effect:
     of = {"total": total, "mask": total, "residual": total, "loss": loss}
     ends = {key: [np.asarray(end, dtype=np.float64) for end in of[key]] for key in SURE}
     sure = {key: Estimate(value, low, high, ENOUGH) for key, (value, low, high) in ends.items()}
-    flat = {"all/total": sure["total"]}
+    flat = {("all", "total"): sure["total"]}
     return Effect(Setting("own", "", (name,)), flat, flat, {"all": sure["loss"]}, sure)
 
 

@@ -89,10 +89,10 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
     assert run.loss is not None
     yield prose(run.name, style="bold")
     yield prose(" · ".join([*run.record.model_facts, *run.record.facts]), style="dim")
-    shown = [part for part in CHANGED if part != SCALING or any(f"all/{part}" in e.leakage for e in found.effects)]
+    shown = [part for part in CHANGED if part != SCALING or any(("all", part) in e.leakage for e in found.effects)]
     leakage = table(("setting", *shown), wrap=["setting"], title="leakage")
     for effect in found.effects:
-        parts = (effect.leakage.get(f"all/{part}") for part in shown)
+        parts = (effect.leakage.get(("all", part)) for part in shown)
         leakage.add_row(effect.setting.name, *("" if part is None else cell(part) for part in parts))
     yield leakage
     before = ", ".join(f"{part} {estimate(run.summary.model['all'].power[part])}" for part in shown if part != SCALING)

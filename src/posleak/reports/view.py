@@ -21,7 +21,7 @@ from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import Numbers, Shares
+from posleak.leakage.summary import Decomposition, LeakageDecomposition
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -43,7 +43,7 @@ POSITIONS = 16
 class Layers:
     """By layer: powers and stabilisation of all and of early queries, and attention to position 0."""
 
-    numbers: dict[str, Numbers]
+    numbers: dict[str, LeakageDecomposition]
     sink_attention: Estimate
 
 
@@ -66,7 +66,7 @@ class Traced:
 
     lead: str
     answer: dict[str, dict[str, Estimate]]
-    layers: dict[str, Shares]
+    layers: dict[str, Decomposition]
     ladder: Ladder | None
     attention: dict[str, Estimate]
     remainder: float

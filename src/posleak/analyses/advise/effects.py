@@ -20,7 +20,8 @@ from posleak.axes import SCALING
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError
 from posleak.files import Sealed
 from posleak.inputs import Inputs
-from posleak.leakage import Estimate, Jackknife
+from posleak.leakage import Estimate
+from posleak.leakage.contrast import QUERIES, PowerKey, contrasts, model_products
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import ORIGIN
 from posleak.runs.asked import asked
@@ -31,7 +32,6 @@ from posleak.runs.spec import PROMPTS
 from posleak.show.failures import is_of_the_model
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
-from posleak.sweeps.numbers import whole_model
 from posleak.text import one_line
 from posleak.typed import plain
 
@@ -51,7 +51,7 @@ ADVICE, PLOT = "advice.json", "advice.png"
 class Effect:
     """What one setting does.
 
-    leakage   change of each part's power in nats², all and early queries: `all/total` …
+    leakage   change of each part's power in nats², all and early queries: ("all", "total") …
     relative  the same, divided by the baseline's power; NaN where that is not clearly above 0
     loss      change of the loss in nats per token, by part of the prompt (runs/loss.py)
     sure      total, mask, residual (all queries) and loss (all positions), with intervals that hold for all of them and
@@ -59,8 +59,8 @@ class Effect:
     """
 
     setting: Setting
-    leakage: dict[str, Estimate]
-    relative: dict[str, Estimate]
+    leakage: dict[PowerKey, Estimate]
+    relative: dict[PowerKey, Estimate]
     loss: dict[str, Estimate]
     sure: dict[str, Estimate]
 
@@ -81,7 +81,7 @@ class Effect:
         """What follows from the intervals, and no more."""
         if self.null:
             return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
-        share = self.relative["all/total"].value
+        share = self.relative["all", "total"].value
         about = f", {percent(share)}" if np.isfinite(share) else ""
         parts = [f"{name} {WAYS[self.way(name)]}" for name in ("mask", "residual")]
         return (
@@ -136,7 +136,7 @@ class Advice:
 
         run = self.baseline
         title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
-        points = [(e.setting.name, e.setting.group, e.leakage["all/total"], e.loss["all"]) for e in self.effects]
+        points = [(e.setting.name, e.setting.group, e.leakage["all", "total"], e.loss["all"]) for e in self.effects]
         return Picture(drawn(lambda figure: trade(figure, points, title)), title)
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,8 +153,8 @@ class Advice:
                 "settings": [
                     {
                         "setting": e.setting.name, "group": e.setting.group, "about": e.setting.about,
-                        "edits": e.setting.edits, "leakage": e.leakage, "relative": e.relative, "loss": e.loss,
-                        "sure": e.sure, "sentence": e.sentence,
+                        "edits": e.setting.edits, "leakage": _joined(e.leakage), "relative": _joined(e.relative),
+                        "loss": e.loss, "sure": e.sure, "sentence": e.sentence,
                     }
                     for e in self.effects
                 ],
@@ -164,6 +164,11 @@ class Advice:
             }
         )  # fmt: skip
         return found
+
+
+def _joined(estimates: dict[PowerKey, Estimate]) -> dict[str, Estimate]:
+    """Write keys as JSON has them: `all/total`."""
+    return {"/".join(key): estimate for key, estimate in estimates.items()}
 
 
 def _together(leakage: int, loss: int) -> str:
@@ -177,7 +182,7 @@ KEPT = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
 
 
 def _place(effect: Effect) -> tuple[float, float]:
-    return float(effect.leakage["all/total"].value), float(effect.loss["all"].value)
+    return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
 
 
 def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -262,21 +267,16 @@ def _why(error: PosleakError) -> str:
 
 
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
-    jackknife = Jackknife(baseline.prompts)
-    after, before = whole_model(run), whole_model(baseline)
-    names = [f"{queries}/{part}" for queries in ("all", "early") for part in CHANGED]
-    none = np.zeros_like(before["all/total"])
-    pairs = {
-        name: tuple(jackknife.inner(products.get(name, none)) for products in (after, before))
-        for name in names
-        if name in after or name in before
-    }
-    changes = {name: one - other for name, (one, other) in pairs.items()}
+    powers = model_products(run.products), model_products(baseline.products)
+    keys = [(queries, part) for queries in QUERIES for part in CHANGED if any((queries, part) in own for own in powers)]
+    zero = np.zeros_like(powers[1]["all", "total"])  # the power of a part that one of the two runs does not have
+    after, before = ({key: own.get(key, zero) for key in keys} for own in powers)
+    changes = contrasts(after, before, baseline.prompts)
     losses = loss_changes(run.data, baseline.data, baseline.record.plan)
-    sure = {part: changes[f"all/{part}"] for part in SURE[:-1]} | {"loss": losses["all"]}
     return Effect(
-        setting, {name: each.estimate for name, each in changes.items()},
-        {name: (one.over(other) - 1.0).estimate for name, (one, other) in pairs.items()},
-        {name: each.estimate for name, each in losses.items()},
-        {name: each.at(level).estimate for name, each in sure.items()},
+        setting, {key: contrast.difference for key, contrast in changes.items()},
+        {key: contrast.relative for key, contrast in changes.items()},
+        {name: change.estimate for name, change in losses.items()},
+        {part: changes["all", part].at(level).difference for part in SURE[:-1]}
+        | {"loss": losses["all"].at(level).estimate},
     )  # fmt: skip

@@ -23,7 +23,7 @@ from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.memory import (
@@ -114,7 +114,8 @@ class Lab(Conditions):
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
-        ratios = [self.power(name, text, early=early, layers=at).over(before) for text in drawn(edit, draws)]
+        after = [self.power(name, text, early=early, layers=at) for text in drawn(edit, draws)]
+        ratios = [Contrast(power, before).ratio for power in after]
         mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
         if draws > 1:
             mean = mean.widened(self.mean(np.array([float(ratio.value) for ratio in ratios])))

@@ -82,7 +82,7 @@ def leakage_exists(lab: Lab) -> Finding:
 def mask_in_every_layer(lab: Lab) -> Finding:
     powers = lab.layers("mask").estimate
     least = int(np.argmin(powers.low))
-    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.numbers[least], "layers": powers})
+    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.layer_ids[least], "layers": powers})
 
 
 @claim(
