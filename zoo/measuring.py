@@ -112,7 +112,7 @@ class AllMeasured:
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
 
 
-KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `posleak zoo measure` again")
+KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `python -m zoo measure` again")
 
 
 def read_measured(folder: Path) -> AllMeasured:

@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from benchmarks import Benchmark, Result as Timed
+from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
 from posleak.analyses.claims.catalogue import Result, registry
@@ -30,7 +31,6 @@ from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.cli.advise import advice_tables
-from posleak.cli.bench import bench_table
 from posleak.cli.origin_tables import origin_page
 from posleak.cli.study import study_table
 from posleak.cli.sweep import plan_table, summary
