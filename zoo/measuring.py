@@ -19,7 +19,7 @@ from posleak.analyses.trace.trace import SOURCES, trace
 from posleak.errors import PosleakWarning, UnsupportedError
 from posleak.files import Sealed, sole_writer
 from posleak.inputs.corpus import STDLIB
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load
 from posleak.runs.balance import Balance
@@ -128,7 +128,7 @@ def inputs_of(record: Training) -> tuple[str, str]:
 
 def length_of(record: Training) -> int:
     """Tokens per prompt: so many that a donor, which is longer, is no longer than what the model was trained on."""
-    return record.recipe.context - UNLENT
+    return record.recipe.context - DONOR_MARGIN
 
 
 def measure_models(

@@ -21,7 +21,7 @@ import posleak.cli
 from posleak.analyses.claims.finding import Verdict
 from posleak.edits.context import borrowed, keeps_first, require_same_sight
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load, shipped
 from posleak.models.identity import SIBLING
@@ -298,7 +298,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     """Its own keys as without a donor, position 0, and lent ones in the place of those that it lacks."""
     from posleak.models.siblings import nearest_and_first
 
-    start, rule = N + UNLENT, and_masks(nearest_and_first(W), causal_mask_function)
+    start, rule = N + DONOR_MARGIN, and_masks(nearest_and_first(W), causal_mask_function)
     whole = Visibility((1, 1, start + N, start + N), rule)
     require_same_sight(whole, N)
     assert keeps_first(whole)

@@ -24,7 +24,7 @@ from posleak.probe import Calibration, Motion, Plan, Positions, Touched
 from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
 
-from .folder import RECORD, remove_run, require_unused
+from .folder import RECORD_FILE, remove_run, require_unused
 from .memory import MemoryPlan
 from .software import COMPUTED_WITH, DEFINITIONS_VERSION, now, versions
 from .spec import MeasureSpec
@@ -115,7 +115,7 @@ class Record:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}
 
     def write(self, folder: Path) -> None:
-        RUN.write(folder / RECORD, self)
+        RUN.write(folder / RECORD_FILE, self)
 
 
 RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh")
@@ -142,7 +142,7 @@ def digest(
 
 def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if path.is_dir():
         raise in_the_way(path)
     if not path.is_file():
@@ -164,7 +164,7 @@ def read_record(folder: Path) -> Record:
 def clear_run(folder: Path) -> None:
     """Remove a run, if there is one, and no file that is not its own. Killed in between, it leaves a run that can be
     started again."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if not path.exists():
         require_unused(folder)
         return
@@ -177,7 +177,7 @@ def clear_run(folder: Path) -> None:
 
 def is_finished(folder: Path) -> bool:
     """Does the folder hold a finished run?"""
-    return (folder / RECORD).is_file() and read_record(folder).finished is not None
+    return (folder / RECORD_FILE).is_file() and read_record(folder).finished is not None
 
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:

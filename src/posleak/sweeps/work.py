@@ -20,7 +20,7 @@ from typing import Any
 from posleak.errors import BusyError, CheckError, NoEffectError, PosleakError, PosleakWarning, RunError, StorageError
 from posleak.files import remove, remove_leftovers, sha256_of
 from posleak.models.stamps import content, stamp
-from posleak.runs.folder import HEADS, RECORD, RESULTS
+from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
 
@@ -181,22 +181,22 @@ def _measured(subject: Any, cell: Cell, place: Path, max_memory: int | None, say
 def _work(subject: Any, cell: Cell, place: Path, max_memory: int | None, say: Say, *, fresh: bool) -> Any:
     from posleak.analyses.trace.trace import traced
     from posleak.runs.conditions import Conditions
-    from posleak.runs.measure import Measurement
+    from posleak.runs.measure import PreparedRun
 
     from .numbers import Measured
 
     if cell.kind == MEASURE:
-        ready = Measurement.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(ready.run_with_warnings(place, fresh=fresh, watch=lambda reached: say(reached.text)))
+        ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
+        return Measured(ready.run_with_warnings(place, fresh=fresh, on_progress=lambda reached: say(reached.text)))
     found = traced(Conditions(subject, cell.spec, place, fresh, max_memory, say))
     return Measured(found.ordinary, found)
 
 
 def _remove_strays(place: Path) -> None:
     """Remove results whose run.json is gone from the folder of a cell that was finished: they belong to no run."""
-    for name in (RESULTS, HEADS):
+    for name in (RESULTS_FILE, HEADS_FILE):
         for path in place.rglob(name):
-            if not (path.parent / RECORD).exists():
+            if not (path.parent / RECORD_FILE).exists():
                 remove(path)
 
 
