@@ -143,7 +143,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "claims": of_claims,
     "origin": lambda: list(origin_page(origin(subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
-    "models": lambda: [models_table(builtin.listing())],
+    "models": lambda: [models_table(builtin.list_models())],
     "advise": of_advice,
     "study": of_study,
     "sweep": of_sweep,

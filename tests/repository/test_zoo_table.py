@@ -24,7 +24,7 @@ from posleak.errors import PosleakWarning, RunError, UnsupportedError
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load, shipped
-from posleak.models.identity import SIBLING
+from posleak.models.identity import SIBLING_MODEL_TYPE
 from posleak.probe.visibility import Visibility, read_mask
 from support.documented import FREE, ROOT, documented, produced
 from support.families import tiny
@@ -278,7 +278,7 @@ def test_a_planted_effect_gets_its_verdict(sentence: str, rope: float, other: fl
 def sibling(**changes: Any) -> Subject:
     from posleak.models import siblings  # noqa: F401  makes them known
 
-    return Subject.of(tiny(SIBLING, **changes))
+    return Subject.of(tiny(SIBLING_MODEL_TYPE, **changes))
 
 
 def test_a_kept_window_shows_position_0_and_as_many_keys_as_a_window() -> None:

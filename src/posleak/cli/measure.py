@@ -129,6 +129,6 @@ def models_command(as_json: Json = False) -> None:
     from .tables import models_table
 
     if as_json:
-        emit({"models": [asdict(entry) for entry in builtin.listing()]})
+        emit({"models": [asdict(entry) for entry in builtin.list_models()]})
     else:
-        out.print(models_table(builtin.listing()))
+        out.print(models_table(builtin.list_models()))

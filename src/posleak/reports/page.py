@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
-from posleak.files import MOST_NAME, remove_leftovers, write_atomically
+from posleak.files import MAX_NAME, remove_leftovers, write_atomically
 from posleak.leakage.profile import LEAST, TIMES
 from posleak.leakage.sampled import FEWEST
 from posleak.show import numbers, words
@@ -118,7 +118,7 @@ def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | No
         )
     made = Page.of(found, refused)
     text = made.html()
-    remove_leftovers(place.parent, place.name[:MOST_NAME].__eq__)
+    remove_leftovers(place.parent, place.name[:MAX_NAME].__eq__)
     write_atomically(place, lambda path: path.write_text(text, encoding="utf-8"))
     files = list[Path]()
     if assets is not None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from posleak.edits import parse_edits, texts_of
 from posleak.errors import CheckError
-from posleak.files import is_own, remove_own, sole_writer
+from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
 from posleak.models import Subject
 from posleak.probe import Plan
@@ -99,9 +99,9 @@ class Conditions:
         if not (folder / RECORD_FILE).exists():
             return
         for name in self.extra_files:
-            remove_own(folder / name)
+            remove_posleak_file(folder / name)
         for record in sorted((folder / CONDITIONS).glob(f"*/{RECORD_FILE}")):
-            if is_own(record):
+            if is_posleak_file(record):
                 clear_run(record.parent)
                 remove_if_empty(record.parent)
         remove_if_empty(folder / CONDITIONS)

@@ -23,14 +23,14 @@ import numpy as np
 from posleak.arrays import read_npz
 from posleak.errors import RunError
 from posleak.files import (
-    LOCK,
-    cannot_write,
+    LOCK_FILE,
     open_regular,
-    reading,
     remove,
     remove_leftovers,
     sha256_of,
+    translate_read_errors,
     write_atomically,
+    write_error,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def has_record(folder: Path) -> bool:
     try:
         return (folder / RECORD_FILE).exists()
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
 
 
 def verify_file(folder: Path, name: str, expected: str | None) -> Path:
@@ -89,7 +89,7 @@ def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
     path = batch_path(folder, prompts)
     if not path.exists():
         return None
-    with reading(path, ANEW), open_regular(path) as file:
+    with translate_read_errors(path, ANEW), open_regular(path) as file:
         arrays = read_npz(file, path, ANEW)
     found = [str(each) for each in arrays.pop(_SEAL, np.array([])).flat]
     if found != (expected := _seal(prompts, arrays, digest)):
@@ -146,7 +146,7 @@ def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD_FILE, RESULTS_
 
 def has_leftovers(folder: Path) -> bool:
     """Return whether a finished run has batches, unwritten files or a lock: a process killed at its end leaves them."""
-    return (folder / BATCHES).exists() or (folder / LOCK).exists() or any(folder.glob(".*.tmp"))
+    return (folder / BATCHES).exists() or (folder / LOCK_FILE).exists() or any(folder.glob(".*.tmp"))
 
 
 def require_unused(folder: Path, names: Iterable[str] = (RESULTS_FILE, HEADS_FILE, BATCHES)) -> None:

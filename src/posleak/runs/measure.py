@@ -27,7 +27,7 @@ from posleak.errors import (
     shorter_prompts,
     warn,
 )
-from posleak.files import LOCK, held, sole_writer
+from posleak.files import LOCK_FILE, file_lock, sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import FEWEST, narrow_layers
@@ -123,8 +123,8 @@ def measure(
 def _require_idle(folder: Path, fresh: bool) -> None:
     """Refuse a folder that another thread or process is measuring into, before waiting for the model."""
     try:
-        if (folder / LOCK).exists() and (fresh or not is_finished(folder)):
-            with held(folder / LOCK, wait=False):
+        if (folder / LOCK_FILE).exists() and (fresh or not is_finished(folder)):
+            with file_lock(folder / LOCK_FILE, wait=False):
                 pass
     except BusyError:
         raise

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from posleak.errors import RunError
-from posleak.files import Sealed, in_the_way, is_own
+from posleak.files import Sealed, foreign_file_error, is_posleak_file
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
 from posleak.probe import Calibration, Motion, Plan, Positions, Touched
@@ -144,7 +144,7 @@ def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
     path = folder / RECORD_FILE
     if path.is_dir():
-        raise in_the_way(path)
+        raise foreign_file_error(path)
     if not path.is_file():
         raise RunError(
             "this is no run folder: it has no run.json",
@@ -168,8 +168,8 @@ def clear_run(folder: Path) -> None:
     if not path.exists():
         require_unused(folder)
         return
-    if not is_own(path):
-        raise in_the_way(path)
+    if not is_posleak_file(path):
+        raise foreign_file_error(path)
     with contextlib.suppress(RunError):  # a record that cannot be read is removed as it is
         RUN.write(path, replace(read_record(folder), finished=None, files={}))
     remove_run(folder)

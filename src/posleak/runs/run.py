@@ -18,7 +18,7 @@ from posleak.arrays import read_netcdf
 from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
 from posleak.edits import require_readable
 from posleak.errors import RunError
-from posleak.files import reading, sha256_of, sole_writer, write_atomically
+from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
 from posleak.leakage.dataset import ARRAYS, Chunk, require_finite
 from posleak.leakage.summary import Numbers, Products
@@ -232,7 +232,7 @@ def _results(path: Path, record: Record) -> xr.Dataset:
         PROMPT: record.spec.prompts, LAYER: len(heads), HEAD: max(heads), QUERY: len(plan.queries),
         OFFSET: len(plan.offsets),
     }  # fmt: skip
-    with reading(path, remedy):
+    with translate_read_errors(path, remedy):
         for name, axes in {**ARRAYS, "pairs": (LAYER, QUERY, OFFSET)}.items():
             if data[name].dims != axes:
                 raise ValueError(f"{name} has the axes {data[name].dims}, not {axes}")
