@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from posleak.errors import InputError
 from posleak.inputs import ConstantToken, InputFacts, RandomTokens, Source, TextCrops, parse, prepare
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.typed import from_json, plain
 
 WORDS_0_0 = [0xA30FEBCFD9C2825F, 0x4510BDF882D9D721, 0x0A7D3DA94ECDE8B8, 0x043B27B61342F01D, 0xD0327A782CDE513B]

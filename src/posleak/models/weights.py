@@ -19,7 +19,7 @@ from posleak.errors import ModelError
 from posleak.files import read_regular
 from posleak.models.border import FETCH_AGAIN
 from posleak.models.names import is_inside
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +176,7 @@ def _header(path: Path) -> Iterator[Tensor]:
         if length is None or length > whole - 8:
             raise _broken(path, f"{whole} bytes without a readable header")
         if length > MOST_HEADER:
-            raise _broken(path, f"a header of {size(length)}", f"at most {size(MOST_HEADER)}")
+            raise _broken(path, f"a header of {format_bytes(length)}", f"at most {format_bytes(MOST_HEADER)}")
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
@@ -198,7 +198,7 @@ def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
     except (TypeError, KeyError, ValueError):
         true = False
     if not true:
-        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {size(room)} of data")
+        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {format_bytes(room)} of data")
     return Tensor(dtype, math.prod(shape), end - start)
 
 
