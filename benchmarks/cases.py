@@ -26,7 +26,7 @@ from posleak.edits.context import borrowed
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import LeakageObserver
 from posleak.models import Subject, exclusive, input_device
-from posleak.probe import Plan, Visibility, body
+from posleak.probe import Plan, Visibility, backbone
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import PreparedRun, calibrated
@@ -220,7 +220,7 @@ def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     from nnsight import NNsight
 
-    traced, rows = NNsight(body(_with_eager_attention(subject))), list(plan.rows)
+    traced, rows = NNsight(backbone(_with_eager_attention(subject))), list(plan.rows)
 
     def run(ids: Ids) -> Statistics:
         tokens = torch.from_numpy(ids).to(subject.device)

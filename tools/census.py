@@ -33,7 +33,7 @@ from posleak.analyses.doctor.doctor import Diagnosis, doctor
 from posleak.errors import CheckError, PosleakError, UnsupportedError
 from posleak.models import Subject
 from posleak.models.pretrained import silence_transformers
-from posleak.probe import body
+from posleak.probe import backbone
 
 from .matrix import Tried, section, tried
 from .shrink import tiny_model
@@ -113,7 +113,7 @@ def _runs_alone(model: PreTrainedModel) -> None:
     """Does the model run on token ids alone, under its own attention?"""
     ids = torch.full((1, LENGTH), TOKEN)
     with silence_transformers(), torch.inference_mode():
-        body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
 def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> Row:

@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
@@ -243,7 +243,11 @@ def read_regular(path: Path, most: int = MAX_JSON) -> bytes:
         found = file.read(most + 1)
         if len(found) > most:
             there = max(os.fstat(file.fileno()).st_size, len(found))
-            raise OSError(errno.EINVAL, f"the file has {size(there)}, and at most {size(most)} are read", str(path))
+            raise OSError(
+                errno.EINVAL,
+                f"the file has {format_bytes(there)}, and at most {format_bytes(most)} are read",
+                str(path),
+            )
     return found
 
 

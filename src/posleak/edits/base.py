@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from posleak.plugins import own_name
+from posleak.plugins import reject_builtin_name
 from posleak.probe.edit import Edit
 
 from .scope import EVERYWHERE, Scope
@@ -118,5 +118,5 @@ KINDS: dict[str, EditKind] = {}
 
 def register(kind: EditKind) -> None:
     """Let `--edit NAME=…` make edits of this kind."""
-    own_name("edit", kind.name, KINDS.get(kind.name), kind)
+    reject_builtin_name("edit", kind.name, KINDS.get(kind.name), kind)
     KINDS[kind.name] = kind

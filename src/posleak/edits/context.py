@@ -53,13 +53,13 @@ class Borrow(ScopedEdit):
     def edit(self, call: Call) -> Call:
         length, lends = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
         seen = call.visibility
-        seen.kept(("same after a donor", length), lambda: require_same_sight(seen, length))
-        rule = borrowed(seen.rule, length, lends, seen.kept("keeps first", lambda: keeps_first(seen)))
+        seen.cached(("same after a donor", length), lambda: require_same_sight(seen, length))
+        rule = borrowed(seen.rule, length, lends, seen.cached("keeps first", lambda: keeps_first(seen)))
         return replace(
-            call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + DONOR_MARGIN
+            call, visibility=call.visibility.with_rule(("borrowed", lends), rule), start=length + DONOR_MARGIN
         )
 
-    def touched_heads(self, before: Call, after: Call) -> int:
+    def changed_heads(self, before: Call, after: Call) -> int:
         """Those that are lent something."""
         return int(self.scope.heads(before).sum())
 

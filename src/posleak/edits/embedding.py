@@ -50,7 +50,7 @@ class FirstEmbedding(NamedEdit):
         new = self.vector(table)
 
         def put(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
-            probe.touch(self).note("the embedding at position 0")
+            probe.effect_of(self).note("the embedding at position 0")
             first = new.to(out)
             if self.kind == "noise":
                 first = first * out[:, 0].norm(dim=-1, keepdim=True)

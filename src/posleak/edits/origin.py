@@ -97,7 +97,7 @@ class PatchOrigin(NamedEdit):
 
         probe = self._taken.probe
         if probe is not None and not self._taken.seen:
-            with probe.aside(self._taken):
+            with probe.side_pass(self._taken):
                 probe.forward(torch.tensor([[self.token]], device=ids.device))
         self._taken.there = ids[:, 0] == self.token
 

@@ -183,7 +183,7 @@ class Ring(NamedEdit):
                 hook.remove()
 
     def edit(self, call: Call) -> Call:
-        return replace(call, visibility=call.visibility.replaced("everything", everything))
+        return replace(call, visibility=call.visibility.with_rule("everything", everything))
 
 
 def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class Precision(NamedEdit):
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:
-                    probe.touch(self).note("parameters")
+                    probe.effect_of(self).note("parameters")
                     kept[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)
             yield

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
 from posleak.models.library_errors import FETCH_AGAIN
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,8 +49,8 @@ def require_size(path: Path, most: int) -> None:
     found = path.stat().st_size
     if found > most:
         raise ModelError(
-            f"{path.name} is too large", where=str(path), got=size(found), expected=f"at most {size(most)}",
-            remedy=FETCH_AGAIN,
+            f"{path.name} is too large", where=str(path), got=format_bytes(found),
+            expected=f"at most {format_bytes(most)}", remedy=FETCH_AGAIN,
         )  # fmt: skip
 
 
@@ -104,6 +104,6 @@ def require_held(where: Path, need: MemoryNeed, numbers: int, spare: int = SPARE
     most = SPARE_TABLES + 4 * numbers
     if need.tables > most:
         raise ModelError(
-            "the config asks for huge tables beside the weights", where=str(where), got=size(need.tables),
-            expected=f"at most {size(most)}", remedy="correct max_position_embeddings, or fetch the file again",
+            "the config asks for huge tables beside the weights", where=str(where), got=format_bytes(need.tables),
+            expected=f"at most {format_bytes(most)}", remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip

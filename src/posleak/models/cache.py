@@ -21,7 +21,7 @@ from pathlib import Path
 from posleak.errors import ModelError, PosleakError, StorageError
 from posleak.files import file_lock, flush
 from posleak.models.library_errors import DISK_FULL, errno_of, translate_errors
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
 LONGEST = 100
@@ -115,7 +115,7 @@ def require_disk(folder: Path, need: int, what: str) -> None:
         raise ModelError(
             f"not enough disk space for {what}",
             where=str(folder),
-            got=f"{size(free)} free",
-            expected=size(need),
+            got=f"{format_bytes(free)} free",
+            expected=format_bytes(need),
             remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from posleak.errors import TooLargeError
 from posleak.models import pretrained
 from posleak.models.library_errors import USE_LESS_MEMORY, translate_errors
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def require_memory(need: int, *, where: str, device: str, available: Callable[[]
         raise TooLargeError(
             f"the model's weights do not fit in the memory of {device}",
             where=where,
-            got=f"{size(need)} of weights",
-            expected=f"at most {size(have)}",
+            got=f"{format_bytes(need)} of weights",
+            expected=f"at most {format_bytes(have)}",
             remedy=USE_LESS_MEMORY,
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from posleak.errors import ModelError
 from posleak.files import read_regular, stays_in_folder
 from posleak.models.library_errors import FETCH_AGAIN
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +175,7 @@ def _header(path: Path) -> Iterator[TensorHeader]:
         if length is None or length > whole - 8:
             raise _broken(path, f"{whole} bytes without a readable header")
         if length > MOST_HEADER:
-            raise _broken(path, f"a header of {size(length)}", f"at most {size(MOST_HEADER)}")
+            raise _broken(path, f"a header of {format_bytes(length)}", f"at most {format_bytes(MOST_HEADER)}")
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
@@ -197,7 +197,7 @@ def _tensor(path: Path, name: str, entry: Any, room: int) -> TensorHeader:
     except (TypeError, KeyError, ValueError):
         true = False
     if not true:
-        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {size(room)} of data")
+        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {format_bytes(room)} of data")
     return TensorHeader(dtype, math.prod(shape), end - start)
 
 

@@ -108,7 +108,7 @@ class KernelObserver:
         self.windows += (None if seen == T else seen,)
         self.numbers += (call.layer,)
         self.heads += (call.heads,)
-        self.biases += (call.added,)
+        self.biases += (call.bias_kind,)
 
 
 def kernel_weights(

@@ -16,7 +16,7 @@ from posleak.analyses.origin.record import OriginRecord
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
-from posleak.axes import HEAD, LEFT, PROMPT, layer_names, layer_places
+from posleak.axes import HEAD, LEFT, PROMPT, layer_coordinates, layer_names
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
@@ -131,7 +131,7 @@ class View:
     @property
     def places(self) -> Array:
         """Where the layers stand on an axis."""
-        return np.array(layer_places(self.record.calibration.numbers))
+        return np.array(layer_coordinates(self.record.calibration.numbers))
 
     @property
     def stays(self) -> str:

@@ -19,16 +19,16 @@ from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, require_finite, stack_layers
 from posleak.metrics import Meters
 from posleak.models import exclusive, input_device
-from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, read_placements
+from posleak.probe import Edit, EditEffectRecorder, Observer, Placement, Plan, attach, read_placements
 from posleak.probe.head import token_losses
-from posleak.probe.placement import Places
+from posleak.probe.placement import PlacementPositions
 from posleak.stopwatch import stage
 
 from .folder import ANEW, batch_path, read_batch, write_batch
 from .loss import LOSS, positions
 from .progress import LayerCounter, OnProgress
 
-SeeTouches = Callable[[list[Touch]], None]
+SeeTouches = Callable[[list[EditEffectRecorder]], None]
 """Told what each edit changed."""
 
 WIDER = "the model overflows, or its weights hold NaN: load it with a wider --dtype, and check its weights"
@@ -162,7 +162,8 @@ def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], a
     ]
     if any(place.temperature is not None for place in after):
         raise _not_defined(model, "it scales its queries by absolute position")
-    if max(turns, default=0.0) > 3 * Places.of(plan).bound(model.dtype):  # at up to three times the positions
+    bound = PlacementPositions.of(plan).bound(model.dtype)
+    if max(turns, default=0.0) > 3 * bound:  # at up to three times the positions
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
@@ -197,7 +198,7 @@ def observed_chunks(
                     remedy="the model changes its layers from call to call; it cannot be measured",
                 )
             if first:
-                touched([probe.touch(edit) for edit in edits])
+                touched([probe.effect_of(edit) for edit in edits])
                 first = False
             with stage("arrays"):
                 chunk = stack_layers(seen) | ({} if meters is None else meters.collect())

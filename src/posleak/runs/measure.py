@@ -37,10 +37,20 @@ from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
 from posleak.models.identity import config_sha256
-from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, Touch, Touched, calibrate
+from posleak.probe import (
+    Calibration,
+    Edit,
+    EditEffect,
+    EditEffectRecorder,
+    Motion,
+    Observer,
+    Placement,
+    Plan,
+    calibrate,
+)
 from posleak.probe.experts import ungrouped
-from posleak.probe.fingerprint import TOKENS, changed, identified
-from posleak.probe.plan import ORIGIN
+from posleak.probe.fingerprint import FINGERPRINT_TOKENS, changed, identified
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 from posleak.stopwatch import stage
 
@@ -73,7 +83,7 @@ def measure(
     bos: str | int = "auto",
     batch: int = 0,
     density: int = 1,
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     edits: str | Edit | Iterable[str | Edit] = (),
     metrics: str | Iterable[str] = (),
     loss: bool = False,
@@ -300,15 +310,15 @@ class PreparedRun:
         return self.placement_cache[key]
 
     def _touched(
-        self, touches: list[Touch], placed: list[list[int]], calibration: Calibration
-    ) -> tuple[Touched, ...]:  # fmt: skip
+        self, touches: list[EditEffectRecorder], placed: list[list[int]], calibration: Calibration
+    ) -> tuple[EditEffect, ...]:  # fmt: skip
         """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
         edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
         for edit, touch, calls in zip(edits, touches, placed, strict=True):
             if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
                 touch.note("the tokens")
             touch.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
-        found = tuple(touch.found(edit.text) for edit, touch in zip(edits, touches, strict=True))
+        found = tuple(touch.effect(edit.text) for edit, touch in zip(edits, touches, strict=True))
         for edit, each in zip(edits, found, strict=True):
             if each.nothing and not edit.null:
                 raise NoEffectError(
@@ -372,7 +382,7 @@ class _Writing:
             earlier = read_record(self.folder).touched if (self.folder / RECORD_FILE).exists() else ()
             self._write(replace(self.record, touched=earlier))
 
-    def touched(self, found: tuple[Touched, ...]) -> None:
+    def touched(self, found: tuple[EditEffect, ...]) -> None:
         self._write(replace(self.record, touched=found))
 
     def _write(self, record: Record) -> None:
@@ -469,7 +479,7 @@ def _require_logits(subject: Subject) -> None:
     if not math.isfinite(total):
         raise CheckError(
             "the model's logits are not finite, so that it has no loss", where=subject.identity.name,
-            got=f"log Σ exp(logits) is {total} after a prompt of {TOKENS} tokens",
+            got=f"log Σ exp(logits) is {total} after a prompt of {FINGERPRINT_TOKENS} tokens",
             remedy="measure it without --loss, or fetch its weights again if its head should be sound",
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from posleak.errors import RunError
 from posleak.files import Sealed, foreign_file_error, is_posleak_file
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Motion, Plan, Positions, Touched
+from posleak.probe import Calibration, EditEffect, Motion, Plan, Positions
 from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
 
@@ -77,7 +77,7 @@ class Record:
     machine: Machine
     warnings: tuple[str, ...]
     created: str
-    touched: tuple[Touched, ...] = ()
+    touched: tuple[EditEffect, ...] = ()
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION

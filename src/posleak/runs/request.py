@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posleak.inputs import GivenPrompts, Inputs, names_source, read_given
+from posleak.inputs import GivenPrompts, Inputs, is_source_name, read_given
 from posleak.models import AnyModel, Subject, subject_of
 
 from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec
@@ -34,7 +34,7 @@ def resolve_request(
 
     What can be refused without the model is refused before it is loaded.
     """
-    if isinstance(inputs, str) and names_source(inputs):
+    if isinstance(inputs, str) and is_source_name(inputs):
         tokens, count = default[0] if length is None else length, default[1] if prompts is None else prompts
         spec = MeasureSpec(inputs, bos, tokens, count, **more)
         return Request(subject_of(subject), spec, None)

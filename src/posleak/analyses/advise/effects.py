@@ -22,7 +22,7 @@ from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife
 from posleak.models import AnyModel, subject_of
-from posleak.probe.plan import ORIGIN
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
 from posleak.runs.loss import UNIT, changes as loss_changes
 from posleak.runs.request import resolve_request
@@ -193,7 +193,7 @@ def advise(
     prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     groups: str | Iterable[str] = GROUPS,
     edits: str | Iterable[str] = (),
     out: str | Path | None = None,

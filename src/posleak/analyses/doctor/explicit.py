@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from posleak.models import input_device
 from posleak.models.hold import this_thread_only
-from posleak.probe import attach, body, relative_difference
+from posleak.probe import attach, backbone, relative_difference
 from posleak.rounding import AGREE
 
 LENGTH = 37
@@ -71,7 +71,7 @@ class Watch:
 def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     """Where equal tokens become different states; None where they never do, as in any rotary, NoPE or ALiBi model."""
     watch = Watch({id(module): name for name, module in model.named_modules()})
-    inner = body(model)
+    inner = backbone(model)
     with attach(model) as probe, _watched(inner, watch):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = {watch.names[id(module)] for module in probe.modules}

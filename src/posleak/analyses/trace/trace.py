@@ -30,7 +30,7 @@ from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Products, Shares
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel
-from posleak.probe.plan import ORIGIN
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD_FILE
 from posleak.runs.loop import placements_of
@@ -240,7 +240,7 @@ def trace(
     prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     by_layer: bool = False,
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
