@@ -289,7 +289,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("posleak.models.loading.load", load)
+    monkeypatch.setattr("posleak.models.load", load)
     monkeypatch.setattr("posleak.sweeps.studies.run.load", load)
 
 
@@ -357,7 +357,7 @@ def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyP
         asked.append(options)
         raise Loaded
 
-    monkeypatch.setattr("posleak.models.loading.load", load)
+    monkeypatch.setattr("posleak.models.load", load)
     posleak(command, "x", "--verify", "--dtype", "bfloat16")
     posleak(command, "x")
     assert asked == [{"verify": True, "dtype": "bfloat16"}, {}]
@@ -366,10 +366,10 @@ def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("command", "function"),
     [
-        ("origin", "posleak.analyses.origin.origin"),
-        ("doctor", "posleak.analyses.doctor.doctor"),
+        ("origin", "posleak.analyses.origin.origin.origin"),
+        ("doctor", "posleak.analyses.doctor.doctor.doctor"),
         ("bench", "benchmarks.bench"),
-        ("study", "posleak.sweeps.studies.run_study"),
+        ("study", "posleak.sweeps.studies.run.run_study"),
     ],
 )
 def test_a_limit_of_memory_reaches_the_library(
@@ -381,7 +381,7 @@ def test_a_limit_of_memory_reaches_the_library(
         asked.append(options["max_memory"])
         raise Loaded
 
-    monkeypatch.setattr("posleak.models.loading.load", lambda *_, **__: None)
+    monkeypatch.setattr("posleak.models.load", lambda *_, **__: None)
     monkeypatch.setattr(function, work)
     posleak(command, "--max-memory", "8GB")
     posleak(command)

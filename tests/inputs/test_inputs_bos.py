@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import inputs_subject as tiny
 import pytest
 from transformers import Gemma3Config, PreTrainedConfig
 
 from posleak.errors import InputError
 from posleak.inputs import prepare
+from support import inputs_subject as tiny
 
 ADDS = tiny.subject(tiny.word_tokenizer(prepend="<s>"))
 ADDS_NONE = tiny.subject(tiny.word_tokenizer())

@@ -7,7 +7,6 @@ import hashlib
 import platform
 from pathlib import Path
 
-import inputs_subject as tiny
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,6 +15,7 @@ from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.inputs.crops import DROPPED
 from posleak.inputs.stdlib import docstrings, library_files, standard_library_text
+from support import inputs_subject as tiny
 
 WORDS = tiny.subject(tiny.word_tokenizer())
 BYTES = tiny.subject(tiny.byte_tokenizer())

@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import inputs_subject as tiny
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -17,6 +16,7 @@ from posleak.errors import InputError
 from posleak.inputs import ConstantToken, InputFacts, RandomTokens, Source, TextCrops, parse, prepare
 from posleak.inputs.stream import draw
 from posleak.typed import from_json, plain
+from support import inputs_subject as tiny
 
 WORDS_0_0 = [0xA30FEBCFD9C2825F, 0x4510BDF882D9D721, 0x0A7D3DA94ECDE8B8, 0x043B27B61342F01D, 0xD0327A782CDE513B]
 """The first raw words of PCG64(SeedSequence([0, 0])): numpy promises that these never change."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import math
 import shutil
@@ -276,13 +275,6 @@ def test_the_package_can_be_called_before_and_after_it_is_imported(folders: dict
     import posleak.reports  # noqa: F401
 
     assert pl.report([Run.load(folders["deep"])], tmp_path / "b.html").exists()
-
-
-@pytest.mark.parametrize("name", ["report", "claims", "doctor"])
-def test_packages_that_can_be_called_show_the_options_of_their_function(name: str) -> None:
-    package = importlib.import_module(f"posleak.{name}")
-    assert inspect.signature(getattr(pl, name)) == inspect.signature(getattr(package, name))
-    assert callable(package)
 
 
 def estimated(cell: tuple[float, ...]) -> Estimate:

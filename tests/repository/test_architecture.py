@@ -1,11 +1,12 @@
-"""The package reads like its pipeline: a stage imports only the stages before it. And what has one home stays there."""
+"""The package reads like its pipeline: a package imports only those before it, and every idea has one home."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,42 +14,49 @@ import pytest
 import posleak
 
 ROOT = Path(posleak.__file__).parent
-STAGES = [
-    "models", "inputs", "probe", "edits", "leakage", "metrics", "show", "runs", "trace", "origin", "doctor", "claims",
-    "sweep", "studies", "advice", "zoo", "report", "bench", "cli", "tools",
+REPOSITORY = Path(__file__).parents[2]
+ORDER = [
+    "models", "inputs", "probe", "edits", "leakage", "metrics", "show", "runs", "analyses.trace", "analyses.origin",
+    "analyses.doctor", "analyses.claims", "analyses.advise", "sweeps", "reports", "cli",
 ]  # fmt: skip
 
 
-def imported_stages(path: Path) -> set[str]:
-    """Stages named in the imports of one file; a parent-relative import does not occur (ruff TID252)."""
-    found = set()
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the absolute names that one file imports; parent-relative imports do not occur (ruff TID252)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = list[str]()
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("posleak.")}
-    return found & set(STAGES)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Return the packages of ORDER that one file imports."""
+    modules = [name.removeprefix("posleak.") + "." for name in imported_modules(path) if name.startswith("posleak.")]
+    public = {"claims.": "analyses.claims.", "trace.": "analyses.trace."}  # functions of the top level
+    modules = [public.get(name, name) for name in modules]
+    return {package for package in ORDER if any(name.startswith(f"{package}.") for name in modules)}
 
 
 def later_imports(root: Path) -> Iterator[str]:
-    """Every import of a later stage, in words."""
-    for stage in STAGES:
-        for path in sorted((root / stage).rglob("*.py")):
-            for other in sorted(imported_stages(path)):
-                if STAGES.index(other) > STAGES.index(stage):
-                    yield f"{stage}/{path.name} imports {other}"
+    """Describe every import of a later package."""
+    for place, package in enumerate(ORDER):
+        for path in sorted((root / package.replace(".", "/")).rglob("*.py")):
+            for other in sorted(imported_packages(path)):
+                if ORDER.index(other) > place:
+                    yield f"{package}/{path.name} imports {other}"
     for path in sorted(root.glob("*.py")):
-        if path.name != "__init__.py" and (found := imported_stages(path)):
-            yield f"{path.name} imports {', '.join(sorted(found))}"
+        if path.name not in ("__init__.py", "__main__.py") and (packages := imported_packages(path)):
+            yield f"{path.name} imports {', '.join(sorted(packages))}"
 
 
-def test_every_folder_is_a_stage_and_every_stage_a_folder() -> None:
-    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(STAGES)
+def test_the_order_names_every_package() -> None:
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.rglob("__init__.py")} - {".", "analyses"}
+    top = {package for package in packages if "/" not in package or re.fullmatch(r"analyses/\w+", package)}
+    assert {package.replace("/", ".") for package in top} == set(ORDER)
 
 
-def test_a_stage_imports_only_earlier_ones() -> None:
+def test_a_package_imports_only_earlier_ones() -> None:
     assert list(later_imports(ROOT)) == []
 
 
@@ -65,7 +73,13 @@ def test_a_stage_imports_only_earlier_ones() -> None:
 def test_the_test_above_can_fail(tmp_path: Path, line: str) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "loop.py").write_text(f"from posleak.models import Subject\n{line}\n")
-    assert list(later_imports(tmp_path)) == ["runs/loop.py imports claims"]
+    assert list(later_imports(tmp_path)) == ["runs/loop.py imports analyses.claims"]
+
+
+def test_nothing_in_the_wheel_imports_what_is_outside() -> None:
+    outside = {"tools", "zoo", "benchmarks", "support"}
+    for path in ROOT.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imported_modules(path)} & outside, path
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -75,14 +89,11 @@ def sources() -> Iterator[tuple[str, str]]:
 
 ONE_HOME = {
     r"\brecord\[": set[str](),
-    r"\bRecord\(\n": {"runs/measure.py"},
-    r"#[0-9a-f]{6}\b": {"show/colours.py", "report/assets.py"},
+    r"#[0-9a-f]{6}\b": {"show/colours.py", "reports/assets.py"},
     r"torch\.bfloat16: [\d.e-]+": set[str](),
     r"\.observe\(call": {"probe/attachment.py"},
-    r"\bprobe\.forward\(torch\.from_numpy\(batch": {"runs/loop.py"},
 }
-"""What may stand in these files only: records are typed and built once, colours and tolerances are in one table, one
-loop goes from prompts to chunks."""
+"""Patterns and the only files that may match them: records are typed, colours and tolerances are in one table."""
 
 
 @pytest.mark.parametrize("pattern", ONE_HOME)
@@ -90,22 +101,29 @@ def test_one_thing_has_one_home(pattern: str) -> None:
     assert {name for name, text in sources() if re.search(pattern, text)} <= ONE_HOME[pattern]
 
 
-@pytest.mark.parametrize("package", ["models", "probe", "runs", "studies"])
-def test_a_name_that_is_imported_late_is_the_same_whatever_was_imported_before(package: str) -> None:
-    """A module hides a function of its own name as soon as it is imported: then it must be that function, too."""
-    found = importlib.import_module(f"posleak.{package}")
-    hidden = {path.stem for path in (ROOT / package).glob("*.py")} & set(found.__all__)
-    for name in hidden:
-        assert callable(importlib.import_module(f"posleak.{package}.{name}")), name
-    for name in found.__all__:
-        assert callable(getattr(found, name)) or name.isupper() or name == "AnyModel", name
+def test_no_package_exports_a_name_that_one_of_its_modules_has() -> None:
+    """An imported module would hide the exported name."""
+    for init in ROOT.rglob("__init__.py"):
+        name = ".".join(["posleak", *init.parent.relative_to(ROOT).parts])
+        exports = set(getattr(import_module(name), "__all__", ()))
+        modules = {path.stem for path in init.parent.glob("*.py")} | {
+            path.parent.name for path in init.parent.glob("*/__init__.py")
+        }
+        assert not exports & modules, name
+        for export in exports:
+            assert getattr(import_module(name), export) is not None
 
 
-def test_names_mean_one_thing() -> None:
-    """Classes of one name would be two things that are called alike."""
-    names = ("Source", "Origin", "Record", "Bench", "Claim", "Fingerprint", "Plan", "Run")
-    for name in names:
-        homes = [path for path, text in sources() if re.search(rf"^class {name}\b", text, flags=re.M)]
-        assert len(homes) <= 1, (name, homes)
-    constants = [path for path, text in sources() if re.search(r"^PARTS\b", text, flags=re.M)]
-    assert constants == ["axes.py"]
+def test_every_class_name_has_one_home() -> None:
+    homes = defaultdict(list)
+    folders = (ROOT, *(REPOSITORY / name for name in ("tools", "zoo", "benchmarks")))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(path.relative_to(REPOSITORY).as_posix())
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+def test_no_test_module_imports_another() -> None:
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        assert not [name for name in imported_modules(path) if name.startswith("test_")], path

@@ -88,18 +88,10 @@ def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
     environment = {**os.environ, "POSLEAK_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
     def start(folder: Path, seconds: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "support.killed_run",
-            "measure",
-            str(model),
-            str(folder),
-            seconds,
-        ]
-        return subprocess.Popen([*command, seconds], stdout=subprocess.PIPE, text=True, env=environment)
+        command = [sys.executable, "-W", "error", "-m", "support.killed_run", "measure"]
+        return subprocess.Popen(
+            [*command, str(model), str(folder), seconds], stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     undisturbed, victim = start(tmp_path / "whole", "0"), start(out, "600")
     assert victim.stdout is not None
