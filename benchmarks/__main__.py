@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from benchmarks import Benchmark, Result
     from benchmarks.timing import Spread
-    from posleak.show.terminal import Cell
+    from posleak.show.terminal import TableCell
 
 
 app = command_line("benchmarks", "Measure what posleak costs.")
@@ -95,19 +95,19 @@ def bench_table(found: Benchmark) -> Group:
     )
 
 
-def _cells(result: Result) -> tuple[str | Cell, str | Cell, str, str]:
+def _cells(result: Result) -> tuple[str | TableCell, str | TableCell, str, str]:
     memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
     if result.seconds is None or result.ratio is None:
         return NAN, result.error or "not timed", memory, "0"
     return _spread(result.seconds, ".2f"), _spread(result.ratio), memory, str(result.seconds.n)
 
 
-def _spread(found: Spread, form: str = ".3f") -> Cell:
+def _spread(found: Spread, form: str = ".3f") -> TableCell:
     from rich.text import Text
 
-    from posleak.show.terminal import Cell
+    from posleak.show.terminal import TableCell
 
-    return Cell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+    return TableCell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
 from posleak.show.lines import broken
-from posleak.show.terminal import Cell, FittedTable, table
+from posleak.show.terminal import FittedTable, TableCell, table
 from posleak.sweeps.cells import Cell as StudyCell
 from posleak.sweeps.estimate import Guess
 from posleak.sweeps.state import Known, State
@@ -195,7 +195,7 @@ def test_a_narrow_terminal_shows_everything_and_cuts_no_number(kind: str) -> Non
 def example() -> FittedTable:
     made = table(["layer", "total", "mask"], right=["layer"])
     for layer in range(2):
-        made.add_row(str(layer), Cell(Text("0.23"), "0.12–0.34"), Cell(Text("1.05"), "0.98–1.12"))
+        made.add_row(str(layer), TableCell(Text("0.23"), "0.12–0.34"), TableCell(Text("1.05"), "0.98–1.12"))
     return made
 
 
@@ -215,7 +215,7 @@ def test_then_the_table_is_turned_and_has_its_intervals_again() -> None:
 
 def test_a_text_column_is_wrapped_before_intervals_go() -> None:
     made = table(["why", "value"], wrap=["why"])
-    made.add_row("a reason that is long and may be broken", Cell(Text("0.23"), "0.12–0.34"))
+    made.add_row("a reason that is long and may be broken", TableCell(Text("0.23"), "0.12–0.34"))
     lines = rendered([made], 40)
     assert lines[1] == "a reason that is long     0.23 0.12–0.34"
     assert lines[2].strip() == "and may be broken"
