@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array, read_npz
-from posleak.files import reading, write_atomically
+from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.contrast import QUERIES, PowerKey, model_products
 from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
@@ -101,7 +101,7 @@ def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Arr
     """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
     arrays, found = read_npz(io.BytesIO(content), path, ANEW), dict[PowerKey, Array]()
     expected = (prompts + len(pairs(prompts)[0]),)
-    with reading(path, ANEW):
+    with translate_read_errors(path, ANEW):
         for name, sums in arrays.items():
             queries, _, component = name.partition("/")
             if queries not in QUERIES or not component or sums.dtype != np.float64 or sums.shape != expected:
@@ -112,7 +112,7 @@ def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Arr
 
 def read_numbers(content: bytes, path: str) -> pd.DataFrame:
     """Read what numbers.parquet holds; any other table is a RunError that names the path."""
-    with reading(path, ANEW):
+    with translate_read_errors(path, ANEW):
         table = pq.read_table(io.BytesIO(content))
         if not table.schema.equals(SCHEMA):
             raise ValueError(f"the columns are {', '.join(table.schema.names)}, not {', '.join(SCHEMA.names)}")
