@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from posleak.arrays import Array
-from posleak.leakage import FEWEST, Estimate, Jackknife, combined
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
 from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
@@ -175,7 +175,7 @@ def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.
 def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
     """Readers of each call [L], and of all: from heads whose interval lies above ε to those where it reaches ε."""
     found = jackknife.mean(at_0).estimate
-    unknown = np.nan if found.n < FEWEST else 0.0
+    unknown = np.nan if found.n < MIN_PROMPTS else 0.0
     value, sure, maybe = found.value > EPSILON, found.low > EPSILON, np.isfinite(found.value) & ~(found.high <= EPSILON)
     low, high = sure.sum(-1) + unknown, maybe.sum(-1) + unknown
     each = Estimate(value.sum(-1).astype(float), low, high, found.n)
