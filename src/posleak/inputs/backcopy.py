@@ -38,7 +38,7 @@ _WEIGHTS = (8, 4, 2, 1, 1)
 
 
 def successors() -> np.ndarray:
-    """int64 [CHAIN_TOKENS, SUCCESSORS]: what may follow on each token; rows of triggers are not used after their copy."""
+    """int64 [CHAIN_TOKENS, SUCCESSORS]: what may follow each token; rows of triggers are unused after their copy."""
     others = CHAIN_TOKENS - CHAIN_TRIGGERS
     return np.stack(
         [draw(CHAIN_SEED, token, SUCCESSORS, below=others) + CHAIN_TRIGGERS for token in range(CHAIN_TOKENS)]

@@ -8,8 +8,8 @@ The thread that has it attached would wait for itself, so that it is refused. Mo
 object share it, and count as one.
 
 While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
-an error, every module has its own mode again. `preserve_random_state` does the same for torch's random state, for models
-that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
+an error, every module has its own mode again. `preserve_random_state` does the same for the random state of torch, for
+models that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
 the same numbers twice.
 """
 
