@@ -45,11 +45,12 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     with Profile(profile) as spent:
+        from posleak.edits import parse_edits
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
-        edits = tuple(edit or ())
+        edits = parse_edits(edit or ())
         spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
         require_source(inputs)
         parse_bytes(max_memory)

@@ -178,7 +178,7 @@ def _labelled(found: list[ShownRun]) -> list[ShownRun]:
 
 def _part(run: Run, part: str) -> str:
     if part == "edits":
-        return ", ".join(run.record.spec.edits)
+        return ", ".join(run.record.spec.edit_texts)
     if part == "length":
         return f"{run.record.spec.length} tokens"
     return run.path.name if run.path is not None else ""
