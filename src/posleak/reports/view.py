@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.record import OriginRecord
 from posleak.analyses.origin.store import StoredOrigin
@@ -108,8 +108,8 @@ class View:
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
-    claims: dict[str, list[Result]]
-    edited: tuple[Result, ...]
+    claims: dict[str, list[ClaimResult]]
+    edited: tuple[ClaimResult, ...]
     origin: OriginRecord | None
     pictures: Pictures | None
     doctor: Diagnosis | None

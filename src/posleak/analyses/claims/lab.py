@@ -42,7 +42,7 @@ from .finding import ENOUGH, Edited, Kept
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
-CLAIMS = "claims.json"
+CLAIMS_FILE = "claims.json"
 
 METERS = ("all",)
 """What other papers measure: all of it, for the page shows it beside the claims."""
@@ -63,7 +63,7 @@ def drawn(edit: str, draws: int) -> list[str]:
 class Lab(Conditions):
     """Conditions of one subject, compared."""
 
-    beside = (CLAIMS, JSON, ARRAYS)
+    beside = (CLAIMS_FILE, JSON, ARRAYS)
 
     @cached_property
     def jackknife(self) -> Jackknife:

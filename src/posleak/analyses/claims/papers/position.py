@@ -18,7 +18,7 @@ from posleak.analyses.claims import catalogue
 from posleak.analyses.claims.finding import Finding, Kept, Side
 from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.bench import SHIFT
+from posleak.analyses.doctor.passes import SHIFT
 from posleak.analyses.doctor.explicit import RECURRENT, first_entrance
 from posleak.analyses.origin.closure import closure
 from posleak.analyses.origin.reading import reader_counts
