@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.inputs import Vocabulary
-from posleak.inputs.stream import LIMIT, draw
+from posleak.inputs.randomness import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
 from .directions import joined_cosines, pair_cosine, resultant, unit
@@ -32,7 +32,7 @@ def ordinary_tokens(
 ) -> Int64[np.ndarray, "n"]:
     """Return the first n = `count` different ids of an endless random draw, or all ordinary ids if there are fewer.
 
-    The draw is `inputs.stream.draw` with an index that no prompt has. A longer list starts with the shorter one.
+    The draw is `inputs.randomness.draw` with an index that no prompt has. A longer list starts with the shorter one.
     """
     allowed = vocabulary.allowed
     allowed = allowed[allowed != without] if without is not None else allowed
@@ -40,7 +40,7 @@ def ordinary_tokens(
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     while True:
-        drawn = allowed[draw(seed, LIMIT - 1, draws, len(allowed))]
+        drawn = allowed[draw(seed, SEED_LIMIT - 1, draws, len(allowed))]
         _, first = np.unique(drawn, return_index=True)
         if len(first) >= wanted:
             return np.asarray(drawn[np.sort(first)[:wanted]], dtype=np.int64)

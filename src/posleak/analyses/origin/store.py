@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.arrays import read_netcdf
-from posleak.files import Sealed, reading, sha256_of, write_atomically
+from posleak.files import Sealed, sha256_of, translate_read_errors, write_atomically
 
 from .origin import Origin
 
@@ -51,7 +51,7 @@ def read_origin(folder: Path) -> StoredOrigin | None:
         return None
     file = SEALED.read(folder / ORIGIN_FILE)
     remedy = f"delete it and {ORIGIN_FILE}; `posleak claims` makes both again"
-    with reading(folder / ARRAYS_FILE, remedy):
+    with translate_read_errors(folder / ARRAYS_FILE, remedy):
         if (got := sha256_of(folder / ARRAYS_FILE)) != file.arrays_sha256:
             raise ValueError(f"sha256 {got}, not {file.arrays_sha256}: it was changed or damaged")
         return StoredOrigin(file.digest, file.origin, read_netcdf(folder / ARRAYS_FILE, remedy))
