@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from posleak.analyses.advise.effects import ADVICE_FILE, STORED_ADVICE, PLOT_FILE, SIMULTANEOUS, Advice, Effect
+from posleak.analyses.advise.effects import ADVICE_FILE, PLOT_FILE, SIMULTANEOUS, STORED_ADVICE, Advice, Effect
 from posleak.analyses.advise.settings import GROUPS, Setting, of_edits, settings_for
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.edits import parse_edits
@@ -149,7 +149,8 @@ def test_intervals_of_sentences_hold_for_all_that_is_said() -> None:
     found = effect("rope=ntk:4")
     alone = pl.advise("zoo-text-rope", groups=[], edits=["rope=ntk:4"], **ASKED).effects[0]
     width = {
-        name: float(each.simultaneous["loss"].high - each.simultaneous["loss"].low) for name, each in (("many", found), ("one", alone))
+        name: float(each.simultaneous["loss"].high - each.simultaneous["loss"].low)
+        for name, each in (("many", found), ("one", alone))
     }
     table = float(found.loss["all"].high - found.loss["all"].low)
     assert table < width["one"] < width["many"]

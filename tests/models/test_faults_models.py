@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 import posleak as pl
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.cosines import mean_cosine
+from posleak.analyses.origin.directions import mean_cosine
 from posleak.analyses.origin.store import read_origin
-from posleak.analyses.origin.trajectory import Scale, Trajectory
+from posleak.analyses.origin.trajectory import BodyScale, Trajectory
 from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
 from posleak.inputs import template_limits
 from posleak.inputs.given import read_given
@@ -137,13 +137,15 @@ def test_models_of_zeros_are_measured(tmp_path: Path, command: str, kind: str, p
 
 def test_a_projection_is_not_mistaken_for_a_module_that_takes_more() -> None:
     """Attention that writes zero looks like the input of whatever else is given zeros."""
-    assert "output" not in pl.origin(zeroed("bloom", "attention"), **SMALL, tokens=16).reading.spaces
+    assert "output" not in {
+        call.space for call in pl.origin(zeroed("bloom", "attention"), **SMALL, tokens=16).reading.calls
+    }
 
 
 def test_what_a_zero_state_leaves_undefined_is_said() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])
     nothing = np.zeros(3)
-    path = Trajectory.of(x, Scale(nothing, nothing, nothing, 1), 1, None)
+    path = Trajectory.of(x, BodyScale(nothing, nothing, nothing, 1), 1, None)
     assert np.isnan(path.relative).all()
     assert path.jump == 2
     assert np.isnan(mean_cosine(x))
@@ -304,8 +306,8 @@ def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -
         pl.claims(who, **SMALL, out=tmp_path / "run")
     stored = read_origin(tmp_path / "run")
     assert stored is not None
-    assert stored.record.reference.escape_surrogates == r"w\x001"
-    assert r"w\x001" in stored.arrays["escape_surrogates"].values
+    assert stored.record.reference.spelled == r"w\x001"
+    assert r"w\x001" in stored.arrays["spelled"].values
 
 
 def test_a_window_of_no_keys_is_seen_when_it_is_measured() -> None:

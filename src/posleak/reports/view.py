@@ -12,7 +12,7 @@ from jaxtyping import Int64
 
 from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
@@ -110,7 +110,7 @@ class View:
     curves: dict[str, Any]
     claims: dict[str, list[ClaimResult]]
     edited: tuple[ClaimResult, ...]
-    origin: OriginRecord | None
+    origin: Origin | None
     pictures: Pictures | None
     doctor: Diagnosis | None
     others: RelatedMetrics | None

@@ -36,9 +36,9 @@ from posleak.signatures import checked
 from posleak.text import visible
 
 from . import laws
-from .passes import SharedPasses
 from .check import Check, DoctorVerdict
 from .memory import FEW, PADDING, doctor_plan
+from .passes import SharedPasses
 
 LENGTH = 96
 LONGEST = 1280

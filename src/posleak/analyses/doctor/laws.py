@@ -23,10 +23,10 @@ from posleak.probe import Call, Edit, Motion, Plan, attach, relative_difference,
 from posleak.probe.native import native
 from posleak.rounding import AGREE, EXACT, computed_in
 
-from .passes import SharedPasses, Ids, pairs
 from .check import Check
 from .explicit import COUNTING, RECURRENT, TABLE, shifts
 from .memory import PADDING
+from .passes import Ids, SharedPasses, pairs
 
 
 def additivity(passes: SharedPasses) -> Check:

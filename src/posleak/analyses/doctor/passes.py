@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.closure import Closure
-from posleak.analyses.origin.states import states
+from posleak.analyses.origin.states import Closure, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
 from posleak.models import input_device
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, takes_positions
@@ -188,13 +187,14 @@ class SharedPasses:
             more = []  # these look at the first prompt only
         single = self._origin(self.few[:, :1])
         closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
-        return SeparatePasses(parts, attention.layers, closure, zero.layers, sizes.expected, [look.layers for look in gauges])
+        return SeparatePasses(
+            parts, attention.layers, closure, zero.layers, sizes.expected, [look.layers for look in gauges]
+        )
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """The state of position 0 at every depth, while observers look."""
         with attach(self.model, observers) as probe:
-            found = states(probe, torch.from_numpy(ids).to(input_device(self.model)))
-        return [x[:, 0].clone() for x in found]  # or it would keep all of x
+            return origin_states(probe, torch.from_numpy(ids).to(input_device(self.model)))
 
     @cached_property
     def placements(self) -> list[Placement]:

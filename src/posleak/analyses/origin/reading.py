@@ -160,9 +160,7 @@ class Reading:
         samples = {"at_0": at_0, "written": written, "along": along}
         by_head = {name: jackknife.mean(x).estimate for name, x in samples.items()}
         by_head |= {"spread": spread, "positional": positional}
-        calls = [
-            CallReading(p.call, p.layer, p.heads, counts[c], p.space, p.name) for c, p in enumerate(projections)
-        ]
+        calls = [CallReading(p.call, p.layer, p.heads, counts[c], p.space, p.name) for c, p in enumerate(projections)]
         heads = [
             HeadReading(calls[c].layer, c, h, **{name: estimate[c, h] for name, estimate in by_head.items()})
             for c, h in np.argwhere(readers).tolist()
@@ -212,7 +210,8 @@ def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> t
     low = (mean.low > EPSILON).sum(-1) + missing
     high = (np.isfinite(mean.value) & ~(mean.high <= EPSILON)).sum(-1) + missing
     counts = Estimate((mean.value > EPSILON).sum(-1).astype(float), low, high, mean.n)
-    return counts, Estimate(*(np.asarray(x.sum()) for x in (counts.value, low, high)), mean.n)
+    value, lowest, highest = (np.asarray(x.sum()) for x in (counts.value, low, high))
+    return counts, Estimate(value, lowest, highest, mean.n)
 
 
 def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]) -> Cells:

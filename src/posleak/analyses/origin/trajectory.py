@@ -98,7 +98,7 @@ class Trajectory:
             norm=norm, relative=_ratio(norm, body.median_norm, np.nan),
             step=np.concatenate([[np.nan], (u[1:] * u[:-1]).sum(-1).numpy()]),
             final=(u @ u[-1]).numpy(), middle=middle,
-            dimensions=tuple(dimensions(depth, float(entry)) for depth, entry in zip(x, body.median_entry, strict=True)),
+            dimensions=tuple(dimensions(*depth) for depth in zip(x, body.median_entry.tolist(), strict=True)),
             body=body,
         )  # fmt: skip
 
