@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
@@ -108,9 +108,9 @@ class View:
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
-    claims: dict[str, list[Result]]
-    edited: tuple[Result, ...]
-    origin: OriginRecord | None
+    claims: dict[str, list[ClaimResult]]
+    edited: tuple[ClaimResult, ...]
+    origin: Origin | None
     pictures: Pictures | None
     doctor: Diagnosis | None
     others: RelatedMetrics | None
