@@ -29,7 +29,7 @@ from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, U
 from posleak.inputs import template_limits
 from posleak.inputs.given import read_given
 from posleak.models import Subject, hashing, load
-from posleak.models.sources import snapshot
+from posleak.models.sources import snapshot_folder
 from posleak.runs.spec import parse_bytes
 from posleak.show.terminal import spark
 from posleak.sweeps.manifest import manifest, read_manifest
@@ -165,7 +165,7 @@ def test_a_snapshot_is_in_the_hub_cache(tmp_path: Path, target: str) -> None:
     target = str(tmp_path / "elsewhere") if target == "absolute" else target
     (cache / "refs" / "main").write_text(target + "\n")
     for revision in [None, *([target] if target else [])]:
-        for find in (lambda: load(cache, revision=revision), lambda: snapshot(cache, revision)):  # noqa: B023
+        for find in (lambda: load(cache, revision=revision), lambda: snapshot_folder(cache, revision)):  # noqa: B023
             with pytest.raises(ModelError, match="abc"):
                 find()
     assert load(cache, revision="abc").identity.revision == "abc"

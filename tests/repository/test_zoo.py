@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posleak.errors import CheckError, InputError, PosleakWarning, RunError
-from posleak.files import held
+from posleak.files import file_lock
 from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, BackcopyBody, walk
 from posleak.inputs.corpus import Corpus
 from posleak.models import load
@@ -358,7 +358,7 @@ def test_a_model_that_somebody_else_trains_is_left_to_them(tmp_path: Path) -> No
     inside, done = threading.Event(), threading.Event()
 
     def other() -> None:
-        with held(busy / ".lock", wait=False):
+        with file_lock(busy / ".lock", wait=False):
             inside.set()
             done.wait(60)
 

@@ -12,7 +12,7 @@ from posleak.inputs import Prompts
 from posleak.inputs.bodies import GivenBody, RandomFirstBody
 from posleak.inputs.bos import FirstToken
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _make(value: str, scope: Scope) -> NamedEdit:
 
 
 register(
-    Kind(
+    EditKind(
         "bos", "bos=zero|mean|noise[:SEED]|token:ID|none|random",
         "the token embedding at position 0, before the first layer. `zero`: all zeros. `mean`: the mean embedding of "
         "the vocabulary. `noise`: a random direction with the norm of what stood there; the direction follows from "

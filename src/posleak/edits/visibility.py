@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import NoEffectError
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .positions import everything
 from .scope import Scope
 
@@ -97,7 +97,7 @@ def _make_window(value: str, scope: Scope) -> Window:
 
 
 register(
-    Kind(
+    EditKind(
         "window", "window=W|W+sink[M]|off",
         "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: position "
         "0 too, and `+sink4` the first four, as a streaming cache keeps them. `off`: all keys up to itself, whatever "
@@ -106,7 +106,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "mask", "mask=off",
         "what each query sees: every key, later ones too. `claims` shows with it that position 0 is then not closed. "
         "Leakage is not defined under it",

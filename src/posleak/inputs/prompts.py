@@ -16,7 +16,7 @@ from posleak.inputs.randomness import SAMPLING_METHOD, SEED_LIMIT, check_seed
 from posleak.inputs.source import Source, parse
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
 
-UNLENT = 64
+DONOR_MARGIN = 64
 """A donor is so much longer than its prompt: its first tokens, the sinks among them, are never lent."""
 
 
@@ -98,7 +98,7 @@ class Prompts:
     @property
     def context(self) -> int:
         """How many tokens of another document stand before each prompt."""
-        return 0 if self.donor is None else self.length + UNLENT
+        return 0 if self.donor is None else self.length + DONOR_MARGIN
 
     def after_donors(self) -> Prompts:
         """The same prompts, each after a document of the same kind with a first token of its own."""
@@ -106,7 +106,7 @@ class Prompts:
         if isinstance(self.body, GivenBody):
             body = DonorGivenBody(self.body.table)
         else:
-            body = parse(self.source).body(self.length + UNLENT, self.seed, self.vocabulary)
+            body = parse(self.source).body(self.length + DONOR_MARGIN, self.seed, self.vocabulary)
         return replace(self, donor=body)
 
     def _before(self, index: int) -> np.ndarray:

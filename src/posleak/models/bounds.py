@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.models.border import FETCH_AGAIN
+from posleak.models.library_errors import FETCH_AGAIN
 from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from posleak.models.memory import Need
+    from posleak.models.memory import MemoryNeed
     from posleak.models.weights import Weights
 
 MOST_CONFIG = 1 << 25
@@ -93,7 +93,7 @@ def require_layers(folder: Path, config: PreTrainedConfig, weights: Weights) -> 
         )  # fmt: skip
 
 
-def require_held(where: Path, need: Need, numbers: int, spare: int = SPARE_NUMBERS) -> None:
+def require_held(where: Path, need: MemoryNeed, numbers: int, spare: int = SPARE_NUMBERS) -> None:
     """Refuse a config of a model that is larger than the `numbers` in its files and some, or makes huge tables."""
     if need.numbers > numbers + spare:
         raise ModelError(

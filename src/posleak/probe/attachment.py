@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
-from posleak.models.hold import Hold, configs_of, foreign_pass, holding, own_random_state
+from posleak.models.hold import Hold, configs_of, holding, preserve_random_state, wrong_thread_error
 from posleak.stopwatch import stage
 
 from .call import Call
@@ -142,7 +142,7 @@ class Probe:
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        with self._pass(), own_random_state(self.model):
+        with self._pass(), preserve_random_state(self.model):
             for edit in self.edits:
                 edit.reads(ids)
                 positions = edit.positions(moved := positions)
@@ -167,7 +167,7 @@ class Probe:
     def _pass(self) -> Iterator[None]:
         """The attachment belongs to the thread that makes a pass: a generator may be taken up by another one."""
         if not self._passing.acquire(blocking=False):
-            raise foreign_pass(self.hold)
+            raise wrong_thread_error(self.hold)
         try:
             self.hold.thread = threading.current_thread()
             yield
@@ -176,7 +176,7 @@ class Probe:
 
     def _require_own(self) -> None:
         if not self.hold.is_mine:
-            raise foreign_pass(self.hold)
+            raise wrong_thread_error(self.hold)
 
     def _restart(self, *_: Any) -> None:
         self._require_own()
@@ -215,7 +215,7 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
     layers = {id(module): layer_of(name) for name, module in model.named_modules()}
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
-    with holding(hold), hold.undoing as stack:
+    with holding(hold), hold.cleanup as stack:
         if computes_own_attention(model):
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))
         else:

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import Identity, Subject, exclusive
-from posleak.models.border import border
-from posleak.models.hold import cuda_devices, drawing, random_states
-from posleak.models.subject import RUNNABLE, attributes_of
+from posleak.models.hold import cuda_devices, random_models, random_states
+from posleak.models.library_errors import translate_errors
+from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 
 from .native import by_itself, native
@@ -48,7 +48,7 @@ def _fingerprint(subject: Subject) -> tuple[float, ...]:
     ids = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary))).to(
         subject.device
     )[None]
-    with border("the model cannot be run", subject.identity.name, RUNNABLE):
+    with translate_errors("the model cannot be run", subject.identity.name, RUN_IN_TRANSFORMERS):
         before = random_states(model)
         outputs = _outputs(model, ids)
         if not all(map(torch.equal, before, random_states(model))):
@@ -94,7 +94,7 @@ def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, sta
         second = _outputs(subject.model, ids)
     if not draws.seen:
         return
-    drawing.add(subject.model)
+    random_models.add(subject.model)
     torch.set_rng_state(states[0])
     for device, state in zip(cuda_devices(subject.model), states[1:], strict=True):
         torch.cuda.set_rng_state(state, device)
@@ -113,7 +113,7 @@ def identified(subject: Subject) -> Subject:
             now = subject.current(_fingerprint(subject))  # the pass comes first: it may pack quantised weights anew
         if difference(subject.identity, now.identity) is None:
             return subject
-        return replace(now, attributes=attributes_of(now.model))
+        return replace(now, attributes=module_attributes(now.model))
 
 
 def changed(subject: Subject) -> str | None:

@@ -26,7 +26,7 @@ from posleak.stopwatch import stage
 
 from .folder import ANEW, batch_path, read_batch, write_batch
 from .loss import LOSS, positions
-from .watch import Watch, Watcher
+from .progress import LayerCounter, OnProgress
 
 SeeTouches = Callable[[list[EditEffectRecorder]], None]
 """Told what each edit changed."""
@@ -41,7 +41,7 @@ def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, heads: Sequence[int],
     digest: str, folder: Path | None = None, edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None, observers: Sequence[Observer] = (),
-    touched: SeeTouches = lambda touches: None, watch: Watch | None = None, meters: Meters | None = None,
+    touched: SeeTouches = lambda touches: None, on_progress: OnProgress | None = None, meters: Meters | None = None,
     loss: bool = False,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Yield the batches `at` that the folder has already, then the others; each is written as soon as it is measured.
@@ -49,13 +49,13 @@ def kept_chunks(
     heads    of each attention call, as calibration saw them
     digest   of the run: batches of other runs are refused
     touched  is told what the edits changed in the first batch that is measured, before that is written
-    watch    is told of every layer
+    on_progress  is told of every layer
     """
     todo, layers = list(at), len(heads)
     while folder is not None and todo and (chunk := kept_batch(folder, todo[0], digest, heads)) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
-    watchers = [] if watch is None else [Watcher(watch, todo, layers)]
+    watchers = [] if on_progress is None else [LayerCounter(on_progress, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
         measure_chunks(

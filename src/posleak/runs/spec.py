@@ -12,7 +12,7 @@ from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, text
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import parse
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.inputs.randomness import SEED_LIMIT
 from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
@@ -91,7 +91,7 @@ class MeasureSpec:
     @property
     def borrowed(self) -> int:
         """How many tokens of another document stand before each prompt."""
-        return self.length + UNLENT if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
+        return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
 
     @property
     def shifted(self) -> int:

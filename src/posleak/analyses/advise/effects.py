@@ -23,9 +23,9 @@ from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.runs.asked import asked
 from posleak.runs.conditions import Conditions
 from posleak.runs.loss import UNIT, changes as loss_changes
+from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.runs.spec import PROMPTS
 from posleak.show.failures import is_of_the_model
@@ -220,7 +220,7 @@ def advise(
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
     who = subject_of(subject)
-    found = asked(
+    found = resolve_request(
         who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
         origin=origin, loss=True,
     )  # fmt: skip

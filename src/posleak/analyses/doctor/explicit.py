@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.models import input_device
-from posleak.models.hold import own
+from posleak.models.hold import this_thread_only
 from posleak.probe import attach, backbone, relative_difference
 from posleak.rounding import AGREE
 
@@ -85,7 +85,7 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
 def shifts(model: PreTrainedModel, module: str, token: int, by: int) -> bool:
     """Does a module's output change with the position ids alone? For a layer of the kind that reads no others."""
     outputs: list[Tensor] = []
-    keep = own(lambda _, args, out: outputs.append(next(_along_positions([out, *_values(out)]))))
+    keep = this_thread_only(lambda _, args, out: outputs.append(next(_along_positions([out, *_values(out)]))))
     handle = model.get_submodule(module).register_forward_hook(keep)
     try:
         with attach(model) as probe:
@@ -101,7 +101,7 @@ def shifts(model: PreTrainedModel, module: str, token: int, by: int) -> bool:
 @contextmanager
 def _watched(inner: torch.nn.Module, watch: Watch) -> Iterator[None]:
     parts = [module for module in inner.modules() if module is not inner]
-    look = own(watch.look)
+    look = this_thread_only(watch.look)
     handles = [module.register_forward_hook(look, with_kwargs=True) for module in parts]
     try:
         yield

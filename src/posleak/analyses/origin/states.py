@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import input_device
-from posleak.models.hold import own
+from posleak.models.hold import this_thread_only
 from posleak.probe import Call, Edit, Observer, Probe, attach, backbone
 
 ALONE = 256
@@ -81,7 +81,7 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
         elif args[0].shape[:2] == output.shape[:2] and args[0].numel() > output.numel():
             last.mixed = args[0]
 
-    hook = own(remember)
+    hook = this_thread_only(remember)
     handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
     try:
         yield last

@@ -15,10 +15,10 @@ from posleak.files import write_json
 from posleak.leakage import Estimate
 from posleak.models import AnyModel, Subject, load, subject_of
 from posleak.runs.balance import Balance
-from posleak.runs.measure import Measurement
+from posleak.runs.measure import PreparedRun
+from posleak.runs.progress import OnProgress
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
-from posleak.runs.watch import Watch
 from posleak.signatures import checked
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.numbers import ratios, whole_model
@@ -159,15 +159,15 @@ def _measured(
         _require_dtype(cells[0], subject)
     for cell in cells:
         try:
-            ready = Measurement.of(subject, cell.spec, max_memory=limit)
-            run = ready.run_with_warnings(root / ready.folder_name, watch=_said(cell, progress))
+            ready = PreparedRun.of(subject, cell.spec, max_memory=limit)
+            run = ready.run_with_warnings(root / ready.folder_name, on_progress=_said(cell, progress))
         except NoEffectError as error:
             left_out[cell.label] = error.what
         else:
             yield cell, run
 
 
-def _said(cell: Cell, progress: Say) -> Watch:
+def _said(cell: Cell, progress: Say) -> OnProgress:
     return lambda reached: progress(f"{cell.label}: {reached.text}")
 
 
