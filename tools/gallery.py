@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import posleak as pl
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.axes import PARTS
@@ -119,7 +119,7 @@ def numbers(found: Sequence[Found]) -> dict[str, Any]:
     return said
 
 
-def _kept(result: Result) -> dict[str, Any]:
+def _kept(result: ClaimResult) -> dict[str, Any]:
     return {
         "value": result.effect, "low": result.low, "high": result.high, "n": result.n, "unit": result.unit,
         "verdict": result.verdict, "reason": result.reason,

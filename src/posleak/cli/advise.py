@@ -78,7 +78,7 @@ def advise_command(
 
 def advice_tables(found: Advice) -> Iterator[RenderableType]:
     """Every setting with its changes, then sentences."""
-    from posleak.analyses.advise.effects import ADVICE, CHANGED, PLOT
+    from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
     from posleak.axes import EARLY, SCALING
     from posleak.runs.loss import UNIT, WHERE
     from posleak.show.lines import prose
@@ -121,4 +121,4 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
         "change may still change: the tables have its interval", style="dim",
     )  # fmt: skip
     if run.path is not None:
-        yield prose(f"runs, {ADVICE} and {PLOT} in {run.path}", style="dim")
+        yield prose(f"runs, {ADVICE_FILE} and {PLOT_FILE} in {run.path}", style="dim")

@@ -114,7 +114,7 @@ def facts(shown: ShownRun) -> dict[str, Any]:
         "layers": run.data.sizes["layer"], "heads": identity.heads, "dtype": identity.dtype,
         "quantisation": identity.quantisation, "windows": identity.spans, "inputs": spec.inputs,
         "first_token": run.record.inputs.first_token, "length": spec.length, "prompts": run.prompts,
-        "seed": spec.seed, "edits": list(spec.edits), "partial": shown.partial,
+        "seed": spec.seed, "edits": list(spec.edit_texts), "partial": shown.partial,
         "run": None if run.path is None else str(run.path),
     }  # fmt: skip
 

@@ -179,7 +179,7 @@ class Run:
         found: dict[str, Any] = plain(
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
-                "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edits,
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edit_texts,
                 "touched": record.touched, "definitions": record.definitions_version, "origin": record.plan.origin,
                 "motion": record.motion, "positions": record.positions, "remainder": self.remainder,
                 "calibration": record.calibration,
@@ -270,7 +270,7 @@ def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
 def said(run: Run) -> str:
     """A run in one line: model, facts, total power with its interval, and where it is."""
     total, spec = run.summary.model["all"].power["total"], run.record.spec
-    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edits])
+    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
     place = "in memory" if run.path is None else str(run.path)
     return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
 

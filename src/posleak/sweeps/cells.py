@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from posleak.axes import MIN_LENGTH
+from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.corpus import STDLIB
 from posleak.probe.plan import DEFAULT_ORIGIN
@@ -82,7 +83,7 @@ class Cell:
         """The measurement; refused here if it cannot be made with any model."""
         return MeasureSpec(
             self.inputs, self.bos, self.length, self.prompts, self.seed, self.batch, self.density, self.origin,
-            self.edits, self.metrics, self.loss,
+            parse_edits(self.edits), self.metrics, self.loss,
         )  # fmt: skip
 
     @property

@@ -140,7 +140,7 @@ def _cells(said: Mapping[str, Any], where: str) -> Iterator[Cell]:
 def _checked(cell: Cell) -> Cell:
     """The cell, with its edits spelled as posleak spells them; one that would change nothing is found out later."""
     with suppress(NoEffectError):
-        return replace(cell, edits=cell.spec.edits)
+        return replace(cell, edits=cell.spec.edit_texts)
     return cell
 
 
