@@ -280,7 +280,7 @@ def test_a_page_on_standard_output_is_the_page_alone(finished: Path, tmp_path: P
     link = tmp_path / "stdout"
     link.symlink_to("/proc/self/fd/1")
     command = [sys.executable, "-m", "posleak", "report", str(finished), "--out", str(link)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.startswith("<!doctype html>")
     assert done.stdout.rstrip().endswith("</html>")
     assert link.is_symlink()
