@@ -18,7 +18,7 @@ import torch
 
 import posleak as pl
 from posleak import inputs
-from posleak.analyses.claims.catalogue import CLAIMS, registry
+from posleak.analyses.claims.catalogue import REGISTRY, registry
 from posleak.analyses.claims.finding import Verdict
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
@@ -29,7 +29,7 @@ from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.SOURCE_KINDS, metric_names.OWN)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.OWN)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 

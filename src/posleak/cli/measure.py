@@ -102,7 +102,7 @@ def doctor_command(
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.analyses.doctor.check import Verdict
+    from posleak.analyses.doctor.check import DoctorVerdict
     from posleak.analyses.doctor.doctor import doctor
 
     from .tables import doctor_table
@@ -115,7 +115,7 @@ def doctor_command(
         emit(diagnosis.as_dict())
     else:
         out.print(doctor_table(diagnosis))
-    statuses = {Verdict.SOUND: SUCCESS, Verdict.BY_DESIGN: BY_DESIGN, Verdict.WRONG: FAILED}
+    statuses = {DoctorVerdict.SOUND: SUCCESS, DoctorVerdict.BY_DESIGN: BY_DESIGN, DoctorVerdict.WRONG: FAILED}
     raise typer.Exit(statuses[diagnosis.verdict])
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.store import StoredOrigin, read_origin
@@ -37,7 +37,7 @@ class ShownRun:
     run: Run
     label: str
     trace: Trace | None = None
-    claims: tuple[Result, ...] | None = None
+    claims: tuple[ClaimResult, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = field(default=())

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
@@ -21,7 +21,7 @@ from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import Numbers, Shares
+from posleak.leakage.summary import Decomposition, LeakageDecomposition
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -43,7 +43,7 @@ POSITIONS = 16
 class Layers:
     """By layer: powers and stabilisation of all and of early queries, and attention to position 0."""
 
-    numbers: dict[str, Numbers]
+    numbers: dict[str, LeakageDecomposition]
     sink_attention: Estimate
 
 
@@ -66,7 +66,7 @@ class Traced:
 
     lead: str
     answer: dict[str, dict[str, Estimate]]
-    layers: dict[str, Shares]
+    layers: dict[str, Decomposition]
     ladder: Ladder | None
     attention: dict[str, Estimate]
     remainder: float
@@ -108,9 +108,9 @@ class View:
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
-    claims: dict[str, list[Result]]
-    edited: tuple[Result, ...]
-    origin: OriginRecord | None
+    claims: dict[str, list[ClaimResult]]
+    edited: tuple[ClaimResult, ...]
+    origin: Origin | None
     pictures: Pictures | None
     doctor: Diagnosis | None
     others: RelatedMetrics | None

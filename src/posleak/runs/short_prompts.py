@@ -45,7 +45,7 @@ Make = Callable[[], NDArray[np.float64]]
 SHIFT = 512
 """By how many positions all are moved."""
 
-PROSE = TextCrops("stdlib", most=100_000)
+PROSE = TextCrops("stdlib", max_characters=100_000)
 """English that every Python has."""
 
 
