@@ -22,8 +22,7 @@ from posleak.models import Subject
 from posleak.peak import PeakMemory
 from posleak.probe import Call, attach, backbone, default_plan, kernel, read_placements
 from posleak.probe.rows import Frame, scaled_weights
-from posleak.runs.memory import memory_plan, weight_bytes
-from posleak.runs.sizes import LIBRARIES
+from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
 from posleak.runs.spec import MeasureSpec, parse_bytes
 from posleak.stopwatch import Stopwatch, stage
 from support.families import FAMILIES, tiny
@@ -146,7 +145,7 @@ def test_an_edit_that_copies_the_weights_is_planned_for() -> None:
 
 def limited(llama: Subject, room: int) -> int:
     """A limit that leaves `room` bytes above the loaded model."""
-    return weight_bytes(llama) + LIBRARIES + room
+    return weight_bytes(llama) + LIBRARY_BYTES + room
 
 
 def test_batches_are_chosen_to_fit_and_the_numbers_stay() -> None:

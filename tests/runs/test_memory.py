@@ -27,8 +27,7 @@ from posleak.analyses.origin.origin import origin
 from posleak.errors import InputError
 from posleak.models import Subject
 from posleak.probe import default_plan
-from posleak.runs.memory import MemoryPlan, memory_plan, require_room, weight_bytes
-from posleak.runs.sizes import LIBRARIES
+from posleak.runs.memory import LIBRARY_BYTES, MemoryPlan, memory_plan, require_room, weight_bytes
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.studies.cells import Study
@@ -145,7 +144,7 @@ def test_what_fits_into_a_limit_of_the_process_is_done() -> None:
 
 def allowing(llama: Subject, room: int) -> int:
     """A limit that leaves `room` bytes above the loaded model."""
-    return weight_bytes(llama) + LIBRARIES + room
+    return weight_bytes(llama) + LIBRARY_BYTES + room
 
 
 def test_origin_reads_fewer_prompts_at_once_to_stay_within_a_limit(llama: Subject) -> None:

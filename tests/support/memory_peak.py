@@ -54,9 +54,7 @@ def main(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PosleakWarning)
     subject = Subject.of(tiny(model, **more), name=model) if "-" not in model else pl.load(model)
-    guard = watched(memory.require_room)
-    for name in ("posleak.runs.memory", "posleak.analyses.origin.origin", "posleak.analyses.doctor.doctor"):
-        vars(sys.modules[name])["require_room"] = guard
+    memory.require_room = watched(memory.require_room)
     read_weights(subject.model)
     if limit is not None:
         limit_address_space(limit)
