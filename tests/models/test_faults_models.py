@@ -304,8 +304,8 @@ def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -
         pl.claims(who, **SMALL, out=tmp_path / "run")
     stored = read_origin(tmp_path / "run")
     assert stored is not None
-    assert stored.record.reference.escape_surrogates == r"w\x001"
-    assert r"w\x001" in stored.arrays["escape_surrogates"].values
+    assert stored.record.reference.spelled == r"w\x001"
+    assert r"w\x001" in stored.arrays["spelled"].values
 
 
 def test_a_window_of_no_keys_is_seen_when_it_is_measured() -> None:
