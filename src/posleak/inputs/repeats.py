@@ -23,7 +23,9 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     ids = prompts.batch(range(checked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
     if different < checked:
-        which = f"all {checked} prompts are equal" if different == 1 else f"only {different} of {checked} prompts differ"
+        which = (
+            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
+        )
         yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
     if isinstance(prompts.body, CropBody) and different > 1:
         yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, checked)
