@@ -126,9 +126,7 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(" ".join(tiny.WORDS[:45]), encoding="utf-8")
-    with pytest.raises(
-        InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"
-    ):
+    with pytest.raises(InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"):
         prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
     (tmp_path / "long.txt").unlink()
     (tmp_path / "a.txt").write_text(" ".join(tiny.WORDS[:30]), encoding="utf-8")
@@ -166,7 +164,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(InputError, match="tokenizer(.|\n)*--inputs random"):
+    with pytest.raises(InputError, match=r"tokenizer(.|\n)*--inputs random"):
         prepare(tiny.subject(), "text:stdlib", length=4, seed=0)
 
 

@@ -1,8 +1,8 @@
 """Prompts: random tokens, a constant token, crops of text or prompts of the user, and the BOS policy.
 
 All results are expectations over prompts, so prompts must be stationary: if a token were more likely early than late,
-content would be mistaken for position. Therefore tokens are i.i.d. by default, crops are taken from the inside of texts,
-and the token at position 0 is chosen by an explicit policy, which results record.
+content would be mistaken for position. Therefore tokens are i.i.d. by default, crops are taken from the inside of
+texts, and the token at position 0 is chosen by an explicit policy, which results record.
 
 `prepare` checks all settings before a model runs. Prompt b of the resulting `Prompts` depends only on (seed, b).
 """

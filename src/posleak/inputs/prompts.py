@@ -137,12 +137,11 @@ class Prompts:
             return None
         B, T = self.body.table.shape
         alike = int((self.body.table[:, 1:] == self.body.table[:1, 1:]).all(0).sum()) if B > 1 else 0
-        same = (
-            f" ({alike} of the {T - 1} positions after the first have the same token in all prompts)" if alike else ""
-        )
+        same = f" ({alike} of the {T - 1} positions after the first have equal tokens in all prompts)" if alike else ""
         return (
-            "the prompts were given and may not be stationary: content at fixed positions, such as a template or the start of a "
-            f"document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) are stationary"
+            "the prompts were given and may not be stationary: content at fixed positions, such as a template or the "
+            f"start of a document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) are "
+            "stationary"
         )
 
     def describe(self) -> InputFacts:
