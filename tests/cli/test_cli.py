@@ -484,8 +484,8 @@ def one_line(text: str) -> str:
 def test_a_bos_outside_the_vocabulary(posleak: Posleak, models: Path) -> None:
     said = posleak("measure", models / "strange", *SMALL)
     assert said.status == 2
-    assert "the BOS that the config names is outside the model's vocabulary" in said.err
-    assert "remedy: use --bos none, or name a token of the vocabulary" in said.err
+    assert "outside the model's vocabulary" in said.err
+    assert "remedy: use --bos none" in said.err
     said = posleak("doctor", models / "strange", "--length", "48")
     assert said.status == 0
     note = "note: the config names BOS 50256, and the vocabulary has 101 tokens: position 0 holds an ordinary token"
