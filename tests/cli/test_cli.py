@@ -18,7 +18,8 @@ import torch
 from posleak import __version__
 from posleak.analyses.doctor.check import Check
 from posleak.cli import main
-from posleak.cli.app import app, spoken_warnings
+from posleak.cli.app import spoken_warnings
+from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
