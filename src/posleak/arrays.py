@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.files import reading
+from posleak.files import translate_read_errors
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,7 +36,7 @@ Array = Annotated[NDArray[np.float64], _FromLists]
 
 def read_npz(file: BinaryIO, path: str | Path, remedy: str) -> dict[str, NDArray[Any]]:
     """Read every array of an open .npz file; damage is a RunError that names the path."""
-    with reading(path, remedy), np.load(file, allow_pickle=False) as arrays:
+    with translate_read_errors(path, remedy), np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
@@ -44,5 +44,5 @@ def read_netcdf(path: Path, remedy: str) -> xr.Dataset:
     """Read a netCDF file into memory; damage is a RunError that names the path."""
     import xarray as xr
 
-    with reading(path, remedy), xr.open_dataset(path, engine="h5netcdf") as data:
+    with translate_read_errors(path, remedy), xr.open_dataset(path, engine="h5netcdf") as data:
         return data.load()

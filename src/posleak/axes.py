@@ -77,7 +77,7 @@ SCALING = "scaling"
 LENT, LEFT = "lent", "left"
 """Only under a borrowed context: what its keys take away from the total, and the total that is left with them."""
 
-SHORTEST = 32
+MIN_LENGTH = 32
 """Tokens of the shortest prompt that can be measured: below, its last quarter holds too few reference queries."""
 
 EARLY = 32
@@ -93,7 +93,7 @@ def layer_names(numbers: Sequence[int]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def layer_places(numbers: Sequence[int]) -> tuple[float, ...]:
+def layer_coordinates(numbers: Sequence[int]) -> tuple[float, ...]:
     """Where they stand on an axis of layers: at their number; several calls of one layer share the way to the next."""
     calls, seen, places = Counter(numbers), Counter[int](), []
     for number in numbers:
@@ -102,7 +102,7 @@ def layer_places(numbers: Sequence[int]) -> tuple[float, ...]:
     return tuple(places)
 
 
-def listed_layers(numbers: Sequence[int]) -> str:
+def format_layers(numbers: Sequence[int]) -> str:
     """`layers 0 to 29`; `layers 1, 3`"""
     distinct = sorted(set(numbers))
     if len(distinct) > 2 and distinct == list(range(distinct[0], distinct[-1] + 1)):

@@ -14,14 +14,14 @@ from typing import Any
 
 from posleak.errors import InputError
 
-GROUP, VARIABLE = "posleak.plugins", "POSLEAK_PLUGINS"
+ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE = "posleak.plugins", "POSLEAK_PLUGINS"
 
 
 @cache
 def load_plugins() -> tuple[str, ...]:
     """Import every plugin once; returns their module names."""
-    named = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    modules = dict.fromkeys([*(found.module for found in entry_points(group=GROUP)), *named])
+    named = [name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(",") if name.strip()]
+    modules = dict.fromkeys([*(found.module for found in entry_points(group=ENTRY_POINT_GROUP)), *named])
     for module in modules:
         _load(module)
     return tuple(modules)
@@ -33,11 +33,11 @@ def _load(module: str) -> None:
     except Exception as error:  # a plugin is somebody else's code, and may raise anything
         raise InputError(
             "a plugin cannot be imported", where=module, got=f"{type(error).__name__}: {error}",
-            remedy=f"mend the module or put its folder on PYTHONPATH; or take its name out of {VARIABLE}",
+            remedy=f"mend the module or put its folder on PYTHONPATH; or take its name out of {ENVIRONMENT_VARIABLE}",
         ) from error  # fmt: skip
 
 
-def own_name(what: str, name: str, there: Any, new: Any) -> None:
+def reject_builtin_name(what: str, name: str, there: Any, new: Any) -> None:
     """Refuse a plugin that takes the name of one of posleak's own; its own it may register again, as notebooks do."""
     if there is not None and _home(there).startswith("posleak.") and _home(new) != _home(there):
         raise InputError(

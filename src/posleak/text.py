@@ -2,7 +2,7 @@
 
 Terminals obey control characters: an escape sequence in a model's name can move the cursor, rewrite what stands above
 or set the window's title. `visible` spells such characters out, and `visible_json` does it inside JSON without changing
-what the JSON means. `lookalikes` writes text for a terminal that has fewer characters than posleak uses. `size` writes
+what the JSON means. `ascii_fallback` writes text for a terminal that has fewer characters than posleak uses. `size` writes
 bytes for people.
 """
 
@@ -13,7 +13,7 @@ import re
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but tab and line feed, marks that turn the direction of writing, and halves of characters."""
 
-LOOKALIKES = {
+ASCII_EQUIVALENTS = {
     "…": "...", "–": "-", "—": "-", "−": "-", "×": "x", "·": ".", "•": "*", "±": "+/-", "≤": "<=", "≥": ">=", "≠": "!=",
     "≈": "~", "→": "->", "←": "<-", "√": "sqrt ", "‖": "||", "⟨": "<", "⟩": ">", "¹": "^1", "²": "^2", "³": "^3",
     "⁻": "^-", "₂": "_2", "✓": "+", "✗": "x", "’": "'", "‘": "'", "“": '"', "”": '"', "╱": "/", "⏎": "\\n", "\xa0": " ",
@@ -23,7 +23,7 @@ LOOKALIKES = {
 }  # fmt: skip
 """What posleak itself writes, in ASCII."""
 
-UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def visible(text: str) -> str:
@@ -42,8 +42,8 @@ def visible_json(text: str) -> str:
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def lookalikes(error: UnicodeError) -> tuple[str, int]:
-    """A codec's error handler: posleak's own signs become lookalikes, all other characters are spelled out."""
+def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
+    """A codec's error handler: posleak's own signs become ascii_fallback, all other characters are spelled out."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(_in_ascii(character) for character in error.object[error.start : error.end]), error.end
@@ -51,8 +51,8 @@ def lookalikes(error: UnicodeError) -> tuple[str, int]:
 
 def _in_ascii(character: str) -> str:
     code = ord(character)
-    if character in LOOKALIKES:
-        return LOOKALIKES[character]
+    if character in ASCII_EQUIVALENTS:
+        return ASCII_EQUIVALENTS[character]
     if 0xD800 <= code <= 0xDFFF:
         return _spelled(code)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
@@ -67,9 +67,9 @@ def one_line(error: BaseException, most: int = 400) -> str:
     return f"{type(error).__name__}: {said[:most]}" if said else type(error).__name__
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in the largest unit that leaves a number above 1: `1.3 GB`, `12 MB`, `0 bytes`."""
-    for unit, worth in UNITS:
+    for unit, worth in BYTE_UNITS:
         if count >= worth:
             number = count / worth
             return f"{number:.1f} {unit}" if number < 10 else f"{number:,.0f} {unit}"

@@ -196,7 +196,7 @@ def test_law_seven_sees_a_mask_that_is_off() -> None:
 
     class Bidirectional(Edit):
         def edit(self, call: Call) -> Call:
-            return replace(call, visibility=call.visibility.replaced("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
+            return replace(call, visibility=call.visibility.with_rule("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
 
     model, tokens = tiny("llama"), torch.from_numpy(_ids())
     with attach(model, edits=[Bidirectional()]) as probe:

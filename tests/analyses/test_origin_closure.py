@@ -12,7 +12,7 @@ import torch
 from posleak.analyses.origin.closure import Closure, closure
 from posleak.analyses.origin.states import alone, comparable, states
 from posleak.errors import UnsupportedError
-from posleak.probe import Call, Edit, attach, body, relative_difference
+from posleak.probe import Call, Edit, attach, backbone, relative_difference
 from support.families import FAMILIES, VOCAB, tiny
 from tools.shrink import tiny_model
 
@@ -25,7 +25,7 @@ def tokens(batch: int = B, length: int = N) -> torch.Tensor:
 
 class Bidirectional(Edit):
     def edit(self, call: Call) -> Call:
-        return replace(call, visibility=call.visibility.replaced("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
+        return replace(call, visibility=call.visibility.with_rule("all", lambda b, h, q, k: (q >= 0) & (k >= 0)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +80,7 @@ def test_the_last_state_is_the_final_norms_input(family: str) -> None:
     with attach(model) as probe:
         x = states(probe, tokens())
         hidden = probe.forward(tokens(), output_hidden_states=True).hidden_states
-    norm = next(m for n, m in reversed(list(body(model).named_children())) if "norm" in n)
+    norm = next(m for n, m in reversed(list(backbone(model).named_children())) if "norm" in n)
     assert len(x) == len(hidden) == 4
     assert torch.allclose(norm(x[-1]), hidden[-1], atol=1e-5)
     assert not torch.allclose(x[-1], hidden[-1], atol=1e-3)
@@ -88,7 +88,7 @@ def test_the_last_state_is_the_final_norms_input(family: str) -> None:
 
 def test_a_model_without_a_final_norm_keeps_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    base = body(model)
+    base = backbone(model)
     with attach(model) as probe:
         before = states(probe, tokens())[-1]
         monkeypatch.setattr(base, "norm", torch.nn.Identity())

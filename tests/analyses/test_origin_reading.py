@@ -160,7 +160,7 @@ def test_position_zero_out_of_sight_is_not_read() -> None:
     call = _call(torch.full((1, 1, 64), 0.9))
     hidden = Call(
         0, call.module, call.query, call.key, call.value,
-        call.visibility.replaced("near", lambda b, h, q, k: (k <= q) & (q - k < 5)), 1.0,
+        call.visibility.with_rule("near", lambda b, h, q, k: (k <= q) & (q - k < 5)), 1.0,
     )  # fmt: skip
     assert attention_to_origin(hidden, torch.tensor([3, 4, 5, 60])).flatten().round(decimals=3).tolist()[2:] == [0, 0]
 

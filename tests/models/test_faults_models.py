@@ -26,10 +26,10 @@ from posleak.analyses.origin.cosines import mean_cosine
 from posleak.analyses.origin.store import read_origin
 from posleak.analyses.origin.trajectory import Scale, Trajectory
 from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
-from posleak.inputs import limits
+from posleak.inputs import template_limits
 from posleak.inputs.given import read_given
 from posleak.models import Subject, hashing, load
-from posleak.models.sources import snapshot
+from posleak.models.sources import snapshot_folder
 from posleak.runs.spec import parse_bytes
 from posleak.show.terminal import spark
 from posleak.sweeps.manifest import manifest, read_manifest
@@ -165,7 +165,7 @@ def test_a_snapshot_is_in_the_hub_cache(tmp_path: Path, target: str) -> None:
     target = str(tmp_path / "elsewhere") if target == "absolute" else target
     (cache / "refs" / "main").write_text(target + "\n")
     for revision in [None, *([target] if target else [])]:
-        for find in (lambda: load(cache, revision=revision), lambda: snapshot(cache, revision)):  # noqa: B023
+        for find in (lambda: load(cache, revision=revision), lambda: snapshot_folder(cache, revision)):  # noqa: B023
             with pytest.raises(ModelError, match="abc"):
                 find()
     assert load(cache, revision="abc").identity.revision == "abc"
@@ -265,7 +265,7 @@ WRITES = "{% for a in range(1000) %}{{ 'w1 ' * 1000 }}{% endfor %}"
 def test_a_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float) -> None:
     who = subject(word_tokenizer())
     who.tokenizer.chat_template = template
-    monkeypatch.setattr(limits, f"TEMPLATE_{limit}", most)
+    monkeypatch.setattr(template_limits, f"TEMPLATE_{limit}", most)
     before = sys.gettrace()
     with pytest.raises(InputError, match=f"{most:,}") as refused:
         read_given(who, CHAT)

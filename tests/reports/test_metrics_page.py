@@ -21,11 +21,11 @@ from posleak.errors import InputError, PosleakWarning, RunError
 from posleak.metrics import table
 from posleak.metrics.agreement import Family, agreement, sees
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks
-from posleak.reports import neighbours
+from posleak.reports import related
 from posleak.reports.gather import gather
 from posleak.reports.metric_figures import grouped, label
-from posleak.reports.neighbours import STATES, TWICE, Neighbours, agreements
 from posleak.reports.page import Page
+from posleak.reports.related import STATES, TWICE, RelatedMetrics, agreements
 from posleak.reports.tables import tables
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
@@ -147,7 +147,7 @@ def test_metrics_that_cannot_be_shown_do_not_take_the_run_away(
     def broken(*_: Any) -> None:
         raise ValueError("no such depth")
 
-    monkeypatch.setattr(neighbours, "agreement", broken)
+    monkeypatch.setattr(related, "agreement", broken)
     pl.report(run, tmp_path / "page.html", assets=tmp_path / "a")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert section(page) == ""
@@ -166,7 +166,7 @@ def test_models_of_few_layers_have_no_intervals_and_still_a_section(layers: int,
     with pytest.warns(PosleakWarning, match="natural text is left out"):
         folder = measured(tmp_path / "run", layers=layers, metrics="all")
     (shown,), _ = gather([folder])
-    others = Neighbours.of(shown.run)
+    others = RelatedMetrics.of(shown.run)
     assert others is not None
     assert all(np.isnan(found.low).all() for found in others.agreements.values())
     *seen, (neither, every) = others.families
@@ -259,7 +259,7 @@ def test_rows_are_grouped_by_what_they_look_at(run: Run) -> None:
 def test_without_metrics_there_is_nothing_to_compare(plain: Path) -> None:
     run = Run.load(plain)
     assert agreements(run) == {}
-    assert Neighbours.of(run) is None
+    assert RelatedMetrics.of(run) is None
 
 
 # -- tables and the documentation --------------------------------------------------------------------------------------

@@ -259,7 +259,9 @@ class Softer(NamedEdit):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    kind = stage.Kind("softer", "softer=F", "scales", "nothing", "softer=2", lambda value, scope: Softer(float(value)))
+    kind = stage.EditKind(
+        "softer", "softer=F", "scales", "nothing", "softer=2", lambda value, scope: Softer(float(value))
+    )
     stage.register(kind)
     yield
     del stage.KINDS["softer"]

@@ -20,6 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from benchmarks import Benchmark, Result as Timed
+from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
 from posleak.analyses.claims.catalogue import Result, registry
@@ -30,7 +31,6 @@ from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.cli.advise import advice_tables
-from posleak.cli.bench import bench_table
 from posleak.cli.origin_tables import origin_page
 from posleak.cli.study import study_table
 from posleak.cli.sweep import plan_table, summary
@@ -46,7 +46,7 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
 from posleak.show.lines import broken
-from posleak.show.terminal import Cell, FittedTable, table
+from posleak.show.terminal import FittedTable, TableCell, table
 from posleak.sweeps.cells import Cell as StudyCell
 from posleak.sweeps.estimate import Guess
 from posleak.sweeps.state import Known, State
@@ -143,7 +143,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "claims": of_claims,
     "origin": lambda: list(origin_page(origin(subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
-    "models": lambda: [models_table(builtin.listing())],
+    "models": lambda: [models_table(builtin.list_models())],
     "advise": of_advice,
     "study": of_study,
     "sweep": of_sweep,
@@ -195,7 +195,7 @@ def test_a_narrow_terminal_shows_everything_and_cuts_no_number(kind: str) -> Non
 def example() -> FittedTable:
     made = table(["layer", "total", "mask"], right=["layer"])
     for layer in range(2):
-        made.add_row(str(layer), Cell(Text("0.23"), "0.12–0.34"), Cell(Text("1.05"), "0.98–1.12"))
+        made.add_row(str(layer), TableCell(Text("0.23"), "0.12–0.34"), TableCell(Text("1.05"), "0.98–1.12"))
     return made
 
 
@@ -215,7 +215,7 @@ def test_then_the_table_is_turned_and_has_its_intervals_again() -> None:
 
 def test_a_text_column_is_wrapped_before_intervals_go() -> None:
     made = table(["why", "value"], wrap=["why"])
-    made.add_row("a reason that is long and may be broken", Cell(Text("0.23"), "0.12–0.34"))
+    made.add_row("a reason that is long and may be broken", TableCell(Text("0.23"), "0.12–0.34"))
     lines = rendered([made], 40)
     assert lines[1] == "a reason that is long     0.23 0.12–0.34"
     assert lines[2].strip() == "and may be broken"

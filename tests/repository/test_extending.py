@@ -24,12 +24,12 @@ from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.metrics import names as metric_names
-from posleak.plugins import GROUP, VARIABLE, load_plugins
+from posleak.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, load_plugins
 from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.KINDS, metric_names.OWN)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.SOURCE_KINDS, metric_names.OWN)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The edit, the claim, the input and the meter named as plugins; nobody has imported them."""
-    monkeypatch.setenv(VARIABLE, "my_claim, my_input, my_meter")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_claim, my_input, my_meter")
     return folder
 
 
@@ -190,11 +190,11 @@ def test_the_input_makes_prompts_with_the_frequencies_that_it_names(plugins: Pat
 
 def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
     (block,) = blocks("toml")
-    named = tomllib.loads(block)["project"]["entry-points"][GROUP]
+    named = tomllib.loads(block)["project"]["entry-points"][ENTRY_POINT_GROUP]
     information = folder / "mine-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    lines = [f"[{GROUP}]", *(f"{name} = {module}" for name, module in named.items())]
+    lines = [f"[{ENTRY_POINT_GROUP}]", *(f"{name} = {module}" for name, module in named.items())]
     (information / "entry_points.txt").write_text("\n".join(lines))
     importlib.invalidate_caches()
     assert "softer.mask" in [claim.id for claim in registry()]
@@ -203,7 +203,7 @@ def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "my_edit,no_such_plugin")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_edit,no_such_plugin")
     with pytest.raises(InputError, match="no_such_plugin: a plugin cannot be imported"):
         parse_edit("window=9")
 

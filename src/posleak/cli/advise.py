@@ -61,10 +61,10 @@ def advise_command(
     if length is None:
         spec = replace(spec, length=usual_length(subject))
     from posleak.analyses.advise.effects import advise
-    from posleak.runs.measure import Measurement
+    from posleak.runs.measure import PreparedRun
 
     with spoken_warnings(), working("advise") as update:
-        place = folder or RUNS / f"advice-{Measurement.of(subject, spec).folder_name}"
+        place = folder or RUNS / f"advice-{PreparedRun.of(subject, spec).folder_name}"
         found = advise(
             subject, inputs, length=spec.length, prompts=prompts, seed=seed, bos=bos, origin=origin, groups=chosen,
             edits=edits or (), out=place, fresh=fresh, max_memory=max_memory, progress=update,

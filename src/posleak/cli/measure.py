@@ -55,13 +55,13 @@ def measure_command(
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
-        from posleak.runs.measure import Measurement
+        from posleak.runs.measure import PreparedRun
 
         from .progress import prompt_progress
 
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as watch:
-            ready = Measurement.of(subject, spec, max_memory=max_memory)
-            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, watch=watch)
+            ready = PreparedRun.of(subject, spec, max_memory=max_memory)
+            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, on_progress=watch)
     found = spent.as_dict(run.record.memory.total)
     if as_json:
         emit(run.as_dict() | ({} if found is None else {"profile": found}))
@@ -130,6 +130,6 @@ def models_command(as_json: Json = False) -> None:
     from .tables import models_table
 
     if as_json:
-        emit({"models": [asdict(entry) for entry in builtin.listing()]})
+        emit({"models": [asdict(entry) for entry in builtin.list_models()]})
     else:
-        out.print(models_table(builtin.listing()))
+        out.print(models_table(builtin.list_models()))

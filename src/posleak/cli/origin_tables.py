@@ -12,7 +12,7 @@ from rich.text import Text
 
 from posleak.show.lines import Prose, prose
 from posleak.show.numbers import formatted, size
-from posleak.show.terminal import Cell, Column, FittedTable, spark, table
+from posleak.show.terminal import Column, FittedTable, TableCell, spark, table
 
 if TYPE_CHECKING:
     from posleak.analyses.origin.origin import Origin
@@ -153,7 +153,7 @@ def depths_table(found: Origin) -> FittedTable:
     return made
 
 
-def _heads(found: Origin, layer: int) -> Sequence[Cell | str]:
+def _heads(found: Origin, layer: int) -> Sequence[TableCell | str]:
     """readers, at 0, writes, spread, along: of the attention calls of one layer."""
     reading = found.reading
     calls = np.array([at == layer for at in reading.layers])
@@ -161,14 +161,14 @@ def _heads(found: Origin, layer: int) -> Sequence[Cell | str]:
         return [""] * 5
     chosen = reading.readers & calls[:, None]
     low, high = (x[calls].sum() for x in (reading.counts.low, reading.counts.high))
-    count = Cell(Text(f"{int(chosen.sum())}"), "" if math.isnan(low) else f"{low:.0f}–{high:.0f}")
+    count = TableCell(Text(f"{int(chosen.sum())}"), "" if math.isnan(low) else f"{low:.0f}–{high:.0f}")
     if not chosen.any():
         return [count, *["–"] * 4]
     means = [x.value[chosen].mean() for x in (reading.at_0, reading.written, reading.spread, reading.along)]
     return [count, f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:.2f}", f"{means[3]:.2f}"]
 
 
-def number(estimate: Estimate) -> Cell:
+def number(estimate: Estimate) -> TableCell:
     """23.1 22–24"""
     interval = "" if math.isnan(estimate.low) else f"{estimate.low:.0f}–{estimate.high:.0f}"
-    return Cell(Text(f"{estimate.value:.1f}"), interval)
+    return TableCell(Text(f"{estimate.value:.1f}"), interval)

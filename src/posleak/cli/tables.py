@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posleak.analyses.doctor.doctor import Diagnosis
     from posleak.leakage import Estimate, Summary
     from posleak.metrics import Metrics
-    from posleak.models import Listed
+    from posleak.models import ModelListing
     from posleak.runs.loss import Losses
     from posleak.runs.run import Run
 
@@ -215,7 +215,7 @@ def _mark(check: Check) -> Text:
     return Text(check.mark, style="dim" if check.bound is None else VERDICTS[check.verdict.value])
 
 
-def models_table(entries: Iterable[Listed]) -> Group:
+def models_table(entries: Iterable[ModelListing]) -> Group:
     """Models that are fetched once, with what that takes; then those that come with posleak."""
     known = list(entries)
     names = ("name", "stands for", "from", "download", "licence", "cached")

@@ -10,7 +10,7 @@ A text is read and refused without torch: modules here import it only inside the
 from . import embedding, visibility, origin, context, positions, logits, precision  # noqa: F401, I001
 from .base import (
     KINDS as KINDS,
-    Kind as Kind,
+    EditKind as EditKind,
     NamedEdit as NamedEdit,
     ScopedEdit as ScopedEdit,
     Site as Site,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from posleak.plugins import own_name
+from posleak.plugins import reject_builtin_name
 from posleak.probe.edit import Edit
 
 from .scope import EVERYWHERE, Scope
@@ -94,7 +94,7 @@ class ScopedEdit(NamedEdit):
 
 
 @dataclass(frozen=True)
-class Kind:
+class EditKind:
     """A name that `--edit` takes.
 
     form      how it is written;  example: one that can be tried
@@ -112,11 +112,11 @@ class Kind:
     scoped: bool = False
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, EditKind] = {}
 """Every kind of edit, by name."""
 
 
-def register(kind: Kind) -> None:
+def register(kind: EditKind) -> None:
     """Let `--edit NAME=…` make edits of this kind."""
-    own_name("edit", kind.name, KINDS.get(kind.name), kind)
+    reject_builtin_name("edit", kind.name, KINDS.get(kind.name), kind)
     KINDS[kind.name] = kind

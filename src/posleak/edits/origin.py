@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from posleak.errors import InputError
 from posleak.probe.plan import default_plan
 
-from .base import Kind, NamedEdit, ScopedEdit, Site, register
+from .base import EditKind, NamedEdit, ScopedEdit, Site, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ class PatchOrigin(NamedEdit):
 
         probe = self._taken.probe
         if probe is not None and not self._taken.seen:
-            with probe.aside(self._taken):
+            with probe.side_pass(self._taken):
                 probe.forward(torch.tensor([[self.token]], device=ids.device))
         self._taken.there = ids[:, 0] == self.token
 
@@ -117,7 +117,7 @@ def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
 
 
 register(
-    Kind(
+    EditKind(
         "sink", "sink=cut|freeze[@LAYERS.HEADS]",
         "what queries after position 0 read there. `cut`: nothing, and the rest of their attention is renormalised. "
         "`freeze`: all of them the same share of their attention, which is the mean share of the reference queries, "
@@ -127,7 +127,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "patch0", "patch0=ID",
         "what all queries read at position 0: in every layer the key and the value that the token ID has in a sequence "
         "of its own. Later queries cannot tell this from the token itself (`bos=token:ID`). The state of position 0 "

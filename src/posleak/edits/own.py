@@ -80,7 +80,7 @@ class Unnamed(NamedEdit):
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         if type(self.inner).installed is not Edit.installed:
-            probe.touch(self).note("what it installs")
+            probe.effect_of(self).note("what it installs")
         with self.inner.installed(probe):
             yield
 

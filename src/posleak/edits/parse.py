@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from posleak.errors import InputError, RunError, did_you_mean
 from posleak.plugins import load_plugins
 
-from .base import KINDS, Kind, NamedEdit, Site
+from .base import KINDS, EditKind, NamedEdit, Site
 from .own import OwnText
 from .positions import Ring
 from .scope import Scope
@@ -31,7 +31,7 @@ def parse_edit(text: str) -> NamedEdit:
         raise _unreadable(text, kind) from error
 
 
-def _unreadable(text: str, kind: Kind) -> InputError:
+def _unreadable(text: str, kind: EditKind) -> InputError:
     return InputError(
         "the edit cannot be read", where=f"--edit {text}", expected=kind.form, remedy=f"as in --edit {kind.example}"
     )
@@ -97,6 +97,6 @@ def require_readable(edits: Iterable[str], where: str) -> None:
         raise RunError(
             "a run under an edit that was given as an object stays in memory: from its record nobody could make the "
             "edit again", where=where, got=", ".join(found), expected="edits that are registered",
-            remedy="derive it from posleak.edits.NamedEdit, register its Kind (docs/extending.md), and let its text "
-            "make an equal edit; or keep the run in memory",
+            remedy="derive it from posleak.edits.NamedEdit, register its EditKind (docs/extending.md), and let its "
+            "text make an equal edit; or keep the run in memory",
         )  # fmt: skip

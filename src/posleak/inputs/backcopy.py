@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.inputs.vocabulary import Vocabulary
 
-TOKENS, TRIGGERS, SUCCESSORS = 64, 3, 4
+CHAIN_TOKENS, CHAIN_TRIGGERS, SUCCESSORS = 64, 3, 4
 """How many tokens the chain has, how many of them are triggers, and how many follow on each other token."""
 
-CHAIN = 2412
+CHAIN_SEED = 2412
 """The seed of the successors: they are the task, and no user's choice."""
 
 BURN_IN = 16
@@ -38,26 +38,28 @@ _WEIGHTS = (8, 4, 2, 1, 1)
 
 
 def successors() -> np.ndarray:
-    """int64 [TOKENS, SUCCESSORS]: what may follow on each token; rows of triggers are not used after their copy."""
-    others = TOKENS - TRIGGERS
-    return np.stack([draw(CHAIN, token, SUCCESSORS, below=others) + TRIGGERS for token in range(TOKENS)])
+    """int64 [CHAIN_TOKENS, SUCCESSORS]: what may follow each token; rows of triggers are unused after their copy."""
+    others = CHAIN_TOKENS - CHAIN_TRIGGERS
+    return np.stack(
+        [draw(CHAIN_SEED, token, SUCCESSORS, below=others) + CHAIN_TRIGGERS for token in range(CHAIN_TOKENS)]
+    )
 
 
 def walk(seed: int, indices: list[int], length: int, table: np.ndarray) -> np.ndarray:
-    """int64 [B, length]: tokens of the chain, 0 … TOKENS − 1; row b depends on (seed, indices[b]) alone."""
-    steps, others = BURN_IN + length, TOKENS - TRIGGERS
+    """int64 [B, length]: tokens of the chain, 0 … CHAIN_TOKENS − 1; row b depends on (seed, indices[b]) alone."""
+    steps, others = BURN_IN + length, CHAIN_TOKENS - CHAIN_TRIGGERS
     # Three numbers a step: is it a trigger, which sort of successor, which token if any will do.
-    drawn = np.stack([draw(seed, index, 3 * steps, below=4 * TRIGGERS * 16 * others) for index in indices])
+    drawn = np.stack([draw(seed, index, 3 * steps, below=4 * CHAIN_TRIGGERS * 16 * others) for index in indices])
     chance, sort, anyone = (drawn[:, part::3] for part in range(3))
     sort = np.searchsorted(np.cumsum(_WEIGHTS), sort % 16, side="right")
     found = np.empty((len(indices), steps), dtype=np.int64)
-    found[:, 0] = before = TRIGGERS + anyone[:, 0] % others
+    found[:, 0] = before = CHAIN_TRIGGERS + anyone[:, 0] % others
     for step in range(1, steps):
         last = found[:, step - 1]
-        free = TRIGGERS + anyone[:, step] % others
+        free = CHAIN_TRIGGERS + anyone[:, step] % others
         follows = np.where(sort[:, step] < SUCCESSORS, table[last, np.minimum(sort[:, step], SUCCESSORS - 1)], free)
-        drawn_next = np.where(chance[:, step] % 4 == 0, chance[:, step] // 4 % TRIGGERS, follows)
-        found[:, step] = np.where(last < TRIGGERS, before, drawn_next)
+        drawn_next = np.where(chance[:, step] % 4 == 0, chance[:, step] // 4 % CHAIN_TRIGGERS, follows)
+        found[:, step] = np.where(last < CHAIN_TRIGGERS, before, drawn_next)
         before = last
     return found[:, BURN_IN:]
 
@@ -85,12 +87,12 @@ class Entropies:
 @cache
 def entropies() -> Entropies:
     """Ordinary tokens follow on each other by the successors alone: a trigger and its copy come in between."""
-    others = TOKENS - TRIGGERS
+    others = CHAIN_TOKENS - CHAIN_TRIGGERS
     steps = np.full((others, others), _WEIGHTS[-1] / 16 / others)
-    for token, row in enumerate(successors()[TRIGGERS:] - TRIGGERS):
+    for token, row in enumerate(successors()[CHAIN_TRIGGERS:] - CHAIN_TRIGGERS):
         np.add.at(steps[token], row, np.array(_WEIGHTS[:-1]) / 16)
     shares = np.linalg.matrix_power(steps, 256)[0]
-    triggers = np.full(TRIGGERS, 1 / TRIGGERS)
+    triggers = np.full(CHAIN_TRIGGERS, 1 / CHAIN_TRIGGERS)
     after = np.array([_entropy(np.concatenate([triggers / 4, 0.75 * row])) for row in steps])
     return Entropies(
         _entropy(np.concatenate([triggers / 5, 0.8 * shares])), float(0.8 * shares @ after), _entropy(shares)
@@ -106,7 +108,7 @@ class BackcopyBody:
     """Prompts of the chain, in a model's own ids."""
 
     allowed: np.ndarray
-    """int64 [TOKENS]: the ids of the chain's tokens."""
+    """int64 [CHAIN_TOKENS]: the ids of the chain's tokens."""
     _table: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class BackcopyBody:
         return np.asarray(self.allowed[walk(seed, indices, length, self._table)])
 
     def describe(self) -> dict[str, Any]:
-        return {"chain_tokens": TOKENS, "chain_triggers": TRIGGERS}
+        return {"chain_tokens": CHAIN_TOKENS, "chain_triggers": CHAIN_TRIGGERS}
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,9 @@ class Backcopy:
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> BackcopyBody:
         allowed = vocabulary.allowed
-        if len(allowed) < TOKENS:
+        if len(allowed) < CHAIN_TOKENS:
             raise InputError(
                 "the vocabulary is too small for Bigram-Backcopy", where="inputs",
-                got=f"{len(allowed)} ordinary tokens", expected=f"{TOKENS} or more", remedy="use --inputs random",
+                got=f"{len(allowed)} ordinary tokens", expected=f"{CHAIN_TOKENS} or more", remedy="use --inputs random",
             )  # fmt: skip
-        return BackcopyBody(allowed[:TOKENS])
+        return BackcopyBody(allowed[:CHAIN_TOKENS])

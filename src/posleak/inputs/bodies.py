@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.inputs.vocabulary import Vocabulary
 
-DONORS = 2**31
+FIRST_DONOR = 2**31
 """Documents that stand before prompts are numbered from here on, like prompts of their own."""
 
 
@@ -111,7 +111,7 @@ class GivenBody:
 
 
 @dataclass(frozen=True, eq=False)
-class OtherGivenBody:
+class DonorGivenBody:
     """For each given row a longer one, made of the next rows in turn: the first of them whole, then their bodies."""
 
     table: np.ndarray
@@ -119,7 +119,9 @@ class OtherGivenBody:
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         B, T = self.table.shape
-        others = [self.table[(index % DONORS + 1 + step % max(B - 1, 1)) % B] for step in range(1 + length // (T - 1))]
+        others = [
+            self.table[(index % FIRST_DONOR + 1 + step % max(B - 1, 1)) % B] for step in range(1 + length // (T - 1))
+        ]
         return np.concatenate([others[0][:1], *(row[1:] for row in others)])[:length]
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
     """A private copy of `table`, checked: [B, T], whole numbers, T = length, all in the vocabulary."""
     ids = np.asarray(table)
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
-        raise no_table(ids)
+        raise not_a_table(ids)
     if ids.shape[1] != length:
         raise InputError(
             "the ids given are not as long as the length asked for",
@@ -146,7 +148,7 @@ def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
     return GivenBody(copy)
 
 
-def no_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
+def not_a_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
     return InputError(
         "ids must be a table of whole numbers, one row per prompt", where="inputs",
         got=f"shape {ids.shape}, dtype {ids.dtype}", expected="int64 [B, T] with B of 1 or more", remedy=remedy,

@@ -30,7 +30,7 @@ class FirstToken:
     """The same, as the tokenizer writes it."""
 
 
-def decide(bos: str | int, configs: list[Any], vocabulary: Vocabulary) -> FirstToken:
+def resolve_first_token(bos: str | int, configs: list[Any], vocabulary: Vocabulary) -> FirstToken:
     """The first token under policy `bos`.
 
     `auto`: what the config names as BOS (the first of `configs` that names one; of a list, its first), else none.

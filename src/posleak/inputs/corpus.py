@@ -9,7 +9,7 @@ from pathlib import Path
 from posleak.errors import InputError
 from posleak.inputs.stdlib import standard_library_text
 
-SUFFIXES = (".md", ".py", ".rst", ".txt")
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 """What counts as text in a folder; a single file may have any name."""
 
 STDLIB = "stdlib"
@@ -38,13 +38,13 @@ class Corpus:
         return _sha256("".join(f"{digest}  {name}\n" for digest, name in zip(each, self.names)))
 
 
-def read_corpus(path: str, most: int | None = None) -> Corpus:
+def read_corpus(path: str, max_characters: int | None = None) -> Corpus:
     """The documents at `path`; an error names a file or folder that cannot be used, and says what to do.
 
-    most: of the standard library, only about so many characters.
+    max_characters: of the standard library, only about so many characters.
     """
     if path == STDLIB:
-        version, text = standard_library_text(most)
+        version, text = standard_library_text(max_characters)
         return Corpus((STDLIB,), (text,), python=version)
     place = require_text(path)
     return _read_folder(place) if place.is_dir() else Corpus((place.name,), (_read(place),))
@@ -69,7 +69,7 @@ def _read_folder(folder: Path) -> Corpus:
     found = {
         file.relative_to(folder).as_posix(): file
         for file in folder.rglob("*")
-        if file.suffix.lower() in SUFFIXES and file.is_file()
+        if file.suffix.lower() in TEXT_SUFFIXES and file.is_file()
     }
     names = tuple(sorted(name for name in found if not any(part.startswith(".") for part in name.split("/"))))
     if not names:
@@ -77,7 +77,7 @@ def _read_folder(folder: Path) -> Corpus:
             "the folder holds no text",
             where="inputs",
             got=str(folder),
-            expected="files ending in " + ", ".join(SUFFIXES),
+            expected="files ending in " + ", ".join(TEXT_SUFFIXES),
             remedy="name one file instead: a single file may have any name",
         )
     return Corpus(names, tuple(_read(found[name]) for name in names))

@@ -16,13 +16,13 @@ import numpy as np
 
 from posleak.errors import InputError, shorter_prompts
 from posleak.inputs.corpus import Corpus, read_corpus
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.inputs.vocabulary import Vocabulary
 
-SAMPLED = 8
+SAMPLED_CROPS = 8
 """Crops from which the length of a token is read."""
 
-DROPPED = 4
+DROPPED_TOKENS = 4
 """Tokens thrown away at the start of a slice, and again at its end, where a word may be cut."""
 
 
@@ -52,11 +52,11 @@ class CropBody:
         """
         before = list(accumulate(map(len, self.corpus.documents), initial=0))
         places = [self._place(seed, index) for index in range(count)]
-        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED]]
-        tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED for piece in pieces)
+        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED_CROPS]]
+        tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED_TOKENS for piece in pieces)
         wide = sum(map(len, pieces)) / tokens
         starts = np.array([before[which] + start for which, start in places], dtype=float)
-        ends = np.minimum(starts + wide * (length + DROPPED), [before[which + 1] for which, _ in places])
+        ends = np.minimum(starts + wide * (length + DROPPED_TOKENS), [before[which + 1] for which, _ in places])
         return np.stack([starts, ends], axis=1) / self.corpus.characters, round(self.corpus.characters / wide)
 
     def describe(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class CropBody:
 
         Where the document ends too early after all (tokens merge differently from here), the crop begins earlier.
         """
-        width = 6 * (length + 2 * DROPPED)
+        width = 6 * (length + 2 * DROPPED_TOKENS)
         while True:
             ids = inner_tokens(document[start : start + width], self.vocabulary)
             if len(ids) >= length:
@@ -114,7 +114,7 @@ def _room(document: str, length: int, vocabulary: Vocabulary) -> tuple[int, int]
     The document's tail is lengthened by a quarter until it holds `length` inner tokens. A crop may begin where the tail
     does, or earlier: at the characters 1 … start, which are `start` many. A document with too few tokens has none.
     """
-    width = 2 * (length + 2 * DROPPED)
+    width = 2 * (length + 2 * DROPPED_TOKENS)
     while True:
         start = max(1, len(document) - width)
         tokens = len(inner_tokens(document[start:], vocabulary))
@@ -129,7 +129,7 @@ def inner_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
     """int64 [*]: ordinary tokens of `text` without those at its two cut ends."""
     # verbose=False: a slice longer than the model's context is no mistake here
     ids = vocabulary.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return vocabulary.keep_ordinary(np.asarray(ids[DROPPED:-DROPPED], dtype=np.int64))
+    return vocabulary.keep_ordinary(np.asarray(ids[DROPPED_TOKENS:-DROPPED_TOKENS], dtype=np.int64))
 
 
 def _too_short(corpus: Corpus, tokens: int, length: int) -> InputError:
@@ -139,6 +139,6 @@ def _too_short(corpus: Corpus, tokens: int, length: int) -> InputError:
         "no document is long enough for one crop" if many else "the text is too short for one crop",
         where="inputs",
         got=f"{tokens} tokens inside the longest of {len(corpus.documents)} documents" if many else f"{tokens} tokens",
-        expected=f"{length} tokens or more, not counting {DROPPED} at either end",
+        expected=f"{length} tokens or more, not counting {DROPPED_TOKENS} at either end",
         remedy=", or ".join(way for way in ("use a longer text", shorter_prompts(tokens), join) if way),
     )

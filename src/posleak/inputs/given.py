@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import no_table
-from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
-from posleak.inputs.limits import limited_template
+from posleak.inputs.bodies import not_a_table
+from posleak.inputs.bos import AS_GIVEN, FirstToken, resolve_first_token
+from posleak.inputs.template_limits import limited_template
 from posleak.inputs.vocabulary import read_vocabulary, text_configs
 from posleak.text import one_line
 
@@ -30,7 +30,7 @@ Inputs: TypeAlias = str | Iterable[Any]
 FORMS = "a table of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats"
 
 
-class Readable(Protocol):
+class ReadableSubject(Protocol):
     """What this stage needs of a subject."""
 
     @property
@@ -61,7 +61,7 @@ class GivenPrompts:
 
 
 def read_given(
-    subject: Readable,
+    subject: ReadableSubject,
     inputs: Inputs,
     *,
     length: int | None = None,
@@ -79,7 +79,7 @@ def read_given(
         return GivenPrompts.of_ids(_table([_chat(subject.tokenizer, chat) for chat in items], length), bos, CHATS)
     tokenizer = _require_tokenizer(subject.tokenizer, "a text")
     configs = text_configs(subject.model.config)
-    first = decide(bos, configs, read_vocabulary(configs, tokenizer))
+    first = resolve_first_token(bos, configs, read_vocabulary(configs, tokenizer))
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in items]
     return GivenPrompts(TEXTS, _table([_begun(row, first.id) for row in rows], length), first)
 
@@ -116,7 +116,7 @@ def _items(inputs: Any) -> tuple[str, list[Any]]:
     if any(isinstance(item, str | Mapping) or _is_chat(item) for item in items):
         raise _unknown(inputs, "give prompts of one kind")
     if not items or all(np.ndim(item) == 0 for item in items):
-        raise no_table(np.asarray(_array(inputs)), "put one prompt into a list: [ids]" if items else None)
+        raise not_a_table(np.asarray(_array(inputs)), "put one prompt into a list: [ids]" if items else None)
     return IDS, items
 
 
@@ -157,7 +157,7 @@ def _first_items(items: list[Any], prompts: int | None) -> list[Any]:
 def _ids(item: Any, index: int) -> np.ndarray:
     row = np.asarray(_array(item))
     if row.ndim != 1 or row.dtype.kind not in "iu":
-        raise no_table(row, f"correct prompt {index}")
+        raise not_a_table(row, f"correct prompt {index}")
     return row
 
 

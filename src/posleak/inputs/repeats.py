@@ -10,16 +10,16 @@ from posleak.inputs.bodies import ConstantBody, GivenBody
 from posleak.inputs.crops import CropBody
 from posleak.inputs.prompts import Prompts
 
-LOOKED_AT = 1000
+CHECKED_PROMPTS = 1000
 """Of more prompts, so many are looked at."""
 
-HEAVY = 0.25
+OVERLAP_THRESHOLD = 0.25
 """Overlap is said from here on: the share of what prompts read that another prompt reads, too."""
 
 
 def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     """What a user should know about `count` of these prompts: that some are equal, or that crops overlap."""
-    looked = min(count, LOOKED_AT)
+    looked = min(count, CHECKED_PROMPTS)
     ids = prompts.batch(range(looked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
     if different < looked:
@@ -43,7 +43,7 @@ def _instead(prompts: Prompts) -> str:
 def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterator[str]:
     spans, text = body.spans(seed, count, length)
     shared, again = overlap(spans)
-    if shared > HEAVY:
+    if shared > OVERLAP_THRESHOLD:
         yield (
             f"the prompts overlap, so that intervals are too narrow: the text has about {text:,} tokens, {count} "
             f"prompts of {length} read {count * length:,}, and {shared:.0%} of that is read by another prompt, too "

@@ -17,7 +17,7 @@ from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body
 from posleak.inputs.corpus import require_text
 from posleak.inputs.crops import CropBody, crop_body
 from posleak.inputs.vocabulary import Vocabulary
-from posleak.plugins import load_plugins, own_name
+from posleak.plugins import load_plugins, reject_builtin_name
 
 
 class Source(Protocol):
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class SourceKind:
     """A kind of source: `forms` are what a user may write, `make` turns what stands behind the colon into a source."""
 
     name: str
@@ -42,33 +42,37 @@ class Kind:
     make: Callable[[str], Source]
 
 
-KINDS: dict[str, Kind] = {}
+SOURCE_KINDS: dict[str, SourceKind] = {}
 
 
-def register(kind: Kind) -> None:
+def register(kind: SourceKind) -> None:
     """Let `--inputs NAME` and `--inputs NAME:ARGUMENT` name sources of this kind."""
-    own_name("input", kind.name, KINDS.get(kind.name), kind)
-    KINDS[kind.name] = kind
+    reject_builtin_name("input", kind.name, SOURCE_KINDS.get(kind.name), kind)
+    SOURCE_KINDS[kind.name] = kind
 
 
 def forms() -> tuple[str, ...]:
     """Everything that `parse` reads, for messages and help."""
-    return tuple(form for kind in KINDS.values() for form in kind.forms)
+    return tuple(form for kind in SOURCE_KINDS.values() for form in kind.forms)
 
 
-def names_source(text: str) -> bool:
+def is_source_name(text: str) -> bool:
     """Is this what `--inputs` takes, or a misspelling of it? Any other string is a text for the model to read."""
     load_plugins()
     name = text.partition(":")[0]
     one_word = len(text.split()) < 2
-    return name in KINDS or (one_word and bool(get_close_matches(name.lower(), KINDS, cutoff=0.6))) or not text.strip()
+    return (
+        name in SOURCE_KINDS
+        or (one_word and bool(get_close_matches(name.lower(), SOURCE_KINDS, cutoff=0.6)))
+        or not text.strip()
+    )
 
 
 def parse(text: str) -> Source:
     """The source that `text` names; `parse(source.text) == source`."""
     load_plugins()
     name, colon, argument = text.partition(":")
-    kind = KINDS.get(name)
+    kind = SOURCE_KINDS.get(name)
     if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
         raise InputError(
             "unknown kind of input" if kind is None else "this kind of input is written otherwise",
@@ -154,7 +158,7 @@ def _crops(argument: str) -> TextCrops:
     return TextCrops(argument)
 
 
-register(Kind("random", ("random",), lambda argument: RandomTokens()))
-register(Kind("constant", ("constant", "constant:ID"), _constant))
-register(Kind("text", ("text:PATH", "text:stdlib"), _crops))
-register(Kind("backcopy", ("backcopy",), lambda argument: Backcopy()))
+register(SourceKind("random", ("random",), lambda argument: RandomTokens()))
+register(SourceKind("constant", ("constant", "constant:ID"), _constant))
+register(SourceKind("text", ("text:PATH", "text:stdlib"), _crops))
+register(SourceKind("backcopy", ("backcopy",), lambda argument: Backcopy()))

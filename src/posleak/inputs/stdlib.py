@@ -18,7 +18,7 @@ from pathlib import Path
 
 from posleak.errors import InputError
 
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"})
 """Folders that are not the library: what was installed into it, its tests, and files broken on purpose."""
 
 _filters = threading.Lock()
@@ -55,7 +55,9 @@ def library_files(root: Path) -> list[Path]:
     """The .py files below `root` that belong to the library, sorted by relative path."""
     found = list[str]()
     for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in LEFT_OUT]  # what is installed below it is many times as much
+        inner[:] = [
+            name for name in inner if name not in EXCLUDED_FOLDERS
+        ]  # what is installed below it is many times as much
         found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     return [root / name for name in sorted(found)]
 

@@ -15,7 +15,7 @@ import numpy as np
 from posleak.errors import InputError
 from posleak.text import visible
 
-LEAST = 3
+MIN_TOKENS = 3
 """Tokens that a model must have: how it encodes positions is read from three different ones (`read_placements`)."""
 
 
@@ -78,12 +78,12 @@ class Vocabulary:
 def read_vocabulary(configs: list[Any], tokenizer: Any) -> Vocabulary:
     """The vocabulary of a model, from its configs (that of the text part first) and its tokenizer, if it has one."""
     rows = getattr(configs[0], "vocab_size", None)
-    if not isinstance(rows, int) or rows < LEAST:
+    if not isinstance(rows, int) or rows < MIN_TOKENS:
         raise InputError(
             "the model's config does not say how large its vocabulary is, or names too few tokens",
             where=type(configs[0]).__name__,
             got=f"vocab_size = {rows!r}",
-            expected=f"a whole number, {LEAST} or more",
+            expected=f"a whole number, {MIN_TOKENS} or more",
             remedy="correct vocab_size in the config, or choose a model with more tokens",
         )
     size = rows if tokenizer is None else min(rows, len(tokenizer))

@@ -12,7 +12,7 @@ import xarray as xr
 from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names, layer_places
+from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_coordinates, layer_names
 
 from .power import by_cell, products_of
 from .profile import sink_width
@@ -127,7 +127,7 @@ class Summary:
     @property
     def places(self) -> Array:
         """Where layers stand on an axis."""
-        return np.array(layer_places(self.numbers))
+        return np.array(layer_coordinates(self.numbers))
 
     @property
     def sink_attention(self) -> Estimate:

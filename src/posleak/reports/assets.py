@@ -26,7 +26,7 @@ from posleak.show.colours import LIGHT
 from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
 
 from .figures import RATIOS, every_part, forest_rows, lent_to
-from .gather import Shown
+from .gather import ShownRun
 from .metric_figures import (
     FRAME_COLOURS,
     FRAME_NAMES,
@@ -38,7 +38,7 @@ from .metric_figures import (
     label,
     leakage_of,
 )  # fmt: skip
-from .neighbours import Neighbours
+from .related import RelatedMetrics
 from .tables import tables
 from .view import View, view
 
@@ -49,7 +49,7 @@ TABLES: dict[str, Callable[[pa.Table, Path], None]] = {
 }  # fmt: skip
 
 
-def write_assets(found: Sequence[Shown], folder: Path) -> list[Path]:
+def write_assets(found: Sequence[ShownRun], folder: Path) -> list[Path]:
     """Write all figures and tables, and return the files; what a killed process left of such files is removed."""
     remove_leftovers(folder, lambda name: name.endswith((*SUFFIXES, *TABLES)))
     written = list[Path]()
@@ -91,7 +91,7 @@ def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
         yield "balance", drawn(lambda figure: balance(figure, views), (WIDTH, 0.8 + 0.5 * len(views)))
 
 
-def _neighbours(each: View, others: Neighbours, suffix: str) -> Iterator[tuple[str, Figure]]:
+def _neighbours(each: View, others: RelatedMetrics, suffix: str) -> Iterator[tuple[str, Figure]]:
     """What others measure: agreement, reference frames, states by depth."""
     if others.agreements:
         yield f"agreement{suffix}", agreement_figure(others.agreements, _title(each))

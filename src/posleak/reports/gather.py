@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownRun:
     """One run and what its folder holds beside it; None: not there. `notes` say what could not be used, and why;
     `metrics`: whether what others measure is shown, if the run has it."""
 
@@ -49,10 +49,10 @@ class Shown:
         return curves(self.run.data)
 
     @property
-    def alone(self) -> Shown:
+    def alone(self) -> ShownRun:
         """The run without what its folder holds beside it, and without metrics; itself, if there is nothing."""
         beside = (self.trace, self.claims, self.origin, self.doctor, self.neighbours)
-        without = Shown(self.run, self.label, notes=self.notes, metrics=False)
+        without = ShownRun(self.run, self.label, notes=self.notes, metrics=False)
         return self if all(each is None for each in beside) else without
 
     @property
@@ -79,12 +79,12 @@ Given = Run | Trace | str | Path
 
 def gather(
     runs: Iterable[Given], *, partial: bool = True, traces: bool = True
-) -> tuple[list[Shown], list[Refused]]:  # fmt: skip
+) -> tuple[list[ShownRun], list[Refused]]:  # fmt: skip
     """Every run that can be shown, in order, and every one that cannot.
 
     Without `partial` an unfinished run cannot; without `traces` the borrowed passes that folders have are not read.
     """
-    found, refused = list[Shown](), list[Refused]()
+    found, refused = list[ShownRun](), list[Refused]()
     for each in runs:
         given = each.ordinary if isinstance(each, Trace) else each
         name = str(given.path or given.name) if isinstance(given, Run) else str(given)
@@ -119,10 +119,10 @@ def reason(error: Exception) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
+def _beside(run: Run, trace: Trace | None, traces: bool) -> ShownRun:
     """The run with what its folder has besides; what is damaged or unfinished is left out, with a note."""
     if run.path is None:
-        return Shown(run, run.name, trace)
+        return ShownRun(run, run.name, trace)
     folder, notes = run.path, list[str]()
 
     def read(name: str, reader: Callable[[], T]) -> T | None:
@@ -148,7 +148,7 @@ def _beside(run: Run, trace: Trace | None, traces: bool) -> Shown:
     if (folder / DOCTOR).is_file():
         remedy = f"write it again with `posleak doctor {run.name} --json`"
         doctor = read(DOCTOR, lambda: read_json(Diagnosis, folder / DOCTOR, remedy))
-    return Shown(run, run.name, trace, claims, origin, doctor, tuple(notes))
+    return ShownRun(run, run.name, trace, claims, origin, doctor, tuple(notes))
 
 
 def _with_metrics(run: Run, folder: Path) -> Run | None:
@@ -161,7 +161,7 @@ def _with_metrics(run: Run, folder: Path) -> Run | None:
     return replace(run, data=run.data.assign({n: x for n, x in more.data.data_vars.items() if n not in run.data}))
 
 
-def _labelled(found: list[Shown]) -> list[Shown]:
+def _labelled(found: list[ShownRun]) -> list[ShownRun]:
     """Names that tell the runs of one page apart: the model, then its edits, then its length, then a number."""
 
     def names(*parts: str) -> list[str]:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
-from posleak.files import MOST_NAME, remove_leftovers, write_atomically
+from posleak.files import MAX_NAME, remove_leftovers, write_atomically
 from posleak.leakage.profile import LEAST, TIMES
 from posleak.leakage.sampled import FEWEST
 from posleak.show import numbers, words
@@ -28,7 +28,7 @@ from posleak.typed import plain
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .formats import HEADS, row_name, row_pieces
-from .gather import Given, Refused, Shown, gather, reason, require_some
+from .gather import Given, Refused, ShownRun, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
 from .view import MOST_CURVES, View, view
 
@@ -37,7 +37,7 @@ from .view import MOST_CURVES, View, view
 class Page:
     """Everything that is on the page, JSON-ready but for the comparison, which the templates read."""
 
-    shown: list[Shown]
+    shown: list[ShownRun]
     views: list[View]
     figures: list[dict[str, Figure]]
     compared: Comparison | None
@@ -45,9 +45,9 @@ class Page:
     refused: list[Refused]
 
     @classmethod
-    def of(cls, found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Page:
+    def of(cls, found: Sequence[ShownRun], refused: Sequence[Refused] = ()) -> Page:
         """A run whose view or figures cannot be made is named with the reason, and the others are shown."""
-        drawn, left_out = list[tuple[Shown, View, dict[str, Figure]]](), list(refused)
+        drawn, left_out = list[tuple[ShownRun, View, dict[str, Figure]]](), list(refused)
         for shown in found:
             try:
                 drawn.append(_drawn(shown, MOST_CURVES // len(found)))
@@ -118,7 +118,7 @@ def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | No
         )
     made = Page.of(found, refused)
     text = made.html()
-    remove_leftovers(place.parent, place.name[:MOST_NAME].__eq__)
+    remove_leftovers(place.parent, place.name[:MAX_NAME].__eq__)
     write_atomically(place, lambda path: path.write_text(text, encoding="utf-8"))
     files = list[Path]()
     if assets is not None:
@@ -129,7 +129,7 @@ def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | No
     return Written(place, files, [shown.label for shown in made.shown], partial, made.refused)
 
 
-def _drawn(shown: Shown, most_curves: int) -> tuple[Shown, View, dict[str, Figure]]:
+def _drawn(shown: ShownRun, most_curves: int) -> tuple[ShownRun, View, dict[str, Figure]]:
     """A run with its view and its figures; without what stands beside it, if that is why they cannot be made."""
     try:
         made = view(shown, most_curves)

@@ -16,7 +16,7 @@ from posleak.analyses.origin.record import OriginRecord
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
-from posleak.axes import HEAD, LEFT, PROMPT, layer_names, layer_places
+from posleak.axes import HEAD, LEFT, PROMPT, layer_coordinates, layer_names
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
@@ -29,8 +29,8 @@ from posleak.runs.spec import GIVEN
 from posleak.show import numbers, words
 
 from .curves import parts
-from .gather import Shown
-from .neighbours import Neighbours
+from .gather import ShownRun
+from .related import RelatedMetrics
 
 MOST_CURVES = 640
 """Most heads on one page that have curves, so that it stays below 10 MB: those with most leakage are chosen."""
@@ -48,7 +48,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Profile:
+class SinkProfile:
     """Attention of late queries to the first positions [L, first]; the width of the sink by layer [L]; the origin's."""
 
     attention: Estimate
@@ -104,7 +104,7 @@ class View:
     answer: dict[str, dict[str, Estimate]]
     trace: Traced | None
     layers: Layers
-    profile: Profile
+    profile: SinkProfile
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
@@ -113,7 +113,7 @@ class View:
     origin: OriginRecord | None
     pictures: Pictures | None
     doctor: Diagnosis | None
-    others: Neighbours | None
+    others: RelatedMetrics | None
     remainder: float
     command: str
     notes: list[str]
@@ -131,7 +131,7 @@ class View:
     @property
     def places(self) -> Array:
         """Where the layers stand on an axis."""
-        return np.array(layer_places(self.record.calibration.numbers))
+        return np.array(layer_coordinates(self.record.calibration.numbers))
 
     @property
     def stays(self) -> str:
@@ -144,7 +144,7 @@ class View:
         return () if self.trace is None else SOURCES
 
 
-def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
+def view(shown: ShownRun, most_curves: int = MOST_CURVES) -> View:
     run, claims = shown.run, shown.claims or ()
     answer = {queries: numbers.share for queries, numbers in run.summary.model.items()}
     return View(
@@ -156,7 +156,7 @@ def view(shown: Shown, most_curves: int = MOST_CURVES) -> View:
         edited=tuple(result for result in claims if result.edited is not None),
         origin=None if shown.origin is None else shown.origin.record,
         pictures=None if shown.origin is None else _pictures(shown.origin), doctor=shown.doctor,
-        others=Neighbours.of(run, shown.trace) if shown.metrics else None,
+        others=RelatedMetrics.of(run, shown.trace) if shown.metrics else None,
         remainder=run.remainder, command=command(shown),
         notes=[*_borrowed(run), *run.record.warnings, *shown.notes],
     )  # fmt: skip
@@ -183,10 +183,10 @@ def _borrowed(run: Run) -> list[str]:
     ]
 
 
-def _profile(run: Run) -> Profile:
+def _profile(run: Run) -> SinkProfile:
     origin, ordinary = run.record.plan.origin, run.data["ordinary"].mean((PROMPT, HEAD)).values
     found = run.summary.layer_profile
-    return Profile(found[:, : max(POSITIONS, origin + AFTER)], sink_width(found.value, ordinary), origin)
+    return SinkProfile(found[:, : max(POSITIONS, origin + AFTER)], sink_width(found.value, ordinary), origin)
 
 
 def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _curves(shown: Shown, most: int) -> dict[str, Any]:
+def _curves(shown: ShownRun, most: int) -> dict[str, Any]:
     """Curves of the heads with most leakage, float32; `at[layer][head]` is where in the arrays a head is, or −1."""
     found, run = shown.curves, shown.run
     total = run.summary.heads["all"].power["total"].value
@@ -247,7 +247,7 @@ def _pictures(stored: StoredOrigin) -> Pictures:
     )  # fmt: skip
 
 
-def command(shown: Shown) -> str:
+def command(shown: ShownRun) -> str:
     """The command line that measures the same again; a call from Python, where no command line could name it."""
     spec = shown.run.record.spec
     verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
@@ -267,13 +267,13 @@ def command(shown: Shown) -> str:
     return shlex.join(line)
 
 
-def _paper(shown: Shown) -> str:
+def _paper(shown: ShownRun) -> str:
     """The paper whose claims were tested, or `all` of several. Claims that name none are tested with every paper."""
     found = {result.paper for result in shown.claims or () if result.paper is not None}
     return ALL if len(found) > 1 else found.pop() if found else POSITION
 
 
-def _call(verb: str, shown: Shown) -> str:
+def _call(verb: str, shown: ShownRun) -> str:
     """What was given as objects is named by what it is: prompts, and edits without a text."""
     run, spec = shown.run, shown.run.record.spec
     own = set(unreadable(spec.edits))

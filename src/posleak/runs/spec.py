@@ -12,11 +12,11 @@ from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, text
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import parse
-from posleak.inputs.prompts import UNLENT
-from posleak.inputs.stream import LIMIT
+from posleak.inputs.prompts import DONOR_MARGIN
+from posleak.inputs.randomness import SEED_LIMIT
 from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
-from posleak.probe.plan import DENSEST, ORIGIN
+from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
 
 LENGTH, PROMPTS, TRACED = 512, 16, 256
@@ -44,7 +44,7 @@ class MeasureSpec:
     seed: int = 0
     batch: int = 0
     density: int = 1
-    origin: int = ORIGIN
+    origin: int = DEFAULT_ORIGIN
     edits: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     loss: bool = False
@@ -56,8 +56,8 @@ class MeasureSpec:
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         require_between("prompts", self.prompts, 1)
         require_between("batch", self.batch, 0)
-        require_between("seed", self.seed, 0, LIMIT - 1)
-        require_between("density", self.density, 1, DENSEST)
+        require_between("seed", self.seed, 0, SEED_LIMIT - 1)
+        require_between("density", self.density, 1, MAX_DENSITY)
         if self.inputs != GIVEN:
             parse(self.inputs)
         require_measurable(self.parsed_edits)
@@ -104,7 +104,7 @@ class MeasureSpec:
     @property
     def borrowed(self) -> int:
         """How many tokens of another document stand before each prompt."""
-        return self.length + UNLENT if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
+        return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
 
     @property
     def shifted(self) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from posleak.axes import SHORTEST
+from posleak.axes import MIN_LENGTH
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.corpus import STDLIB
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
@@ -122,7 +122,7 @@ class Cell:
     @property
     def work(self) -> int:
         """Tokens that go through the model, for estimates of time."""
-        tokens = self.spec.prompts * max(self.spec.length, SHORTEST)
+        tokens = self.spec.prompts * max(self.spec.length, MIN_LENGTH)
         return 3 * tokens if self.kind == TRACE else tokens
 
     def as_dict(self) -> dict[str, Any]:

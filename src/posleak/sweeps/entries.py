@@ -13,8 +13,7 @@ from typing import Any
 
 from posleak.errors import InputError, PosleakError
 from posleak.files import read_regular
-from posleak.models.names import with_revision
-from posleak.models.steps import checkpoints
+from posleak.models.sources import checkpoints, split_revision
 
 from .cells import Cell
 from .schema import MOST_DIGITS, ModelKeys
@@ -95,7 +94,7 @@ def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 def _titled(cell: Cell, series: dict[str, str], models: dict[str, str]) -> Cell:
     if cell.series is None:
         return replace(cell, title=cell.title or models[cell.model])
-    name, revision = series[cell.series], with_revision(cell.model)[1]
+    name, revision = series[cell.series], split_revision(cell.model)[1]
     return replace(cell, series=name, title=f"{name}, step {cell.step}" if revision is None else f"{name}@{revision}")
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array, read_npz
-from posleak.files import reading, write_atomically
+from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import pairs
 from posleak.leakage.summary import Products, Shares
@@ -27,7 +27,7 @@ from posleak.runs.balance import Balance
 from posleak.runs.loss import UNIT
 from posleak.runs.run import Run
 
-from .state import NUMBERS
+from .state import NUMBERS_FILE
 
 PRODUCTS = "products.npz"
 ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
@@ -56,7 +56,7 @@ class Measured:
     def write(self, folder: Path) -> None:
         """Both files, into the cell's folder."""
         table = pa.Table.from_pylist(list(self.rows()), schema=SCHEMA)
-        write_atomically(folder / NUMBERS, lambda path: pq.write_table(table, path, compression="zstd"))
+        write_atomically(folder / NUMBERS_FILE, lambda path: pq.write_table(table, path, compression="zstd"))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self.products())
         write_atomically(folder / PRODUCTS, lambda path: path.write_bytes(buffer.getvalue()))
@@ -98,7 +98,7 @@ def read_products(content: bytes, path: str, prompts: int) -> dict[str, Array]:
     """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
     found = read_npz(io.BytesIO(content), path, ANEW)
     expected = (prompts + len(pairs(prompts)[0]),)
-    with reading(path, ANEW):
+    with translate_read_errors(path, ANEW):
         for name, sums in found.items():
             queries, _, component = name.partition("/")
             if queries not in QUERIES or not component or sums.dtype != np.float64 or sums.shape != expected:
@@ -108,7 +108,7 @@ def read_products(content: bytes, path: str, prompts: int) -> dict[str, Array]:
 
 def read_numbers(content: bytes, path: str) -> pd.DataFrame:
     """Read what numbers.parquet holds; any other table is a RunError that names the path."""
-    with reading(path, ANEW):
+    with translate_read_errors(path, ANEW):
         table = pq.read_table(io.BytesIO(content))
         if not table.schema.equals(SCHEMA):
             raise ValueError(f"the columns are {', '.join(table.schema.names)}, not {', '.join(SCHEMA.names)}")

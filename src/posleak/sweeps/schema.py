@@ -14,9 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Val
 from pydantic_core import PydanticCustomError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
+from posleak.files import stays_in_folder
 from posleak.inputs.corpus import STDLIB
 from posleak.metrics.names import parse_metrics
-from posleak.models.names import is_inside, with_revision
+from posleak.models.sources import known_names, split_revision
 from posleak.runs.spec import parse_bytes
 from posleak.text import visible
 
@@ -104,7 +105,7 @@ def _memory(value: Any) -> int | None:
 
 
 def _name(value: str) -> str:
-    if not is_inside(value):
+    if not stays_in_folder(value):
         raise _invalid("the name leads out of the folder of results", remedy="use a plain name")
     return value
 
@@ -120,11 +121,9 @@ def absolute_path(name: str) -> str:
 
 def absolute_model(name: str) -> str:
     """Return the model's name with an absolute path, unless it is a name that posleak knows."""
-    from posleak.models.sources import known
-
-    if name in known():
+    if name in known_names():
         return name
-    before, revision = with_revision(name)
+    before, revision = split_revision(name)
     path = absolute_path(before)
     return name if path == before else f"{path}@{revision}" if revision else path
 

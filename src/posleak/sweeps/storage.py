@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import BusyError, InputError, PosleakError, StorageError
-from posleak.files import LOCK, MOST_JSON, held, read_regular, sha256_of, sole_writer, write_atomically
+from posleak.files import LOCK_FILE, MAX_JSON, file_lock, read_regular, sha256_of, sole_writer, write_atomically
 from posleak.text import one_line
 
 CELLS_FOLDER = "cells"
@@ -83,7 +83,7 @@ class Storage:
                 return []
             return sorted(Path(path).name for path in self._fs.ls(folder, detail=False))
 
-    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
+    def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
         """Return a file's content, on a disk of at most `most` bytes; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError), _translated_errors(self.path(name)):
             if self.local is not None:
@@ -179,10 +179,10 @@ class Storage:
 
     def is_locked(self, folder: str) -> bool:
         """Return whether a live worker has this cell; always False on an object store, which has no locks."""
-        if self.local is None or not (lock := self.local / CELLS_FOLDER / folder / LOCK).exists():
+        if self.local is None or not (lock := self.local / CELLS_FOLDER / folder / LOCK_FILE).exists():
             return False
         try:
-            with held(lock, wait=False):
+            with file_lock(lock, wait=False):
                 return False
         except BusyError:
             return True
@@ -203,7 +203,7 @@ class _Snapshot(Storage):
     stamps: Mapping[str, str]
     contents: Mapping[str, bytes]
 
-    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
+    def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
         if name in self.contents or name not in self.stamps:
             return self.contents.get(name)
         return super().read(name, most)

@@ -28,8 +28,8 @@ from posleak.errors import (
     warn,
 )
 from posleak.files import remove, remove_leftovers, sha256_of
-from posleak.models.stamps import content, stamp
-from posleak.runs.folder import HEADS, RECORD, RESULTS
+from posleak.models.stamps import content_sha256, file_stamp
+from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
 
@@ -96,7 +96,7 @@ class Worker:
 
     def hold(self, cell: Cell, subject: Any) -> None:
         """Use this subject for cells with the same model."""
-        self._loaded = cell.group, (subject, (stamp(cell.model), content(cell.model)))
+        self._loaded = cell.group, (subject, (file_stamp(cell.model), content_sha256(cell.model)))
 
     def run(
         self, storage: Storage, cell: Cell, attempt: int = 1, on_status: OnStatus = lambda status: None,
@@ -173,9 +173,9 @@ class Worker:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        mark = stamp(cell.model)
+        mark = file_stamp(cell.model)
         subject = self._load(cell, on_status)
-        loaded: LoadedModel = (subject, (mark, content(cell.model)))  # read now: the files may change meanwhile
+        loaded: LoadedModel = (subject, (mark, content_sha256(cell.model)))  # read now: the files may change meanwhile
         self._loaded = (cell.group, loaded)
         return loaded, time.perf_counter() - started
 
@@ -220,22 +220,22 @@ def _results(
 ) -> Any:
     from posleak.analyses.trace.trace import traced
     from posleak.runs.conditions import Conditions
-    from posleak.runs.measure import Measurement
+    from posleak.runs.measure import PreparedRun
 
     from .numbers import Measured
 
     if cell.kind == MEASURE:
-        ready = Measurement.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(ready.run_with_warnings(folder, fresh=fresh, watch=lambda progress: on_status(progress.text)))
+        ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
+        return Measured(ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text)))
     trace = traced(Conditions(subject, cell.spec, folder, fresh, max_memory, on_status))
     return Measured(trace.ordinary, trace)
 
 
 def _remove_strays(folder: Path) -> None:
     """Remove results without a run.json: they belong to no run."""
-    for name in (RESULTS, HEADS):
+    for name in (RESULTS_FILE, HEADS_FILE):
         for path in folder.rglob(name):
-            if not (path.parent / RECORD).exists():
+            if not (path.parent / RECORD_FILE).exists():
                 remove(path)
 
 

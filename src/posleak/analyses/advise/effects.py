@@ -22,10 +22,10 @@ from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife
 from posleak.models import AnyModel, subject_of
-from posleak.probe.plan import ORIGIN
-from posleak.runs.asked import asked
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
 from posleak.runs.loss import UNIT, changes as loss_changes
+from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.runs.spec import PROMPTS
 from posleak.show.failures import is_of_the_model
@@ -193,7 +193,7 @@ def advise(
     prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     groups: str | Iterable[str] = GROUPS,
     edits: str | Iterable[str] = (),
     out: str | Path | None = None,
@@ -220,7 +220,7 @@ def advise(
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
     who = subject_of(subject)
-    found = asked(
+    found = resolve_request(
         who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
         origin=origin, loss=True,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import InputError, did_you_mean
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers, register
-from posleak.plugins import load_plugins, own_name
+from posleak.plugins import load_plugins, reject_builtin_name
 
 from .finding import Finding
 
@@ -78,7 +78,7 @@ def claim(
 
     def add(test: Test) -> Test:
         made = Claim(number, id, title, sentence, method, test, home)
-        own_name("claim", id, CLAIMS.get(id), made)
+        reject_builtin_name("claim", id, CLAIMS.get(id), made)
         CLAIMS[id] = made
         return test
 

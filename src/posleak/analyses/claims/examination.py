@@ -20,7 +20,7 @@ from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
-from posleak.runs.asked import asked
+from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
 from posleak.show.failures import is_of_the_model, unforeseen
 from posleak.signatures import checked
@@ -110,7 +110,9 @@ def claims(
     progress    called with what is done now, in words
     """
     named_papers(paper)
-    found = asked(subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos)
+    found = resolve_request(
+        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos
+    )
     folder, say = None if out is None else Path(out), progress or (lambda what: None)
     return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given), paper)
 

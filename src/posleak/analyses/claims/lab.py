@@ -63,7 +63,7 @@ def drawn(edit: str, draws: int) -> list[str]:
 class Lab(Conditions):
     """Conditions of one subject, compared."""
 
-    beside = (CLAIMS, JSON, ARRAYS)
+    extra_files = (CLAIMS, JSON, ARRAYS)
 
     @cached_property
     def jackknife(self) -> Jackknife:

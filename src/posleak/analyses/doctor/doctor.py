@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posleak.edits import parse_edits
 from posleak.errors import CheckError, UnsupportedError
-from posleak.inputs import Prompts, bos_outside, prepare
+from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
 from posleak.models import AnyModel, Subject, exclusive, subject_of
 from posleak.probe import (
     Calibration,
@@ -27,7 +27,7 @@ from posleak.probe import (
 from posleak.probe.attachment import implemented
 from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
-from posleak.probe.watch import keeps_own_attention
+from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
 from posleak.runs.measure import beyond_context
 from posleak.runs.memory import MemoryPlan, fitting, many, require_room
@@ -139,7 +139,7 @@ def doctor(
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
-    outside = bos_outside(who) if bos == "auto" else None
+    outside = bos_outside_vocabulary(who) if bos == "auto" else None
     said = None if outside is None else f"{outside}: position 0 holds an ordinary token"
     policy = bos if outside is None else "none"
     texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
@@ -226,7 +226,7 @@ def eager_parity(bench: Bench) -> Check:
     # In float64 eager attention hides keys by float64's lowest number, and its float32 softmax is NaN behind padding.
     padding = 0 if dtype == torch.float64 else PADDING
     why += f", with {padding} tokens of left padding" if padding else ""
-    if keeps_own_attention(model):
+    if computes_own_attention(model):
         with implemented(model, "eager"):
             found = bench.look(bench.few, padding).states
     else:

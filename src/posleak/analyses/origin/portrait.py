@@ -16,7 +16,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from posleak.inputs import Vocabulary
-from posleak.inputs.stream import LIMIT, draw
+from posleak.inputs.randomness import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
 from .cosines import joined_cosines, pair_cosine, resultant
@@ -39,7 +39,7 @@ def ordinary_tokens(
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     while True:
-        drawn = allowed[draw(seed, LIMIT - 1, asked, len(allowed))]
+        drawn = allowed[draw(seed, SEED_LIMIT - 1, asked, len(allowed))]
         _, first = np.unique(drawn, return_index=True)
         if len(first) >= wanted:
             return np.asarray(drawn[np.sort(first)[:wanted]], dtype=np.int64)

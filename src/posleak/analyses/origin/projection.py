@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.models import input_device
-from posleak.models.hold import exclusive, own
+from posleak.models.hold import exclusive, this_thread_only
 from posleak.models.identity import module_device
 from posleak.probe import Call, attach
 from posleak.rounding import AFFINE
@@ -112,7 +112,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 @contextmanager
 def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
-    hook = own(watch.hook)
+    hook = this_thread_only(watch.hook)
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         yield

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import input_device
-from posleak.models.hold import own
-from posleak.probe import Call, Edit, Observer, Probe, attach, body
+from posleak.models.hold import this_thread_only
+from posleak.probe import Call, Edit, Observer, Probe, attach, backbone
 
 ALONE = 256
 """One-token sequences that are read at once."""
@@ -33,7 +33,7 @@ def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W
 
     The last is narrower where no module of its own mixes them.
     """
-    with _last_module(body(probe.model)) as last:
+    with _last_module(backbone(probe.model)) as last:
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
     before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.undone(hidden), ids)
     mixed = last.mixed if last.mixed is None else _stream(last.mixed, ids)
@@ -81,7 +81,7 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
         elif args[0].shape[:2] == output.shape[:2] and args[0].numel() > output.numel():
             last.mixed = args[0]
 
-    hook = own(remember)
+    hook = this_thread_only(remember)
     handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
     try:
         yield last

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.arrays import read_netcdf
-from posleak.files import Sealed, reading, sha256_of, write_atomically
+from posleak.files import Sealed, sha256_of, translate_read_errors, write_atomically
 
 from .origin import Origin
 from .record import OriginRecord
@@ -53,7 +53,7 @@ def read_origin(folder: Path) -> StoredOrigin | None:
         return None
     file = ORIGIN.read(folder / JSON)
     remedy = f"delete it and {JSON}; `posleak claims` makes both again"
-    with reading(folder / ARRAYS, remedy):
+    with translate_read_errors(folder / ARRAYS, remedy):
         if (got := sha256_of(folder / ARRAYS)) != file.arrays_sha256:
             raise ValueError(f"sha256 {got}, not {file.arrays_sha256}: it was changed or damaged")
         return StoredOrigin(file.digest, file.origin, read_netcdf(folder / ARRAYS, remedy))

@@ -30,12 +30,12 @@ from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Products, Shares
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel
-from posleak.probe.plan import ORIGIN
-from posleak.runs.asked import asked
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
-from posleak.runs.folder import RECORD
+from posleak.runs.folder import RECORD_FILE
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
+from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
 from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
@@ -96,7 +96,7 @@ class Trace:
         """What `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed pass."""
         folder = Path(path)
         second = condition_folder(folder, BORROWED)
-        if not (second / RECORD).is_file():
+        if not (second / RECORD_FILE).is_file():
             return None
         if not is_finished(second):
             raise RunError("the pass over a borrowed context is not finished", where=str(second),
@@ -240,7 +240,7 @@ def trace(
     prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     by_layer: bool = False,
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
@@ -264,7 +264,7 @@ def trace(
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
-    found = asked(
+    found = resolve_request(
         subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip

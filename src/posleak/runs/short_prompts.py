@@ -61,17 +61,17 @@ class StartObserver:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ShortPromptMetrics:
     """What was found, and why something was not."""
 
     arrays: dict[str, xr.Variable]
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> Beside:
+    def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> ShortPromptMetrics:
         """What cannot be read on this model costs nothing else: its prompts are measured already."""
         arrays, notes = dict[str, xr.Variable](), list[str]()
-        with stage("metrics beside"):
+        with stage("short-prompt metrics"):
             for name, what, make in wanted(subject, spec, base):
                 try:
                     arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), make())

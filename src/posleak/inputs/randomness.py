@@ -15,8 +15,8 @@ import numpy as np
 
 from posleak.errors import InputError
 
-METHOD = "floor(u * n / 2**64), u from numpy PCG64(SeedSequence([seed, index])).random_raw"
-LIMIT = 2**32
+SAMPLING_METHOD = "floor(u * n / 2**64), u from numpy PCG64(SeedSequence([seed, index])).random_raw"
+SEED_LIMIT = 2**32
 """Of seeds and indices: larger ones fill two words of the seed sequence, and could share a stream with another pair."""
 
 _HALF = np.uint64(32)
@@ -25,7 +25,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 def check_seed(seed: object) -> int:
     """`seed` itself, if no two prompts can share a stream under it."""
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < LIMIT:
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < SEED_LIMIT:
         return int(seed)
     raise InputError("not a seed", where="inputs", got=repr(seed), expected="a whole number from 0 to 2**32 - 1")
 

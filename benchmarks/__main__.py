@@ -1,4 +1,4 @@
-"""`posleak bench`: what a measurement costs, beside the plain forward pass and the peers (other tools)."""
+"""Measure what posleak costs, relative to the plain forward pass and to other tools: `python -m benchmarks MODEL`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
+from posleak.cli.options import Json, MaxMemory, Seed
+from posleak.cli.subject import Load, model_command
 from posleak.show.numbers import NAN
-
-from .app import emit, out, spoken_warnings, working
-from .options import Json, MaxMemory, Seed
-from .subject import Load, model_command
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from benchmarks import Benchmark, Result
     from benchmarks.timing import Spread
-    from posleak.show.terminal import Cell
+    from posleak.show.terminal import TableCell
 
 
-@model_command("bench")
+app = command_line("benchmarks", "Measure what posleak costs.")
+
+
+@model_command("bench", app)
 def bench_command(
     load: Load,
     length: Annotated[
@@ -36,9 +38,9 @@ def bench_command(
     max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
-    """Time and memory of a measurement, beside those of the plain forward pass and of the peers (other tools).
+    """Measure time and memory of posleak, of the plain forward pass, and of other tools (peers).
 
-    Example: `posleak bench smollm2-135m --length 1024 --repeats 3`
+    Example: `python -m benchmarks smollm2-135m --length 1024 --repeats 3`
     """
     from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
 
@@ -93,16 +95,20 @@ def bench_table(found: Benchmark) -> Group:
     )
 
 
-def _cells(result: Result) -> tuple[str | Cell, str | Cell, str, str]:
+def _cells(result: Result) -> tuple[str | TableCell, str | TableCell, str, str]:
     memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
     if result.seconds is None or result.ratio is None:
         return NAN, result.error or "not timed", memory, "0"
     return _spread(result.seconds, ".2f"), _spread(result.ratio), memory, str(result.seconds.n)
 
 
-def _spread(found: Spread, form: str = ".3f") -> Cell:
+def _spread(found: Spread, form: str = ".3f") -> TableCell:
     from rich.text import Text
 
-    from posleak.show.terminal import Cell
+    from posleak.show.terminal import TableCell
 
-    return Cell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+    return TableCell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+
+
+if __name__ == "__main__":
+    run(app)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from posleak.show.lines import prose
 from posleak.show.numbers import effect as said
-from posleak.show.terminal import Cell, FittedTable, cell, share, table
+from posleak.show.terminal import FittedTable, TableCell, cell, share, table
 from posleak.show.words import MARKS
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def _group(title: str, compared: list[Comparison]) -> FittedTable:
     return made
 
 
-def _cell(found: Comparison, variant: str) -> Cell:
+def _cell(found: Comparison, variant: str) -> TableCell:
     from zoo.measuring import QUANTITIES
 
     mean = found.mean(variant)
     if mean is None:
-        return Cell(Text("–", style="dim"))
+        return TableCell(Text("–", style="dim"))
     shown = share(mean) if QUANTITIES[found.quantity].is_share else cell(mean)
-    return Cell(Text.assemble(shown.text, "*" if found.differs(variant) else ""), shown.interval)
+    return TableCell(Text.assemble(shown.text, "*" if found.differs(variant) else ""), shown.interval)
 
 
 def _verdicts(found: ZooTable) -> FittedTable:

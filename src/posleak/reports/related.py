@@ -29,7 +29,7 @@ OVER = ("heads", "layers")
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class RelatedMetrics:
     """The metrics of one run. `agreements`: over heads and over layers; one that cannot be made is not there."""
 
     rows: tuple[Row, ...]
@@ -39,7 +39,7 @@ class Neighbours:
     agreements: dict[str, Agreement]
 
     @classmethod
-    def of(cls, run: Run, trace: Trace | None = None) -> Neighbours | None:
+    def of(cls, run: Run, trace: Trace | None = None) -> RelatedMetrics | None:
         """None if the run was measured without metrics."""
         found = run.metrics
         if found is None:
