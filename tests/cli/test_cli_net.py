@@ -367,7 +367,7 @@ def test_an_error_while_things_are_put_in_order_after_ctrl_c_is_ctrl_c(shell: Sh
     assert (said.status, said.err) == (130, STOPPED + "\n")
 
 
-@pytest.mark.parametrize("module", ["typer", "rich.console", "posleak.cli.study"])
+@pytest.mark.parametrize("module", ["typer", "rich.console", "posleak.cli.sweep"])
 def test_ctrl_c_while_the_command_line_is_imported_is_one_line(shell: Shell, module: str) -> None:
     blocked = f"""\
 import sys

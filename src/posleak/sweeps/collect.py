@@ -24,6 +24,7 @@ from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
 
+from .balance import BalanceTable, balance_table
 from .cells import Cell, Resources
 from .numbers import PRODUCTS, ratios, read_numbers, read_products
 from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, NUMBERS_FILE, Failed, Finished, read_sealed
@@ -83,6 +84,12 @@ class Collected:
             for key, group in whole.groupby(apart, sort=False, dropna=False)
         ]
         return pd.DataFrame(rows, columns=[*apart, "seeds", "value", "low", "high", "n"])
+
+    @cached_property
+    def balance(self) -> BalanceTable:
+        """Mask, drift and sink in every finished cell, read from the runs."""
+        left_out = {error.cell.label: error.what for error in self.left_out}
+        return balance_table(Storage(self.root), self.finished, left_out)
 
     def varied(self) -> dict[str, list[Any]]:
         """Knobs in which the cells differ, with their values in order."""

@@ -198,7 +198,8 @@ def with_changes(
 
 def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
     """Return the models' names, and those that are in memory by a name that is unique to their content."""
-    names, shown, subjects = list[str](), list[str](), dict[str, Subject]()
+    names, shown = list[str](), list[str]()
+    subjects: dict[str, Subject] = {}
     for model in models:
         if isinstance(model, str | os.PathLike):
             names.append(os.fsdecode(model))
