@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posleak.analyses.trace.trace import BORROWED
+from posleak.edits import parse_edits
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import Subject
 from posleak.runs.memory import memory_plan, pass_bytes, square_bytes, weight_count
@@ -38,7 +39,10 @@ def posleak(*edits: str) -> Needs:
 
     def needs(subject: Subject, prompts: int, length: int) -> Need:
         return Need(
-            0, memory_plan(subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=edits)).total
+            0,
+            memory_plan(
+                subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=parse_edits(edits))
+            ).total,
         )
 
     return needs

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from posleak.files import write_atomically
-from posleak.inputs.backcopy import entropies
 from posleak.show import numbers
 from posleak.show.plots import as_text, drawn, write
 from tools.made import replaced, row
+from zoo.entropy import entropies
 from zoo.measuring import QUANTITIES
 from zoo.recipe import RECIPES
 from zoo.table import TABLE, ZOO, Comparison, Curve, ZooTable

@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.corpus import STDLIB, read_corpus
-from posleak.inputs.stdlib import EXCLUDED_FOLDERS, file_docstrings
+from posleak.inputs.corpus import EXCLUDED_FOLDERS, STDLIB, file_docstrings, read_corpus
 
 ALPHABET = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 

@@ -199,6 +199,6 @@ def _pull(subject: Subject, seed: int) -> Estimate:
     attractor."""
     found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
     middle = len(found.portrait.among.value) // 2
-    alike = float(found.trajectory.scale.alike[middle])
+    alike = float(found.trajectory.body.alike[middle])
     among = found.portrait.among[middle]
     return Estimate(among.value - alike, among.low - alike, among.high - alike, among.n)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from posleak.inputs.backcopy import CHAIN_TOKENS, BackcopyBody, entropies
+from posleak.inputs.backcopy import CHAIN_TOKENS, BackcopyBody
 from posleak.inputs.randomness import SEED_LIMIT, draw
 
 from .corpus import ALPHABET, Part, Text, read_text
+from .entropy import entropies
 from .recipe import Recipe
 
 if TYPE_CHECKING:

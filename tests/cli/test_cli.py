@@ -472,7 +472,7 @@ def test_doctor_ends_with_status_1_where_a_check_fails_without_a_cause(
     posleak: Posleak, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "posleak.analyses.doctor.laws.closure", lambda bench: Check("L7 closure", 1.0, 1e-5, "relative", "…")
+        "posleak.analyses.doctor.laws.closure", lambda passes: Check("L7 closure", 1.0, 1e-5, "relative", "…")
     )
     said = posleak("doctor", models / "gpt2")  # which breaks other laws on purpose
     assert said.status == 1

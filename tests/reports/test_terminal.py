@@ -23,7 +23,7 @@ from benchmarks import Benchmark, Result as Timed
 from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
-from posleak.analyses.claims.catalogue import Result, registry
+from posleak.analyses.claims.catalogue import ClaimResult, registry
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.finding import Finding
 from posleak.analyses.doctor.check import Check
@@ -78,7 +78,7 @@ def of_claims() -> list[RenderableType]:
     found = [Finding(*effect, n=16) for effect in effects]
     found.append(Finding.not_applicable("the model has no BOS, and its first token is an ordinary one"))
     chosen = {paper: zip(registry(paper), found, strict=False) for paper in ("position", "sinks")}
-    results = {paper: [Result.about(*each) for each in some] for paper, some in chosen.items()}
+    results = {paper: [ClaimResult.about(*each) for each in some] for paper, some in chosen.items()}
     several = tuple(result for some in results.values() for result in some)
     return [claims_table(ClaimsRun(run(), some)) for some in (tuple(results["position"]), several)]
 

@@ -13,11 +13,12 @@ import torch
 
 from posleak.errors import CheckError, InputError, PosleakWarning, RunError
 from posleak.files import file_lock
-from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, BackcopyBody, entropies, successors, walk
+from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, BackcopyBody, walk
 from posleak.inputs.corpus import Corpus
 from posleak.models import load
 from zoo import corpus, training
 from zoo.corpus import ALPHABET, encode, passages, read_text
+from zoo.entropy import entropies
 from zoo.jobs import Job, jobs, train_all, trained
 from zoo.measuring import UNSEEN
 from zoo.recipe import RECIPES
@@ -102,7 +103,7 @@ def test_a_character_is_a_token(bos: bool) -> None:
 
 
 def test_after_a_trigger_the_token_before_it_comes_again() -> None:
-    ids = walk(3, list(range(50)), 200, successors())
+    ids = walk(3, list(range(50)), 200)
     after = ids[:, 1:-1] < CHAIN_TRIGGERS
     assert (ids[:, 2:][after] == ids[:, :-2][after]).all()
     assert (ids[:, 2:][after] >= CHAIN_TRIGGERS).all()
@@ -110,7 +111,7 @@ def test_after_a_trigger_the_token_before_it_comes_again() -> None:
 
 
 def test_the_chain_is_the_same_at_every_place() -> None:
-    ids = walk(0, list(range(4000)), 40, successors())
+    ids = walk(0, list(range(4000)), 40)
     counts = np.stack([np.bincount(ids[:, place], minlength=CHAIN_TOKENS) for place in range(40)]) / 4000
     assert np.abs(counts - counts.mean(0)).max() < 0.03
 
@@ -125,7 +126,7 @@ def test_a_walk_depends_on_seed_and_index_alone_and_begins_with_the_shorter_one(
 
 
 def test_entropies_are_those_of_a_long_walk() -> None:
-    ids, found = walk(1, list(range(400)), 500, successors()), entropies()
+    ids, found = walk(1, list(range(400)), 500), entropies()
     shares = np.bincount(ids.ravel()) / ids.size
     assert abs(-(shares * np.log(shares)).sum() - found.unigram) < 0.01
     pairs = np.zeros((CHAIN_TOKENS, CHAIN_TOKENS))

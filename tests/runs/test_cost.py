@@ -136,7 +136,8 @@ def test_the_plan_grows_linearly_with_the_length() -> None:
 
 def test_an_edit_that_copies_the_weights_is_planned_for() -> None:
     llama = subject()
-    plain, wide = (memory_plan(llama, MeasureSpec(length=N, batch=1, edits=e)) for e in ((), ("dtype=float64",)))
+    specs = (MeasureSpec(length=N, batch=1, edits=parse_edits(e)) for e in ((), ("dtype=float64",)))
+    plain, wide = (memory_plan(llama, spec) for spec in specs)
     assert wide.activations == 2 * plain.activations + 2 * weight_bytes(llama)
 
 

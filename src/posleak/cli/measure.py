@@ -45,11 +45,12 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     with Profile(profile) as spent:
+        from posleak.edits import parse_edits
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
-        edits = tuple(edit or ())
+        edits = parse_edits(edit or ())
         spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
         spec.require_effect()
         require_source(inputs)
@@ -102,7 +103,7 @@ def doctor_command(
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.analyses.doctor.check import Verdict
+    from posleak.analyses.doctor.check import DoctorVerdict
     from posleak.analyses.doctor.doctor import doctor
 
     from .tables import doctor_table
@@ -115,7 +116,7 @@ def doctor_command(
         emit(diagnosis.as_dict())
     else:
         out.print(doctor_table(diagnosis))
-    statuses = {Verdict.SOUND: SUCCESS, Verdict.BY_DESIGN: BY_DESIGN, Verdict.WRONG: FAILED}
+    statuses = {DoctorVerdict.SOUND: SUCCESS, DoctorVerdict.BY_DESIGN: BY_DESIGN, DoctorVerdict.WRONG: FAILED}
     raise typer.Exit(statuses[diagnosis.verdict])
 
 

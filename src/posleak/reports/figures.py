@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from posleak.analyses.claims.finding import Kept
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import SOURCES, Ladder
 from posleak.arrays import Array
 from posleak.leakage import Estimate
@@ -180,7 +180,7 @@ def sink_attention(view: View) -> Figure:
     return finished(figure, "layer", "attention to position 0")
 
 
-def norm(origin: OriginRecord) -> Figure:
+def norm(origin: Origin) -> Figure:
     """‖x_0‖ of the reference token, of many first tokens, and of ordinary positions."""
     path, many = origin.trajectory, origin.portrait
     low, middle, high = many.norm
@@ -191,7 +191,7 @@ def norm(origin: OriginRecord) -> Figure:
     return finished(figure, "depth (0: embedding)", "norm of the state", log_y=True)
 
 
-def alike(origin: OriginRecord) -> Figure:
+def alike(origin: Origin) -> Figure:
     """Do the layers turn all first tokens into one direction?"""
     to = f"first tokens to {origin.reference.name}"
     figure = go.Figure(
@@ -205,7 +205,7 @@ def alike(origin: OriginRecord) -> Figure:
     return finished(figure, "depth (0: embedding)", "mean cosine")
 
 
-def readers(origin: OriginRecord) -> Figure:
+def readers(origin: Origin) -> Figure:
     """Sink-reading heads of each attention call, with intervals over prompts."""
     calls = origin.reading.calls
     counts = [call.readers for call in calls]

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.store import StoredOrigin, read_origin
@@ -37,7 +37,7 @@ class ShownRun:
     run: Run
     label: str
     trace: Trace | None = None
-    claims: tuple[Result, ...] | None = None
+    claims: tuple[ClaimResult, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = field(default=())
@@ -178,7 +178,7 @@ def _labelled(found: list[ShownRun]) -> list[ShownRun]:
 
 def _part(run: Run, part: str) -> str:
     if part == "edits":
-        return ", ".join(run.record.spec.edits)
+        return ", ".join(run.record.spec.edit_texts)
     if part == "length":
         return f"{run.record.spec.length} tokens"
     return run.path.name if run.path is not None else ""

@@ -14,7 +14,7 @@ from posleak.axes import LAYER, PROMPT
 from posleak.leakage import FEWEST, Estimate, Jackknife
 from posleak.metrics.agreement import LEAKAGE, Agreement, Family, Sees, agreement, sees
 from posleak.metrics.catalogue import BY_ID, Level, Looks
-from posleak.metrics.table import FrameVerdict, Metrics, Row
+from posleak.metrics.table import FrameVerdict, MetricRow, Metrics
 from posleak.runs.run import Run
 
 Values = NDArray[np.float64]
@@ -32,7 +32,7 @@ OVER = ("heads", "layers")
 class RelatedMetrics:
     """The metrics of one run. `agreements`: over heads and over layers; one that cannot be made is not there."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MetricRow, ...]
     frame: FrameVerdict | None
     frames: tuple[FrameVerdict, ...]
     depths: dict[str, Estimate]
@@ -47,7 +47,7 @@ class RelatedMetrics:
         return cls(found.rows, found.frame, found.frames, found.depths, agreements(run, trace))
 
     @property
-    def by_looks(self) -> list[tuple[str, list[Row]]]:
+    def by_looks(self) -> list[tuple[str, list[MetricRow]]]:
         """The table in groups, by what metrics look at."""
         return [
             (looks.value, rows) for looks in Looks if (rows := [row for row in self.rows if row.metric.looks is looks])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
@@ -21,7 +21,7 @@ from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
 from posleak.leakage.profile import AFTER, sink_width
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import Numbers, Shares
+from posleak.leakage.summary import Decomposition, LeakageDecomposition
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -43,7 +43,7 @@ POSITIONS = 16
 class Layers:
     """By layer: powers and stabilisation of all and of early queries, and attention to position 0."""
 
-    numbers: dict[str, Numbers]
+    numbers: dict[str, LeakageDecomposition]
     sink_attention: Estimate
 
 
@@ -66,7 +66,7 @@ class Traced:
 
     lead: str
     answer: dict[str, dict[str, Estimate]]
-    layers: dict[str, Shares]
+    layers: dict[str, Decomposition]
     ladder: Ladder | None
     attention: dict[str, Estimate]
     remainder: float
@@ -108,9 +108,9 @@ class View:
     parts: tuple[str, ...]
     heads: dict[str, Any]
     curves: dict[str, Any]
-    claims: dict[str, list[Result]]
-    edited: tuple[Result, ...]
-    origin: OriginRecord | None
+    claims: dict[str, list[ClaimResult]]
+    edited: tuple[ClaimResult, ...]
+    origin: Origin | None
     pictures: Pictures | None
     doctor: Diagnosis | None
     others: RelatedMetrics | None
@@ -165,7 +165,7 @@ def view(shown: ShownRun, most_curves: int = MOST_CURVES) -> View:
 def _facts(run: Run) -> list[str]:
     record = run.record
     first, size, *rest = record.model_facts
-    edits = [f"edits: {', '.join(record.spec.edits)}"] if record.spec.edits else []
+    edits = [f"edits: {', '.join(record.spec.edit_texts)}"] if record.spec.edits else []
     return [
         f"{first}, {size}", *rest, f"n = {run.prompts} prompts of {record.spec.length} tokens",
         f"inputs: {record.spec.inputs}", f"position 0: {record.inputs.first_token}", f"seed {record.spec.seed}", *edits,
@@ -251,7 +251,7 @@ def command(shown: ShownRun) -> str:
     """The command line that measures the same again; a call from Python, where no command line could name it."""
     spec = shown.run.record.spec
     verb = "claims" if shown.claims is not None else "measure" if shown.trace is None else "trace"
-    if spec.inputs == GIVEN or any(unreadable(spec.edits)):
+    if spec.inputs == GIVEN or unreadable(spec.edits):
         return _call(verb, shown)
     line = ["posleak", verb, shown.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
     line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
@@ -262,7 +262,7 @@ def command(shown: ShownRun) -> str:
         line += ["--by-layer"]
     if verb == "measure":
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
-        line += [word for edit in spec.edits for word in ("--edit", edit)]
+        line += [word for edit in spec.edit_texts for word in ("--edit", edit)]
         line += ["--metrics", ",".join(spec.metrics)] if spec.metrics else []
     return shlex.join(line)
 
@@ -276,9 +276,9 @@ def _paper(shown: ShownRun) -> str:
 def _call(verb: str, shown: ShownRun) -> str:
     """What was given as objects is named by what it is: prompts, and edits without a text."""
     run, spec = shown.run, shown.run.record.spec
-    own = set(unreadable(spec.edits))
+    own = unreadable(spec.edits)
     inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
-    edits = ", ".join(edit if edit in own else repr(edit) for edit in spec.edits)
+    edits = ", ".join(edit.text if edit in own else repr(edit.text) for edit in spec.edits)
     options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
     if verb == "claims":
         options |= {"paper": repr(_paper(shown))}

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.axes import layer_names
-from posleak.edits import NamedEdit, require_readable, texts, unreadable
+from posleak.edits import NamedEdit, parse_edits, require_readable, unreadable
 from posleak.errors import (
     BusyError,
     CheckError,
@@ -122,7 +122,7 @@ def measure(
     watching = own_observers(observers)
     found = resolve_request(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics), loss=loss,
+        origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
     if out is not None:
         _require_idle(Path(out), fresh)
@@ -200,7 +200,7 @@ class PreparedRun:
     def prompts(self) -> Prompts:
         """What the model will read: the prompts after the edits that change tokens."""
         prompts = self.base
-        for edit in self.spec.parsed_edits:
+        for edit in self.spec.edits:
             prompts = edit.prompts(prompts)
         return prompts
 
@@ -216,7 +216,7 @@ class PreparedRun:
     @cached_property
     def digest(self) -> str:
         """Under an edit that cannot be made again from its text, no other run has the same."""
-        once = secrets.token_hex(8) if any(unreadable(self.spec.edits)) else ""
+        once = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), once)
 
     @property
@@ -258,7 +258,7 @@ class PreparedRun:
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self._first)
-        edits, plan = self.spec.parsed_edits, self.spec.plan
+        edits, plan = self.spec.edits, self.spec.plan
         for edit in edits:
             edit.require_within(calibration)
         placements = [_scaled(place, edits, plan) for place in self._placements(edits)]
@@ -300,7 +300,7 @@ class PreparedRun:
         """The calls in which a placing edit changes what positions do."""
         if not edit.placing:
             return []
-        others = [each for each in self.spec.parsed_edits if each is not edit]
+        others = [each for each in self.spec.edits if each is not edit]
         return edit.placed(self._placements(others), placements)
 
     def _placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
@@ -314,7 +314,7 @@ class PreparedRun:
         self, touches: list[EditEffectRecorder], placed: list[list[int]], calibration: Calibration
     ) -> tuple[EditEffect, ...]:  # fmt: skip
         """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
-        edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
+        edits, few = self.spec.edits, range(min(self.spec.prompts, FEWEST))
         for edit, touch, calls in zip(edits, touches, placed, strict=True):
             if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
                 touch.note("the tokens")
@@ -516,7 +516,7 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
             f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
         )
-    dtype = next((edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype), subject.dtype)
+    dtype = next((edit.weights_dtype for edit in spec.edits if edit.weights_dtype), subject.dtype)
     if ungrouped(subject.model, dtype):
         yield (
             f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "

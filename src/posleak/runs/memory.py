@@ -171,7 +171,7 @@ def _inner_width(subject: Subject) -> int:
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
     read, own = spec.borrowed + spec.length, subject.dtype.itemsize
-    edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
+    edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = weight_count(subject) * item if edited else 0
     # Of a model that takes no position ids, two prompts of one token each show what positions do.

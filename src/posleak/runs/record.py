@@ -96,7 +96,7 @@ class Record:
         """What was measured, in words, without the model."""
         spec = self.spec
         prompts = f"{spec.prompts} prompts of {spec.length} tokens"
-        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edits
+        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edit_texts
         return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
     @property

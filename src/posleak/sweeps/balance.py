@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from posleak.leakage import Estimate
+from posleak.leakage.contrast import contrasts, model_products
 from posleak.runs.balance import Balance
 from posleak.runs.run import Run
 
 from .cells import Cell
-from .numbers import ratios, whole_model
 from .state import Finished
 from .storage import CELLS_FOLDER, Storage
 
@@ -37,7 +37,7 @@ class BalanceRow:
     def as_dict(self) -> dict[str, Any]:
         spec = self.cell.spec
         cell = {
-            "model": self.cell.model, "edits": spec.edits, "length": spec.length, "prompts": spec.prompts,
+            "model": self.cell.model, "edits": spec.edit_texts, "length": spec.length, "prompts": spec.prompts,
             "seed": spec.seed, "inputs": spec.inputs, "bos": spec.bos, "dtype": self.cell.dtype,
         }  # fmt: skip
         return {"label": self.cell.label, **vars(self), "cell": cell}
@@ -72,5 +72,5 @@ def _removed(run: Run, baseline: Run) -> dict[str, Estimate]:
     paired = run.prompts == baseline.prompts and run.record.inputs.same_tokens(baseline.record.inputs)
     if run is baseline or not paired:
         return {}
-    by_name = ratios(whole_model(run), whole_model(baseline), run.prompts)
-    return {", ".join(reversed(name.split("/"))): 1 - ratio for name, ratio in by_name.items()}
+    by_power = contrasts(model_products(run.products), model_products(baseline.products), run.prompts)
+    return {f"{component}, {queries}": contrast.removed for (queries, component), contrast in by_power.items()}

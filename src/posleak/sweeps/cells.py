@@ -62,7 +62,7 @@ class Cell:
         if self.kind == TRACE and self.spec.edits:
             raise InputError(
                 "a trace takes no edits: it is itself an intervention", where=self.label,
-                got=", ".join(self.spec.edits), remedy="use kind: measure for cells with edits, in a grid of their own",
+                got=", ".join(self.spec.edit_texts), remedy="use kind: measure for cells with edits, in a grid of their own",
             )  # fmt: skip
 
     @property
@@ -109,7 +109,7 @@ class Cell:
     def label(self) -> str:
         """A description without length and seed: `smollm2-135m · window=64 · bos none`."""
         spec = self.spec
-        extra = [*spec.edits, *([spec.inputs] if spec.inputs != "random" else [])]
+        extra = [*spec.edit_texts, *([spec.inputs] if spec.inputs != "random" else [])]
         extra += [f"bos {spec.bos}"] if spec.bos != "auto" else []
         return " · ".join([self.name, *extra])
 
