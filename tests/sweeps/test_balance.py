@@ -79,7 +79,7 @@ def test_a_comparison_keeps_its_table_and_prints_it_as_json(table: BalanceTable,
     assert stored["question"] == "Does it work?"
     assert [row["label"] for row in stored["rows"]] == [row.cell.label for row in table.rows]
     assert swept.as_dict()["balance"] is table
-    assert Run.load(table.rows[1].run).record.spec.edits == ("window=9",)
+    assert Run.load(table.rows[1].run).record.spec.edit_texts == ("window=9",)
 
 
 def test_collect_has_the_same_table(table: BalanceTable, root: Path) -> None:

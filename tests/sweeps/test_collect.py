@@ -93,7 +93,7 @@ def test_edits_are_paired_with_the_same_cell_without_them(
     said: dict[str, Any], root: Path, table: pd.DataFrame
 ) -> None:
     cells = [cell for cell in manifest(said).cells if cell.spec.length == 64 and cell.spec.seed == 1]
-    by_edit = {cell.spec.edits: Run.load(root / CELLS_FOLDER / cell.folder) for cell in cells}
+    by_edit = {cell.spec.edit_texts: Run.load(root / CELLS_FOLDER / cell.folder) for cell in cells}
     ratio = whole(table, edits="window=9", length=64, seed=1, quantity="ratio", component="mask").iloc[0]
     after, before = (
         Jackknife(4).inner(by_edit[edits].products["all"].averaged((0, 1)).own["mask"]) for edits in (("window=9",), ())

@@ -21,9 +21,9 @@ from posleak.files import sole_writer
 from posleak.models import load
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.sweeps.progress import SweepProgress
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.manifest import Manifest, manifest
+from posleak.sweeps.progress import SweepProgress
 from posleak.sweeps.state import ERROR_FILE, FAILED, State, status_of, statuses
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
@@ -64,7 +64,11 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 def test_a_cell_is_the_run_that_measure_gives(grid: dict[str, Any], whole: Path) -> None:
     for cell in manifest(grid).cells[:3]:
         ours = Run.load(whole / CELLS_FOLDER / cell.folder)
-        asked: dict[str, Any] = {"edits": cell.spec.edits, "length": cell.spec.length, "prompts": cell.spec.prompts}
+        asked: dict[str, Any] = {
+            "edits": cell.spec.edit_texts,
+            "length": cell.spec.length,
+            "prompts": cell.spec.prompts,
+        }
         alone = pl.measure(load(cell.model), seed=cell.spec.seed, **asked)
         assert ours.record.digest == alone.record.digest
         for name in ours.data:
@@ -269,7 +273,9 @@ def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_
     storage = Storage(str(tmp_path))
     found = list[Any]()
     with sole_writer(tmp_path / CELLS_FOLDER / cell.folder):
-        other = threading.Thread(target=lambda: found.extend([Worker().run(storage, cell), status_of(storage, cell).state]))
+        other = threading.Thread(
+            target=lambda: found.extend([Worker().run(storage, cell), status_of(storage, cell).state])
+        )
         other.start()
         other.join()
     outcome, state = found
@@ -301,7 +307,9 @@ def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:
     assert [record.cell.name for record in found.finished] == ["tiny@main", "tiny@step100"]
     assert len({record.model.weights_sha256 for record in found.finished}) == 2
     (repo / "refs" / "main").write_text(commits["step100"])  # the branch has moved on
-    assert statuses(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+    assert (
+        statuses(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+    )
 
 
 # -- other places than a disk ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from posleak.edits import parse_edits
 from posleak.errors import InputError, PosleakError
 from posleak.runs.software import DEFINITIONS_VERSION
 from posleak.runs.spec import MeasureSpec
@@ -26,14 +27,17 @@ def test_every_list_is_an_axis() -> None:
         {"models": ["a/b", "c/d"], "edits": ["none", "window=9", ["window=9", "bos=zero"]], "seed": [0, 1]}
     )
     assert len(found.cells) == 2 * 3 * 2
-    assert [cell.spec.edits for cell in found.cells[:6:2]] == [(), ("window=9",), ("bos=zero", "window=9")]
+    assert [cell.spec.edit_texts for cell in found.cells[:6:2]] == [(), ("window=9",), ("bos=zero", "window=9")]
     assert {cell.model for cell in found.cells} == {"a/b", "c/d"}
     assert len({cell.id for cell in found.cells}) == 12
 
 
 def test_grids_take_the_keys_above_them_and_their_own() -> None:
     found = manifest({"models": "a/b", "prompts": 8, "grids": [{"length": 64}, {"kind": "trace", "prompts": 6}]})
-    assert [(cell.kind, cell.spec.length, cell.spec.prompts) for cell in found.cells] == [("measure", 64, 8), ("trace", 256, 6)]
+    assert [(cell.kind, cell.spec.length, cell.spec.prompts) for cell in found.cells] == [
+        ("measure", 64, 8),
+        ("trace", 256, 6),
+    ]
 
 
 def test_a_cell_that_two_grids_have_is_one() -> None:
@@ -46,10 +50,10 @@ def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path
     text.write_text("one two three " * 50)
     cell = Cell("a/b", MeasureSpec(f"text:{text}"))
     assert replace(cell, title="other", series="s", step=3, resources=Resources(2, 1, 10**9)).id == cell.id
-    for change in ({"dtype": "bfloat16"}, {"model": "a/c"}, {"kind": "trace"}):
+    loaded: list[Any] = [{"dtype": "bfloat16"}, {"model": "a/c"}, {"kind": "trace"}]
+    measured: list[Any] = [{"seed": 1}, {"length": 64}, {"edits": ("window=9",)}]
+    for change in (*loaded, *({"spec": replace(cell.spec, **each)} for each in measured)):
         assert replace(cell, **change).id != cell.id, change
-    for change in ({"seed": 1}, {"length": 64}, {"edits": ("window=9",)}):
-        assert replace(cell, spec=replace(cell.spec, **change)).id != cell.id, change
     before = cell.id
     text.write_text("other words " * 50)
     from posleak.sweeps.cells import text_hash
@@ -61,10 +65,10 @@ def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path
 def test_ids_and_records_of_earlier_versions_stay_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash worked out before cells had a spec, and the flat JSON of that time."""
     monkeypatch.setattr("posleak.sweeps.cells.versions", lambda: {"posleak": "1", "torch": "2", "transformers": "3"})
-    cell = Cell("a/b", MeasureSpec(edits=("window=9",), length=64), dtype="bfloat16", resources=Resources(1))
+    cell = Cell("a/b", MeasureSpec(edits=parse_edits("window=9"), length=64), dtype="bfloat16", resources=Resources(1))
     asked = {
-        "model": "a/b", "edits": ["window=9"], "length": 64, "prompts": 16, "seed": 0, "inputs": "random", "bos": "auto",
-        "dtype": "bfloat16", "kind": "measure", "origin": 4, "density": 1, "batch": 0, "metrics": [], "device": None,
+        "model": "a/b", "edits": ["window=9"], "length": 64, "prompts": 16, "seed": 0, "inputs": "random",
+        "bos": "auto", "dtype": "bfloat16", "kind": "measure", "origin": 4, "density": 1, "batch": 0, "metrics": [], "device": None,
         "device_map": None,
     }  # fmt: skip
     software = {"posleak": "1", "torch": "2", "transformers": "3"}

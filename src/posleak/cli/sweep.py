@@ -53,7 +53,9 @@ def sweep_command(
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model", parser=named, metavar="<str>",
+            "--model",
+            parser=named,
+            metavar="<str>",
             help="Models instead of the manifest's, in its order; repeatable.",
         ),
     ] = None,
@@ -83,7 +85,8 @@ def sweep_command(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Measure cells again that failed.")] = False,
     retries: Annotated[int, typer.Option(min=0, help="How often a cell whose worker died is started again.")] = 2,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Hash every file of finished cells, even if its size and time are the same.")
+        bool,
+        typer.Option("--verify", help="Hash every file of finished cells, even if its size and time are the same."),
     ] = False,
     max_memory: MaxMemory = None,
     trust_remote_code: Annotated[

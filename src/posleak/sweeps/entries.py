@@ -31,9 +31,7 @@ def models_of(entry: ModelKeys, where: str) -> list[Fields]:
         models = _checkpoints(entry.checkpoints, entry.title, where)
     elif entry.revisions is not None:
         series = entry.title or entry.model
-        models = [
-            {"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions
-        ]
+        models = [{"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions]
     else:
         models = [{"model": entry.model, "title": entry.title}]
     if entry.steps is not None:

@@ -129,7 +129,9 @@ class Worker:
             unforeseen = not isinstance(error, PosleakError)
             trace = visible("".join(traceback.format_exception(error))) if unforeseen else None
             left_out = isinstance(error, NoEffectError)
-            return write_failure(storage, cell, error_line(error), trace, attempt, left_out=left_out, message=str(error))
+            return write_failure(
+                storage, cell, error_line(error), trace, attempt, left_out=left_out, message=str(error)
+            )
 
     def _measure(
         self, storage: Storage, cell: Cell, folder: Path, attempt: int, on_status: OnStatus, started: float
@@ -226,7 +228,9 @@ def _results(
 
     if cell.kind == MEASURE:
         ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text)))
+        return Measured(
+            ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
+        )
     trace = traced(Conditions(subject, cell.spec, folder, fresh, max_memory, on_status))
     return Measured(trace.ordinary, trace)
 
