@@ -76,19 +76,19 @@ def test_what_is_no_model_is_refused_with_what_would_do(name: str) -> None:
         getattr(pl, name)(3)
 
 
-def test_a_study_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_path: Path) -> None:
-    table = pl.study("dtypes", models=llama, length=48, prompts=4, out=tmp_path)
-    assert [row.cell.label for row in table.rows] == [
+def test_a_sweep_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_path: Path) -> None:
+    swept = pl.sweep("dtypes", models=llama, length=48, prompts=4, out=tmp_path)
+    assert [row.cell.label for row in swept.balance.rows] == [
         "tiny-llama", "tiny-llama · dtype=bfloat16", "tiny-llama · dtype=float16",
     ]  # fmt: skip
-    assert repr(table) == f"Table(dtypes: {', '.join(row.cell.label for row in table.rows)})"
-    with pytest.raises(InputError, match=r"names of their own\n  got: object, object"):
-        pl.study("architectures", models=[llama.model, llama.model], out=tmp_path)
+    assert repr(swept).startswith("Sweep(dtypes: 3 finished")
+    with pytest.raises(InputError, match=r"different names\n  got: object, object"):
+        pl.sweep("architectures", models=[llama.model, llama.model], out=tmp_path)
     wrong: Any = llama
-    with pytest.raises(InputError, match=r"this is no study\n(.|\n)*models=\[model\]"):
-        pl.study(wrong, out=tmp_path)
+    with pytest.raises(InputError, match=r"not a manifest\n(.|\n)*models=\[model\]"):
+        pl.sweep(wrong, out=tmp_path)
     with pytest.raises(InputError, match="fewer models than were given"):
-        pl.study("dtypes", models=[llama, "another"], out=tmp_path)
+        pl.sweep("dtypes", models=[llama, "another"], out=tmp_path)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

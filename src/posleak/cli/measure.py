@@ -51,6 +51,7 @@ def measure_command(
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
         edits = parse_edits(edit or ())
         spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
+        spec.require_effect()
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
