@@ -186,7 +186,9 @@ def _borrowed(run: Run) -> list[str]:
 def _profile(run: Run) -> SinkProfile:
     origin, ordinary = run.record.plan.origin, run.data["ordinary"].mean((PROMPT, HEAD)).values
     found = run.summary.layer_profile
-    return SinkProfile(found[:, : max(POSITIONS, origin + KEYS_AFTER_ORIGIN)], sink_width(found.value, ordinary), origin)
+    return SinkProfile(
+        found[:, : max(POSITIONS, origin + KEYS_AFTER_ORIGIN)], sink_width(found.value, ordinary), origin
+    )
 
 
 def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:
