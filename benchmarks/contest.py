@@ -77,7 +77,7 @@ class Benchmark:
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak bench --json` (docs/json.md)."""
+        """The JSON contract of `python -m benchmarks --json` (docs/json.md)."""
         peers = {case.package: case.version for case in CASES if case.package is not None and case.version is not None}
         return {
             "model": self.identity.name, "identity": plain(self.identity), "machine": self.machine,

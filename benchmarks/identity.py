@@ -17,7 +17,7 @@ import warnings
 import torch
 
 import posleak as pl
-from posleak.models.subject import taken_checksum
+from posleak.models.subject import stable_checksum
 from posleak.runs.software import versions
 from posleak.stopwatch import Stopwatch
 
@@ -34,7 +34,7 @@ def main(model: str) -> None:
         shares.append(watch.seconds["identity"] / (watch.total - watch.seconds["identity"]))
         totals.append(watch.total)
         started = time.perf_counter()
-        taken_checksum(subject.model)
+        stable_checksum(subject.model)
         added.append(time.perf_counter() - started)
     found = {
         "model": model, "length": LENGTH, "prompts": PROMPTS, "rounds": ROUNDS,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posleak.analyses.trace.trace import BORROWED
-from posleak.inputs.prompts import UNLENT
+from posleak.edits import parse_edits
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import Subject
 from posleak.runs.memory import memory_plan, pass_bytes, square_bytes, weight_count
 from posleak.runs.spec import MeasureSpec
@@ -38,7 +39,10 @@ def posleak(*edits: str) -> Needs:
 
     def needs(subject: Subject, prompts: int, length: int) -> Need:
         return Need(
-            0, memory_plan(subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=edits)).total
+            0,
+            memory_plan(
+                subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=parse_edits(edits))
+            ).total,
         )
 
     return needs
@@ -59,7 +63,7 @@ def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureS
 
 def two_passes(subject: Subject, prompts: int, length: int) -> Need:
     """The second one is twice as long, and has a mask of its own, which is kept, and added to logits as numbers."""
-    longer, item = 2 * length + UNLENT, subject.dtype.itemsize
+    longer, item = 2 * length + DONOR_MARGIN, subject.dtype.itemsize
     return Need(longer**2, pass_bytes(subject, prompts * longer, item) + longer**2 * (4 + 2 * item))
 
 

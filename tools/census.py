@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 from posleak.analyses.doctor.doctor import Diagnosis, doctor
 from posleak.errors import CheckError, PosleakError, UnsupportedError
 from posleak.models import Subject
-from posleak.models.pretrained import quiet
-from posleak.probe import body
+from posleak.models.pretrained import silence_transformers
+from posleak.probe import backbone
 
 from .matrix import Tried, section, tried
 from .shrink import tiny_model
@@ -95,7 +95,7 @@ def examine_family(family: str, commands: bool = False) -> Row:
         return Row(family, name, NOT_BUILT, why=f"{INCOMPLETE[family]} ({said})" if family in INCOMPLETE else said)
     subject = Subject.of(model, name=family)
     try:
-        with limited(SECONDS), quiet():
+        with limited(SECONDS), silence_transformers():
             diagnosis = doctor(subject, length=LENGTH, prompts=PROMPTS, short=True)
             found = traits(subject, diagnosis.calibration, LENGTH, TOKEN)
     except UnsupportedError as error:
@@ -112,8 +112,8 @@ def examine_family(family: str, commands: bool = False) -> Row:
 def _runs_alone(model: PreTrainedModel) -> None:
     """Does the model run on token ids alone, under its own attention?"""
     ids = torch.full((1, LENGTH), TOKEN)
-    with quiet(), torch.inference_mode():
-        body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    with silence_transformers(), torch.inference_mode():
+        backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
 def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> Row:

@@ -17,7 +17,7 @@ from posleak.analyses.trace.trace import trace
 from posleak.errors import CheckError, PosleakError
 from posleak.metrics.catalogue import CATALOGUE
 from posleak.models import Subject
-from posleak.models.pretrained import quiet
+from posleak.models.pretrained import silence_transformers
 from posleak.runs.measure import measure
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
@@ -54,7 +54,7 @@ def tried(subject: Subject, doctor: str) -> Tried:
         "claims": lambda: _claims(subject),
         "doctor": lambda: doctor,
     }
-    with quiet():
+    with silence_transformers():
         return Tried(subject.identity.name, {name: _outcome(run) for name, run in work.items()})
 
 

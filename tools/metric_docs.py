@@ -19,7 +19,7 @@ from posleak.errors import RunError
 from posleak.files import write_atomically
 from posleak.metrics.agreement import Sees, can_see_mask, sees
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
-from posleak.metrics.table import Row
+from posleak.metrics.table import MetricRow
 from posleak.reports.assets import agreement_figure
 from posleak.reports.gather import ShownRun, gather
 from posleak.reports.related import RelatedMetrics, agreements
@@ -82,7 +82,7 @@ def _unit(metric: Metric) -> str:
     return "" if metric.unit == "1" else f" ({metric.unit})"
 
 
-def _value(found: Row | None) -> str:
+def _value(found: MetricRow | None) -> str:
     """`0.525 (0.424 … 0.649), n = 16`, and the depth if one was chosen."""
     if found is None:
         return numbers.NAN

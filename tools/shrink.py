@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from posleak.errors import ModelError
-from posleak.models.pretrained import quiet
+from posleak.models.pretrained import silence_transformers
 
 MOST = 20_000_000
 """Parameters that a tiny model may have; a name that the shrinker does not know leaves a full-size model."""
@@ -117,7 +117,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def tiny_config(family: str) -> PreTrainedConfig:
     """The family's config at tiny sizes."""
     config_class = CONFIG_MAPPING[family]
-    with quiet(), warnings.catch_warnings():
+    with silence_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the defaults of somebody else's config
         return config_class(**shrunk(config_class))
 
@@ -164,7 +164,7 @@ def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A random model with attention far from uniform, in evaluation mode; refused if it is not tiny."""
     config = tiny_config(family)
-    with quiet(), warnings.catch_warnings():
+    with silence_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())

@@ -1,4 +1,4 @@
-"""The parts of docs/zoo.md that are made, and its pictures, from the tables that `posleak zoo measure` wrote.
+"""The parts of docs/zoo.md that are made, and its pictures, from the tables that `python -m zoo measure` wrote.
 
 python -m tools.zoo_docs docs/zoo.md runs/zoo     # takes tables and records over into docs/zoo, and makes all
 python -m tools.zoo_docs docs/zoo.md              # makes all from docs/zoo; a test compares
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from posleak.cli.zoo_tables import GROUPS
 from posleak.files import write_atomically
-from posleak.inputs.backcopy import entropies
 from posleak.show import numbers
 from posleak.show.plots import as_text, drawn, write
 from tools.made import replaced, row
+from zoo.entropy import entropies
 from zoo.measuring import QUANTITIES
 from zoo.recipe import RECIPES
 from zoo.table import TABLE, ZOO, Comparison, Curve, ZooTable
+from zoo.terminal import GROUPS
 from zoo.variants import STANDARD, VARIANTS
 from zoo.verdicts import verdicts
 
@@ -196,7 +196,7 @@ def parts(tables: Sequence[ZooTable]) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Makes the generated parts of docs/zoo.md.")
     parser.add_argument("page", type=Path)
-    parser.add_argument("root", type=Path, nargs="?", help="where `posleak zoo measure` wrote its tables")
+    parser.add_argument("root", type=Path, nargs="?", help="where `python -m zoo measure` wrote its tables")
     options = parser.parse_args(arguments)
     make(options.page, options.root)
 

@@ -25,8 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.corpus import STDLIB, read_corpus
-from posleak.inputs.stdlib import LEFT_OUT, file_docstrings
+from posleak.inputs.corpus import EXCLUDED_FOLDERS, STDLIB, file_docstrings, read_corpus
 
 ALPHABET = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 
@@ -143,7 +142,7 @@ def _documentation() -> Iterator[Named]:
 
 
 def _is_documented(file: str) -> bool:
-    return file.endswith(".py") and not LEFT_OUT & set(file.split("/"))
+    return file.endswith(".py") and not EXCLUDED_FOLDERS & set(file.split("/"))
 
 
 def _given(path: str) -> Iterator[Named]:

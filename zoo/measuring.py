@@ -19,7 +19,7 @@ from posleak.analyses.trace.trace import SOURCES, trace
 from posleak.errors import PosleakWarning, UnsupportedError
 from posleak.files import Sealed, sole_writer
 from posleak.inputs.corpus import STDLIB
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load
 from posleak.runs.balance import Balance
@@ -112,7 +112,7 @@ class AllMeasured:
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
 
 
-KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `posleak zoo measure` again")
+KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `python -m zoo measure` again")
 
 
 def read_measured(folder: Path) -> AllMeasured:
@@ -128,7 +128,7 @@ def inputs_of(record: Training) -> tuple[str, str]:
 
 def length_of(record: Training) -> int:
     """Tokens per prompt: so many that a donor, which is longer, is no longer than what the model was trained on."""
-    return record.recipe.context - UNLENT
+    return record.recipe.context - DONOR_MARGIN
 
 
 def measure_models(
@@ -199,6 +199,6 @@ def _pull(subject: Subject, seed: int) -> Estimate:
     attractor."""
     found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
     middle = len(found.portrait.among.value) // 2
-    alike = float(found.trajectory.scale.alike[middle])
+    alike = float(found.trajectory.body.alike[middle])
     among = found.portrait.among[middle]
     return Estimate(among.value - alike, among.low - alike, among.high - alike, among.n)

@@ -109,7 +109,7 @@ class ZooTable:
         return "not compared: " + "; ".join(f"{', '.join(same)} ({why})" for why, same in titles.items())
 
 
-ZOO = Sealed("posleak zoo", 1, ZooTable, "start `posleak zoo measure` again")
+ZOO = Sealed("posleak zoo", 1, ZooTable, "start `python -m zoo measure` again")
 
 
 def write_table(root: Path, table: ZooTable) -> Path:
@@ -136,7 +136,7 @@ def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
             "there is nothing to compare", where=str(root / data),
             got=", ".join(each.record.name for each in models) or "no finished training of the recipe's own steps",
             expected=f"{STANDARD} and another variant, trained by the recipe for {data}",
-            remedy=f"train some: posleak zoo train {STANDARD} window --data {data} --seed 0 --seed 1",
+            remedy=f"train some: python -m zoo train {STANDARD} window --data {data} --seed 0 --seed 1",
         )  # fmt: skip
     kinds = inputs_of(models[0].record)
     found = {

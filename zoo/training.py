@@ -26,7 +26,7 @@ import numpy as np
 
 from posleak._version import __version__
 from posleak.errors import CheckError, RunError, warn
-from posleak.files import Sealed, cannot_write, flush, remove, remove_leftovers, sole_writer, write_atomically
+from posleak.files import Sealed, flush, remove, remove_leftovers, sole_writer, write_atomically, write_error
 from posleak.typed import Number
 
 from .recipe import Recipe, recipe_named
@@ -341,12 +341,12 @@ def _save_checkpoint(model: PreTrainedModel, folder: Path, variant: Variant, rec
 @contextmanager
 def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> Iterator[Path]:
     """A folder beside `folder` that holds the model in Hugging Face's layout, with a tokenizer for characters."""
-    from posleak.models.pretrained import quiet
+    from posleak.models.pretrained import silence_transformers
 
     made = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(made, ignore_errors=True)
     try:
-        with quiet():
+        with silence_transformers():
             model.save_pretrained(str(made))
             if recipe.data == "text":
                 byte_tokenizer(bos=variant.bos).save_pretrained(str(made))
@@ -354,7 +354,7 @@ def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recip
             flush(path)
         yield made
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

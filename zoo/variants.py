@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import InputError, did_you_mean
-from posleak.models.identity import SIBLING
+from posleak.models.identity import SIBLING_MODEL_TYPE
 
 from .recipe import Recipe
 
@@ -43,7 +43,7 @@ class Variant:
         """The config of a model of the recipe's size."""
         from transformers import AutoConfig
 
-        if self.kind == SIBLING:
+        if self.kind == SIBLING_MODEL_TYPE:
             from posleak.models import siblings  # noqa: F401  makes them known to transformers
         changes = {name: value(recipe) if callable(value) else value for name, value in self.changes.items()}
         sizes: dict[str, Any] = {
@@ -118,7 +118,7 @@ VARIANTS = {
         Variant(
             "window-first",
             "a window of the same size, in which position 0 is always seen",
-            SIBLING,
+            SIBLING_MODEL_TYPE,
             {"kept_window": lambda made: made.window},
         ),
         Variant(
@@ -130,7 +130,7 @@ VARIANTS = {
         Variant(
             "learned",
             "a learned vector for each position, added to the token's, and no RoPE: the control",
-            SIBLING,
+            SIBLING_MODEL_TYPE,
             {"learned_positions": True},
         ),
         Variant("no-bos", "no BOS in training: prompts begin anywhere in a text", bos=False),

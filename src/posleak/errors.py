@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Self
 
-from posleak.axes import SHORTEST
+from posleak.axes import MIN_LENGTH
 
 
 class PosleakError(Exception):
@@ -90,7 +90,7 @@ class PosleakWarning(UserWarning):
 
 def shorter_prompts(most: int, why: str = "") -> str | None:
     """The remedy against prompts of more than `most` tokens; None if so short ones cannot be measured."""
-    return f"use --length {most} or less{why}" if most >= SHORTEST else None
+    return f"use --length {most} or less{why}" if most >= MIN_LENGTH else None
 
 
 def warn(note: str) -> None:

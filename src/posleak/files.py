@@ -4,7 +4,7 @@
     open_regular       opens a file to read it, and never waits for a pipe;  read_regular: all of it, up to a bound
     Sealed             a sort of JSON file: written with a seal, read back as the dataclass it was, or refused
     sole_writer        one process and one thread at a time may write into a folder
-    held               the lock behind it; the kernel releases it when its owner dies
+    file_lock           the lock behind it; the kernel releases it when its owner dies
 
 The seal is a sha256 over the content. It finds damage and changes by hand; it is no signature: whoever wants to deceive
 can compute it.
@@ -28,25 +28,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 SEAL = "sha256"
 
 _MARK, MARKED_WITHIN = b'"format": "posleak ', 2**20
 """What tells a file of posleak's: in the first line, or somewhere in files of earlier versions."""
 
-MOST_JSON = 1 << 26
+MAX_JSON = 1 << 26
 """Bytes of a JSON file that is read whole; a run.json with thousands of warnings has a few millions."""
 
-MOST_NAME = 200
+MAX_NAME = 200
 """Characters of a file's name that stand in the name of its temporary file."""
 
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
@@ -68,7 +68,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         else:
             _replace(Path(os.path.realpath(path)) if path.is_symlink() else path, write)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
 def is_stream(path: Path) -> bool:
@@ -99,7 +99,7 @@ def _descriptor(path: Path) -> int | None:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:MOST_NAME]}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name[:MAX_NAME]}.{secrets.token_hex(4)}.tmp")
     try:
         with _locked(temporary):
             write(temporary)
@@ -150,7 +150,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def cannot_write(path: Path, error: OSError) -> StorageError:
+def write_error(path: Path, error: OSError) -> StorageError:
     """What the system said, and what helps against that."""
     return StorageError(
         "the file cannot be written", where=str(path), got=error.strerror or str(error),
@@ -193,7 +193,7 @@ def remove(path: Path) -> None:
         ) from error  # fmt: skip
 
 
-def is_own(path: Path) -> bool:
+def is_posleak_file(path: Path) -> bool:
     """Is this a JSON file that posleak wrote to be read back? Also true of one that was damaged or cut later."""
     try:
         with open_regular(path) as file:
@@ -202,14 +202,14 @@ def is_own(path: Path) -> bool:
         return False
 
 
-def remove_own(path: Path) -> None:
+def remove_posleak_file(path: Path) -> None:
     """Remove a file of posleak's, if it is there; JSON that posleak did not write is an error."""
-    if path.suffix == ".json" and path.exists() and not is_own(path):
-        raise in_the_way(path)
+    if path.suffix == ".json" and path.exists() and not is_posleak_file(path):
+        raise foreign_file_error(path)
     remove(path)
 
 
-def in_the_way(path: Path) -> StorageError:
+def foreign_file_error(path: Path) -> StorageError:
     return StorageError(
         f"a {'folder' if path.is_dir() else 'file'} that posleak did not write is in the way", where=str(path),
         remedy="move it away, or choose another place with --out",
@@ -237,18 +237,22 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
         yield file
 
 
-def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
+def read_regular(path: Path, most: int = MAX_JSON) -> bytes:
     """Return the content of a regular file of at most so many bytes; anything else is an OSError that says why."""
     with open_regular(path) as file:
         found = file.read(most + 1)
         if len(found) > most:
             there = max(os.fstat(file.fileno()).st_size, len(found))
-            raise OSError(errno.EINVAL, f"the file has {size(there)}, and at most {size(most)} are read", str(path))
+            raise OSError(
+                errno.EINVAL,
+                f"the file has {format_bytes(there)}, and at most {format_bytes(most)} are read",
+                str(path),
+            )
     return found
 
 
 @contextmanager
-def reading(path: str | Path, remedy: str) -> Iterator[None]:
+def translate_read_errors(path: str | Path, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises about a damaged file into a RunError that names the file and the remedy."""
     try:
         yield
@@ -258,6 +262,12 @@ def reading(path: str | Path, remedy: str) -> Iterator[None]:
         raise RunError(
             f"{Path(path).name} is corrupt: it cannot be read", where=str(path), got=one_line(error), remedy=remedy
         ) from error
+
+
+def stays_in_folder(name: str) -> bool:
+    """Return whether a path that a file names is relative and cannot leave the folder that it is relative to."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & set(":\0")
 
 
 def sha256_of(path: Path) -> str:
@@ -284,8 +294,8 @@ class Sealed(Generic[T]):
 
     def write(self, path: Path, value: Any) -> None:
         """Write the fields, or what has them, with a seal. A file of somebody else's in its place is an error."""
-        if path.exists() and not is_own(path):
-            raise in_the_way(path)
+        if path.exists() and not is_posleak_file(path):
+            raise foreign_file_error(path)
         text = self.text(value)
         write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -401,10 +411,10 @@ def sole_writer(folder: Path) -> Iterator[None]:
     try:
         made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder / LOCK, wait=False):
+        with file_lock(folder / LOCK_FILE, wait=False):
             yield
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
     finally:
         if made:
             with contextlib.suppress(OSError):
@@ -412,7 +422,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(path: Path, *, wait: bool) -> Iterator[None]:
+def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock at `path`; without `wait` a lock that somebody else holds is an error that says who."""
     import filelock
 

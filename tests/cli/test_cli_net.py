@@ -35,9 +35,9 @@ from posleak.show.terminal import literal, table
 START = "import sys\nfrom posleak.__main__ import main\nsys.argv[0] = 'posleak'\n"
 FAULT = """\
 import posleak.models.builtin as builtin
-def listing():
+def list_models():
     {}
-builtin.listing = listing
+builtin.list_models = list_models
 """
 
 
@@ -162,7 +162,7 @@ def test_an_unforeseen_error_is_said_in_one_line_with_the_place_of_its_traceback
     assert kept.parent == shell.cache / "errors"
     text = kept.read_text(encoding="utf-8")
     assert "Traceback (most recent call last)" in text
-    assert "in listing" in text
+    assert "in list_models" in text
     assert __version__ in text
     assert "\x1b" not in text
 
@@ -432,7 +432,7 @@ ENTRY = {
     "name": "a[/x]\x1b[31m\udcff", "stands_for": "caf\xe9 0.5–0.7 −1 ×4 🙂", "packages": ("w",), "size_mb": 1,
     "licence": "…", "cached": False, "path": None,
 }  # fmt: skip
-LISTED = FAULT.format(f"return [builtin.Listed(**{ENTRY!a})]")
+LISTED = FAULT.format(f"return [builtin.ModelListing(**{ENTRY!a})]")
 
 
 @pytest.mark.parametrize("command", ["", "measure", "report"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import posleak as pl
+from posleak.edits import parse_edits
 from posleak.errors import InputError, NoEffectError, PosleakError, UnsupportedError
 from posleak.models import Subject
 from posleak.probe import Call, Edit
@@ -79,7 +80,7 @@ def test_one_that_changes_nothing_is_an_error(llama: Subject, edit: str, said: s
 def test_what_can_be_refused_without_a_model_is() -> None:
     for edit in ("window=64", "sink=cut@", "sink=cut@5-2"):
         with pytest.raises(InputError):
-            MeasureSpec(**SPEC, edits=(edit,))
+            MeasureSpec(**SPEC, edits=parse_edits(edit))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from posleak.metrics.stream import projection
 from posleak.metrics.table import MARKS
 from posleak.models import Subject
 from posleak.probe import Call, attach
-from posleak.runs.beside import SHIFT, first_attention, shifted
 from posleak.runs.measure import measure
 from posleak.runs.run import Run
+from posleak.runs.short_prompts import SHIFT, first_attention, shifted
 from support.families import FAMILIES, tiny
 from support.runs_tiny import assert_same_bits
 

@@ -18,13 +18,13 @@ import torch
 
 from posleak.errors import ModelError
 from posleak.models import (
-    DEFAULT,
-    Builtin,
-    cached,
+    DEFAULT_MODEL,
+    BuiltinModel,
+    cached_folder,
     convert,
     fetch,
     gguf_facts,
-    listing,
+    list_models,
     load,
     manifest,
     memory,
@@ -57,8 +57,8 @@ class Shelf:
             archive.writestr("pkg/data/part.bin", self.parts[requirement])
         return wheel
 
-    def entry(self, **changes: object) -> Builtin:
-        entry = Builtin(
+    def entry(self, **changes: object) -> BuiltinModel:
+        entry = BuiltinModel(
             name="fake",
             stands_for="a test",
             packages=tuple(self.parts),
@@ -186,7 +186,7 @@ def test_wrong_sha256_is_caught_and_leaves_nothing(shelf: Shelf, cache: Path) ->
     assert shelf.sha256 in str(caught.value)
     assert "part1==1.0" in str(caught.value)
     assert "run it again" in str(caught.value)
-    assert cached(shelf.entry(), cache) is None
+    assert cached_folder(shelf.entry(), cache) is None
     assert list((cache / "unfinished").iterdir()) == []
     assert not (cache / "models").exists()
 
@@ -217,7 +217,7 @@ def test_folder_without_a_valid_manifest_is_converted_again(damage: str, shelf: 
         record.write_text(json.dumps({**fields, "licence": "none"}))
     else:
         record.write_text(json.dumps({**fields, "format_version": 1}))
-    assert cached(shelf.entry(), cache) is None
+    assert cached_folder(shelf.entry(), cache) is None
     assert fetch(shelf.entry(), cache, download=shelf.download) == folder
     assert len(shelf.asked) == 6
     assert torch.allclose(logits(load(folder, cache=cache).model), logits(tiny()), atol=1e-6)
@@ -262,7 +262,7 @@ def test_pip_that_finds_nothing_is_quoted(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_listing_says_what_is_here(cache: Path) -> None:
-    rows = {row.name: row for row in listing(cache)}
+    rows = {row.name: row for row in list_models(cache)}
     fetched = {name: row for name, row in rows.items() if row.packages}
     assert list(fetched) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"]
     assert not any(row.cached or row.path for row in fetched.values())
@@ -274,7 +274,7 @@ def test_listing_says_what_is_here(cache: Path) -> None:
 
 @pytest.mark.real
 def test_default_model_is_fetched_once_and_is_what_it_says() -> None:
-    subject = load(DEFAULT)
+    subject = load(DEFAULT_MODEL)
     identity = subject.identity
     assert (identity.layers, identity.heads, identity.kv_heads, identity.head_dim) == (30, 9, 3, 64)
     assert (identity.width, identity.vocab, identity.context) == (576, 49152, 8192)
@@ -285,7 +285,7 @@ def test_default_model_is_fetched_once_and_is_what_it_says() -> None:
     def nothing(requirement: str, folder: Path) -> Path:
         raise AssertionError(f"{requirement} was fetched again")
 
-    assert fetch(DEFAULT, download=nothing) == cached(DEFAULT)
+    assert fetch(DEFAULT_MODEL, download=nothing) == cached_folder(DEFAULT_MODEL)
     assert subject.tokenizer is not None
     ids = torch.tensor([subject.tokenizer("The capital of France is")["input_ids"]])
     with torch.no_grad():

@@ -219,7 +219,7 @@ def test_unknown_name_suggests_the_nearest(tmp_path: Path, cache: Path) -> None:
 
 
 def test_listing_is_light() -> None:
-    code = "import sys, posleak.models as m; m.listing(); m.BUILTIN; print('torch' in sys.modules)"
+    code = "import sys, posleak.models as m; m.list_models(); m.BUILTIN_MODELS; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -229,7 +229,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = sum(parameter.numel() for parameter in tiny().parameters())
-    assert weights.require(folder).bytes_as(torch.bfloat16) == 2 * numbers
+    assert weights.read_headers(folder).bytes_as(torch.bfloat16) == 2 * numbers
     need = memory.needed(tiny().config)
     assert need.numbers == numbers
     assert 0 < need.tables < 1000

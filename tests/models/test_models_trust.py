@@ -38,7 +38,7 @@ from posleak.models import (
     pretrained,
     trust,
 )
-from posleak.models.border import border
+from posleak.models.library_errors import translate_errors
 from posleak.models.loading import _to_stderr
 from posleak.models.sources import _licence
 from posleak.typed import from_json, plain
@@ -448,7 +448,7 @@ def test_transformers_reaches_no_hub_while_it_reads() -> None:
     from transformers.dynamic_module_utils import resolve_trust_remote_code
 
     before = constants.HF_HUB_OFFLINE
-    with pretrained.confined():
+    with pretrained.offline_transformers():
         assert constants.HF_HUB_OFFLINE
         with pytest.raises(ValueError, match="trust_remote_code"):
             resolve_trust_remote_code(None, "some/model", has_local_code=False, has_remote_code=True)
@@ -605,7 +605,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error", [TypeError("x\n  y"), ZeroDivisionError(), PanicException("unwrap"), Exception()])
 def test_border_names_the_class_and_the_place(error: BaseException) -> None:
-    with pytest.raises(ModelError) as caught, border("it broke", Path("a") / "b", "mend it"):
+    with pytest.raises(ModelError) as caught, translate_errors("it broke", Path("a") / "b", "mend it"):
         raise error
     assert (caught.value.what, caught.value.where, caught.value.remedy) == ("it broke", "a/b", "mend it")
     assert str(caught.value.got).startswith(type(error).__name__)
@@ -618,13 +618,13 @@ def test_border_names_the_class_and_the_place(error: BaseException) -> None:
      torch.OutOfMemoryError("CUDA out of memory."), Exception("Cannot allocate memory (os error 12)")],
 )  # fmt: skip
 def test_border_knows_when_memory_ran_out(error: Exception) -> None:
-    with pytest.raises(TooLargeError, match="memory ran out"), border("it broke", "a", "mend it"):
+    with pytest.raises(TooLargeError, match="memory ran out"), translate_errors("it broke", "a", "mend it"):
         raise error
 
 
 def test_border_lets_interruptions_and_own_errors_pass() -> None:
     for error in (KeyboardInterrupt(), SystemExit(), StorageError("own")):
-        with pytest.raises(type(error)), border("it broke", "a", "mend it"):
+        with pytest.raises(type(error)), translate_errors("it broke", "a", "mend it"):
             raise error
 
 
@@ -639,7 +639,7 @@ def test_border_lets_interruptions_and_own_errors_pass() -> None:
     ],
 )
 def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
-    with pytest.raises(ModelError, match=remedy), border("it broke", "a", "mend it"):
+    with pytest.raises(ModelError, match=remedy), translate_errors("it broke", "a", "mend it"):
         raise error
 
 
@@ -654,7 +654,7 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for where in ("held", "require_disk", "publish"):
+    for where in ("file_lock", "require_disk", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(caching, where, fail)
             with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*{remedy}") as caught:

@@ -259,7 +259,9 @@ class Softer(NamedEdit):
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    kind = stage.Kind("softer", "softer=F", "scales", "nothing", "softer=2", lambda value, scope: Softer(float(value)))
+    kind = stage.EditKind(
+        "softer", "softer=F", "scales", "nothing", "softer=2", lambda value, scope: Softer(float(value))
+    )
     stage.register(kind)
     yield
     del stage.KINDS["softer"]
@@ -267,14 +269,14 @@ def registered() -> Iterator[None]:
 
 def test_one_edit_needs_no_list(llama: pl.Subject) -> None:
     one, many = (pl.measure(llama, **SMALL, edits=edits) for edits in ("window=16", ["window=16"]))
-    assert one.record.spec.edits == ("window=16",)
+    assert one.record.spec.edit_texts == ("window=16",)
     assert one.record.digest == many.record.digest
     assert_same_bits(one, many)
 
 
 def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> None:
     own = pl.measure(llama, **SMALL, edits=[Halved(), "window=16"])
-    assert own.record.spec.edits == ("window=16", "Halved")
+    assert own.record.spec.edit_texts == ("window=16", "Halved")
     assert_same_bits(own, pl.measure(llama, **SMALL, edits=["softer=2.0", "window=16"]))
     twice = pl.measure(llama, **SMALL, edits=[Halved(), Halved()])
     assert_same_bits(twice, pl.measure(llama, **SMALL, edits=Softer(4.0)))
@@ -301,7 +303,7 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [(Halved, r"remedy: pass an object of the class: Halved\(\)"), (3, "this is no edit"), ([None], "this is no edit")],
+    [(Halved, r"remedy: pass an object of the class: Halved\(\)"), (3, "an edit"), ([None], "an edit")],
 )
 def test_what_is_no_edit_is_refused(llama: pl.Subject, wrong: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):

@@ -20,9 +20,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from benchmarks import Benchmark, Result as Timed
+from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
-from posleak.analyses.claims.catalogue import Result, registry
+from posleak.analyses.claims.catalogue import ClaimResult, registry
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.finding import Finding
 from posleak.analyses.doctor.check import Check
@@ -30,7 +31,6 @@ from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.cli.advise import advice_tables
-from posleak.cli.bench import bench_table
 from posleak.cli.origin_tables import origin_page
 from posleak.cli.study import study_table
 from posleak.cli.sweep import plan_table, summary
@@ -78,7 +78,7 @@ def of_claims() -> list[RenderableType]:
     found = [Finding(*effect, n=16) for effect in effects]
     found.append(Finding.not_applicable("the model has no BOS, and its first token is an ordinary one"))
     chosen = {paper: zip(registry(paper), found, strict=False) for paper in ("position", "sinks")}
-    results = {paper: [Result.about(*each) for each in some] for paper, some in chosen.items()}
+    results = {paper: [ClaimResult.about(*each) for each in some] for paper, some in chosen.items()}
     several = tuple(result for some in results.values() for result in some)
     return [claims_table(ClaimsRun(run(), some)) for some in (tuple(results["position"]), several)]
 
@@ -143,7 +143,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "claims": of_claims,
     "origin": lambda: list(origin_page(origin(subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
-    "models": lambda: [models_table(builtin.listing())],
+    "models": lambda: [models_table(builtin.list_models())],
     "advise": of_advice,
     "study": of_study,
     "sweep": of_sweep,

@@ -117,7 +117,7 @@ def outputs() -> dict[str, Any]:
         "measure": measure_output(),
         "trace": pl.trace(llama, length=48, prompts=4).as_dict(),
         "doctor": plain(pl.doctor(llama, length=48, prompts=4)),
-        "models": {"models": plain([asdict(entry) for entry in builtin.listing()])},
+        "models": {"models": plain([asdict(entry) for entry in builtin.list_models()])},
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),
         "advise": pl.advise(llama, "random", groups=["rope"], edits=["dtype=float32"], length=48, prompts=4).as_dict(),
         "origin": plain(origin(llama, length=48, prompts=3, tokens=16)),

@@ -20,7 +20,7 @@ from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.models import Subject
 from posleak.peak import PeakMemory
-from posleak.probe import Call, attach, body, default_plan, kernel, read_placements
+from posleak.probe import Call, attach, backbone, default_plan, kernel, read_placements
 from posleak.probe.rows import Frame, scaled_weights
 from posleak.runs.memory import memory_plan, weight_bytes
 from posleak.runs.sizes import LIBRARIES
@@ -136,7 +136,8 @@ def test_the_plan_grows_linearly_with_the_length() -> None:
 
 def test_an_edit_that_copies_the_weights_is_planned_for() -> None:
     llama = subject()
-    plain, wide = (memory_plan(llama, MeasureSpec(length=N, batch=1, edits=e)) for e in ((), ("dtype=float64",)))
+    specs = (MeasureSpec(length=N, batch=1, edits=parse_edits(e)) for e in ((), ("dtype=float64",)))
+    plain, wide = (memory_plan(llama, spec) for spec in specs)
     assert wide.activations == 2 * plain.activations + 2 * weight_bytes(llama)
 
 
@@ -193,7 +194,7 @@ COUNTS_ITSELF: dict[str, Any] = {
 @contextmanager
 def counted_shapes(model: torch.nn.Module) -> Iterator[list[tuple[int, ...]]]:
     seen: list[tuple[int, ...]] = []
-    hook = body(model).register_forward_pre_hook(  # type: ignore[arg-type]
+    hook = backbone(model).register_forward_pre_hook(  # type: ignore[arg-type]
         lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:

@@ -463,7 +463,7 @@ def test_a_file_of_a_run_that_is_a_pipe_does_not_hang(
     pipe_at(folder / name)
     found = within(60, lambda: pl.measure(llama, out=folder, **SPEC))
     assert isinstance(found, Run if name == ".lock" else PosleakError)
-    assert isinstance(within(60, lambda: files.is_own(folder / name)), bool)
+    assert isinstance(within(60, lambda: files.is_posleak_file(folder / name)), bool)
     if name == "run.json":
         assert isinstance(within(60, lambda: pl.measure(llama, out=folder, fresh=True, **SPEC)), PosleakError)
 

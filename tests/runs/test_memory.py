@@ -158,7 +158,7 @@ def test_origin_reads_fewer_prompts_at_once_to_stay_within_a_limit(llama: Subjec
     assert 8 in whole
     assert 8 not in parts
     assert parts.count(2) >= 8, "four batches in two versions"
-    assert np.allclose(found.reading.at_0.value, expected.reading.at_0.value, atol=1e-5)
+    assert np.allclose(found.reading.at_0, expected.reading.at_0, atol=1e-5)
     assert np.allclose(found.trajectory.norm, expected.trajectory.norm, rtol=1e-5)
     said = refused(origin, llama, batch=8, max_memory=allowing(llama, room), **asked)
     assert "needs more memory than --max-memory allows" in said

@@ -7,9 +7,8 @@ from . import origin as _origin  # noqa: F401  isort: skip
 from . import advise as _advise  # noqa: F401  isort: skip
 from . import study as _study  # noqa: F401  isort: skip
 from . import sweep as _sweep  # noqa: F401  isort: skip
-from . import zoo as _zoo  # noqa: F401  isort: skip
 from . import report as _report  # noqa: F401  isort: skip
-from . import bench as _bench  # noqa: F401  isort: skip
+from . import moved as _moved  # noqa: F401  isort: skip
 from .app import main
 
 __all__ = ["main"]

@@ -53,15 +53,16 @@ def _not_swallowed() -> Iterator[None]:
         raise
 
 
-app = typer.Typer(
-    name="posleak",
-    cls=Commands,
-    help="Where does a decoder-only language model's sense of absolute position come from?",
-    epilog="Exit status: " + "; ".join(f"{status} {meaning}" for status, meaning in STATUSES.items()) + ".",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
+def command_line(name: str, help: str) -> typer.Typer:
+    """Return a command line with posleak's handling of errors and output."""
+    statuses = "; ".join(f"{status} {meaning}" for status, meaning in STATUSES.items())
+    return typer.Typer(
+        name=name, cls=Commands, help=help, epilog=f"Exit status: {statuses}.", no_args_is_help=True,
+        rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    )  # fmt: skip
+
+
+app = command_line("posleak", "Where does a decoder-only language model's sense of absolute position come from?")
 RUNS = Path("runs")
 """Where runs are kept unless `--out` says otherwise."""
 
@@ -83,10 +84,15 @@ out = PlainConsole(width=_width())
 STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
-def main() -> None:
-    """Run the command line. Whatever goes wrong becomes a message and an exit status, never a traceback."""
+def run(commands: typer.Typer) -> None:
+    """Run a command line. Every error becomes a message and an exit status, never a traceback."""
     with net(_last_words):
-        app()
+        commands()
+
+
+def main() -> None:
+    """Run `posleak`."""
+    run(app)
 
 
 def _last_words(word: str, message: str) -> None:

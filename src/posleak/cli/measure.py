@@ -45,22 +45,23 @@ def measure_command(
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
     with Profile(profile) as spent:
+        from posleak.edits import parse_edits
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
-        edits = tuple(edit or ())
+        edits = parse_edits(edit or ())
         spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
-        from posleak.runs.measure import Measurement
+        from posleak.runs.measure import PreparedRun
 
         from .progress import prompt_progress
 
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as watch:
-            ready = Measurement.of(subject, spec, max_memory=max_memory)
-            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, watch=watch)
+            ready = PreparedRun.of(subject, spec, max_memory=max_memory)
+            run = ready.run_with_warnings(folder or RUNS / ready.folder_name, fresh=fresh, on_progress=watch)
     found = spent.as_dict(run.record.memory.total)
     if as_json:
         emit(run.as_dict() | ({} if found is None else {"profile": found}))
@@ -101,7 +102,7 @@ def doctor_command(
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.analyses.doctor.check import Verdict
+    from posleak.analyses.doctor.check import DoctorVerdict
     from posleak.analyses.doctor.doctor import doctor
 
     from .tables import doctor_table
@@ -114,7 +115,7 @@ def doctor_command(
         emit(diagnosis.as_dict())
     else:
         out.print(doctor_table(diagnosis))
-    statuses = {Verdict.SOUND: SUCCESS, Verdict.BY_DESIGN: BY_DESIGN, Verdict.WRONG: FAILED}
+    statuses = {DoctorVerdict.SOUND: SUCCESS, DoctorVerdict.BY_DESIGN: BY_DESIGN, DoctorVerdict.WRONG: FAILED}
     raise typer.Exit(statuses[diagnosis.verdict])
 
 
@@ -129,6 +130,6 @@ def models_command(as_json: Json = False) -> None:
     from .tables import models_table
 
     if as_json:
-        emit({"models": [asdict(entry) for entry in builtin.listing()]})
+        emit({"models": [asdict(entry) for entry in builtin.list_models()]})
     else:
-        out.print(models_table(builtin.listing()))
+        out.print(models_table(builtin.list_models()))

@@ -235,14 +235,14 @@ def plan_table(found: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableTy
     from posleak.show.lines import prose
     from posleak.show.terminal import table
     from posleak.sweeps.state import State
-    from posleak.text import size
+    from posleak.text import format_bytes
 
     made = table(("cell", "state", "time", "memory"), wrap=["cell", "state"])
     for each in found.cells[:MOST_LISTED]:
         guess = guessed.get(each.cell.id)
         took = None if each.record is None else minutes(each.record.seconds.measuring)
         about = None if guess is None or guess.seconds is None else f"~{minutes(guess.seconds)}"
-        memory = None if guess is None or guess.memory is None else f"~{size(guess.memory)}"
+        memory = None if guess is None or guess.memory is None else f"~{format_bytes(guess.memory)}"
         state = f"{each.state.value}: {each.why}" if each.why else each.state.value
         made.add_row(each.cell.details, state, took or about or "–", memory or "–")
     yield made
@@ -256,7 +256,7 @@ def plan_table(found: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableTy
 
 def _totals(guessed: list[Guess]) -> Iterator[str]:
     """What all open cells may take together, and one worker at most."""
-    from posleak.text import size
+    from posleak.text import format_bytes
 
     known = [guess for guess in guessed if guess.seconds is not None]
     if known:
@@ -265,6 +265,6 @@ def _totals(guessed: list[Guess]) -> Iterator[str]:
         total = sum(guess.seconds or 0.0 for guess in known)
         yield f"about {minutes(total)} on one worker ({basis})"
     if most := max((guess.memory or 0 for guess in guessed), default=0):
-        yield f"a worker needs about {size(most)}"
+        yield f"a worker needs about {format_bytes(most)}"
     if unknown := len(guessed) - len(known):
         yield f"nothing is known of {unknown} cells, whose models are not on this machine yet"

@@ -12,27 +12,27 @@ from posleak.inputs.bos import FirstToken as FirstToken
 from posleak.inputs.given import (
     GivenPrompts as GivenPrompts,
     Inputs as Inputs,
-    Readable as Readable,
+    ReadableSubject as ReadableSubject,
     read_given as read_given,
 )
 from posleak.inputs.prompts import (
     InputFacts as InputFacts,
     Prompts as Prompts,
-    bos_outside as bos_outside,
+    bos_outside_vocabulary as bos_outside_vocabulary,
     prepare as prepare,
 )
+from posleak.inputs.randomness import draw as draw
 from posleak.inputs.repeats import repeat_notes as repeat_notes
 from posleak.inputs.source import (
-    KINDS as KINDS,
+    SOURCE_KINDS as SOURCE_KINDS,
     ConstantToken as ConstantToken,
-    Kind as Kind,
     RandomTokens as RandomTokens,
     Source as Source,
+    SourceKind as SourceKind,
     TextCrops as TextCrops,
-    names_source as names_source,
+    is_source_name as is_source_name,
     parse as parse,
     register as register,
     require_source as require_source,
 )
-from posleak.inputs.stream import draw as draw
 from posleak.inputs.vocabulary import Vocabulary as Vocabulary

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import DONORS, Body, ConstantBody, GivenBody, OtherGivenBody, given_body
-from posleak.inputs.bos import AS_GIVEN, FirstToken, decide, named_bos
-from posleak.inputs.given import GivenPrompts, Readable, check_length
+from posleak.inputs.bodies import FIRST_DONOR, Body, ConstantBody, DonorGivenBody, GivenBody, given_body
+from posleak.inputs.bos import AS_GIVEN, FirstToken, named_bos, resolve_first_token
+from posleak.inputs.given import GivenPrompts, ReadableSubject, check_length
+from posleak.inputs.randomness import SAMPLING_METHOD, SEED_LIMIT, check_seed
 from posleak.inputs.source import Source, parse
-from posleak.inputs.stream import LIMIT, METHOD, check_seed
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
 
-UNLENT = 64
+DONOR_MARGIN = 64
 """A donor is so much longer than its prompt: its first tokens, the sinks among them, are never lent."""
 
 
@@ -83,7 +83,7 @@ class Prompts:
 
     def ids(self, index: int) -> np.ndarray:
         """int64 [T]"""
-        if not 0 <= index < LIMIT:
+        if not 0 <= index < SEED_LIMIT:
             raise InputError("prompts are numbered from 0 to 2**32 - 1", where="inputs", got=index)
         ids = self.body.ids(self.seed, index, self.length)
         if self.first.id is not None:
@@ -98,21 +98,21 @@ class Prompts:
     @property
     def context(self) -> int:
         """How many tokens of another document stand before each prompt."""
-        return 0 if self.donor is None else self.length + UNLENT
+        return 0 if self.donor is None else self.length + DONOR_MARGIN
 
     def after_donors(self) -> Prompts:
         """The same prompts, each after a document of the same kind with a first token of its own."""
         body: Body
         if isinstance(self.body, GivenBody):
-            body = OtherGivenBody(self.body.table)
+            body = DonorGivenBody(self.body.table)
         else:
-            body = parse(self.source).body(self.length + UNLENT, self.seed, self.vocabulary)
+            body = parse(self.source).body(self.length + DONOR_MARGIN, self.seed, self.vocabulary)
         return replace(self, donor=body)
 
     def _before(self, index: int) -> np.ndarray:
         if self.donor is None:
             return np.empty(0, dtype=np.int64)
-        ids = self.donor.ids(self.seed, DONORS + index, self.context)
+        ids = self.donor.ids(self.seed, FIRST_DONOR + index, self.context)
         if self.first.id is not None:
             ids[0] = self.first.id
         return ids
@@ -151,7 +151,7 @@ class Prompts:
             source=self.source, length=self.length, seed=self.seed, bos=self.first.policy, bos_id=self.first.id,
             bos_token=self.first.token, first_token=self._first_token(), vocabulary_size=self.vocabulary.size,
             vocabulary_excluded=self.vocabulary.excluded, vocabulary_sha256=self.vocabulary.sha256,
-            method=None if isinstance(self.body, GivenBody) else METHOD, context=self.context, **known,
+            method=None if isinstance(self.body, GivenBody) else SAMPLING_METHOD, context=self.context, **known,
             other={name: value for name, value in said.items() if name not in known},
         )  # fmt: skip
 
@@ -173,7 +173,7 @@ class Prompts:
 
 
 def prepare(
-    subject: Readable,
+    subject: ReadableSubject,
     inputs: str | Source | GivenPrompts | np.ndarray = "random",
     *,
     bos: str | int = "auto",
@@ -189,13 +189,13 @@ def prepare(
     vocabulary = read_vocabulary(configs, subject.tokenizer)
     source = parse(inputs) if isinstance(inputs, str) else inputs
     if not isinstance(source, np.ndarray | GivenPrompts) and hasattr(source, "body"):
-        first = decide(bos, configs, vocabulary)
+        first = resolve_first_token(bos, configs, vocabulary)
         return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
     given = source if isinstance(source, GivenPrompts) else GivenPrompts.of_ids(source, bos)
     return Prompts(given.kind, given.first, vocabulary, given_body(given.table, length, vocabulary), length, seed)
 
 
-def bos_outside(subject: Readable) -> str | None:
+def bos_outside_vocabulary(subject: ReadableSubject) -> str | None:
     """What is wrong with the BOS that the config names, where the model cannot embed it; else None."""
     configs = text_configs(subject.model.config)
     vocabulary, token = read_vocabulary(configs, subject.tokenizer), named_bos(configs)

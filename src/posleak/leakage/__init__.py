@@ -1,5 +1,6 @@
 """Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
 
+from .contrast import Contrast as Contrast
 from .dataset import assemble as assemble, component as component, components as components
 from .observer import AttentionObserver as AttentionObserver, LeakageObserver as LeakageObserver
 from .profile import narrow_layers as narrow_layers, sink_width as sink_width

@@ -59,5 +59,5 @@ class AttentionObserver:
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         rows = call_rows(call, self.plan)
-        nowhere = rows.offsets >= rows.sight.body[:, None]
+        nowhere = rows.offsets >= rows.seen.body[:, None]
         self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(nowhere, torch.nan))

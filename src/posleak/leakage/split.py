@@ -58,11 +58,11 @@ class Parts:
 
 def split(rows: Rows) -> Parts:
     """The parts of every measured query against the mean reference."""
-    late, seen = rows.references, rows.sight
+    late, seen = rows.references, rows.seen
     log_z_i, log_z_r = rows.log_z, late.log_z  # [B, H, Q], [B, H, R]
     mask = (log_z_r[..., None] - rows.crop).mean(2)
     sink = (rows.crop - rows.cut).mean(2) - (log_z_i - rows.body)
-    pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.sight.body.min())
+    pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.seen.body.min())
     nowhere = ~pairs
     # Logits at pairs that do not exist are −inf: they are taken out before they can meet each other.
     s_i = rows.s.masked_fill(nowhere, 0)
@@ -79,7 +79,7 @@ def split(rows: Rows) -> Parts:
         attention_0=(rows.first[..., 0] - log_z_i).exp(),
         profile=late.profile,
         ordinary=late.ordinary,
-        logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.sight.body.min(), torch.nan),
+        logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.seen.body.min(), torch.nan),
         renormalisation=renormalisation,
         pairs=pairs,
         remainder=float(remainder),

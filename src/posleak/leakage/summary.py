@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -12,14 +12,20 @@ import xarray as xr
 from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_names, layer_places
+from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_coordinates, layer_names
 
+from .number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from .power import by_cell, products_of
 from .profile import sink_width
 from .sampled import Estimate, Jackknife
 
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
+
+HEAD_COLUMNS = (
+    "layer", "call", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n",
+)  # fmt: skip
+"""Columns of heads.parquet: `layer` is the model's layer id, `call` the index of the attention call."""
 
 
 @dataclass(frozen=True)
@@ -65,33 +71,54 @@ def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H p
 
 
 @dataclass(frozen=True)
-class Shares:
+class Decomposition:
     """Powers in nats² and shares of the total, for the cells that the products have."""
 
     power: dict[str, Estimate]
     share: dict[str, Estimate]
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Shares:
+    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+        """Estimate every power and share from the products of prompts."""
         total = jackknife.inner(products.own["total"])
         return cls(
             power={name: jackknife.inner(sums).estimate for name, sums in products.own.items()},
             share={name: jackknife.inner(sums).over(total).estimate for name, sums in products.with_total.items()},
         )
 
+    def __getitem__(self, index: Any) -> Self:
+        """Return the same numbers of some of the cells."""
+        power, share = ({name: x[index] for name, x in part.items()} for part in (self.power, self.share))
+        return replace(self, power=power, share=share)
+
+    def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
+        """Yield every number with its labels: those given, then quantity, component and unit."""
+        for quantity, unit, estimates in (("power", POWER_UNIT, self.power), ("share", SHARE_UNIT, self.share)):
+            for name, estimate in estimates.items():
+                yield LabelledEstimate.of(estimate, **labels, quantity=quantity, component=name, unit=unit)
+
 
 @dataclass(frozen=True)
-class Numbers(Shares):
-    """The same of a measurement, with the stabilisation factor: what the mask would do without the sink, over what it
-    does."""
+class LeakageDecomposition(Decomposition):
+    """Powers and shares of mask, drift and sink, with the stabilisation factor: the power that the mask part would have
+    without the sink, divided by the power that it has."""
 
     stabilisation: Estimate
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Numbers:
-        found = Shares.of(products, jackknife)
+    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+        """Estimate every power, every share and the stabilisation factor from the products of prompts."""
+        parts = Decomposition.of(products, jackknife)
         without, mask = (jackknife.inner(products.own[name]) for name in ("mask_without_sink", "mask"))
-        return cls(found.power, found.share, without.over(mask).estimate)
+        return cls(parts.power, parts.share, without.over(mask).estimate)
+
+    def __getitem__(self, index: Any) -> Self:
+        return replace(super().__getitem__(index), stabilisation=self.stabilisation[index])
+
+    def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
+        yield from super().labelled(**labels)
+        own = {"quantity": "stabilisation", "component": None, "unit": SHARE_UNIT}
+        yield LabelledEstimate(self.stabilisation, labels | own)
 
 
 @dataclass(frozen=True)
@@ -106,28 +133,28 @@ class Summary:
     layer_ordinary   the same to one ordinary far key [L]; NaN where none is seen
     sink_attention, layer_sink_attention   its first column: attention to position 0
     width            how many first positions the sink of a head takes, by the median over prompts [L, H]
-    numbers          the model's own layer of each attention call [L]
+    layer_ids        the model's own layer of each attention call [L]
     """
 
-    heads: dict[str, Numbers]
-    layers: dict[str, Numbers]
-    model: dict[str, Numbers]
+    heads: dict[str, LeakageDecomposition]
+    layers: dict[str, LeakageDecomposition]
+    model: dict[str, LeakageDecomposition]
     profile: Estimate
     layer_profile: Estimate
     layer_ordinary: Estimate
     width: Int64[np.ndarray, "L H"]
     prompts: int
-    numbers: tuple[int, ...]
+    layer_ids: tuple[int, ...]
 
     @property
     def layer_names(self) -> tuple[str, ...]:
         """What layers are called in tables and figures."""
-        return layer_names(self.numbers)
+        return layer_names(self.layer_ids)
 
     @property
     def places(self) -> Array:
         """Where layers stand on an axis."""
-        return np.array(layer_places(self.numbers))
+        return np.array(layer_coordinates(self.layer_ids))
 
     @property
     def sink_attention(self) -> Estimate:
@@ -145,15 +172,15 @@ def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
     jackknife = Jackknife(data.sizes["prompt"])
     profile, ordinary = data["profile"].values, data["ordinary"].values
     return Summary(
-        heads={queries: Numbers.of(p, jackknife) for queries, p in products.items()},
-        layers={queries: Numbers.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
-        model={queries: Numbers.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
+        heads={queries: LeakageDecomposition.of(p, jackknife) for queries, p in products.items()},
+        layers={queries: LeakageDecomposition.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
+        model={queries: LeakageDecomposition.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
         profile=jackknife.mean(profile).estimate,
         layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
         layer_ordinary=jackknife.mean(_mean_over_heads(ordinary)).estimate,
         width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
-        numbers=tuple(data[LAYER].values.tolist()),
+        layer_ids=tuple(data[LAYER].values.tolist()),
     )
 
 
@@ -164,25 +191,24 @@ def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B 
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
-    """One record per number and head: layer (the model's number), call (in order), head, queries, quantity, component,
-    value, low, high, unit, n."""
-    for row in _all_rows(summary):
-        yield {"layer": summary.numbers[row["call"]], **row}
+    """Yield the rows of heads.parquet (HEAD_COLUMNS): one per quantity, component, set of queries, call and head."""
+    for number in _by_head(summary):
+        for cell in number.cells("call", "head"):
+            yield cell.as_row(HEAD_COLUMNS, layer=summary.layer_ids[cell.labels["call"]])
 
 
-def _all_rows(summary: Summary) -> Iterator[dict[str, Any]]:
-    for queries, numbers in summary.heads.items():
-        for name, estimate in numbers.power.items():
-            yield from _records(estimate, queries, "power", name, "nats²")
-        for name, estimate in numbers.share.items():
-            yield from _records(estimate, queries, "share", name, "1")
-        yield from _records(numbers.stabilisation, queries, "stabilisation", None, "1")
-    yield from _records(summary.sink_attention, "reference", "sink_attention", None, "1")
+def _by_head(summary: Summary) -> Iterator[LabelledEstimate]:
+    for queries, decomposition in summary.heads.items():
+        yield from decomposition.labelled(queries=queries)
+    labels = {"queries": "reference", "quantity": "sink_attention", "unit": SHARE_UNIT}
+    yield LabelledEstimate(summary.sink_attention, labels)
 
 
 def by_head(summary: Summary) -> pd.DataFrame:
-    """The powers of all queries and the attention to position 0 as a table, one row per head that exists: most leakage
-    first; a head without a number for it comes last."""
+    """Return the powers of all queries and the attention to position 0 as a table with one row per existing head.
+
+    Rows are sorted by total power, largest first; heads whose total power is NaN come last.
+    """
     rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
     for number in tidy(summary):
         if (number["quantity"], number["queries"]) in (("power", "all"), ("sink_attention", "reference")):
@@ -194,12 +220,3 @@ def by_head(summary: Summary) -> pd.DataFrame:
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
     table.attrs["units"] = units
     return table
-
-
-def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:
-    for call, head in np.ndindex(estimate.value.shape):
-        cell = estimate[call, head]
-        yield {
-            "call": call, "head": head, "queries": queries, "quantity": quantity, "component": name,
-            "value": float(cell.value), "low": float(cell.low), "high": float(cell.high), "unit": unit, "n": cell.n,
-        }  # fmt: skip

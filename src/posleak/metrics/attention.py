@@ -81,7 +81,7 @@ class Frames(Meter):
 
     def look(self, seen: Glimpse) -> Arrays:
         mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
-        visible = seen.call.visibility.kept("seen by rows", lambda: seen.visible.cpu().numpy())
+        visible = seen.call.visibility.cached("seen by rows", lambda: seen.visible.cpu().numpy())
         first = start_attention(seen.call, CONNECTED).mean(1).double().cpu().numpy()
         frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
         return {

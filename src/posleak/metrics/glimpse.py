@@ -87,7 +87,7 @@ class Glimpse:
     @cached_property
     def visible(self) -> Bool[Tensor, "P T"]:
         """The keys that the rows see; the same in all prompts of a batch, as the leakage's rows have made sure."""
-        return self.call.visibility.kept("glimpse", lambda: self.call.visibility.rows(self.rows)[0, 0])
+        return self.call.visibility.cached("glimpse", lambda: self.call.visibility.rows(self.rows)[0, 0])
 
     @cached_property
     def logits(self) -> Float[Tensor, "B H P T"]:
@@ -127,7 +127,7 @@ class Glimpse:
 def start_attention(call: Call, tokens: int = START) -> Float[Tensor, "B H T T"]:
     """The whole attention of the first queries among themselves."""
     tokens = min(tokens, call.query.shape[2])
-    first = call.among(0, tokens)
+    first = call.slice_positions(0, tokens)
     rows = torch.arange(tokens, device=call.query.device)
     return attention(first, first.logits(slice(None)), first.visibility.rows(rows)[0, 0], rows)
 
@@ -136,7 +136,7 @@ def attention(
     call: Call, logits: Float[Tensor, "B H P T"], visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"]
 ) -> Float[Tensor, "B H P T"]:
     """The softmax of rows, as the call computes it: with its learned sink logit, and with what edits do at key 0."""
-    hidden = call.visibility.kept(
+    hidden = call.visibility.cached(
         ("hidden", visible.shape, logits.dtype),
         lambda: torch.zeros(visible.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~visible, -torch.inf),
     )

@@ -23,7 +23,7 @@ class Positions(Meter):
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"r2_offset": (LAYER, HEAD), "delta_r2": (LAYER, HEAD)}
 
     def look(self, seen: Glimpse) -> Arrays:
-        design = seen.call.visibility.kept("design", lambda: Design.of(seen.visible, seen.rows, seen.weights))
+        design = seen.call.visibility.cached("design", lambda: Design.of(seen.visible, seen.rows, seen.weights))
         offset, more = explained(seen.logits, design)
         return {"r2_offset": offset.cpu().numpy(), "delta_r2": more.cpu().numpy()}
 

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from posleak.axes import BAND, HEAD, LAYER, OFFSET, POSITION, PROMPT, QUERY, SCALE, SCALING, THRESHOLD
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.leakage.across import correlated
+from posleak.leakage.number import LabelledEstimate
 from posleak.leakage.power import products
 from posleak.leakage.sampled import FEWEST
+from posleak.leakage.summary import HEAD_COLUMNS
 
 from .catalogue import BY_ID, CATALOGUE, Level, Metric
 
@@ -39,7 +41,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """A metric and its value; `at`: of which layer or depth it is, where the definition chooses one."""
 
     metric: Metric
@@ -48,10 +50,10 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         m = self.metric
-        return {
-            "id": m.id, "title": m.title, "value": self.value.value, "low": self.value.low, "high": self.value.high,
-            "n": self.value.n, "unit": m.unit, "at": self.at, "definition": m.definition, "source": m.source,
-            "looks": m.looks.value, "blind": m.blind, "published": m.published,
+        row = LabelledEstimate.of(self.value, id=m.id, title=m.title).as_row()
+        return row | {
+            "unit": m.unit, "at": self.at, "definition": m.definition, "source": m.source, "looks": m.looks.value,
+            "blind": m.blind, "published": m.published,
         }  # fmt: skip
 
 
@@ -89,9 +91,9 @@ class Metrics:
         return found if any(name in data for name in MARKS) else None
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[MetricRow, ...]:
         """The table; metrics that this run does not have are left out."""
-        return tuple(Row(metric, *self._value(metric)) for metric in self.there)
+        return tuple(MetricRow(metric, *self._value(metric)) for metric in self.there)
 
     @cached_property
     def there(self) -> tuple[Metric, ...]:
@@ -204,16 +206,13 @@ class Metrics:
         }  # fmt: skip
 
     def tidy(self) -> Iterator[dict[str, Any]]:
-        """One record per head-level number, in the form of heads.parquet."""
-        for name, found in self.heads.items():
-            for call, head in np.ndindex(found.value.shape):
-                cell = found[call, head]
-                if np.isfinite(cell.value):
-                    yield {
-                        "call": call, "head": head, "queries": "all", "quantity": "metric", "component": name,
-                        "value": float(cell.value), "low": float(cell.low), "high": float(cell.high),
-                        "unit": BY_ID[name].unit, "n": cell.n,
-                    }  # fmt: skip
+        """Yield the rows of heads.parquet (HEAD_COLUMNS) of every metric that has a finite value per head."""
+        layer_ids = self.data[LAYER].values.tolist()
+        for name, estimate in self.heads.items():
+            labels = {"queries": "all", "quantity": "metric", "component": name, "unit": BY_ID[name].unit}
+            for cell in LabelledEstimate(estimate, labels).cells("call", "head"):
+                if np.isfinite(cell.estimate.value):
+                    yield cell.as_row(HEAD_COLUMNS, layer=layer_ids[cell.labels["call"]])
 
 
 def _frame_dict(found: FrameVerdict) -> dict[str, Any]:

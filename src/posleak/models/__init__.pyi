@@ -1,16 +1,16 @@
 from .builtin import (
-    BUILTIN as BUILTIN,
-    DEFAULT as DEFAULT,
-    Builtin as Builtin,
-    Listed as Listed,
-    cached as cached,
+    BUILTIN_MODELS as BUILTIN_MODELS,
+    DEFAULT_MODEL as DEFAULT_MODEL,
+    BuiltinModel as BuiltinModel,
+    ModelListing as ModelListing,
+    cached_folder as cached_folder,
     fetch as fetch,
-    listing as listing,
+    list_models as list_models,
 )
 from .given import AnyModel as AnyModel, subject_of as subject_of
 from .hold import exclusive as exclusive
 from .identity import Identity as Identity, input_device as input_device
 from .loading import load as load
 from .memory import available_bytes as available_bytes, read_weights as read_weights
-from .steps import checkpoints as checkpoints
+from .sources import checkpoints as checkpoints
 from .subject import Subject as Subject

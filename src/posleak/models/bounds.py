@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.models.border import FETCH_AGAIN
-from posleak.text import size
+from posleak.models.library_errors import FETCH_AGAIN
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from posleak.models.memory import Need
+    from posleak.models.memory import MemoryNeed
     from posleak.models.weights import Weights
 
 MOST_CONFIG = 1 << 25
@@ -49,8 +49,8 @@ def require_size(path: Path, most: int) -> None:
     found = path.stat().st_size
     if found > most:
         raise ModelError(
-            f"{path.name} is too large", where=str(path), got=size(found), expected=f"at most {size(most)}",
-            remedy=FETCH_AGAIN,
+            f"{path.name} is too large", where=str(path), got=format_bytes(found),
+            expected=f"at most {format_bytes(most)}", remedy=FETCH_AGAIN,
         )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def require_layers(folder: Path, config: PreTrainedConfig, weights: Weights) -> 
         )  # fmt: skip
 
 
-def require_held(where: Path, need: Need, numbers: int, spare: int = SPARE_NUMBERS) -> None:
+def require_held(where: Path, need: MemoryNeed, numbers: int, spare: int = SPARE_NUMBERS) -> None:
     """Refuse a config of a model that is larger than the `numbers` in its files and some, or makes huge tables."""
     if need.numbers > numbers + spare:
         raise ModelError(
@@ -104,6 +104,6 @@ def require_held(where: Path, need: Need, numbers: int, spare: int = SPARE_NUMBE
     most = SPARE_TABLES + 4 * numbers
     if need.tables > most:
         raise ModelError(
-            "the config asks for huge tables beside the weights", where=str(where), got=size(need.tables),
-            expected=f"at most {size(most)}", remedy="correct max_position_embeddings, or fetch the file again",
+            "the config asks for huge tables beside the weights", where=str(where), got=format_bytes(need.tables),
+            expected=f"at most {format_bytes(most)}", remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip

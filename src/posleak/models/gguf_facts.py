@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
 from posleak.models import bounds, gguf_header
-from posleak.models.border import FETCH_AGAIN, border
 from posleak.models.gguf_header import Header
+from posleak.models.library_errors import FETCH_AGAIN, translate_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -53,7 +53,7 @@ class Facts:
 def read(path: Path) -> Facts:
     """The facts of a GGUF file; an error if the file is not GGUF, is cut short, or contradicts itself."""
     header = gguf_header.read(path)
-    with border("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
+    with translate_errors("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
         facts = _facts(path, header)
         _require_consistent(facts, header)
     return facts

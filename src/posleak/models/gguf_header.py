@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posleak.errors import ModelError
-from posleak.models.border import FETCH_AGAIN, border
+from posleak.models.library_errors import FETCH_AGAIN, translate_errors
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,7 +34,7 @@ _KEY_BYTES, _TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GGUFTensor:
     """One entry of the table: `kind` is the number of its ggml type."""
 
     name: str
@@ -51,12 +51,12 @@ class Header:
     """The metadata by key, without the items of arrays of strings (only how many there are), and the tensors."""
 
     fields: dict[str, Any]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[GGUFTensor, ...]
 
 
 def read(path: Path) -> Header:
     """The header of a GGUF file, or an error that says where it contradicts the file."""
-    with border("the file is not a whole GGUF file", path, FETCH_AGAIN), path.open("rb") as file:
+    with translate_errors("the file is not a whole GGUF file", path, FETCH_AGAIN), path.open("rb") as file:
         if path.stat().st_size < 24:
             _refuse(path, f"{path.stat().st_size} bytes")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -139,15 +139,15 @@ class _Walk:
             self.take(self.number("Q"))
         return items
 
-    def tensor(self) -> tuple[Tensor, int]:
+    def tensor(self) -> tuple[GGUFTensor, int]:
         """One entry of the table, and where in the data it begins."""
         name, dimensions = self.text(MOST_KEY), self.number("I")
         if dimensions > MOST_DIMENSIONS:
             _refuse(self.path, f"{name!r} with {dimensions} dimensions", f"at most {MOST_DIMENSIONS}")
         shape = tuple(self.number("Q") for _ in range(dimensions))
-        return Tensor(name, shape, self.number("I")), self.number("Q")
+        return GGUFTensor(name, shape, self.number("I")), self.number("Q")
 
-    def require_held(self, table: list[tuple[Tensor, int]], alignment: object) -> None:
+    def require_held(self, table: list[tuple[GGUFTensor, int]], alignment: object) -> None:
         """Every tensor is in the file, and all of them together are no more than the file."""
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             _refuse(self.path, f"general.alignment {alignment!r}", "a small number")
@@ -164,7 +164,7 @@ class _Walk:
                 )  # fmt: skip
             names.add(tensor.name)
 
-    def bytes_of(self, tensor: Tensor) -> int:
+    def bytes_of(self, tensor: GGUFTensor) -> int:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if tensor.kind not in GGMLQuantizationType._value2member_map_:

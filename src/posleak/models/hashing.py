@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from posleak.errors import ModelError, StorageError
 from posleak.files import read_regular, write_atomically
-from posleak.models.border import border
+from posleak.models.library_errors import translate_errors
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ class Background:
     def result(self) -> dict[str, str]:
         """The hashes by name, once they are all there."""
         self._thread.join()
-        with border("a file of the model cannot be read", self.folder, "make it readable for you"):
+        with translate_errors("a file of the model cannot be read", self.folder, "make it readable for you"):
             if self._error is not None:
                 raise self._error
         return self._hashes

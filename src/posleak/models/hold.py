@@ -8,8 +8,8 @@ The thread that has it attached would wait for itself, so that it is refused. Mo
 object share it, and count as one.
 
 While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
-an error, every module has its own mode again. `own_random_state` does the same for torch's random state, for models
-that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
+an error, every module has its own mode again. `preserve_random_state` does the same for the random state of torch, for
+models that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
 the same numbers twice.
 """
 
@@ -37,7 +37,7 @@ PATIENCE = 1.0
 class Hold:
     """A model in somebody's hands: the thread, and all configs of the model. `attached`: its attention is ours.
 
-    undoing: what gives the model back, kept here because the garbage collector, when it closes a generator, empties the
+    cleanup: what gives the model back, kept here because the garbage collector, when it closes a generator, empties the
     weak references that are reachable only through it, and torch's handles of hooks are such: they would not be removed
     """
 
@@ -45,7 +45,7 @@ class Hold:
     attached: bool
     thread: threading.Thread
     configs: tuple[Any, ...]
-    undoing: ExitStack = field(default_factory=ExitStack)
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, attached: bool) -> Hold:
@@ -80,7 +80,7 @@ def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
     """Reserve the model for this thread, with its own attention; others wait. The same thread may take it again."""
-    with holding(Hold.of(model, attached=False)), own_random_state(model):
+    with holding(Hold.of(model, attached=False)), preserve_random_state(model):
         yield
 
 
@@ -89,14 +89,14 @@ def holding(hold: Hold) -> Iterator[None]:
     """Wait for the model and hold it; refused where this thread, or one that has ended, has it attached."""
     try:
         _take(hold)
-        with evaluating(hold.model):
+        with evaluation_mode(hold.model):
             yield
     finally:
         _let_go(hold)
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode, and restore the mode of each on exit."""
     training = [module for module in model.modules() if module.training]
     try:
@@ -109,16 +109,16 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_random_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore torch's random state on exit if the model draws random numbers (`drawing`)."""
-    if model not in drawing:
+def preserve_random_state(model: torch.nn.Module) -> Iterator[None]:
+    """Restore torch's random state on exit if the model draws random numbers (`random_models`)."""
+    if model not in random_models:
         yield
         return
     with torch.random.fork_rng(devices=cuda_devices(model)):
         yield
 
 
-drawing: WeakSet[torch.nn.Module] = WeakSet()
+random_models: WeakSet[torch.nn.Module] = WeakSet()
 """Models that were seen to draw random numbers in a forward pass."""
 
 
@@ -174,7 +174,7 @@ def _measured_already(hold: Hold, other: Hold) -> RunError:
     )  # fmt: skip
 
 
-def foreign_pass(hold: Hold) -> RunError:
+def wrong_thread_error(hold: Hold) -> RunError:
     """For a forward pass in another thread than the one that measures."""
     return RunError(
         "the model is being measured in another thread, where this forward pass would be counted",
@@ -184,7 +184,7 @@ def foreign_pass(hold: Hold) -> RunError:
     )
 
 
-def own(hook: Callable[..., Any]) -> Callable[..., Any]:
+def this_thread_only(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A module hook that is deaf to forward passes of other threads."""
     thread = threading.get_ident()
 

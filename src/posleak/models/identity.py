@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.models.border import border, spelled
+from posleak.models.library_errors import escape_surrogates, translate_errors
 from posleak.text import visible
 from posleak.typed import Number
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-SIBLING = "posleak_llama"
+SIBLING_MODEL_TYPE = "posleak_llama"
 """The architecture of siblings.py, which transformers does not have."""
 
 
@@ -107,7 +107,9 @@ class Identity:
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """Return the identity of a model in memory, without its fingerprint."""
-    with border("the model cannot be described", provenance.name, "correct its config, or fetch the files again"):
+    with translate_errors(
+        "the model cannot be described", provenance.name, "correct its config, or fetch the files again"
+    ):
         return _described(model, tokenizer, provenance)
 
 
@@ -115,7 +117,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     config = model.config
     text = config.get_text_config(decoder=True)
     return Identity(
-        name=spelled(provenance.name),
+        name=escape_surrogates(provenance.name),
         architecture=str(config.model_type),
         model_class=type(model).__name__,
         layers=_largest(text, "num_hidden_layers"),
@@ -136,7 +138,7 @@ def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         weights_sha256=provenance.weights_sha256,
         config_sha256=config_sha256(config),
         source=provenance.source,
-        revision=None if provenance.revision is None else spelled(provenance.revision),
+        revision=None if provenance.revision is None else escape_surrogates(provenance.revision),
         bos=_bos(config, text, tokenizer),
         licence=provenance.licence,
         tokenizer_sha256=provenance.tokenizer_sha256,

@@ -24,10 +24,10 @@ from posleak.models import (
     trust,
     weights,
 )
-from posleak.models.border import border
 from posleak.models.identity import Provenance, config_sha256, describe
-from posleak.models.names import with_revision
-from posleak.models.subject import Subject, taken_checksum
+from posleak.models.library_errors import translate_errors
+from posleak.models.sources import split_revision
+from posleak.models.subject import Subject, stable_checksum
 from posleak.signatures import checked
 from posleak.text import visible
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Allowed:
     """What the caller allows, and where hashes are remembered."""
 
     cache: Path
@@ -49,7 +49,7 @@ class _Asked:
 
     def hashing(self, located: sources.Located) -> hashing.Background:
         """Begin to hash the weights of a folder; the small files of a converted model are compared at once."""
-        with border("the model's files cannot be read", located.folder, pretrained.REMEDY):
+        with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
             names = weights.files(located.folder, allow_pickle=self.allow_pickle)
             if located.record is not None:
                 manifest.require_small(located.folder, located.record, names)
@@ -77,7 +77,7 @@ class _Target:
         chosen = config.dtype if self.dtype == "auto" else self.dtype
         return chosen if isinstance(chosen, torch.dtype) else None
 
-    def bytes(self, config: PreTrainedConfig, need: memory.Need) -> int:
+    def bytes(self, config: PreTrainedConfig, need: memory.MemoryNeed) -> int:
         """What a model takes in memory, at least: how far quantised weights are packed is not known."""
         import torch
 
@@ -127,15 +127,15 @@ def load(
     notice             called with the terms of use of a built-in model; by default it prints to stderr
     """
     pretrained.require_docstrings()
-    text, pinned = with_revision(_name(name))
+    text, pinned = split_revision(_name(name))
     if pinned is not None and revision not in (None, pinned):
         raise ModelError("two revisions are asked for", where=text, got=f"{pinned} and {revision}", remedy="name one")
     revision = pinned or revision
-    if revision is not None and text in sources.known():
+    if revision is not None and text in sources.known_names():
         raise sources.no_revisions(text, revision, "this model")
     pretrained.require_dtype(dtype)
     sources.require_path(text)
-    asked = _Asked(caching.root(cache), trust_remote_code, allow_pickle, verify)
+    asked = _Allowed(caching.cache_folder(cache), trust_remote_code, allow_pickle, verify)
     with ExitStack() as stack:
         located = sources.at_hand(text, asked.cache)
         if located is not None:  # hashed while torch is imported
@@ -144,7 +144,7 @@ def load(
         if located is None:
             located = sources.resolve(text, _wish(text, asked, target, revision, progress, notice))
             hashes = stack.enter_context(asked.hashing(located))
-        with border("the model cannot be loaded", located.folder, pretrained.REMEDY):
+        with translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY):
             return _read(_name(name), located, target, asked, hashes)
 
 
@@ -159,7 +159,7 @@ def _name(name: str | os.PathLike[str]) -> str:
 
 
 def _wish(
-    name: str, asked: _Asked, target: _Target, revision: str | None, progress: Say | None, notice: Say | None
+    name: str, asked: _Allowed, target: _Target, revision: str | None, progress: Say | None, notice: Say | None
 ) -> sources.Wish:
     def fits(config: PreTrainedConfig) -> None:
         target.require(target.bytes(config, memory.needed(config, trust_remote_code=asked.trust_remote_code)), name)
@@ -191,7 +191,7 @@ def _target(
     return _Target(chosen, pretrained.pick_dtype(dtype, chosen), device_map)
 
 
-def _read(name: str, located: sources.Located, target: _Target, asked: _Asked, hashes: hashing.Background) -> Subject:
+def _read(name: str, located: sources.Located, target: _Target, asked: _Allowed, hashes: hashing.Background) -> Subject:
     config = refusals.read_config(located.folder, trust_remote_code=asked.trust_remote_code)
     _require_room(located.folder, config, target, asked)
     model = pretrained.read_model(
@@ -203,7 +203,7 @@ def _read(name: str, located: sources.Located, target: _Target, asked: _Asked, h
         allow_pickle=asked.allow_pickle,
     )
     words = tokenizer.read(located.folder, config, trust_remote_code=asked.trust_remote_code)
-    checksum, config_hash = taken_checksum(model), config_sha256(model.config)
+    checksum, config_hash = stable_checksum(model), config_sha256(model.config)
     how = f"{model.dtype} {config_hash} {version('torch')} {version('transformers')}"
     found = hashing.confirmed(hashes, asked.cache, checksum, how)
     if located.record is not None:
@@ -227,11 +227,11 @@ def _sha256(folder: Path, names: list[str]) -> str:
     return hashing.joined_sha256({name: hashing.file_sha256(folder / name) for name in names})
 
 
-def _require_room(folder: Path, config: PreTrainedConfig, target: _Target, asked: _Asked) -> None:
+def _require_room(folder: Path, config: PreTrainedConfig, target: _Target, asked: _Allowed) -> None:
     """Refuse a model that its files cannot hold, or that memory cannot."""
-    held = weights.require(folder, allow_pickle=asked.allow_pickle)
+    held = weights.read_headers(folder, allow_pickle=asked.allow_pickle)
     bounds.require_layers(folder, config, held)
     need = memory.needed(config, trust_remote_code=asked.trust_remote_code)
     packed = getattr(config, "quantization_config", None) is not None
-    bounds.require_held(folder / "config.json", need, 8 * held.bytes if packed else held.numbers)
+    bounds.require_held(folder / "config.json", need, 8 * held.bytes if packed else held.elements)
     target.require(max(held.bytes_as(target.cast(config)), target.bytes(config, need)), str(folder))

@@ -28,7 +28,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ConversionManifest:
     """What was converted, from what, and every file that it became."""
 
     name: str
@@ -41,7 +41,7 @@ class Manifest:
     files: dict[str, Content]
 
 
-MODEL = Sealed("posleak model", CONVERTER, Manifest, "delete its folder and load the model again")
+MODEL = Sealed("posleak model", CONVERTER, ConversionManifest, "delete its folder and load the model again")
 """posleak.json"""
 
 
@@ -52,12 +52,12 @@ def contents(folder: Path) -> dict[str, Content]:
     }
 
 
-def write(folder: Path, manifest: Manifest) -> None:
+def write(folder: Path, manifest: ConversionManifest) -> None:
     """Write the manifest; it is the last file that a conversion writes."""
     MODEL.write(folder / FILE, manifest)
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Path) -> ConversionManifest | None:
     """The manifest of a folder that this converter wrote; None for anything less, which must be converted again."""
     try:
         return MODEL.read(folder / FILE) if (folder / FILE).is_file() else None
@@ -65,18 +65,18 @@ def read(folder: Path) -> Manifest | None:
         return None
 
 
-def find(folder: Path, gguf_sha256: str) -> Manifest | None:
+def find(folder: Path, gguf_sha256: str) -> ConversionManifest | None:
     """The manifest, if it is valid and the model was converted from this very file."""
     found = read(folder)
     return found if found is not None and found.gguf_sha256 == gguf_sha256 else None
 
 
-def present(folder: Path, manifest: Manifest) -> bool:
+def present(folder: Path, manifest: ConversionManifest) -> bool:
     """Are all files there, with their sizes? Quick, and enough for a list of what is in the cache."""
     return not _odd(folder, manifest)
 
 
-def require_small(folder: Path, manifest: Manifest, weights: list[str]) -> None:
+def require_small(folder: Path, manifest: ConversionManifest, weights: list[str]) -> None:
     """Refuse a folder with a file too many, or one that is missing, or of another size or, but for weights, content."""
     for name, wrong in _odd(folder, manifest).items():
         raise _changed(folder, name, wrong, "what conversion wrote")
@@ -84,14 +84,14 @@ def require_small(folder: Path, manifest: Manifest, weights: list[str]) -> None:
     require_same(folder, manifest, {name: hashing.file_sha256(folder / name) for name in small})
 
 
-def require_same(folder: Path, manifest: Manifest, hashes: Mapping[str, str]) -> None:
+def require_same(folder: Path, manifest: ConversionManifest, hashes: Mapping[str, str]) -> None:
     """Refuse a file whose hash is not the one in the manifest."""
     for name, found in hashes.items():
         if found != manifest.files[name].sha256:
             raise _changed(folder, name, f"sha256 {found}", f"sha256 {manifest.files[name].sha256}")
 
 
-def _odd(folder: Path, manifest: Manifest) -> dict[str, str]:
+def _odd(folder: Path, manifest: ConversionManifest) -> dict[str, str]:
     """What is wrong with files, by their names, as far as their sizes tell."""
     found = {name: (folder / name).stat().st_size for name in _names(folder)}
     wrong = {name: "a file that conversion did not write" for name in found if name not in manifest.files}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import TooLargeError
 from posleak.models import pretrained
-from posleak.models.border import SMALLER, border
-from posleak.text import size
+from posleak.models.library_errors import USE_LESS_MEMORY, translate_errors
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def machine_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """What the model of a config takes: how many numbers its parameters have, and bytes of tables beside them."""
 
     numbers: int
@@ -103,16 +103,16 @@ class Need:
         return self.numbers * dtype.itemsize + self.tables
 
 
-def needed(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Need:
+def needed(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MemoryNeed:
     """What the model of this config takes: it is built without storage, and counted."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    about = border("no model can be built from the config", str(config.name_or_path), pretrained.REMEDY)
-    with about, pretrained.confined(), torch.device("meta"):
+    about = translate_errors("no model can be built from the config", str(config.name_or_path), pretrained.REMEDY)
+    with about, pretrained.offline_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are counted once
-    return Need(parameters, sum(table.numel() * table.itemsize for table in model.buffers()))
+    return MemoryNeed(parameters, sum(table.numel() * table.itemsize for table in model.buffers()))
 
 
 def require_memory(need: int, *, where: str, device: str, available: Callable[[], int]) -> None:
@@ -122,7 +122,7 @@ def require_memory(need: int, *, where: str, device: str, available: Callable[[]
         raise TooLargeError(
             f"the model's weights do not fit in the memory of {device}",
             where=where,
-            got=f"{size(need)} of weights",
-            expected=f"at most {size(have)}",
-            remedy=SMALLER,
+            got=f"{format_bytes(need)} of weights",
+            expected=f"at most {format_bytes(have)}",
+            remedy=USE_LESS_MEMORY,
         )

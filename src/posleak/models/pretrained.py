@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, PosleakWarning
 from posleak.models import trust
-from posleak.models.border import border
+from posleak.models.library_errors import translate_errors
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def require_docstrings() -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Turn off transformers' progress bars and log tables, and restore the user's settings afterwards."""
     from transformers.utils import logging
 
@@ -52,7 +52,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def confined() -> Iterator[None]:
+def offline_transformers() -> Iterator[None]:
     """Let transformers read what is on this machine: quietly, without a hub, and without a question on the terminal."""
     from huggingface_hub import constants
     from transformers import dynamic_module_utils as dynamic
@@ -60,7 +60,7 @@ def confined() -> Iterator[None]:
     offline, patience = constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE
     constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE = True, 0  # 0 seconds to answer: refused, not asked
     try:
-        with quiet():
+        with silence_transformers():
             yield
     finally:
         constants.HF_HUB_OFFLINE, dynamic.TIME_OUT_REMOTE_CODE = offline, patience
@@ -71,7 +71,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False, gguf_file: str
     from transformers import AutoConfig
 
     extra = {"gguf_file": gguf_file} if gguf_file else {}
-    with border("transformers cannot read the config", folder, REMEDY), confined():
+    with translate_errors("transformers cannot read the config", folder, REMEDY), offline_transformers():
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **extra
         )
@@ -96,7 +96,10 @@ def read_model(
     extra: dict[str, Any] = {}
     if gguf_file:  # unpacked here: packed weights would need a kernel from a hub
         extra = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    with border("transformers cannot load the model", folder / gguf_file if gguf_file else folder, REMEDY), confined():
+    with (
+        translate_errors("transformers cannot load the model", folder / gguf_file if gguf_file else folder, REMEDY),
+        offline_transformers(),
+    ):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from posleak.errors import ModelError, did_you_mean
 from posleak.files import read_regular
 from posleak.models import bounds, pretrained, trust
-from posleak.models.border import FETCH_AGAIN, border
-from posleak.models.identity import SIBLING, windows
+from posleak.models.identity import SIBLING_MODEL_TYPE, windows
+from posleak.models.library_errors import FETCH_AGAIN, translate_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The folder's config, if it names a decoder-only model that can be built without running unknown code."""
     path = folder / "config.json"
-    with border("config.json cannot be read as a model's config", path, f"correct it, or {FETCH_AGAIN}"):
+    with translate_errors("config.json cannot be read as a model's config", path, f"correct it, or {FETCH_AGAIN}"):
         trust.require_no_adapter(folder)
         raw = raw_json(path) if path.is_file() else None
         if raw is None:
@@ -61,7 +61,7 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
     kind = str(raw.get("model_type"))
-    if kind == SIBLING:
+    if kind == SIBLING_MODEL_TYPE:
         from posleak.models import siblings  # noqa: F401  makes them known to transformers
 
         return

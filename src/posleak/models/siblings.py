@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.masking_utils import create_causal_mask
 
-from posleak.models.identity import SIBLING
+from posleak.models.identity import SIBLING_MODEL_TYPE
 
 
 @strict
 class SiblingConfig(LlamaConfig):
     """Llama's config, with what the siblings differ in."""
 
-    model_type = SIBLING
+    model_type = SIBLING_MODEL_TYPE
 
     kept_window: int | None = None
     learned_positions: bool = False
@@ -92,5 +92,5 @@ class SiblingForCausalLM(LlamaForCausalLM):
         self.post_init()
 
 
-AutoConfig.register(SIBLING, SiblingConfig, exist_ok=True)
+AutoConfig.register(SIBLING_MODEL_TYPE, SiblingConfig, exist_ok=True)
 AutoModelForCausalLM.register(SiblingConfig, SiblingForCausalLM, exist_ok=True)

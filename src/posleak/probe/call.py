@@ -24,7 +24,7 @@ class Call:
     s_aux: a learned logit without a value, in every row's denominator. bias: what the model itself adds to the logits
     (ALiBi, learned relative positions).
 
-    The last three are for edits, and stay as they are where `among` and `of_heads` cut the rest. Of queries after
+    The last three are for edits, and stay as they are where `among` and `select_heads` cut the rest. Of queries after
     position 0, unread: heads that may not read it; frozen: the share that they read there instead of their own (NaN:
     their own). start: where the prompt begins, after a borrowed context.
 
@@ -48,7 +48,7 @@ class Call:
     layer: int = 0
 
     @property
-    def added(self) -> str | None:
+    def bias_kind(self) -> str | None:
         """What kind of bias is added to the logits: linear in the key's position, or another; None: nothing."""
         if self.bias is None:
             return None
@@ -63,7 +63,7 @@ class Call:
         """How many query heads it has."""
         return self.query.shape[1]
 
-    def among(self, start: int, stop: int) -> Call:
+    def slice_positions(self, start: int, stop: int) -> Call:
         """Queries and keys start … stop − 1, among themselves."""
         at = slice(start, stop)
         return replace(
@@ -71,11 +71,11 @@ class Call:
             query=self.query[:, :, at],
             key=self.key[:, :, at],
             value=self.value[:, :, at],
-            visibility=self.visibility.part(start, stop),
+            visibility=self.visibility.slice_positions(start, stop),
             bias=None if self.bias is None else self.bias[..., at, at],
         )
 
-    def of_heads(self, chosen: Bool[Tensor, "H"]) -> Call:
+    def select_heads(self, chosen: Bool[Tensor, "H"]) -> Call:
         """Only the heads with chosen true, each with its own key head."""
         if bool(chosen.all()):
             return self
@@ -97,10 +97,10 @@ class Call:
         """
         q, k = self.query[:, :, rows], self.key[:, :, keys]
         wide = torch.promote_types(q.dtype, torch.float32)
-        s = self.capped(grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2)))
+        s = self.soft_capped(grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2)))
         return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
 
-    def capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
+    def soft_capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
         """Scaled products of queries and keys, soft-capped in place if the model does that."""
         return s if self.softcap is None else torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
 

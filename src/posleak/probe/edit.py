@@ -55,7 +55,7 @@ class Edit:
         puts none. What they do to leakage is told apart, as `scaling`."""
         return None
 
-    def touched_heads(self, before: Call, after: Call) -> int:
+    def changed_heads(self, before: Call, after: Call) -> int:
         """How many heads of a call it changed."""
         if after is before:
             return 0

@@ -18,22 +18,22 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import Identity, Subject, exclusive
-from posleak.models.border import border
-from posleak.models.hold import cuda_devices, drawing, random_states
-from posleak.models.subject import RUNNABLE, attributes_of
+from posleak.models.hold import cuda_devices, random_models, random_states
+from posleak.models.library_errors import translate_errors
+from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 
 from .native import by_itself, native
 
-TOKENS, READ = 8, 16
+FINGERPRINT_TOKENS, FINGERPRINT_LOGITS = 8, 16
 """Tokens of the fixed prompt, and logits that are read at its end."""
 
-HIDDEN = 1e3
+HIDDEN_LOGIT = 1e3
 """Logits beyond this hide tokens, if they do not change."""
 
 
 def fingerprint(subject: Subject) -> tuple[float, ...]:
-    """Return READ logits at the last of TOKENS positions of the fixed prompt, and log Σ exp(logits) there.
+    """Return FINGERPRINT_LOGITS logits at the last of FINGERPRINT_TOKENS positions of the fixed prompt, and log Σ exp(logits) there.
 
     The tokens of the prompt, and those whose logits are read, are spread evenly over the vocabulary. Where a model has
     no logits at each position, its last state takes their place.
@@ -45,13 +45,15 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
 def _fingerprint(subject: Subject) -> tuple[float, ...]:
     model, embedding = subject.model, subject.model.get_input_embeddings()
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)  # the identity may be out of date
-    ids = _spread(TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary))).to(subject.device)[None]
-    with border("the model cannot be run", subject.identity.name, RUNNABLE):
+    ids = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary))).to(
+        subject.device
+    )[None]
+    with translate_errors("the model cannot be run", subject.identity.name, RUN_IN_TRANSFORMERS):
         before = random_states(model)
         outputs = _outputs(model, ids)
         if not all(map(torch.equal, before, random_states(model))):
             _require_fixed(subject, ids, outputs, before)
-    read = _spread(READ, outputs.shape[-1]).to(outputs.device)
+    read = _spread(FINGERPRINT_LOGITS, outputs.shape[-1]).to(outputs.device)
     found: list[float] = torch.cat([outputs[read], outputs.logsumexp(-1)[None]]).tolist()
     return tuple(found)
 
@@ -92,7 +94,7 @@ def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, sta
         second = _outputs(subject.model, ids)
     if not draws.seen:
         return
-    drawing.add(subject.model)
+    random_models.add(subject.model)
     torch.set_rng_state(states[0])
     for device, state in zip(cuda_devices(subject.model), states[1:], strict=True):
         torch.cuda.set_rng_state(state, device)
@@ -111,7 +113,7 @@ def identified(subject: Subject) -> Subject:
             now = subject.current(_fingerprint(subject))  # the pass comes first: it may pack quantised weights anew
         if difference(subject.identity, now.identity) is None:
             return subject
-        return replace(now, attributes=attributes_of(now.model))
+        return replace(now, attributes=module_attributes(now.model))
 
 
 def changed(subject: Subject) -> str | None:
@@ -160,8 +162,8 @@ def fingerprint_difference(one: Identity, other: Identity) -> list[str]:
         return [f"fingerprint of {len(a)} and {len(b)} outputs"]
     with np.errstate(invalid="ignore"):
         gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
-    worst, logits = int(gap.argmax()), np.abs(a[:READ])
-    hidden = ~np.isfinite(logits) | ((logits > HIDDEN) & (gap[:READ] == 0))
+    worst, logits = int(gap.argmax()), np.abs(a[:FINGERPRINT_LOGITS])
+    hidden = ~np.isfinite(logits) | ((logits > HIDDEN_LOGIT) & (gap[:FINGERPRINT_LOGITS] == 0))
     scale = logits[~hidden].max(initial=0.0) or 1.0
     if gap[worst] <= PARITY.of(getattr(torch, other.dtype)) * scale:
         return []

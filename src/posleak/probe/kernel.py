@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .call import Call, grouped_matmul
 
-BLOCK = 256
+QUERY_BLOCK = 256
 
 
 def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
@@ -43,15 +43,19 @@ def _with_first_key_edited(call: Call) -> Float[Tensor, "B H T Ev"]:
     kept = share.isnan()
     out = call.value.new_empty(B, H, T, call.value.shape[-1])
     if bool((own := kept.any(0)).any()):
-        out[:, own] = _attend(call.of_heads(own))
+        out[:, own] = _attend(call.select_heads(own))
     if bool((edited := ~kept.all(0)).any()):
-        some = call.of_heads(edited)
-        body, share, kept = _attend(some.among(1, T)), share[:, edited, None, None], kept[:, edited, None, None]
+        some = call.select_heads(edited)
+        body, share, kept = (
+            _attend(some.slice_positions(1, T)),
+            share[:, edited, None, None],
+            kept[:, edited, None, None],
+        )
         first = some.value[:, :, :1].repeat_interleave(some.heads // some.value.shape[1], dim=1)
         # Where the share is 0 the body is left as it is, to the bit.
         later = torch.where(share == 0, body, share * first + (1 - share) * body)
         later = torch.where(kept, out[:, edited, 1:], later)
-        out[:, edited] = torch.cat([_attend(some.among(0, 1)), later], dim=2)
+        out[:, edited] = torch.cat([_attend(some.slice_positions(0, 1)), later], dim=2)
     return out
 
 
@@ -72,7 +76,7 @@ def _blocks(call: Call, attend_block: Callable[[Call, slice, slice, Tensor], Ten
     """Blocks of queries against the span of keys that any of them sees; a query that sees nothing returns zeros."""
     B, H, T, _ = call.query.shape
     out = call.value.new_zeros(B, H, T, call.value.shape[-1])
-    for start, stop, low, high in call.visibility.spans(BLOCK):
+    for start, stop, low, high in call.visibility.spans(QUERY_BLOCK):
         seen = call.visibility.rows(torch.arange(start, stop, device=call.query.device), slice(low, high))
         block = attend_block(call, slice(start, stop), slice(low, high), seen)
         blind = ~seen.any(-1, keepdim=True)

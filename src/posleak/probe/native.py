@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive
 
-from .attachment import body
+from .attachment import backbone
 from .experts import runnable_experts
 from .rotary import own_rotation
 
@@ -25,7 +25,7 @@ def native(
     """The model's body on ids, without the head; nobody else may use the model meanwhile."""
     mask = torch.ones_like(ids) if padding is None else padding
     with by_itself(model):
-        return body(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+        return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def by_itself(model: PreTrainedModel) -> Iterator[None]:
     training afterwards.
     """
     before = list(model.modules())
-    with exclusive(model), runnable_experts(model), own_rotation(model, body(model)), torch.no_grad():
+    with exclusive(model), runnable_experts(model), own_rotation(model, backbone(model)), torch.no_grad():
         yield
     _require_same_modules(model, before)
 

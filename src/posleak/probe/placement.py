@@ -40,10 +40,12 @@ from .attachment import attach, takes_positions
 from .call import Call
 from .edit import Edit
 from .plan import Plan
-from .watch import Watch
+from .tracer import AttentionTracer
 
-LEARNED = "its states depend on absolute position before any attention, so a key cannot be told from its place"
-UNEVEN = "something acts on keys after their rotation that does not turn with it, such as a norm with weights"
+ABSOLUTE_STATES = "its states depend on absolute position before any attention, so a key cannot be told from its place"
+CHANGED_AFTER_ROTATION = (
+    "something acts on keys after their rotation that does not turn with it, such as a norm with weights"
+)
 
 STAYS = "stays"
 
@@ -105,7 +107,7 @@ class Placement:
         keys do cannot be told, and it is taken for different."""
         one, two = self.rotation, other.rotation
         if one is None or two is None:
-            return one is not two or self.gap != other.gap or self.stays == LEARNED
+            return one is not two or self.gap != other.gap or self.stays == ABSOLUTE_STATES
         same = torch.equal(one.first, two.first) and torch.equal(one.angles, two.angles)
         return not same or (self.temperature is None) != (other.temperature is None)
 
@@ -134,7 +136,9 @@ class Motion:
     def of(cls, placements: Sequence[Placement], plan: Plan, dtype: torch.dtype) -> Motion:
         moved = [place.gap for place in placements if place.rotation is not None]
         why = next((place.stays for place in placements if place.stays is not None), None)
-        return cls(tuple(p.moves for p in placements), why, max(moved, default=0.0), Places.of(plan).bound(dtype))
+        return cls(
+            tuple(p.moves for p in placements), why, max(moved, default=0.0), PlacementPositions.of(plan).bound(dtype)
+        )
 
     @property
     def stays(self) -> tuple[int, ...]:
@@ -143,7 +147,7 @@ class Motion:
 
 
 @dataclass(frozen=True)
-class Places:
+class PlacementPositions:
     """Positions to look at: 0, the plan's rows, and some to check with: a source moved by r − i must be its target."""
 
     plan: Plan
@@ -153,7 +157,7 @@ class Places:
     """(i, r) as indices of the plan's rows."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Places:
+    def of(cls, plan: Plan) -> PlacementPositions:
         Q, last = len(plan.queries), len(plan.rows) - 1
         pairs = ((0, last), (Q // 2, last), (Q - 1, Q))
         sources = (0, plan.origin - 1, plan.origin - 1)
@@ -177,7 +181,7 @@ class PlacementObserver:
     not sequences of one token.
     """
 
-    places: Places
+    places: PlacementPositions
     tokens: int
     along: bool
     found: list[Placement] = field(default_factory=list)
@@ -186,7 +190,7 @@ class PlacementObserver:
         query, key, value = (self._by_place(x) for x in (call.query, call.key, call.value))
         rounding = CONSTANT.of(call.value.dtype)  # that of states; queries and keys may be wider
         if float((value - value[:, :1]).abs().max()) > rounding * float(value.abs().max()):
-            self.found.append(Placement(None, LEARNED))
+            self.found.append(Placement(None, ABSOLUTE_STATES))
             return
         rows = slice(1, 1 + len(self.places.plan.rows))
         common, query_gap = common_factor(query)
@@ -197,7 +201,7 @@ class PlacementObserver:
         gap = self._gap(rotation, key[-1])
         at = replace(rotation, angles=rotation.angles[rows])
         moved = gap <= self.places.bound(call.value.dtype)
-        self.found.append(Placement(at if moved else None, None if moved else UNEVEN, gap, t, uneven))
+        self.found.append(Placement(at if moved else None, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()
@@ -267,7 +271,7 @@ ELSE = ("transformers.integrations.moe", "transformers.modeling_rope_utils")
 """Count too, but not positions: tokens to send them to experts, and dimensions to make frequencies for them."""
 
 
-class Counting(TorchFunctionMode):
+class PositionCounting(TorchFunctionMode):
     """Does anything but posleak make positions of its own while this is on?"""
 
     found = False
@@ -276,7 +280,7 @@ class Counting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COUNTS:
             frame = sys._getframe(1)
-            if frame.f_code is Watch.__torch_function__.__code__ and frame.f_back is not None:
+            if frame.f_code is AttentionTracer.__torch_function__.__code__ and frame.f_back is not None:
                 frame = frame.f_back  # a watch stands between
             caller = frame.f_globals.get("__name__", "")
             self.found |= caller not in ELSE and not caller.startswith("posleak.")
@@ -287,7 +291,7 @@ def read_placements(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], plan: Plan, edits: Sequence[Edit] = (), start: int = 0
 ) -> list[Placement]:
     """The placement of every call, at the plan's rows after `start`; edits that place queries and keys are in force."""
-    places, placing = Places.of(plan), [edit for edit in edits if edit.placing]
+    places, placing = PlacementPositions.of(plan), [edit for edit in edits if edit.placing]
     apart: list[Placement] = []
     if takes_positions(model):
         tokens = _tokens(model, ids, 3)
@@ -297,7 +301,7 @@ def read_placements(
             positions = edit.positions(positions)
         at = positions[0, torch.tensor(places.all, device=ids.device) + start].repeat(len(tokens))[:, None]
         look = PlacementObserver(places, len(tokens), along=False)
-        with attach(model, [look], [_Placing(edit) for edit in placing]) as probe, Counting() as counting:
+        with attach(model, [look], [_InstalledOnly(edit) for edit in placing]) as probe, PositionCounting() as counting:
             probe.forward(alone, position_ids=at)
         if not counting.found:
             return look.found
@@ -316,11 +320,11 @@ def _either(along: Placement, apart: Placement, rotary: bool) -> Placement:
     """Where a state that is carried along makes equal tokens differ, tokens in sequences of their own still show the
     rotation, if there is one to be seen or none to be missed. How queries are scaled cannot be told from them."""
     seen = apart.rotation is not None and (len(apart.rotation.first) > 0 or not rotary)
-    return replace(apart, temperature=None) if along.stays == LEARNED and seen else along
+    return replace(apart, temperature=None) if along.stays == ABSOLUTE_STATES and seen else along
 
 
 @dataclass(frozen=True)
-class _Placing(Edit):
+class _InstalledOnly(Edit):
     """An edit that is installed, without its own position ids."""
 
     inner: Edit
@@ -362,7 +366,7 @@ def moved_logits(
         (qa, qb), (ka, kb) = ((x[..., first], x[..., second]) for x in (q[:, :, :, None], k[:, :, None]))
         products = torch.cat([qa * ka + qb * kb, qa * kb - qb * ka], dim=-1)  # [B, H, R, m, 2 pairs]
         s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn(Q, wide))
-    s = call.capped(s.contiguous())
+    s = call.soft_capped(s.contiguous())
     if call.bias is not None:
         new = references[:, None, None] - rows[:Q, None] + torch.arange(m, device=device)  # [R, Q, m]
         s = s + call.bias[:, :, references[:, None, None], new]

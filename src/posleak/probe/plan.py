@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from posleak.axes import SHORTEST
+from posleak.axes import MIN_LENGTH
 from posleak.errors import InputError
 
-ORIGIN = 4
+DEFAULT_ORIGIN = 4
 """How many first tokens are the origin unless one says otherwise: as many as StreamingLLM keeps."""
 
-LONGEST, DENSEST = 2**24, 64
+MAX_LENGTH, MAX_DENSITY = 2**24, 64
 """Above these no prompt of any model and no plan of any use can be meant."""
 
 
@@ -34,7 +34,7 @@ class Plan:
     queries: tuple[int, ...]
     references: tuple[int, ...]
     offsets: tuple[int, ...]
-    origin: int = ORIGIN
+    origin: int = DEFAULT_ORIGIN
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -55,24 +55,24 @@ class Plan:
         return asdict(self)
 
 
-def default_plan(length: int, density: int = 1, origin: int = ORIGIN) -> Plan:
+def default_plan(length: int, density: int = 1, origin: int = DEFAULT_ORIGIN) -> Plan:
     """Queries m+1, m+3, … below 16 and 20 log-spaced up to 3N/4 − 1; 15 references in the last quarter; two offsets an
     octave below N/2.
 
     `density` multiplies the numbers of log-spaced queries, of references and of offsets per octave.
     """
-    for name, value, most in (("length", length, LONGEST), ("density", density, DENSEST)):
+    for name, value, most in (("length", length, MAX_LENGTH), ("density", density, MAX_DENSITY)):
         if value > most:
             raise InputError(f"{name} is too large", where="plan", got=value, expected=f"at most {most:,}")
     if density < 1:
         raise InputError("density is too small", where="plan", got=density, expected="at least 1")
-    if length < SHORTEST:
+    if length < MIN_LENGTH:
         raise InputError(
             "the prompt is too short: its last quarter must hold reference queries later than every measured one",
             where="plan",
             got=f"length {length}",
-            expected=f"at least {SHORTEST} tokens",
-            remedy=f"use --length {SHORTEST} or more; 256 and above give stable numbers",
+            expected=f"at least {MIN_LENGTH} tokens",
+            remedy=f"use --length {MIN_LENGTH} or more; 256 and above give stable numbers",
         )
     if not 1 <= origin <= length // 4:
         raise InputError(

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posleak.axes import listed_layers
+from posleak.axes import format_layers
 
 from .calibration import Calibration
-from .placement import LEARNED, STAYS, Motion
+from .placement import ABSOLUTE_STATES, STAYS, Motion
 
 ROTARY, TABLE, NONE = "rotary", "table of positions", "none"
 
@@ -31,8 +31,8 @@ class Positions:
 
 def _kind(moves: str, why: str | None, bias: str | None) -> str:
     """Of one call. Keys that turn and stay all the same are rotated, too: something acts on them after it."""
-    turned = moves == "rotation" or (moves == STAYS and why != LEARNED)
-    table = moves == STAYS and why == LEARNED
+    turned = moves == "rotation" or (moves == STAYS and why != ABSOLUTE_STATES)
+    table = moves == STAYS and why == ABSOLUTE_STATES
     found = [kind for kind, there in ((ROTARY, turned), (TABLE, table), (bias, bias is not None)) if there and kind]
     return " and ".join(found) or NONE
 
@@ -42,6 +42,6 @@ def _words(kinds: Sequence[str], numbers: Sequence[int]) -> str:
     (most, _), *others = Counter(kinds).most_common()
     said = [most]
     for kind, _ in others:
-        where = listed_layers([number for number, own in zip(numbers, kinds, strict=True) if own == kind])
+        where = format_layers([number for number, own in zip(numbers, kinds, strict=True) if own == kind])
         said.append(f"{'no rotation' if kind == NONE and most == ROTARY else kind} in {where}")
     return ", ".join(said)

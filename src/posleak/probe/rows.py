@@ -25,13 +25,13 @@ from .call import Call
 from .placement import Placement, moved_logits
 from .plan import Plan
 
-NEVER = -torch.inf
+LOG_ZERO = -torch.inf
 """log 0: a key that is not there."""
 
-PROFILE = 16
+PROFILE_POSITIONS = 16
 """Of so many first positions, and of as many after the origin, it is kept how much the references attend to them."""
 
-FEW = 96
+MATMUL_LENGTHS = 96
 """Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
 
 UNDERFLOW = 1e-24
@@ -40,22 +40,22 @@ million of them, which is then 1e-8 of the sum."""
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleKeys:
     """What rows may see: body = n_p, the number of visible body keys; origin: which of its keys (to each head)."""
 
     body: Int[Tensor, "P"]
     origin: Bool[Tensor, "P m"] | Bool[Tensor, "H P m"]
 
-    def __getitem__(self, rows: slice) -> Sight:
-        return Sight(self.body[rows], self.origin[..., rows, :])
+    def __getitem__(self, rows: slice) -> VisibleKeys:
+        return VisibleKeys(self.body[rows], self.origin[..., rows, :])
 
-    def without_first(self, unread: Bool[Tensor, "H"] | None) -> Sight:
+    def without_first(self, unread: Bool[Tensor, "H"] | None) -> VisibleKeys:
         """The same where the heads with unread true may not see key 0."""
         if unread is None:
             return self
         origin = self.origin.expand(len(unread), *self.origin.shape).clone()
         origin[unread, :, 0] = False
-        return Sight(self.body, origin)
+        return VisibleKeys(self.body, origin)
 
     @property
     def count(self) -> Int[Tensor, "P"] | Int[Tensor, "H P"]:
@@ -63,7 +63,7 @@ class Sight:
         return self.origin.sum(-1)
 
 
-def sight(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], origin: int) -> Sight:
+def visible_keys(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], origin: int) -> VisibleKeys:
     """Read n_p and the sight of the origin off visible, and refuse a shape that offsets cannot describe.
 
     The visible body keys of a row must be its nearest ones, without a gap: true for causal attention, windows, chunks.
@@ -80,7 +80,7 @@ def sight(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], origin: int
             expected="causal attention, whole, windowed or chunked",
             remedy="leakage at equal offsets is not defined for this attention pattern",
         )
-    return Sight(body, visible[:, :origin])
+    return VisibleKeys(body, visible[:, :origin])
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Frame:
     plan: Plan
     positions: Int[Tensor, "P"]
     offsets: Int[Tensor, "D"]
-    sight: Sight
+    seen: VisibleKeys
     visible: Bool[Tensor, "R T"]
     summed: Bool[Tensor, "P T"]
     unsummed: Float[Tensor, "P T"]
@@ -109,7 +109,7 @@ class Frame:
         positions = torch.tensor(plan.rows, device=visible.device)
         keys, Q = torch.arange(visible.shape[-1], device=visible.device), len(plan.queries)
         summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys >= plan.origin)
-        seen = sight(visible, positions, plan.origin)
+        seen = visible_keys(visible, positions, plan.origin)
         n_i, n_r, m_i = seen.body[:Q], seen.body[Q:], seen.count[:Q]
         windowed = n_r[n_r != positions[Q:] - plan.origin + 1]
         lengths = torch.cat([n_i, torch.minimum(n_i + m_i, n_r[:, None]).flatten(), windowed]).unique()
@@ -120,7 +120,7 @@ class Frame:
             seen,
             visible[Q:],
             summed,
-            torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, NEVER),
+            torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, LOG_ZERO),
             lengths,
         )
 
@@ -143,7 +143,7 @@ class References:
     weights: Float[Tensor, "B H R T"]
     peak: Float64[Tensor, "B H R 1"]
     whole: Float64[Tensor, "B H R"]
-    sight: Sight
+    seen: VisibleKeys
     first: Float64[Tensor, "B H R m"]
     visible: Bool[Tensor, "R T"]
     lengths: Int[Tensor, "n"]
@@ -157,9 +157,9 @@ class References:
     @cached_property
     def keys(self) -> Float64[Tensor, "B H R"]:
         """log R_{n_r} without s_aux: what its visible body keys weigh."""
-        if torch.equal(self.sight.body, self.positions - self.origin + 1):
+        if torch.equal(self.seen.body, self.positions - self.origin + 1):
             return self.whole
-        return torch.diagonal(self._sums(self.sight.body), dim1=-2, dim2=-1)
+        return torch.diagonal(self._sums(self.seen.body), dim1=-2, dim2=-1)
 
     @cached_property
     def body(self) -> Float64[Tensor, "B H R"]:
@@ -174,7 +174,7 @@ class References:
     def cut(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
         """log R_n of every row for lengths n; R_{n_r} itself, to the bit, where n = n_r."""
         cut = add(self._sums(n), _wider(self.s_aux))
-        return torch.where(n == self.sight.body[:, None], self.body[..., None], cut)
+        return torch.where(n == self.seen.body[:, None], self.body[..., None], cut)
 
     def _sums(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         """The same without s_aux; the lengths that are known beforehand are summed up at once."""
@@ -187,7 +187,7 @@ class References:
 
     def _sum(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         lengths, where = n.unique(return_inverse=True)
-        if len(lengths) <= FEW:
+        if len(lengths) <= MATMUL_LENGTHS:
             sums = nearest_sums(self.weights, self.positions, lengths)  # [B, H, R, lengths]
             if float(sums[..., 0].min()) >= UNDERFLOW:
                 return (sums.log() + self.peak)[..., where]
@@ -198,25 +198,25 @@ class References:
         """s_r(δ); −inf past the start of the body."""
         return gather_offsets(self.logits, self.positions, offsets, self.origin)
 
-    def without_sink(self, seen: Sight) -> Float64[Tensor, "B H R Q"]:
+    def without_sink(self, seen: VisibleKeys) -> Float64[Tensor, "B H R Q"]:
         """The mask's part if the origin's keys were ordinary body keys: log of what r sees, with as many more keys of
         the mean weight, over its nearest n_i + m_i body keys."""
-        n_r, ordinary = self.sight.body, self.sight.count.double() / self.sight.body
+        n_r, ordinary = self.seen.body, self.seen.count.double() / self.seen.body
         full = add(self.keys + ordinary.log1p(), self.s_aux)[..., None]
         n = torch.minimum((seen.body + seen.count)[..., None, :], n_r[:, None])  # [R, Q] or [H, R, Q]
         every = n.unique()
         sums = self._sums(every)
         index = torch.searchsorted(every, n).expand(*sums.shape[:3], -1)
         part = add(sums.gather(-1, index), _wider(self.s_aux))
-        alike = (n == n_r[:, None]) & (self.sight.count == 0)[..., None]
+        alike = (n == n_r[:, None]) & (self.seen.count == 0)[..., None]
         return (full - part).masked_fill(alike, 0)
 
     @cached_property
     def profile(self) -> Float64[Tensor, "B H first"]:
         """Mean attention of the references to each of the first positions."""
-        shown = min(self.logits.shape[-1], PROFILE + self.origin)
+        shown = min(self.logits.shape[-1], PROFILE_POSITIONS + self.origin)
         later = slice(self.origin, shown)
-        s = torch.cat([self.first, self.logits[..., later].double().masked_fill(~self.visible[:, later], NEVER)], -1)
+        s = torch.cat([self.first, self.logits[..., later].double().masked_fill(~self.visible[:, later], LOG_ZERO)], -1)
         return (s - self.log_z[..., None]).exp().mean(2)
 
     @cached_property
@@ -241,7 +241,7 @@ class Rows:
     """
 
     offsets: Int[Tensor, "D"]
-    sight: Sight
+    seen: VisibleKeys
     s: Float64[Tensor, "B H Q D"]
     first: Float64[Tensor, "B H Q m"]
     body: Float64[Tensor, "B H Q"]
@@ -257,7 +257,7 @@ class Rows:
     @cached_property
     def cut(self) -> Float64[Tensor, "B H R Q"]:
         """log R_{n_i}"""
-        return self.references.cut(self.sight.body)
+        return self.references.cut(self.seen.body)
 
     @cached_property
     def crop(self) -> Float64[Tensor, "B H R Q"]:
@@ -291,7 +291,7 @@ def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | Non
     start += call.start
     rows = torch.tensor(plan.rows, device=call.query.device) + start
     try:
-        frame = call.visibility.kept(("frame", plan, start), lambda: _frame(call, plan, rows, start))
+        frame = call.visibility.cached(("frame", plan, start), lambda: _frame(call, plan, rows, start))
         logits, moved = call.logits(rows, slice(start, None)), moved_logits(call, placement, plan, start)
         found = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
         return found if not call.start else replace(found, lent=_lent(call, rows))
@@ -303,8 +303,8 @@ def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
     """log Σ of e^s over the visible keys before the prompt."""
     seen = call.visibility.rows(rows, slice(0, call.start))
     low = int(seen.any(2).flatten().nonzero()[0]) if bool(seen.any()) else call.start
-    s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], NEVER)
-    return s.logsumexp(-1).double() if s.shape[-1] else s.new_full(s.shape[:-1], NEVER, dtype=torch.float64)
+    s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], LOG_ZERO)
+    return s.logsumexp(-1).double() if s.shape[-1] else s.new_full(s.shape[:-1], LOG_ZERO, dtype=torch.float64)
 
 
 def _frame(call: Call, plan: Plan, rows: Int[Tensor, "P"], start: int) -> Frame:
@@ -340,11 +340,11 @@ def _reduce(
     check_finite(logits)
     positions, Q, m = frame.positions, len(frame.plan.queries), frame.plan.origin
     query, late = slice(0, Q), slice(Q, None)
-    seen = frame.sight.without_first(unread)
+    seen = frame.seen.without_first(unread)
     weights, peak = scaled_weights(logits, frame)
     sums = weights.sum(-1, dtype=torch.float64).log() + peak[..., 0]
     aux = None if s_aux is None else s_aux.detach().double()[:, None]
-    first = logits[..., :m].double().masked_fill(~seen.origin, NEVER)
+    first = logits[..., :m].double().masked_fill(~seen.origin, LOG_ZERO)
     if moved is None:
         moved = logits[:, :, late, None, :m].expand(-1, -1, -1, Q, -1)
     references = References(
@@ -353,7 +353,7 @@ def _reduce(
         weights=weights[:, :, late],
         peak=peak[:, :, late],
         whole=sums[..., late],
-        sight=seen[late],
+        seen=seen[late],
         first=first[:, :, late],
         visible=frame.visible,
         lengths=frame.lengths,
@@ -361,11 +361,11 @@ def _reduce(
     )
     rows = Rows(
         offsets=frame.offsets,
-        sight=seen[query],
+        seen=seen[query],
         s=gather_offsets(logits[:, :, query], positions[query], frame.offsets, m),
         first=first[:, :, query],
         body=add(sums[..., query], aux),
-        moved=moved.double().masked_fill(~seen[query].origin[..., None, :, :], NEVER),
+        moved=moved.double().masked_fill(~seen[query].origin[..., None, :, :], LOG_ZERO),
         references=references,
     )
     return rows if frozen is None else rows.reading(frozen)
@@ -391,7 +391,7 @@ def gather_offsets(
     """s_p(δ) = s_{p, p−δ}; −inf where the key would be one of the origin's, or before."""
     key = positions[:, None] - offsets
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.double().masked_fill_(key < origin, NEVER)
+    return s.double().masked_fill_(key < origin, LOG_ZERO)
 
 
 def nearest_sums(
@@ -423,7 +423,7 @@ def by_offset(logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], ori
     """s_p(δ) for all δ = 0 … T−1, in the dtype of the logits: for sums over every length at once."""
     key = positions[:, None] - torch.arange(logits.shape[-1], device=logits.device)
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.masked_fill_(key < origin, NEVER)
+    return s.masked_fill_(key < origin, LOG_ZERO)
 
 
 def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:

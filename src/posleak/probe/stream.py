@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.models.hold import own
+from posleak.models.hold import this_thread_only
 
 
 @runtime_checkable
@@ -71,11 +71,11 @@ def streaming(
         begin()
 
     with ExitStack() as hooks:
-        hooks.callback(body.register_forward_pre_hook(own(begin)).remove)
+        hooks.callback(body.register_forward_pre_hook(this_thread_only(begin)).remove)
         for layer in decoder_layers(model):
-            hooks.callback(layer.register_forward_pre_hook(own(enters), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(own(leaves)).remove)
-        hooks.callback(body.register_forward_hook(own(end)).remove)
+            hooks.callback(layer.register_forward_pre_hook(this_thread_only(enters), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(this_thread_only(leaves)).remove)
+        hooks.callback(body.register_forward_hook(this_thread_only(end)).remove)
         yield
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function
 
-Kept = TypeVar("Kept")
+Cached = TypeVar("Cached")
 
 Rule = Callable[..., Any]
 """(batch, head, query, key) index tensors -> bool, broadcast; the form that transformers' mask functions have."""
@@ -36,7 +36,7 @@ class Visibility(torch.Tensor):
     rule: Rule
     padding: Bool[Tensor, "B keys"] | None
     causal: bool
-    _kept: dict[object, Any]
+    _cache: dict[object, Any]
 
     @staticmethod
     def __new__(
@@ -57,7 +57,7 @@ class Visibility(torch.Tensor):
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.rule, self.padding, self.causal, self._kept = rule, padding, causal, {}
+        self.rule, self.padding, self.causal, self._cache = rule, padding, causal, {}
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "causal" if self.causal else "rule"
@@ -73,16 +73,16 @@ class Visibility(torch.Tensor):
         seen: Tensor = rule(b, h, queries.to(self.device)[:, None], j)
         return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), len(j))
 
-    def kept(self, name: object, make: Callable[[], Kept]) -> Kept:
+    def cached(self, name: object, make: Callable[[], Cached]) -> Cached:
         """What follows from the visibility alone, made once per name, since all layers of a pass ask for it."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        found: Kept = self._kept[name]
+        if name not in self._cache:
+            self._cache[name] = make()
+        found: Cached = self._cache[name]
         return found
 
     def spans(self, block: int) -> list[tuple[int, int, int, int]]:
         """(first query, end, first key, end): blocks of queries and the keys that any of them sees."""
-        return self.kept(("spans", block), lambda: [self._span(at, block) for at in range(0, self.shape[2], block)])
+        return self.cached(("spans", block), lambda: [self._span(at, block) for at in range(0, self.shape[2], block)])
 
     def _span(self, start: int, block: int) -> tuple[int, int, int, int]:
         stop = min(start + block, self.shape[2])
@@ -90,12 +90,12 @@ class Visibility(torch.Tensor):
         low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, start + 1)
         return start, stop, low, high
 
-    def replaced(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
+    def with_rule(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
         """The same queries, keys and padding under another rule."""
         plain = causal and self.padding is None
-        return self.kept(name, lambda: Visibility(self.shape, rule, self.padding, plain, device=self.device))
+        return self.cached(name, lambda: Visibility(self.shape, rule, self.padding, plain, device=self.device))
 
-    def part(self, start: int, stop: int) -> Visibility:
+    def slice_positions(self, start: int, stop: int) -> Visibility:
         """Queries and keys start … stop − 1, among themselves."""
         padding = None if self.padding is None else self.padding[:, start:stop]
         shape = (self.shape[0], 1, stop - start, stop - start)
@@ -103,16 +103,16 @@ class Visibility(torch.Tensor):
         def moved(b: Any, h: Any, q: Any, k: Any) -> Any:
             return self.rule(b, h, q + start, k + start)
 
-        return self.kept(
+        return self.cached(
             ("part", start, stop), lambda: Visibility(shape, moved, padding, self.causal, device=self.device)
         )
 
-    def moved(self, device: torch.device | str) -> Visibility:
+    def to_device(self, device: torch.device | str) -> Visibility:
         """The same rule on another device: models that are spread over several hand their mask from one to the next."""
         if torch.device(device) == self.device:
             return self
         padding = None if self.padding is None else self.padding.to(device)
-        return self.kept(
+        return self.cached(
             ("moved", torch.device(device)),
             lambda: Visibility(self.shape, self.rule, padding, self.causal, device),
         )
@@ -128,7 +128,9 @@ class Visibility(torch.Tensor):
         asked = (*args[1:], *(kwargs or {}).values())
         dtypes = [value for value in asked if isinstance(value, torch.dtype)]
         if func.overloadpacket in MOVES and isinstance(args[0], Visibility) and set(dtypes) <= {torch.bool}:
-            return args[0].moved(next((value for value in asked if isinstance(value, torch.device)), args[0].device))
+            return args[0].to_device(
+                next((value for value in asked if isinstance(value, torch.device)), args[0].device)
+            )
         plain = tree_map(lambda value: value.dense() if isinstance(value, Visibility) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 

@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import Ladder
 from posleak.arrays import Array
 from posleak.errors import StorageError
@@ -191,7 +191,7 @@ def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
     axes = figure.subplots()
     figure.colorbar(_map(axes, steps.left.value, "earlier"), ax=axes, label="nats²")
     rows = np.arange(1, len(steps.upto) - 1)
-    ends = np.searchsorted(view.summary.numbers, steps.upto[1:-1], side="right")
+    ends = np.searchsorted(view.summary.layer_ids, steps.upto[1:-1], side="right")
     axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
     axes.set(xlabel="layer", ylabel="context lent to", title=as_text(view.title))
     _name_layers(axes.xaxis, view)
@@ -228,7 +228,7 @@ def heads(figure: Figure, view: RunView) -> None:
     _name_layers(figure.axes[0].yaxis, view)
 
 
-def position_0(figure: Figure, origin: OriginRecord) -> None:
+def position_0(figure: Figure, origin: Origin) -> None:
     """Draw norm and mean cosine of the states of first tokens by depth, next to those of ordinary positions."""
     left, right = figure.subplots(1, 2)
     path, many, body = origin.trajectory, origin.portrait, origin.trajectory.body

@@ -15,7 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from posleak.analyses.claims.finding import Kept
-from posleak.analyses.origin.record import OriginRecord
+from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
 from posleak.leakage import Estimate
@@ -123,7 +123,7 @@ def ladder(steps: Ladder, view: RunView) -> Figure:
     rows, layers = len(steps.upto), lent_to(steps)
     names = [f"lent to {name}" for name in layers]
     figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
-    after = [int(np.searchsorted(view.summary.numbers, k, side="right")) for k in steps.upto[1:-1]]
+    after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
     ends = [float(view.places[k - 1 : k + 1].mean()) for k in after]
     texts = [f"lent up to layer {k}" for k in steps.upto[1:-1]]
     figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer lent to"))
@@ -182,7 +182,7 @@ def sink_attention(view: RunView) -> Figure:
     return finished(figure, "layer", "attention to position 0")
 
 
-def norm(origin: OriginRecord) -> Figure:
+def norm(origin: Origin) -> Figure:
     """Draw ‖x_0‖ by depth for the reference token and for other first tokens, and the norm at ordinary positions."""
     path, portrait = origin.trajectory, origin.portrait
     low, middle, high = portrait.norm
@@ -193,7 +193,7 @@ def norm(origin: OriginRecord) -> Figure:
     return finished(figure, "depth (0: embedding)", "norm of the state", log_y=True)
 
 
-def alike(origin: OriginRecord) -> Figure:
+def alike(origin: Origin) -> Figure:
     """Draw the mean cosine of first tokens by depth: 1 if the layers map all of them to one direction."""
     to_reference = escaped(f"first tokens to {origin.reference.name}")
     figure = go.Figure(
@@ -207,7 +207,7 @@ def alike(origin: OriginRecord) -> Figure:
     return finished(figure, "depth (0: embedding)", "mean cosine")
 
 
-def readers(origin: OriginRecord) -> Figure:
+def readers(origin: Origin) -> Figure:
     """Draw the number of sink-reading heads of each attention call, with intervals."""
     calls = origin.reading.calls
     counts = [call.readers for call in calls]

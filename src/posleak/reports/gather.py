@@ -131,7 +131,7 @@ def _doctor(folder: Path, model: str) -> Diagnosis | None:
 def _labelled(views: list[RunView]) -> list[RunView]:
     """Make labels unique: the model, then also edits, length and folder, then an index."""
     texts: list[Callable[[Run], str]] = [
-        lambda run: ", ".join(run.record.spec.edits),
+        lambda run: ", ".join(run.record.spec.edit_texts),
         lambda run: f"{run.record.spec.length} tokens",
         lambda run: "" if run.path is None else run.path.name,
     ]

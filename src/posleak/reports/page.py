@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.errors import RunError
-from posleak.files import MOST_NAME, remove_leftovers, write_atomically
+from posleak.files import MAX_NAME, remove_leftovers, write_atomically
 from posleak.leakage.profile import LEAST, TIMES
 from posleak.leakage.sampled import FEWEST, LEVEL
 from posleak.show import numbers, words
@@ -137,7 +137,7 @@ def write_report(runs: Iterable[RunLike], out: str | Path, assets: str | Path | 
         raise RunError("the page needs a file name, not a folder", where=str(path), remedy="use --out FILE.html")
     page = Page.of(views, refused)
     text = page.html()
-    remove_leftovers(path.parent, path.name[:MOST_NAME].__eq__)
+    remove_leftovers(path.parent, path.name[:MAX_NAME].__eq__)
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     written = list[Path]()
     if assets is not None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
@@ -58,7 +58,7 @@ class RunView:
     run: Run
     label: str
     trace: Trace | None = None
-    claims: tuple[Result, ...] | None = None
+    claims: tuple[ClaimResult, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = field(default=())
@@ -86,10 +86,9 @@ class RunView:
     def head_columns(self) -> dict[HeadColumn, Estimate]:
         """Numbers by layer and head [L, H]: those of heads.parquet, and the sources if there is a trace."""
         columns: dict[HeadColumn, Estimate] = {}
-        for queries, numbers in self.summary.heads.items():
-            columns |= {(queries, "power", name): cells for name, cells in numbers.power.items()}
-            columns |= {(queries, "share", name): cells for name, cells in numbers.share.items()}
-            columns[queries, "stabilisation", None] = numbers.stabilisation
+        for queries, decomposition in self.summary.heads.items():
+            for number in decomposition.labelled():
+                columns[queries, number.labels["quantity"], number.labels["component"]] = number.estimate
         columns["reference", "sink_attention", None] = self.summary.sink_attention
         for queries, sources in () if self.trace is None else self.trace.heads.items():
             for name in SOURCES:
@@ -148,12 +147,12 @@ class RunView:
         return np.asarray(np.isfinite(self.run.data["profile"].values[0, ..., 0]))
 
     @property
-    def edited(self) -> tuple[Result, ...]:
+    def edited(self) -> tuple[ClaimResult, ...]:
         """Claims that compare an edit with the baseline."""
         return tuple(claim for claim in self.claims or () if claim.edited is not None)
 
     @property
-    def claims_by_paper(self) -> dict[str, list[Result]]:
+    def claims_by_paper(self) -> dict[str, list[ClaimResult]]:
         return by_paper(self.claims or ())
 
     @property
@@ -178,7 +177,7 @@ class RunView:
     def command(self) -> str:
         """The command line that repeats the measurement; a call in Python if objects were given."""
         spec = self.record.spec
-        as_call = spec.inputs == GIVEN or any(unreadable(spec.edits))
+        as_call = spec.inputs == GIVEN or bool(unreadable(spec.edits))
         return _call(self) if as_call else shlex.join(_command_line(self))
 
 
@@ -186,7 +185,7 @@ def run_facts(run: Run) -> list[str]:
     """Return model, prompts, inputs and edits of a run as short phrases."""
     record, spec = run.record, run.record.spec
     first, size, *rest = record.model_facts
-    edits = [f"edits: {', '.join(spec.edits)}"] if spec.edits else []
+    edits = [f"edits: {', '.join(spec.edit_texts)}"] if spec.edits else []
     return [
         f"{first}, {size}", *rest, f"n = {run.prompts} prompts of {spec.length} tokens", f"inputs: {spec.inputs}",
         f"position 0: {record.inputs.first_token}", f"seed {spec.seed}", *edits,
@@ -215,7 +214,7 @@ def _command_line(view: RunView) -> list[str]:
     line += ["--by-layer"] if verb == "trace" and view.trace is not None and view.trace.steps else []
     if verb == "measure":
         line += ["--batch", str(spec.batch), "--density", str(spec.density)]
-        line += [word for edit in spec.edits for word in ("--edit", edit)]
+        line += [word for edit in spec.edit_texts for word in ("--edit", edit)]
         line += ["--metrics", ",".join(spec.metrics)] if spec.metrics else []
     return line
 
@@ -229,12 +228,12 @@ def _paper(view: RunView) -> str:
 def _call(view: RunView) -> str:
     """A call in Python; placeholders name the prompts and the edits that were given as objects."""
     run, spec, verb = view.run, view.record.spec, _verb(view)
-    own = set(unreadable(spec.edits))
+    own = unreadable(spec.edits)
     inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
     options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
     options |= {"paper": repr(_paper(view))} if verb == "claims" else {"origin": spec.origin}
     if verb == "measure":
-        edits = ", ".join(edit if edit in own else repr(edit) for edit in spec.edits)
+        edits = ", ".join(edit.text if edit in own else repr(edit.text) for edit in spec.edits)
         options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"}
         options |= {"metrics": repr(",".join(spec.metrics))} if spec.metrics else {}
     return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

@@ -23,20 +23,20 @@ import numpy as np
 from posleak.arrays import read_npz
 from posleak.errors import RunError
 from posleak.files import (
-    LOCK,
-    cannot_write,
+    LOCK_FILE,
     open_regular,
-    reading,
     remove,
     remove_leftovers,
     sha256_of,
+    translate_read_errors,
     write_atomically,
+    write_error,
 )
 
 if TYPE_CHECKING:
     from posleak.leakage.dataset import Chunk
 
-RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
+RECORD_FILE, RESULTS_FILE, HEADS_FILE, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
 
 _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
 _SEAL = ".seal"
@@ -48,9 +48,9 @@ ANEW = "delete this file and start again: only its prompts are measured anew"
 def has_record(folder: Path) -> bool:
     """Return whether the folder has a run.json; one that cannot be searched is a StorageError."""
     try:
-        return (folder / RECORD).exists()
+        return (folder / RECORD_FILE).exists()
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise write_error(folder, error) from error
 
 
 def verify_file(folder: Path, name: str, expected: str | None) -> Path:
@@ -89,7 +89,7 @@ def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
     path = batch_path(folder, prompts)
     if not path.exists():
         return None
-    with reading(path, ANEW), open_regular(path) as file:
+    with translate_read_errors(path, ANEW), open_regular(path) as file:
         arrays = read_npz(file, path, ANEW)
     found = [str(each) for each in arrays.pop(_SEAL, np.array([])).flat]
     if found != (expected := _seal(prompts, arrays, digest)):
@@ -134,11 +134,11 @@ def remove_if_empty(folder: Path) -> None:
 def remove_run(folder: Path) -> None:
     """Remove a run's own files and nothing else; run.json goes last: without it the other files belong to no run."""
     remove_batches(folder)
-    for name in (RESULTS, HEADS, RECORD):
+    for name in (RESULTS_FILE, HEADS_FILE, RECORD_FILE):
         remove(folder / name)
 
 
-def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD, RESULTS, HEADS)) -> None:
+def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD_FILE, RESULTS_FILE, HEADS_FILE)) -> None:
     """Remove temporary files that a killed process left behind."""
     remove_leftovers(folder, set(names).__contains__)
     remove_leftovers(folder / BATCHES, _BATCH.fullmatch)
@@ -146,10 +146,10 @@ def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD, RESULTS, HEAD
 
 def has_leftovers(folder: Path) -> bool:
     """Return whether a finished run has batches, unwritten files or a lock: a process killed at its end leaves them."""
-    return (folder / BATCHES).exists() or (folder / LOCK).exists() or any(folder.glob(".*.tmp"))
+    return (folder / BATCHES).exists() or (folder / LOCK_FILE).exists() or any(folder.glob(".*.tmp"))
 
 
-def require_unused(folder: Path, names: Iterable[str] = (RESULTS, HEADS, BATCHES)) -> None:
+def require_unused(folder: Path, names: Iterable[str] = (RESULTS_FILE, HEADS_FILE, BATCHES)) -> None:
     """Refuse a place where a run would overwrite files that no run.json accounts for: they are somebody else's."""
     taken = [name for name in names if (folder / name).exists()]
     if taken:

@@ -21,10 +21,10 @@ from posleak.metrics.glimpse import WHOLE
 from posleak.models import Subject, available_bytes, exclusive
 from posleak.probe import Plan, takes_positions
 from posleak.probe.head import LOGIT_BYTES
-from posleak.probe.kernel import BLOCK
-from posleak.probe.rows import PROFILE
-from posleak.probe.watch import keeps_own_attention
-from posleak.text import size
+from posleak.probe.kernel import QUERY_BLOCK
+from posleak.probe.rows import PROFILE_POSITIONS
+from posleak.probe.tracer import computes_own_attention
+from posleak.text import format_bytes
 
 from .sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
 from .spec import MeasureSpec
@@ -110,7 +110,7 @@ def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int
     """The plan's rows of one layer, for so many prompts of so many tokens, and what all layers share of them."""
     identity, tokens = subject.identity, prompts * length
     R, Q = len(plan.references), len(plan.queries)
-    block = 0 if not _explicit(subject) else tokens * identity.heads * BLOCK * EXPLICIT
+    block = 0 if not _explicit(subject) else tokens * identity.heads * QUERY_BLOCK * EXPLICIT
     rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
     moved = int(SLACK * prompts * identity.heads * R * Q * plan.origin * MOVED * 8)
     shared = plan.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # what rows see, and which keys are summed
@@ -131,13 +131,13 @@ def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
 
 def own_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
     """What a model that computes its attention itself holds beside posleak's: logits and weights of all pairs."""
-    return square_bytes(subject, prompts, length, item) if keeps_own_attention(subject.model) else 0
+    return square_bytes(subject, prompts, length, item) if computes_own_attention(subject.model) else 0
 
 
 def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None = None) -> int:
     """The results of all prompts, and of some layers or all what is made of them: components at every pair, products of
     prompts with each other, numbers without each prompt, and records."""
-    Q, D, first = len(plan.queries), len(plan.offsets), PROFILE + plan.origin
+    Q, D, first = len(plan.queries), len(plan.offsets), PROFILE_POSITIONS + plan.origin
     depth, H = subject.identity.layers, subject.identity.heads
     kept = KEPT * (Q * D + 6 * Q + D + first)
     products = PRODUCTS * (1 + min(NEIGHBOURS, prompts // 2))
@@ -149,7 +149,7 @@ def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None 
 def _explicit(subject: Subject) -> bool:
     """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it? What a model that
     computes its attention itself adds to logits is not known before it runs."""
-    if keeps_own_attention(subject.model):
+    if computes_own_attention(subject.model):
         return True
     capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
@@ -171,7 +171,7 @@ def _inner_width(subject: Subject) -> int:
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
     read, own = spec.borrowed + spec.length, subject.dtype.itemsize
-    edited = [edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype is not None]
+    edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = weight_count(subject) * item if edited else 0
     # Of a model that takes no position ids, two prompts of one token each show what positions do.
@@ -242,10 +242,14 @@ def require_room(
         return
     whose, larger = "the machine has free", ""
     if limit is not None and allowed <= free:
-        taken = size(limit - allowed)
+        taken = format_bytes(limit - allowed)
         whose = "--max-memory allows"
         larger = f", or a larger --max-memory: the model and its libraries take {taken} of it"
-    shown = [size(need), size(have)] if size(need) != size(have) else [f"{need:,} bytes", f"{have:,} bytes"]
+    shown = (
+        [format_bytes(need), format_bytes(have)]
+        if format_bytes(need) != format_bytes(have)
+        else [f"{need:,} bytes", f"{have:,} bytes"]
+    )
     raise InputError(
         f"{what} needs more memory than {whose}", where=subject.identity.name, got=f"{shown[0]} for {of}",
         expected=f"at most {shown[1]} above the loaded model", remedy=remedy + larger,

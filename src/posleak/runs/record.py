@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from posleak.errors import RunError
-from posleak.files import Sealed, in_the_way, is_own
+from posleak.files import Sealed, foreign_file_error, is_posleak_file
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Motion, Plan, Positions, Touched
+from posleak.probe import Calibration, EditEffect, Motion, Plan, Positions
 from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
 
-from .folder import RECORD, remove_run, require_unused
+from .folder import RECORD_FILE, remove_run, require_unused
 from .memory import MemoryPlan
 from .software import COMPUTED_WITH, DEFINITIONS_VERSION, now, versions
 from .spec import MeasureSpec
@@ -77,7 +77,7 @@ class Record:
     machine: Machine
     warnings: tuple[str, ...]
     created: str
-    touched: tuple[Touched, ...] = ()
+    touched: tuple[EditEffect, ...] = ()
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
@@ -98,7 +98,7 @@ class Record:
         """What was measured, in words, without the model."""
         spec = self.spec
         prompts = f"{spec.prompts} prompts of {spec.length} tokens"
-        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edits
+        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edit_texts
         return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
     @property
@@ -115,7 +115,7 @@ class Record:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}
 
     def write(self, folder: Path) -> None:
-        RUN.write(folder / RECORD, self)
+        RUN.write(folder / RECORD_FILE, self)
 
 
 RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh")
@@ -142,9 +142,9 @@ def digest(
 
 def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if path.is_dir():
-        raise in_the_way(path)
+        raise foreign_file_error(path)
     if not path.is_file():
         raise RunError(
             "this is no run folder: it has no run.json",
@@ -164,12 +164,12 @@ def read_record(folder: Path) -> Record:
 def clear_run(folder: Path) -> None:
     """Remove a run, if there is one, and no file that is not its own. Killed in between, it leaves a run that can be
     started again."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if not path.exists():
         require_unused(folder)
         return
-    if not is_own(path):
-        raise in_the_way(path)
+    if not is_posleak_file(path):
+        raise foreign_file_error(path)
     with contextlib.suppress(RunError):  # a record that cannot be read is removed as it is
         RUN.write(path, replace(read_record(folder), finished=None, files={}))
     remove_run(folder)
@@ -177,7 +177,7 @@ def clear_run(folder: Path) -> None:
 
 def is_finished(folder: Path) -> bool:
     """Does the folder hold a finished run?"""
-    return (folder / RECORD).is_file() and read_record(folder).finished is not None
+    return (folder / RECORD_FILE).is_file() and read_record(folder).finished is not None
 
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:

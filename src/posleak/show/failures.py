@@ -184,9 +184,9 @@ def _traceback(error: BaseException) -> str:
 
 def _into_cache(text: str) -> Path:
     """A new file among the cache's tracebacks, of which only the newest are kept."""
-    from posleak.models.cache import root
+    from posleak.models.cache import cache_folder
 
-    folder = root() / "errors"
+    folder = cache_folder() / "errors"
     folder.mkdir(parents=True, exist_ok=True)
     path = _new_file(folder, text)
     with contextlib.suppress(OSError):  # another process may be removing the same files

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from posleak.axes import SHORTEST
+from posleak.axes import MIN_LENGTH
+from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.corpus import STDLIB
-from posleak.probe.plan import ORIGIN
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.software import COMPUTED_WITH, DEFINITIONS_VERSION, slug, versions
 from posleak.runs.spec import LENGTH, PROMPTS, MeasureSpec
 from posleak.typed import plain
@@ -56,7 +57,7 @@ class Cell:
     bos: str | int = "auto"
     dtype: str | None = None
     kind: str = MEASURE
-    origin: int = ORIGIN
+    origin: int = DEFAULT_ORIGIN
     density: int = 1
     batch: int = 0
     metrics: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class Cell:
         """The measurement; refused here if it cannot be made with any model."""
         return MeasureSpec(
             self.inputs, self.bos, self.length, self.prompts, self.seed, self.batch, self.density, self.origin,
-            self.edits, self.metrics, self.loss,
+            parse_edits(self.edits), self.metrics, self.loss,
         )  # fmt: skip
 
     @property
@@ -132,7 +133,7 @@ class Cell:
     @property
     def work(self) -> int:
         """Tokens that go through the model, for guessing how long it takes."""
-        tokens = self.prompts * max(self.length, SHORTEST)
+        tokens = self.prompts * max(self.length, MIN_LENGTH)
         return 3 * tokens if self.kind == TRACE else tokens
 
 

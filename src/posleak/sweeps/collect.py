@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,9 +22,11 @@ import pyarrow.parquet as pq
 from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
+from posleak.leakage.contrast import PowerKey, contrasts
+from posleak.leakage.number import SHARE_UNIT, LabelledEstimate
 
 from .cells import Cell
-from .numbers import PRODUCTS, ratios, read_numbers, read_products
+from .numbers import PRODUCTS, read_numbers, read_products
 from .state import CELL, ERROR, FAILED, FINISHED, NUMBERS, Failed, Finished, read_sealed
 from .storage import CELLS, Storage
 from .work import said
@@ -42,6 +43,8 @@ CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architectur
 NUMBER = ("layer", "queries", "quantity", "component", "value", "low", "high", "n", "unit")
 RATIO = "ratio"
 """Power over the power of the same cell without edits."""
+
+Products = dict[PowerKey, Array]
 
 NO_EDITS = "none"
 MEND = "start the sweep again to mend it"
@@ -110,7 +113,7 @@ def collected(root: str) -> Collected:
     """Everything that a place holds, each cell once. A damaged cell is left out and named."""
     storage = Storage(root)
     finished, failed, omitted = list[Finished](), list[Failed](), list[Omitted]()
-    tables, products = dict[str, pd.DataFrame](), dict[str, dict[str, Array]]()
+    tables, products = dict[str, pd.DataFrame](), dict[str, Products]()
     names = storage.names()
     if not names:
         raise RunError(
@@ -155,7 +158,7 @@ def knobs(record: Finished) -> dict[str, Any]:
 
 def _tidy(
     storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame],
-    products: dict[str, dict[str, Array]],
+    products: dict[str, Products],
 ) -> pd.DataFrame:  # fmt: skip
     """Every number of every cell, with the cell's columns before it."""
     columns = [*CELL_COLUMNS, *NUMBER]
@@ -185,14 +188,10 @@ def _about(storage: Storage, record: Finished) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ratios(after: dict[str, Array], before: dict[str, Array], prompts: int) -> Iterator[dict[str, Any]]:
-    for name, estimate in ratios(after, before, prompts).items():
-        queries, component = name.split("/")
-        yield {
-            "layer": None, "queries": queries, "quantity": RATIO, "component": component,
-            "value": float(estimate.value), "low": float(estimate.low), "high": float(estimate.high),
-            "n": estimate.n, "unit": "1",
-        }  # fmt: skip
+def _ratios(after: Products, before: Products, prompts: int) -> Iterator[dict[str, Any]]:
+    for (queries, component), contrast in contrasts(after, before, prompts).items():
+        labels = {"queries": queries, "quantity": RATIO, "component": component, "unit": SHARE_UNIT}
+        yield LabelledEstimate(contrast.ratio.estimate, labels).as_row(NUMBER)
 
 
 def _apart(record: Finished, *without: str) -> Any:
@@ -246,13 +245,13 @@ def _place(cell: Cell) -> Any:
 
 def estimate_of(row: Mapping[Any, Any]) -> Estimate:
     """A row's number with its interval."""
-    return Estimate(np.asarray(row["value"]), np.asarray(row["low"]), np.asarray(row["high"]), int(row["n"]))
+    return LabelledEstimate.from_row(row).estimate
 
 
 def _pool(group: pd.DataFrame) -> dict[str, Any]:
     parts = [estimate_of(row) for row in group[["value", "low", "high", "n"]].to_dict("records")]
     mean = parts[0] if len(parts) == 1 else Estimate.average(parts)
-    return {"value": float(mean.value), "low": float(mean.low), "high": float(mean.high), "n": mean.n}
+    return LabelledEstimate(mean).as_row()
 
 
 def _ordered(values: list[Any]) -> list[Any]:

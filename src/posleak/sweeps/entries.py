@@ -13,8 +13,7 @@ from typing import Any
 
 from posleak.errors import PosleakError
 from posleak.files import read_regular
-from posleak.models.names import with_revision
-from posleak.models.steps import checkpoints
+from posleak.models.sources import checkpoints, known_names, split_revision
 
 from .cells import Cell, Resources
 from .pieces import MOST_DIGITS, listed, mapping, resources, text, whole, wrong
@@ -117,7 +116,7 @@ def _absolute(said: Any, where: str) -> str:
     name = text(said, where)
     if _is_known(name):
         return name
-    before, revision = with_revision(name)
+    before, revision = split_revision(name)
     with suppress(OSError, ValueError, RuntimeError):
         path = Path(before).expanduser()
         if path.exists():
@@ -126,9 +125,7 @@ def _absolute(said: Any, where: str) -> str:
 
 
 def _is_known(name: str) -> bool:
-    from posleak.models.sources import known
-
-    return name in known()
+    return name in known_names()
 
 
 def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
@@ -143,7 +140,7 @@ def _named(cell: Cell, series: dict[str, str], models: dict[str, str]) -> Cell:
     if cell.series is None:
         return replace(cell, title=cell.title or models[cell.model])
     name = series[cell.series]
-    revision = with_revision(cell.model)[1]
+    revision = split_revision(cell.model)[1]
     step = f"{name}, step {cell.step}" if revision is None else f"{name}@{revision}"
     return replace(cell, series=name, title=step)
 

@@ -19,7 +19,7 @@ from typing import Any
 from posleak.errors import PosleakError
 from posleak.files import read_regular
 from posleak.models import builtin, shipped, weights
-from posleak.models.names import with_revision
+from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
 from posleak.runs.spec import TOKENS_AT_ONCE
 
@@ -101,11 +101,11 @@ def shape_of(model: str) -> Shape | None:
     with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
         config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
-        held = weights.require(folder, allow_pickle=True)
+        held = weights.read_headers(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
         inner = config.get("intermediate_size") or 4 * width
         return Shape(
-            held.numbers, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
+            held.elements, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
             int(config.get("num_attention_heads") or config.get("n_head") or 1),
             int(max(inner) if isinstance(inner, list) else inner),
         )  # fmt: skip
@@ -113,17 +113,15 @@ def shape_of(model: str) -> Shape | None:
 
 
 def _folder(model: str) -> Path | None:
-    text, revision = with_revision(model)
-    if text in builtin.BUILTIN:
-        return builtin.cached(text)
+    text, revision = split_revision(model)
+    if text in builtin.BUILTIN_MODELS:
+        return builtin.cached_folder(text)
     if text in shipped.names():
         return shipped.folder(text)
     path = Path(text).expanduser()
     if path.is_dir():
-        from posleak.models.sources import snapshot
-
         with suppress(PosleakError):
-            return snapshot(path, revision)
+            return snapshot_folder(path, revision)
         return None
     if path.exists() or text.count("/") > 1:
         return None

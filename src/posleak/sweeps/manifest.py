@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import InputError, NoEffectError, PosleakError, did_you_mean
+from posleak.files import stays_in_folder
 from posleak.inputs.corpus import STDLIB
-from posleak.models.names import is_inside
 from posleak.runs.spec import TRACED
 from posleak.text import visible
 
@@ -92,7 +92,7 @@ def manifest(said: Any, *, name: str = "sweep", where: str = "manifest") -> Mani
         raise wrong(where, "the manifest has no cells", remedy="give it at least one model under `models`")
     out = None if top.get("out") is None else text(top["out"], f"{where}, out")
     called = text(top.get("name", name), f"{where}, name")
-    if not is_inside(called):
+    if not stays_in_folder(called):
         raise wrong(f"{where}, name", "the name leads out of the folder of results", called, remedy="use a plain name")
     return Manifest(called, titled(found.values()), out)
 
@@ -140,7 +140,7 @@ def _cells(said: Mapping[str, Any], where: str) -> Iterator[Cell]:
 def _checked(cell: Cell) -> Cell:
     """The cell, with its edits spelled as posleak spells them; one that would change nothing is found out later."""
     with suppress(NoEffectError):
-        return replace(cell, edits=cell.spec.edits)
+        return replace(cell, edits=cell.spec.edit_texts)
     return cell
 
 

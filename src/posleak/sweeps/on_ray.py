@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posleak.errors import InputError, warn
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 
 from .board import Board
 from .cells import Cell, Resources
@@ -110,7 +110,7 @@ def _machines(ray: Any) -> list[dict[str, float]]:
 def _words(resources: dict[str, float]) -> str:
     """`2 CPUs, 1 GPU, 8.0 GB`"""
     counts = [f"{resources[name]:g} {name}s" for name in ("CPU", "GPU")]
-    return ", ".join([*counts, *([size(resources["memory"])] if resources["memory"] else [])])
+    return ", ".join([*counts, *([format_bytes(resources["memory"])] if resources["memory"] else [])])
 
 
 class Hand:

@@ -15,7 +15,7 @@ from typing import Any
 from posleak.errors import RunError
 from posleak.files import Sealed
 from posleak.inputs import InputFacts
-from posleak.models.stamps import content, stamp
+from posleak.models.stamps import content_sha256, file_stamp
 from posleak.typed import Number
 
 from .cells import Cell
@@ -185,9 +185,9 @@ def _moved(measured: ModelFacts, name: str) -> str | None:
 
 @cache
 def _model_stamp(name: str) -> str | None:
-    return stamp(name)
+    return file_stamp(name)
 
 
 @cache
 def _model_content(name: str) -> str | None:
-    return content(name)
+    return content_sha256(name)

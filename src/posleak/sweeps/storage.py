@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import BusyError, InputError, PosleakError, StorageError
-from posleak.files import LOCK, MOST_JSON, held, read_regular, sha256_of, sole_writer, write_atomically
+from posleak.files import LOCK_FILE, MAX_JSON, file_lock, read_regular, sha256_of, sole_writer, write_atomically
 from posleak.text import one_line
 
 CELLS = "cells"
@@ -81,7 +81,7 @@ class Storage:
                 return []
             return sorted(Path(found).name for found in self._fs.ls(place, detail=False))
 
-    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
+    def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
         """Return a file's content; None if it is not there. On a disk, of at most so many bytes."""
         if self.local is not None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), _about(self.path(name)):
@@ -169,10 +169,10 @@ class Storage:
 
     def is_held(self, folder: str) -> bool:
         """Is somebody at work on this cell? On an object store nobody can tell. A lock whose owner died is none."""
-        if self.local is None or not (lock := self.local / CELLS / folder / LOCK).exists():
+        if self.local is None or not (lock := self.local / CELLS / folder / LOCK_FILE).exists():
             return False
         try:
-            with held(lock, wait=False):
+            with file_lock(lock, wait=False):
                 return False
         except BusyError:
             return True
@@ -196,7 +196,7 @@ class _Snapshot(Storage):
     stamps: Mapping[str, str]
     contents: Mapping[str, bytes]
 
-    def read(self, name: str, most: int = MOST_JSON) -> bytes | None:
+    def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
         if name in self.contents or name not in self.stamps:
             return self.contents.get(name)
         return super().read(name, most)

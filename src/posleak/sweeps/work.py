@@ -19,8 +19,8 @@ from typing import Any
 
 from posleak.errors import BusyError, CheckError, NoEffectError, PosleakError, PosleakWarning, RunError, StorageError
 from posleak.files import remove, remove_leftovers, sha256_of
-from posleak.models.stamps import content, stamp
-from posleak.runs.folder import HEADS, RECORD, RESULTS
+from posleak.models.stamps import content_sha256, file_stamp
+from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
 
@@ -72,7 +72,7 @@ class Worker:
     @classmethod
     def having(cls, storage: Storage, cell: Cell, subject: Any) -> Worker:
         """A worker that has the model of this cell in memory already."""
-        return cls(storage, _loaded=(cell.group, (subject, (stamp(cell.model), content(cell.model)))))
+        return cls(storage, _loaded=(cell.group, (subject, (file_stamp(cell.model), content_sha256(cell.model)))))
 
     def run(self, cell: Cell, attempt: int = 1, say: Say = lambda what: None, expected: str | None = None) -> Outcome:
         """One cell. `attempt`: how many workers have begun it, with this one; `expected`: its id at the driver."""
@@ -140,12 +140,15 @@ class Worker:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        mark = stamp(cell.model)
+        mark = file_stamp(cell.model)
         subject = load(
             cell.model, dtype=cell.dtype, device=cell.device, device_map=cell.device_map, progress=say, notice=say,
             trust_remote_code=self.trust_remote_code, allow_pickle=self.allow_pickle,
         )  # fmt: skip
-        found: Loaded = (subject, (mark, content(cell.model)))  # now, and not when the cell is done: files may change
+        found: Loaded = (
+            subject,
+            (mark, content_sha256(cell.model)),
+        )  # taken now: files may change before the cell ends
         self._loaded = (cell.group, found)
         return found, time.perf_counter() - started
 
@@ -181,22 +184,22 @@ def _measured(subject: Any, cell: Cell, place: Path, max_memory: int | None, say
 def _work(subject: Any, cell: Cell, place: Path, max_memory: int | None, say: Say, *, fresh: bool) -> Any:
     from posleak.analyses.trace.trace import traced
     from posleak.runs.conditions import Conditions
-    from posleak.runs.measure import Measurement
+    from posleak.runs.measure import PreparedRun
 
     from .numbers import Measured
 
     if cell.kind == MEASURE:
-        ready = Measurement.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(ready.run_with_warnings(place, fresh=fresh, watch=lambda reached: say(reached.text)))
+        ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
+        return Measured(ready.run_with_warnings(place, fresh=fresh, on_progress=lambda reached: say(reached.text)))
     found = traced(Conditions(subject, cell.spec, place, fresh, max_memory, say))
     return Measured(found.ordinary, found)
 
 
 def _remove_strays(place: Path) -> None:
     """Remove results whose run.json is gone from the folder of a cell that was finished: they belong to no run."""
-    for name in (RESULTS, HEADS):
+    for name in (RESULTS_FILE, HEADS_FILE):
         for path in place.rglob(name):
-            if not (path.parent / RECORD).exists():
+            if not (path.parent / RECORD_FILE).exists():
                 remove(path)
 
 

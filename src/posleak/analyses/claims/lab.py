@@ -13,17 +13,17 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.cosines import pair_cosines
+from posleak.analyses.origin.directions import pair_cosines
 from posleak.analyses.origin.fingerprint import written
 from posleak.analyses.origin.origin import Origin, origin
 from posleak.analyses.origin.projection import projections
 from posleak.analyses.origin.states import alone
-from posleak.analyses.origin.store import ARRAYS, JSON
+from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.memory import (
@@ -42,7 +42,7 @@ from .finding import ENOUGH, Edited, Kept
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
-CLAIMS = "claims.json"
+CLAIMS_FILE = "claims.json"
 
 METERS = ("all",)
 """What other papers measure: all of it, for the page shows it beside the claims."""
@@ -63,7 +63,7 @@ def drawn(edit: str, draws: int) -> list[str]:
 class Lab(Conditions):
     """Conditions of one subject, compared."""
 
-    beside = (CLAIMS, JSON, ARRAYS)
+    extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE)
 
     @cached_property
     def jackknife(self) -> Jackknife:
@@ -114,7 +114,8 @@ class Lab(Conditions):
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
-        ratios = [self.power(name, text, early=early, layers=at).over(before) for text in drawn(edit, draws)]
+        after = [self.power(name, text, early=early, layers=at) for text in drawn(edit, draws)]
+        ratios = [Contrast(power, before).ratio for power in after]
         mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
         if draws > 1:
             mean = mean.widened(self.mean(np.array([float(ratio.value) for ratio in ratios])))
@@ -154,7 +155,7 @@ class Lab(Conditions):
 
         By closure one-token sequences are enough: what follows cannot change what position 0 becomes.
         """
-        readers, start = self.origin.reading.readers, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
+        readers, start = self.origin.reading.is_reader, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):

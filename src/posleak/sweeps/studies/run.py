@@ -13,15 +13,15 @@ from typing import Any
 from posleak.errors import InputError, NoEffectError, TooLargeError
 from posleak.files import write_json
 from posleak.leakage import Estimate
+from posleak.leakage.contrast import contrasts, model_products
 from posleak.models import AnyModel, Subject, load, subject_of
 from posleak.runs.balance import Balance
-from posleak.runs.measure import Measurement
+from posleak.runs.measure import PreparedRun
+from posleak.runs.progress import OnProgress
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
-from posleak.runs.watch import Watch
 from posleak.signatures import checked
 from posleak.sweeps.cells import Cell
-from posleak.sweeps.numbers import ratios, whole_model
 from posleak.text import visible
 
 from .cells import Study, study_named
@@ -159,15 +159,15 @@ def _measured(
         _require_dtype(cells[0], subject)
     for cell in cells:
         try:
-            ready = Measurement.of(subject, cell.spec, max_memory=limit)
-            run = ready.run_with_warnings(root / ready.folder_name, watch=_said(cell, progress))
+            ready = PreparedRun.of(subject, cell.spec, max_memory=limit)
+            run = ready.run_with_warnings(root / ready.folder_name, on_progress=_said(cell, progress))
         except NoEffectError as error:
             left_out[cell.label] = error.what
         else:
             yield cell, run
 
 
-def _said(cell: Cell, progress: Say) -> Watch:
+def _said(cell: Cell, progress: Say) -> OnProgress:
     return lambda reached: progress(f"{cell.label}: {reached.text}")
 
 
@@ -194,14 +194,10 @@ def _rows(measured: list[tuple[Cell, Run]]) -> Iterator[Row]:
     if not measured:
         return
     first = measured[0][1]
-    before = whole_model(first)
+    before = model_products(first.products)
     for cell, run in measured:
         paired = run.prompts == first.prompts and run.record.inputs.same_tokens(first.record.inputs)
-        found = ratios(whole_model(run), before, cell.prompts) if paired and run is not first else {}
-        yield Row(cell, run, Balance.of(run), {_named_part(name): 1 - ratio for name, ratio in found.items()})
-
-
-def _named_part(name: str) -> str:
-    """`all/mask` → `mask, all`"""
-    queries, component = name.split("/")
-    return f"{component}, {queries}"
+        compared = paired and run is not first
+        found = contrasts(model_products(run.products), before, cell.prompts) if compared else {}
+        removed = {f"{component}, {queries}": each.removed for (queries, component), each in found.items()}
+        yield Row(cell, run, Balance.of(run), removed)

@@ -82,7 +82,7 @@ def in_every_layer(lab: Lab) -> Finding:
         return Finding.not_applicable(ONE_LAYER)
     by_layer = found.estimate
     least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
-    number = lab.run().summary.numbers[1 + least]
+    number = lab.run().summary.layer_ids[1 + least]
     return Finding.of(by_layer[least], "share", no_effect=MOST, details={"layer": number})
 
 
@@ -161,7 +161,7 @@ def frame_type(lab: Lab) -> Finding:
 def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
     """`0 none, 1 centralized, …`"""
     names = [TYPES[int(each.argmax())] if each.any() else "none" for each in shares]
-    return ", ".join(f"{number} {name}" for number, name in zip(lab.run().summary.numbers, names, strict=True))
+    return ", ".join(f"{number} {name}" for number, name in zip(lab.run().summary.layer_ids, names, strict=True))
 
 
 @claim(

@@ -1,4 +1,4 @@
-"""`posleak zoo`: small models that differ in one knob, trained here."""
+"""Train and measure small models that differ in one setting: `python -m zoo train | measure | list`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import RUNS, app, emit, err, out, spoken_warnings, tell, working
-from .options import Json, named, named_path
-from .progress import bar
+from posleak.cli.app import RUNS, command_line, emit, err, out, run, spoken_warnings, tell, working
+from posleak.cli.options import Json, named, named_path
+from posleak.cli.progress import bar
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from zoo.jobs import Job
     from zoo.training import Reached, Training, Watch
 
-zoo = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown")
-app.add_typer(zoo, name="zoo", help="Small models, trained here, that differ in one thing: what does it do to leakage?")
+app = command_line("zoo", "Train small models that differ in one setting, and measure what it does to leakage.")
 
 ROOT = RUNS / "zoo"
 Zoo = Annotated[
@@ -35,10 +34,10 @@ SPOKEN = 60.0
 """Seconds between lines of progress where there is no terminal."""
 
 
-@zoo.command(name="train")
+@app.command(name="train")
 def train_command(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", parser=named, help="As `posleak zoo list` names them.")
+        list[str] | None, typer.Argument(metavar="VARIANT...", parser=named, help="As `python -m zoo list` names them.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every variant, two seeds each, on both kinds of data: the full zoo.")
@@ -59,13 +58,13 @@ def train_command(
 
     The same command started twice shares the work: a model that another process is training is left to it.
 
-    Example: `posleak zoo train rope window --seed 0 --seed 1`
+    Example: `python -m zoo train rope window --seed 0 --seed 1`
     """
     from zoo.jobs import SEEDS, jobs, train_all
     from zoo.recipe import RECIPES
 
     if bool(variants) == everything:
-        raise typer.BadParameter("name variants (`posleak zoo list` shows them), or use --all")
+        raise typer.BadParameter("name variants (`python -m zoo list` shows them), or use --all")
     kinds = data or (list(RECIPES) if everything else ["text"])
     wanted = jobs(variants or (), kinds, seeds or (SEEDS if everything else [0]), steps)
     if text is not None:
@@ -125,7 +124,7 @@ def _progress(wanted: Sequence[Job]) -> Iterator[Watch]:
         yield lambda at: show(f"{which(at)}: loss {at.loss:.3f}", before[at.data, at.name] + at.step, total)
 
 
-@zoo.command(name="measure")
+@app.command(name="measure")
 def measure_command(
     data: Data = None,
     prompts: Annotated[
@@ -139,7 +138,7 @@ def measure_command(
 
     What was measured before is not measured again. zoo.json, beside the models, has every number.
 
-    Example: `posleak zoo measure --data text`
+    Example: `python -m zoo measure --data text`
     """
     from zoo.jobs import trained
     from zoo.measuring import QUANTITIES, measure_models
@@ -161,18 +160,18 @@ def measure_command(
     if as_json:
         emit({"quantities": QUANTITIES, "tables": [{**vars(table), "verdicts": verdicts(table)} for table in tables]})
         return
-    from .zoo_tables import zoo_tables
+    from zoo.terminal import zoo_tables
 
     for table in tables:
         for item in zoo_tables(table):
             out.print(item)
 
 
-@zoo.command(name="list")
+@app.command(name="list")
 def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
     """The variants, what is trained of them, and which trained models come with posleak.
 
-    Example: `posleak zoo list`
+    Example: `python -m zoo list`
     """
     from posleak.models.shipped import names
     from zoo.jobs import trained
@@ -212,3 +211,7 @@ def _state(record: Training) -> str:
     return f"{record.seed}: " + (
         f"{record.final_loss:.3f}" if record.finished else f"step {last} of {record.recipe.steps}"
     )
+
+
+if __name__ == "__main__":
+    run(app)

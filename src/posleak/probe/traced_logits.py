@@ -2,7 +2,7 @@
 
     t = scaling · q kᵀ + bias, where not hidden
 
-A `Trail` is that form of one tensor. Each function that the model applies turns it into the trail of the result:
+A `TracedLogits` is that form of one tensor. Each function that the model applies turns it into the trail of the result:
 numbers scale, tensors are added, masks hide, views change the shape only. Whatever else happens is named in `unknown`,
 and the call is refused. Biases and masks are the model's own tensors, not differences of rounded logits.
 """
@@ -33,7 +33,7 @@ SAME = frozenset(
 
 
 @dataclass(frozen=True)
-class Trail:
+class TracedLogits:
     """How a tensor [B·H, T, keys] or [B, H, T, keys] came from a product; `prompts` is B.
 
     apart     prompts and heads have had an axis each, so that their order is known
@@ -60,7 +60,9 @@ class Trail:
     def is_square(self) -> bool:
         return self.lengths[0] == self.lengths[1]
 
-    def after(self, name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Trail | None:
+    def after(
+        self, name: str, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor
+    ) -> TracedLogits | None:
         """The trail of what a function of this name made of x; None where the result has no such axes any more.
 
         args: of the function, x among them
@@ -75,7 +77,7 @@ class Trail:
             return replace(self, unknown=self.unknown or name)
         return replace(found, apart=found.apart or out.ndim == 4)
 
-    def plus(self, added: Shaped[Tensor, "..."], ndim: int) -> Trail:
+    def plus(self, added: Shaped[Tensor, "..."], ndim: int) -> TracedLogits:
         """Something added to a tensor of so many axes; where it hides a key, it says nothing else."""
         seen, rest = split_mask(self.lined_up(added, ndim))
         found = self if bool(seen.all()) else self.without(~seen, 4)
@@ -85,10 +87,10 @@ class Trail:
             return found
         return replace(found, bias=rest if found.bias is None else found.bias + rest)
 
-    def times(self, factor: float) -> Trail:
+    def times(self, factor: float) -> TracedLogits:
         return replace(self, scaling=self.scaling * factor, bias=None if self.bias is None else self.bias * factor)
 
-    def without(self, hidden: Bool[Tensor, "..."], ndim: int) -> Trail:
+    def without(self, hidden: Bool[Tensor, "..."], ndim: int) -> TracedLogits:
         """Keys hidden, in a tensor of so many axes."""
         hidden = self.lined_up(hidden, ndim)
         return replace(self, hidden=hidden if self.hidden is None else self.hidden | hidden)
@@ -122,15 +124,17 @@ def _other(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return rest[0]
 
 
-Step = Callable[[Trail, Tensor, Sequence[Any], dict[str, Any]], "Trail | None"]
+Step = Callable[[TracedLogits, Tensor, Sequence[Any], dict[str, Any]], "TracedLogits | None"]
 """(trail, its tensor, the function's arguments) -> the trail after it, or None where it is not of that form."""
 
 
-def _same(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _same(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     return trail
 
 
-def _add(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], sign: float = 1.0) -> Trail | None:
+def _add(
+    trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], sign: float = 1.0
+) -> TracedLogits | None:
     other = _other(x, args, kwargs)
     if trail.weights or kwargs.get("alpha", 1) != 1 or (not isinstance(other, Tensor) and _number(other) is None):
         return None
@@ -138,11 +142,11 @@ def _add(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], s
     return None if other.ndim > x.ndim or not other.is_floating_point() else trail.plus(sign * other, x.ndim)
 
 
-def _subtract(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _subtract(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     return _add(trail, x, args, kwargs, sign=-1.0) if args[0] is x else None
 
 
-def _multiply(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _multiply(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     other = _other(x, args, kwargs)
     if trail.weights:
         return None
@@ -153,19 +157,19 @@ def _multiply(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, An
     return None
 
 
-def _divide(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _divide(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     by = _number(_other(x, args, kwargs))
     if trail.weights or by is None or args[0] is not x or kwargs.get("rounding_mode") is not None:
         return None
     return trail.times(1 / by)
 
 
-def _fill(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _fill(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     mask, value = (*args[1:], *(kwargs[name] for name in ("mask", "value") if name in kwargs))
     return _replaced(trail, x.ndim, mask, _number(value))
 
 
-def _where(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _where(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     if len(args) != 3:
         return None
     condition, chosen, otherwise = args
@@ -174,7 +178,7 @@ def _where(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any])
     return _replaced(trail, x.ndim, condition, _number(chosen)) if otherwise is x else None
 
 
-def _replaced(trail: Trail, ndim: int, mask: Bool[Tensor, "..."], value: float | None) -> Trail | None:
+def _replaced(trail: TracedLogits, ndim: int, mask: Bool[Tensor, "..."], value: float | None) -> TracedLogits | None:
     """A number in the place of some logits, or of weights that are 0 already."""
     if value is None:
         return None
@@ -184,14 +188,14 @@ def _replaced(trail: Trail, ndim: int, mask: Bool[Tensor, "..."], value: float |
     return trail if value == 0 and not bool(visible.any()) else None
 
 
-def _at_least(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _at_least(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     if len(args) > 2 or kwargs.get("max") is not None:
         return None
     least = _number(_other(x, args, kwargs) if len(args) > 1 else kwargs.get("min"))
     return trail if not trail.weights and least is not None and least <= torch.finfo(x.dtype).min / 2 else None
 
 
-def _drop(trail: Trail, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Trail | None:
+def _drop(trail: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     """F.dropout(x, p, training); it must be off."""
     given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
     return trail if not given.get("training", True) or given.get("p", 0.5) == 0 else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from posleak.errors import ModelError, PosleakError, TooLargeError
 from posleak.text import one_line, visible
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_MEMORY = re.compile(r"allocate memory|out of memory|not enough memory|unable to allocate", re.I)
 _SURROGATES = re.compile("[\ud800-\udfff]+")
 
@@ -27,11 +27,11 @@ _HELP: dict[int | None, str] = {
 """What helps where the system is in the way, and the file itself may be fine."""
 
 FETCH_AGAIN = "fetch the file again; an interrupted download or a damaged disk looks like this"
-SMALLER = "load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model"
+USE_LESS_MEMORY = "load it with dtype bfloat16, spread it with device_map='auto', or take a smaller model"
 
 
 @contextmanager
-def border(what: str, where: str | Path | Callable[[], Path], remedy: str) -> Iterator[None]:
+def translate_errors(what: str, where: str | Path | Callable[[], Path], remedy: str) -> Iterator[None]:
     """Turn any error inside into a ModelError: `what` happened to `where`, and the `remedy`.
 
     `where` may be a function that looks for the culprit. posleak's own errors and interruptions pass. Memory that ran
@@ -50,7 +50,7 @@ def border(what: str, where: str | Path | Callable[[], Path], remedy: str) -> It
 def _translated(error: BaseException, what: str, where: str, remedy: str) -> ModelError:
     if any(_is_about_memory(step) for step in _causes(error)):
         return TooLargeError(
-            "memory ran out while the model was read", where=where, got=one_line(error), remedy=SMALLER
+            "memory ran out while the model was read", where=where, got=one_line(error), remedy=USE_LESS_MEMORY
         )
     if disk_is_full(error):
         return ModelError("the disk is full", where=where, got=one_line(error), remedy="free some space on it")
@@ -78,9 +78,9 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    return any(errno_of(step) in FULL for step in _causes(error))
+    return any(errno_of(step) in DISK_FULL for step in _causes(error))
 
 
-def spelled(name: str) -> str:
-    """The name with bytes that are not UTF-8 spelled out, so that it can be written to a file; the rest is kept."""
+def escape_surrogates(name: str) -> str:
+    """The name with bytes that are not UTF-8 spelled out, so that it can be written."""
     return _SURROGATES.sub(lambda found: visible(found[0]), name)

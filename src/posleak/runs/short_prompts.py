@@ -27,7 +27,7 @@ from posleak.inputs import Prompts, TextCrops, prepare
 from posleak.metrics.glimpse import START, start_attention
 from posleak.metrics.meter import stacked
 from posleak.models import Subject
-from posleak.probe import Call, attach, takes_positions
+from posleak.probe import Call, Edit, attach, takes_positions
 from posleak.show.failures import is_of_the_model
 from posleak.stopwatch import stage
 from posleak.text import one_line
@@ -45,7 +45,7 @@ Make = Callable[[], NDArray[np.float64]]
 SHIFT = 512
 """By how many positions all are moved."""
 
-PROSE = TextCrops("stdlib", most=100_000)
+PROSE = TextCrops("stdlib", max_characters=100_000)
 """English that every Python has."""
 
 
@@ -61,17 +61,17 @@ class StartObserver:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ShortPromptMetrics:
     """What was found, and why something was not."""
 
     arrays: dict[str, xr.Variable]
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> Beside:
+    def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> ShortPromptMetrics:
         """What cannot be read on this model costs nothing else: its prompts are measured already."""
         arrays, notes = dict[str, xr.Variable](), list[str]()
-        with stage("metrics beside"):
+        with stage("short-prompt metrics"):
             for name, what, make in wanted(subject, spec, base):
                 try:
                     arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), make())
@@ -87,7 +87,7 @@ class Beside:
 
 def wanted(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Make]]:
     """(array, what it is in words, how it is made) of everything that was asked for."""
-    tokens, edits = min(START, spec.length), spec.parsed_edits
+    tokens, edits = min(START, spec.length), spec.edits
     ids = base.batch(range(min(SHIFTED, spec.prompts)))
 
     def natural() -> NDArray[np.float64]:
@@ -114,7 +114,7 @@ def require_shiftable(subject: Subject, spec: MeasureSpec) -> None:
         why = "the model takes no position ids"
     elif not subject.identity.rotary:
         why = "the model does not rotate queries and keys by position"
-    elif any(edit.placing for edit in spec.parsed_edits):
+    elif any(edit.placing for edit in spec.edits):
         why = "an edit changes positions or the dtype itself"
     elif subject.context is not None and subject.context < SHIFTED_TOKENS + SHIFT:
         why = f"the model has only {subject.context} positions"
@@ -129,7 +129,7 @@ def first_attention(
     return _looked(subject, ids, edits, lambda attention: attention[..., 0].double().mean(-1))
 
 
-def shifted(subject: Subject, ids: NDArray[np.int64], edits: Sequence[str]) -> NDArray[np.float64]:
+def shifted(subject: Subject, ids: NDArray[np.int64], edits: Sequence[str | Edit]) -> NDArray[np.float64]:
     """Mean over queries of the total variation between attention as it is and with all position ids moved."""
     still, moved = (
         _layers(subject, ids, parse_edits([*edits, *more]), lambda attention: attention.float())

@@ -1,6 +1,6 @@
-"""Limits on a chat template, which is a program of the model's author: on its time, and on what it writes.
+"""Limits on the run time and the output of a chat template, which is a program written by the model's author.
 
-transformers runs it in a sandbox that limits each `range`, but neither nested loops nor the length of the result.
+transformers runs templates in a sandbox that limits each `range`, but neither nested loops nor the output length.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from posleak.errors import InputError
 
 TEMPLATE_SECONDS = 10.0
-"""CPU time of one chat; templates take milliseconds."""
+"""CPU time limit for one chat; templates take milliseconds."""
 TEMPLATE_CHARACTERS = 1 << 24
 
 
 @contextmanager
 def limited_template() -> Iterator[None]:
-    """Stop a template inside that takes too long or writes too much with an InputError.
+    """Raise InputError in the `with` block if a chat template takes too long or writes too much.
 
-    A trace function in this thread looks at every line of the template, and at no other code. It cannot stop a single
-    operation, such as a power of large numbers. The trace function of a debugger is restored afterwards.
+    A trace function of this thread is called for every line of the template, and for no other code. It cannot interrupt
+    a single operation, such as a power of large numbers. The trace function of a debugger is restored on exit.
     """
     deadline, written, before = time.thread_time() + TEMPLATE_SECONDS, 0, sys.gettrace()
 
@@ -32,7 +32,7 @@ def limited_template() -> Iterator[None]:
         nonlocal written
         if not _is_template(frame):
             return None
-        if event == "return" and isinstance(value, str):  # also what a generator yields
+        if event == "return" and isinstance(value, str):  # values that a generator yields are included
             written += len(value)
         if written > TEMPLATE_CHARACTERS:
             raise _stopped("writes too much", f"more than {TEMPLATE_CHARACTERS:,} characters")
@@ -48,13 +48,13 @@ def limited_template() -> Iterator[None]:
 
 
 def _is_template(frame: FrameType) -> bool:
-    """Return whether a frame is of a compiled template, or of jinja2 itself."""
+    """Return whether a frame belongs to a compiled template or to jinja2 itself."""
     module = str(frame.f_globals.get("__name__", ""))
     return frame.f_code.co_filename == "<template>" or module.partition(".")[0] == "jinja2"
 
 
 def _stopped(what: str, got: str) -> InputError:
     return InputError(
-        f"the chat template {what}, and was stopped", where="inputs", got=got,
-        remedy="read tokenizer.chat_template, and set another; or write the chat as a text",
+        f"the chat template {what} and was stopped", where="inputs", got=got,
+        remedy="check tokenizer.chat_template and set another one, or pass the chat as a text",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`posleak bench`: what a measurement costs, beside the plain forward pass and the peers (other tools)."""
+"""Measure what posleak costs, relative to the plain forward pass and to other tools: `python -m benchmarks MODEL`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
+from posleak.cli.options import Json, MaxMemory, Seed
+from posleak.cli.subject import Load, model_command
 from posleak.show.numbers import NAN
-
-from .app import emit, out, spoken_warnings, working
-from .options import Json, MaxMemory, Seed
-from .subject import Load, model_command
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
     from posleak.show.terminal import TableCell
 
 
-@model_command("bench")
+app = command_line("benchmarks", "Measure what posleak costs.")
+
+
+@model_command("bench", app)
 def bench_command(
     load: Load,
     length: Annotated[
@@ -36,9 +38,9 @@ def bench_command(
     max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
-    """Time and memory of a measurement, beside those of the plain forward pass and of the peers (other tools).
+    """Measure time and memory of posleak, of the plain forward pass, and of other tools (peers).
 
-    Example: `posleak bench smollm2-135m --length 1024 --repeats 3`
+    Example: `python -m benchmarks smollm2-135m --length 1024 --repeats 3`
     """
     from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
 
@@ -106,3 +108,7 @@ def _spread(found: Spread, form: str = ".3f") -> TableCell:
     from posleak.show.terminal import TableCell
 
     return TableCell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,7 +1,7 @@
 """Attention that a model computes by itself, off transformers' attention interface: seen while it is computed.
 
 A watch is on during one forward pass of such a model. It sees every function of torch that the model calls, follows
-what becomes of products of queries and keys (trail.py), and knows an attention call by its end: weights from a softmax
+what becomes of products of queries and keys (traced_logits.py), and knows an attention call by its end: weights from a softmax
 over such a product, multiplied with values; or torch's own fused attention. What it was made of is handed to the one
 attention function, and what that returns takes the place of the product of weights and values. Nothing here knows a
 model by name. A pattern that does not fit is refused, with what the model did.
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.rounding import PARTITION
 
-from .trail import SAME, Trail
+from .traced_logits import SAME, TracedLogits
 from .visibility import Visibility, read_mask, split_mask
 
 BIASED = "baddbmm"
@@ -41,12 +41,12 @@ OPERANDS = {
 CANNOT = "this family cannot be measured: posleak follows softmax(scaling · q kᵀ + bias) v, causal, and nothing else"
 
 
-def keeps_own_attention(model: PreTrainedModel) -> bool:
+def computes_own_attention(model: PreTrainedModel) -> bool:
     """Does the model compute its attention itself, so that no other can be set? transformers reads it off its code."""
     return not model._can_set_attn_implementation()
 
 
-class Watch(TorchFunctionMode):
+class AttentionTracer(TorchFunctionMode):
     """One forward pass over `prompts` × `length` tokens; `attention` is called as transformers calls it."""
 
     def __init__(self, attention: Callable[..., Any], model: PreTrainedModel, prompts: int, length: int) -> None:
@@ -75,13 +75,13 @@ class Watch(TorchFunctionMode):
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         """Remember what a result was made of."""
         tracked = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg in self.trails]
-        found: Trail | None = None
+        found: TracedLogits | None = None
         if name in OPERANDS:
             found = self._product(name, args, kwargs)
         elif name == "softmax":
             found = self._softmax(args, kwargs, out)
         elif tracked:
-            trail: Trail = self.trails[tracked[0]]
+            trail: TracedLogits = self.trails[tracked[0]]
             found = trail.after(name, tracked[0], args, kwargs, out)
             if found is not None and len(tracked) > 1 and name not in SAME:
                 found = replace(found, unknown=f"{name} of two products")
@@ -90,12 +90,14 @@ class Watch(TorchFunctionMode):
         elif tracked:
             self.trails.pop(out, None)
 
-    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trail | None:
+    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedLogits | None:
         given = _given(name, args, kwargs)
         query, key = (given[operand] for operand in OPERANDS[name])
         if not self._has_heads(query) or not self._has_heads(key) or query.ndim != key.ndim:
             return None
-        trail = Trail(query, key.transpose(-1, -2), self.prompts, float(given.get("alpha", 1)), apart=query.ndim == 4)
+        trail = TracedLogits(
+            query, key.transpose(-1, -2), self.prompts, float(given.get("alpha", 1)), apart=query.ndim == 4
+        )
         beta = float(given.get("beta", 1))
         return trail if name != BIASED or beta == 0 else trail.plus(beta * given["input"], query.ndim)
 
@@ -103,9 +105,9 @@ class Watch(TorchFunctionMode):
         """[B, H, …] or [B·H, …]"""
         return len(x) == self.prompts if x.ndim == 4 else x.ndim == 3 and len(x) % self.prompts == 0
 
-    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Trail | None:
+    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedLogits | None:
         x = args[0] if args else kwargs["input"]
-        trail: Trail | None = self.trails.get(x)
+        trail: TracedLogits | None = self.trails.get(x)
         if trail is None or trail.weights:
             if x.ndim in (3, 4) and x.shape[-2] == self.length > 1 and (x.ndim == 4 or x.shape[-1] == self.length):
                 raise self._refusal("its softmax over keys is not of one product of queries and keys")
@@ -123,7 +125,7 @@ class Watch(TorchFunctionMode):
         return replace(trail, weights=True)
 
     def _require_read(
-        self, trail: Trail, logits: Float[Tensor, "B H T keys"], weights: Float[Tensor, "B H T keys"]
+        self, trail: TracedLogits, logits: Float[Tensor, "B H T keys"], weights: Float[Tensor, "B H T keys"]
     ) -> None:
         """Some rows of the model's logits against those that were read off it: nothing was missed in between."""
         T, _ = trail.lengths
@@ -154,7 +156,7 @@ class Watch(TorchFunctionMode):
             return None
         given = _given(name, args, kwargs)
         weights, value = (given[operand] for operand in OPERANDS[name])
-        trail: Trail | None = self.trails.get(weights)
+        trail: TracedLogits | None = self.trails.get(weights)
         if trail is None or not trail.weights:
             return None
         if trail.unknown == "dropout":
@@ -248,14 +250,14 @@ class Watch(TorchFunctionMode):
 
 
 @contextmanager
-def watching(model: PreTrainedModel, body: torch.nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
+def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
     """Every forward pass of the body is watched, in whatever thread it runs; on exit it is as it was."""
     own, forward = vars(body).get("forward"), body.forward
 
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        watch = Watch(attention, model, *ids.shape[:2])
+        watch = AttentionTracer(attention, model, *ids.shape[:2])
         with innermost(watch.running, body), watch:
             out = forward(*args, **kwargs)
         watch.require_complete()

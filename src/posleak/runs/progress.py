@@ -11,7 +11,7 @@ from posleak.probe import Call
 
 
 @dataclass(frozen=True)
-class Reached:
+class Progress:
     """`layer` of `layers` attention calls are done on these prompts, of so many in all."""
 
     prompts: range
@@ -31,14 +31,14 @@ class Reached:
         return f"{which} of {self.of}, layer {self.layer} of {self.layers}"
 
 
-Watch = Callable[[Reached], None]
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass
-class Watcher:
+class LayerCounter:
     """An observer that counts attention calls. Every pass makes `layers` of them."""
 
-    watch: Watch
+    on_progress: OnProgress
     batches: Sequence[range]
     layers: int
     calls: int = 0
@@ -47,4 +47,4 @@ class Watcher:
         batch, layer = divmod(self.calls, self.layers)
         self.calls += 1
         if batch < len(self.batches):
-            self.watch(Reached(self.batches[batch], self.batches[-1].stop, layer + 1, self.layers))
+            self.on_progress(Progress(self.batches[batch], self.batches[-1].stop, layer + 1, self.layers))
