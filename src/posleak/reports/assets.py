@@ -22,7 +22,7 @@ from posleak.analyses.trace.trace import Ladder
 from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import remove_leftovers, write_atomically
-from posleak.metrics.agreement import Agreement, Part
+from posleak.metrics.agreement import Agreement, RankAgreement
 from posleak.metrics.table import Metrics
 from posleak.runs.software import slug
 from posleak.show import plots
@@ -121,7 +121,7 @@ def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> No
         lines, columns = grouped(ranking.rows), leakage_of(ranking)
         for y, row in enumerate(lines):
             for x, name in enumerate(columns) if isinstance(row, str) else ():
-                _cell(axes, x, y, ranking.part(ranking.rows.index(row), name), ramp)
+                _cell(axes, x, y, ranking.cell(ranking.rows.index(row), name), ramp)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
         axes.set_xticks(range(len(columns)), columns)
         names = [label(line) if isinstance(line, str) else rf"$\bf{{{GROUPS[line]}}}$" for line in lines]
@@ -133,7 +133,7 @@ def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> No
     figure.colorbar(shades, ax=every.tolist(), label="ρ", shrink=0.5, pad=0.02)
 
 
-def _cell(axes: Axes, x: int, y: int, cell: Part, ramp: matplotlib.colors.Colormap) -> None:
+def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colors.Colormap) -> None:
     """One cell: a number if it is significant, else pale with a ring; a cross if ρ is not defined."""
     known = not np.isnan(cell.rho)
     text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else NOT_SIGNIFICANT if known else UNDEFINED

@@ -141,7 +141,7 @@ def _cells(
 def _cell_text(ranking: Agreement, row: str | Looks, column: str) -> str:
     if not isinstance(row, str):
         return ""
-    cell = ranking.part(ranking.rows.index(row), column)
+    cell = ranking.cell(ranking.rows.index(row), column)
     value = "not defined" if np.isnan(cell.rho) else f"ρ = {numbers.number(cell.rho)} {interval(cell.low, cell.high)}"
     title, other = (BY_ID[name].title if name in BY_ID else name for name in (row, column))
     return escaped(f"{title} · {other}: {value}, n = {ranking.n} {ranking.over}")

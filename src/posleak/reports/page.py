@@ -18,8 +18,8 @@ from markupsafe import Markup
 from posleak._version import __version__
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
-from posleak.leakage.profile import LEAST, TIMES
-from posleak.leakage.sampled import FEWEST, LEVEL
+from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
+from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
@@ -36,7 +36,7 @@ MOST_CURVES = 640
 """Number of heads per page that have curves, so that the page stays below 10 MB."""
 
 TEMPLATE_NAMES = {
-    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": FEWEST, "least": LEAST, "times": TIMES,
+    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
     "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of, "grouped": grouped,
     "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of, "run_facts": run_facts,
     "row_name": row_name, "row_pieces": row_pieces, "titles": titles, "version": __version__,

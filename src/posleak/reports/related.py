@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.axes import LAYER, PROMPT
-from posleak.leakage import FEWEST, Estimate, Jackknife
-from posleak.metrics.agreement import LEAKAGE, Agreement, Family, Sees, agreement, sees
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife
+from posleak.metrics.agreement import LEAKAGE, Agreement, Family, MetricAlignment, agreement, alignments
 from posleak.metrics.catalogue import BY_ID, Level, Looks
 from posleak.metrics.table import MetricRow, Metrics
 from posleak.runs.run import Run
@@ -46,9 +46,9 @@ class RelatedMetrics:
         return [(title, rows) for title, rows in groups if rows]
 
     @property
-    def families(self) -> list[tuple[str, list[Sees]]]:
+    def families(self) -> list[tuple[str, list[MetricAlignment]]]:
         """Ranked metrics by what they agree with most; strongest agreement first."""
-        every = [seen for ranking in self.agreements.values() for seen in sees(ranking)]
+        every = [seen for ranking in self.agreements.values() for seen in alignments(ranking)]
         every.sort(key=lambda seen: -abs(seen.most.rho) if seen.most is not None else 0.0)
         return [(family.value, [seen for seen in every if seen.family is family]) for family in Family]
 
@@ -57,12 +57,12 @@ def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
     """Compute the rank agreement of metrics with the leakage and its parts, over heads and over layers.
 
     Metrics of every second prompt are ranked against the leakage of the others, and vice versa. The result is empty
-    for a run without metrics or with fewer than FEWEST prompts.
+    for a run without metrics or with fewer than MIN_PROMPTS prompts.
 
     run         a run with metrics
     trace       its trace, to rank the sources too
     """
-    if run.metrics is None or run.prompts < FEWEST:
+    if run.metrics is None or run.prompts < MIN_PROMPTS:
         return {}
     halves = [_half(run, trace, first) for first in (0, 1)]
     ranked = {}

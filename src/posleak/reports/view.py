@@ -18,7 +18,7 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LEFT, PROMPT
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, Summary
-from posleak.leakage.profile import AFTER, sink_width
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, sink_width
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -101,7 +101,7 @@ class RunView:
         """The sink profile by layer, means over heads."""
         origin, ordinary = self.record.plan.origin, self.run.data["ordinary"].mean((PROMPT, HEAD)).values
         profile = self.summary.layer_profile
-        first = max(POSITIONS, origin + AFTER)
+        first = max(POSITIONS, origin + KEYS_AFTER_ORIGIN)
         return SinkProfile(profile[:, :first], sink_width(profile.value, ordinary), origin)
 
     @property

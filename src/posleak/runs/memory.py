@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 
 from posleak.errors import InputError
 from posleak.leakage.power import NEIGHBOURS
-from posleak.metrics.glimpse import WHOLE
+from posleak.metrics.glimpse import FULL_LENGTH
 from posleak.models import Subject, available_bytes, exclusive
 from posleak.probe import Plan, takes_positions
 from posleak.probe.head import LOGIT_BYTES
@@ -118,8 +118,8 @@ def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int
 
 
 def glimpse_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """The rows of one layer that meters look at, at most WHOLE of them."""
-    rows = min(WHOLE, length)
+    """The rows of one layer that meters look at, at most FULL_LENGTH of them."""
+    rows = min(FULL_LENGTH, length)
     attention = prompts * subject.identity.heads * rows * length * max(4, item) * GLIMPSES
     return attention + prompts * rows * length * 8 * GRAPHS
 

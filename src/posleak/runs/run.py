@@ -20,7 +20,7 @@ from posleak.edits import require_readable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
-from posleak.leakage.dataset import ARRAYS, Chunk, require_finite
+from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
 from posleak.leakage.summary import LeakageDecomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
@@ -232,7 +232,7 @@ def _results(path: Path, record: Record) -> xr.Dataset:
         OFFSET: len(plan.offsets),
     }  # fmt: skip
     with translate_read_errors(path, remedy):
-        for name, axes in {**ARRAYS, "pairs": (LAYER, QUERY, OFFSET)}.items():
+        for name, axes in {**ARRAY_AXES, "pairs": (LAYER, QUERY, OFFSET)}.items():
             if data[name].dims != axes:
                 raise ValueError(f"{name} has the axes {data[name].dims}, not {axes}")
         if differing := {axis: data.sizes[axis] for axis, size in sizes.items() if data.sizes[axis] != size}:
