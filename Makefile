@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
+.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -36,6 +36,10 @@ demo: $(READY)  ## fetch the default model once, trace its sense of position, te
 	$(BIN)/posleak report $(DEMO) --out $(DEMO)/report.html
 
 test: lint unit shapes real  ## everything that must pass
+
+# What is slow: long fuzzing, series of killed processes, the tutorials as they are published.
+nightly: test fuzz faults  ## everything that must pass, then what is slow; an hour
+	HF_HUB_OFFLINE=1 POSLEAK_NIGHTLY=1 $(BIN)/python -m pytest -q -m nightly tests
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check
