@@ -32,7 +32,7 @@ from posleak.typed import plain
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, batch_path, require_unused, verify_file
 from .loop import kept_batch
 from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
-from .memory import many
+from .memory import describe_prompts
 from .record import Record, read_record
 from .spec import MeasureSpec
 
@@ -270,7 +270,7 @@ def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
 def said(run: Run) -> str:
     """A run in one line: model, facts, total power with its interval, and where it is."""
     total, spec = run.summary.model["all"].power["total"], run.record.spec
-    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
+    facts = ", ".join([describe_prompts(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
     place = "in memory" if run.path is None else str(run.path)
     return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
 

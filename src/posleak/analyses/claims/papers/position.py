@@ -396,7 +396,7 @@ def standard_between(lab: Lab) -> Finding:
 catalogue.untestable(
     15, "balance", "Each architecture has its balance",
     "Both components appear in every architecture, in a balance that is its own.",
-    "one model has one balance: `posleak study architectures` sets several models side by side. That both components "
+    "one model has one balance: `posleak sweep architectures` sets several models side by side. That both components "
     "appear in this model is tested by claims 3 and 4",
     paper=POSITION,
 )  # fmt: skip
