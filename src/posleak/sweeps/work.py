@@ -184,7 +184,7 @@ def _measured(subject: Any, cell: Cell, place: Path, max_memory: int | None, say
 def _work(subject: Any, cell: Cell, place: Path, max_memory: int | None, say: Say, *, fresh: bool) -> Any:
     from posleak.analyses.trace.trace import traced
     from posleak.runs.conditions import Conditions
-    from posleak.runs.measure import PreparedRun
+    from posleak.runs.prepared import PreparedRun
 
     from .numbers import Measured
 

@@ -16,7 +16,7 @@ from posleak.leakage import Estimate
 from posleak.leakage.contrast import contrasts, model_products
 from posleak.models import AnyModel, Subject, load, subject_of
 from posleak.runs.balance import Balance
-from posleak.runs.measure import PreparedRun
+from posleak.runs.prepared import PreparedRun
 from posleak.runs.progress import OnProgress
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
