@@ -239,6 +239,8 @@ class PreparedRun:
         """
         if folder is None:
             return self._measured(None, now(), calibration, progress, on_progress)
+        if not fresh and (stored := self._with_stored_metrics(folder)) is not self:
+            return stored.run(folder, calibration=calibration, progress=progress, on_progress=on_progress)
         require_readable(self.spec.edits, str(folder))
         if self.observers and not fresh:
             _require_unseen(folder)
@@ -249,6 +251,13 @@ class PreparedRun:
                 clear_run(folder)
             found = None if fresh else self._kept(folder)  # somebody else may have finished it in the meantime
             return found or self._measured(folder, self._created(folder), calibration, progress, on_progress)
+
+    def _with_stored_metrics(self, folder: Path) -> PreparedRun:
+        """Return this run with the metrics of the folder's run, if this one has none: its results are part of those."""
+        if self.spec.metrics or not has_record(folder):
+            return self
+        metrics = read_record(folder).spec.metrics
+        return replace(self, spec=replace(self.spec, metrics=metrics)) if metrics else self
 
     def _measured(
         self, folder: Path | None, created: str, calibration: Calibration | None, progress: OnPrompts,
