@@ -29,7 +29,7 @@ from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.OWN)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.PLUGIN_METERS)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 

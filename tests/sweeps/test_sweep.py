@@ -404,14 +404,13 @@ def test_studies_are_sweeps_too() -> None:
 
 def test_guesses_are_near_what_is_planned() -> None:
     """Memory without loading the model, against the plan that is made once it is loaded."""
-    from posleak.runs.memory import memory_plan, weight_bytes
-    from posleak.runs.sizes import LIBRARIES
+    from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
     from posleak.sweeps.estimate import memory_of
 
     for name in ("zoo-text-rope", "zoo-backcopy-rope"):
         subject = load(name)
         for cell in (Cell(name, length=128), Cell(name, length=192, prompts=64), Cell(name, ("window=9",), length=64)):
-            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARIES
+            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARY_BYTES
             guessed = memory_of(cell)
             assert guessed is not None
             assert 0.5 < guessed / planned < 2, (cell, guessed, planned)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import remove_leftovers, write_atomically
-from posleak.metrics.agreement import Agreement, Part
+from posleak.metrics.agreement import Agreement, RankAgreement
 from posleak.runs.software import slug
 from posleak.show import plots
 from posleak.show.colours import LIGHT
@@ -116,7 +116,7 @@ def agreement(figure: Figure, found: Mapping[str, Agreement], title: str) -> Non
         lines, columns = grouped(each.rows), leakage_of(each)
         for y, row in enumerate(lines):
             for x, name in enumerate(columns) if isinstance(row, str) else ():
-                part = each.part(each.rows.index(row), name)
+                part = each.cell(each.rows.index(row), name)
                 _cell(axes, x, y, part, ramp)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
         axes.set_xticks(range(len(columns)), columns)
@@ -129,7 +129,7 @@ def agreement(figure: Figure, found: Mapping[str, Agreement], title: str) -> Non
     figure.colorbar(shades, ax=every.tolist(), label="ρ", shrink=0.5, pad=0.02)
 
 
-def _cell(axes: Axes, x: int, y: int, part: Part, ramp: matplotlib.colors.Colormap) -> None:
+def _cell(axes: Axes, x: int, y: int, part: RankAgreement, ramp: matplotlib.colors.Colormap) -> None:
     """One cell, with its number where the interval leaves out 0, pale with a ring where it does not."""
     known = not np.isnan(part.rho)
     text = f"{part.rho:.2f}".replace("-", "−") if part.clear else UNCLEAR if known else UNDEFINED

@@ -155,7 +155,7 @@ def _said(found: Agreement, row: str | Looks, column: str) -> str:
     """A cell in words; of a heading nothing."""
     if not isinstance(row, str):
         return ""
-    part = found.part(found.rows.index(row), column)
+    part = found.cell(found.rows.index(row), column)
     value = "not defined" if np.isnan(part.rho) else f"ρ = {numbers.number(part.rho)} {interval(part.low, part.high)}"
     title, other = (BY_ID[name].title if name in BY_ID else name for name in (row, column))
     return escaped(f"{title} · {other}: {value}, n = {found.n} {found.over}")

@@ -18,8 +18,8 @@ from markupsafe import Markup
 from posleak._version import __version__
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
-from posleak.leakage.profile import LEAST, TIMES
-from posleak.leakage.sampled import FEWEST
+from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
+from posleak.leakage.sampled import MIN_PROMPTS
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
@@ -80,7 +80,7 @@ class Page:
             style=Markup(style_sheet()) + static("page.css"), script=static("common.js") + static("page.js"),
             plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
             row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views), lent_to=lent_to,
-            fewest=FEWEST, least=LEAST, times=TIMES, frame_names=FRAME_NAMES, curves_of=curves_of, grouped=grouped,
+            fewest=MIN_PROMPTS, least=SINK_ATTENTION, times=SINK_RATIO, frame_names=FRAME_NAMES, curves_of=curves_of, grouped=grouped,
             label=label, leakage_of=leakage_of, rho_interval=interval, unit_of=unit_of,
         )  # fmt: skip
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.axes import LAYER, PROMPT
-from posleak.leakage import FEWEST, Estimate, Jackknife
-from posleak.metrics.agreement import LEAKAGE, Agreement, Family, Sees, agreement, sees
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife
+from posleak.metrics.agreement import LEAKAGE, Agreement, Family, MetricAlignment, agreement, alignments
 from posleak.metrics.catalogue import BY_ID, Level, Looks
 from posleak.metrics.table import FrameVerdict, MetricRow, Metrics
 from posleak.runs.run import Run
@@ -54,9 +54,9 @@ class RelatedMetrics:
         ]
 
     @property
-    def families(self) -> list[tuple[str, list[Sees]]]:
+    def families(self) -> list[tuple[str, list[MetricAlignment]]]:
         """Every metric that was ranked, by what it sees; the strongest agreement first."""
-        every = [each for found in self.agreements.values() for each in sees(found)]
+        every = [each for found in self.agreements.values() for each in alignments(found)]
         every.sort(key=lambda each: -abs(each.most.rho) if each.most is not None else 0.0)
         return [(family.value, [each for each in every if each.family is family]) for family in Family]
 
@@ -70,7 +70,7 @@ def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
     run         measured with metrics; without, nothing is found
     trace       where its leakage comes from, or None
     """
-    if run.metrics is None or run.prompts < FEWEST:
+    if run.metrics is None or run.prompts < MIN_PROMPTS:
         return {}
     halves = [_every_second(run, trace, first) for first in (0, 1)]
     found = {}

@@ -19,7 +19,7 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LEFT, PROMPT, layer_coordinates, layer_names
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.profile import AFTER, sink_width
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, sink_width
 from posleak.leakage.sampled import LEVEL
 from posleak.leakage.summary import Decomposition, LeakageDecomposition
 from posleak.papers import ALL, POSITION, by_paper
@@ -186,7 +186,7 @@ def _borrowed(run: Run) -> list[str]:
 def _profile(run: Run) -> SinkProfile:
     origin, ordinary = run.record.plan.origin, run.data["ordinary"].mean((PROMPT, HEAD)).values
     found = run.summary.layer_profile
-    return SinkProfile(found[:, : max(POSITIONS, origin + AFTER)], sink_width(found.value, ordinary), origin)
+    return SinkProfile(found[:, : max(POSITIONS, origin + KEYS_AFTER_ORIGIN)], sink_width(found.value, ordinary), origin)
 
 
 def _heads(run: Run, trace: Trace | None) -> dict[str, Any]:

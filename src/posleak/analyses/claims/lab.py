@@ -29,13 +29,11 @@ from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.folder import has_record
 from posleak.runs.measure import PreparedRun
 from posleak.runs.memory import (
-    FIRST_USE,
+    FIRST_USE_BYTES,
     MemoryPlan,
-    many,
-    pass_bytes,
+    ModelSizes,
+    describe_prompts,
     require_room,
-    state_bytes,
-    weight_count,
     within_memory,
 )
 from posleak.runs.record import clear_run
@@ -206,12 +204,12 @@ class Lab(Conditions):
         return pair_cosines(fingerprints, Jackknife(TEXT_CROPS))[1] if fingerprints else None
 
     def require_float64(self, prompts: int) -> None:
-        """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
-        tokens = prompts * min(self.spec.length, LAW_TOKENS)
-        states = 4 * state_bytes(self.subject, tokens, 8)  # of two passes, and rolled
-        wide = 8 * weight_count(self.subject) + pass_bytes(self.subject, tokens, 8) + states
+        """Raise InputError if a float64 copy of the weights and the states of the prompts do not fit into memory."""
+        sizes, tokens = ModelSizes.of(self.subject), prompts * min(self.spec.length, LAW_TOKENS)
+        states = 4 * sizes.states(tokens, 8)  # of two passes, and rolled
+        wide = 8 * sizes.parameters + sizes.forward(tokens, 8) + states
         require_room(
-            self.subject, MemoryPlan(wide, 0, FIRST_USE), parse_bytes(self.max_memory), what="a copy in float64",
-            of=f"the weights and {many(prompts, tokens // prompts)} at all depths",
+            self.subject, MemoryPlan(wide, 0, FIRST_USE_BYTES), parse_bytes(self.max_memory), what="a copy in float64",
+            of=f"the weights and {describe_prompts(prompts, tokens // prompts)} at all depths",
             remedy="use a shorter --length or a smaller model",
         )  # fmt: skip
