@@ -100,7 +100,7 @@ class Lab(Conditions):
             self.baseline = self._with_metrics(alone)
         try:
             return self.run()
-        except (RunError, StorageError, BusyError):
+        except (RunError, StorageError, BusyError, Warning):
             raise
         except Exception:
             if self.baseline is alone:
