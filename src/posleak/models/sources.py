@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean
 from posleak.files import open_regular, read_regular, stays_in_folder
-from posleak.models import builtin, cache as caching, configs, manifest, shipped
+from posleak.models import builtin, cache as caching, configs, shipped
 from posleak.models.builtin import OnStatus
 from posleak.models.library_errors import escape_surrogates, translate_errors
-from posleak.models.manifest import ConversionManifest
 from posleak.text import one_line
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class LocatedModel:
     revision: str | None = None
     quantisation: str | None = None
     licence: str | None = None
-    record: ConversionManifest | None = None
+    record: caching.ConversionManifest | None = None
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
@@ -141,11 +140,11 @@ def resolve(name: str, options: LoadOptions, require_fit: Callable[[PreTrainedCo
 
 
 def _converted(folder: Path) -> LocatedModel:
-    record = manifest.read(folder)
+    record = caching.read_manifest(folder)
     if record is None:
         raise ModelError(
-            f"{manifest.MANIFEST_FILE} is damaged, or was written by another version of posleak",
-            where=str(folder / manifest.MANIFEST_FILE),
+            f"{caching.MANIFEST_FILE} is damaged, or was written by another version of posleak",
+            where=str(folder / caching.MANIFEST_FILE),
             remedy="load the model by its name or from its .gguf file; it is then converted again",
         )  # fmt: skip
     return LocatedModel(folder, record.source, quantisation=record.quantisation, licence=record.licence, record=record)
@@ -160,7 +159,7 @@ def _folder(path: Path, revision: str | None) -> LocatedModel:
                 "the folder's name is not UTF-8, and safetensors cannot open files in it", where=escaped,
                 remedy="rename the folder, or load it through a link with another name",
             )  # fmt: skip
-        if (folder / manifest.MANIFEST_FILE).exists():
+        if (folder / caching.MANIFEST_FILE).exists():
             return _converted(folder)
         commit = folder.name if folder.parent.name == "snapshots" else None
         return LocatedModel(folder, "folder", revision=commit, licence=_licence(folder))
