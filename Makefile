@@ -81,14 +81,14 @@ faults: $(READY)  ## kill work at many moments and let it go on; ten minutes
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.kills measure=40 trace=20 claims=40
 
 zoo: $(READY)  ## train and measure the whole zoo; one to two hours, goes on where it was interrupted
-	$(BIN)/posleak zoo train --all
-	$(BIN)/posleak zoo measure
+	$(BIN)/python -m zoo train --all
+	$(BIN)/python -m zoo measure
 
 # The peers bring some forty packages with them, so that they are installed only here.
 bench: $(READY)  ## what posleak costs, beside the peers; twenty minutes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,docs,ray,bench]'
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/test_bench.py
-	$(BIN)/posleak bench $(MODEL)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/repository/test_bench.py
+	$(BIN)/python -m benchmarks $(MODEL)
 
 # Warnings are errors, but not with --quiet, which drops them. The variable keeps the theme from printing its news.
 docs: $(READY)  ## the documentation as a site in site/: open site/index.html, no server or network needed

@@ -23,15 +23,16 @@ from transformers.masking_utils import causal_mask_function
 from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
 from posleak.edits.context import borrowed
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import LeakageObserver
 from posleak.models import Subject, exclusive, input_device
-from posleak.probe import Plan, Visibility, body
+from posleak.probe import Plan, Visibility, backbone
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
-from posleak.runs.measure import Measurement, calibrated
+from posleak.runs.measure import PreparedRun, calibrated
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
-from posleak.sweeps.state import State, look
+from posleak.sweeps.state import State, status_of
 from posleak.sweeps.storage import Storage
 from posleak.sweeps.work import Worker
 
@@ -134,7 +135,7 @@ def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, 
         spec = memory.run_spec(ids.shape[1], metrics, loss)
 
         def run(ids: Ids) -> None:
-            found = Measurement.of(subject, spec).run()
+            found = PreparedRun.of(subject, spec).run()
             _ = found.metrics.as_dict() if found.metrics is not None else None
 
         return run
@@ -148,7 +149,7 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
     def run(ids: Ids) -> None:
         with tempfile.TemporaryDirectory(prefix="posleak-") as place:
-            _ = Measurement.of(subject, spec).run(Path(place) / "run").summary
+            _ = PreparedRun.of(subject, spec).run(Path(place) / "run").summary
 
     return run
 
@@ -156,21 +157,23 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
     spec = memory.run_spec(ids.shape[1])
-    cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
+    cell = Cell(subject.identity.name, MeasureSpec(length=spec.length, prompts=spec.prompts))
 
     def run(ids: Ids) -> None:
         with tempfile.TemporaryDirectory(prefix="posleak-") as place:
             storage = Storage(place)
-            outcome = Worker.having(storage, cell, subject).run(cell)
+            worker = Worker()
+            worker.hold(cell, subject)
+            outcome = worker.run(storage, cell)
             assert outcome.state is State.finished, outcome.why
-            assert look(storage, cell).state is State.finished
+            assert status_of(storage, cell).state is State.finished
 
     return run
 
 
 def after_donor(ids: Ids) -> Ids:
     """Each prompt after a longer document made of its own tokens: what is read does not matter here."""
-    return np.concatenate([ids, ids[:, -UNLENT:], ids], axis=1)
+    return np.concatenate([ids, ids[:, -DONOR_MARGIN:], ids], axis=1)
 
 
 def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
@@ -220,7 +223,7 @@ def _transformer_lens(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     from nnsight import NNsight
 
-    traced, rows = NNsight(body(_with_eager_attention(subject))), list(plan.rows)
+    traced, rows = NNsight(backbone(_with_eager_attention(subject))), list(plan.rows)
 
     def run(ids: Ids) -> Statistics:
         tokens = torch.from_numpy(ids).to(subject.device)

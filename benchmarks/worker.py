@@ -12,7 +12,7 @@ import numpy as np
 
 from posleak.errors import CheckError
 from posleak.models import available_bytes
-from posleak.text import size
+from posleak.text import format_bytes
 
 MARK = "posleak-bench-worker:"
 """Marks the line with the answer, since libraries may print to standard output too."""
@@ -57,7 +57,7 @@ def answer(asked: dict[str, Any], limit: int) -> dict[str, Any]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error).lower():
             raise
-        return {"error": f"needs more memory than the {size(limit)} that there are"}
+        return {"error": f"needs more memory than the {format_bytes(limit)} that there are"}
 
 
 def _peak(asked: dict[str, Any]) -> int:

@@ -9,9 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
-import posleak.cli  # noqa: F401  every module of commands registers itself
-from posleak.cli.app import app
-from posleak.show.failures import STATUSES
+from posleak.cli.commands import app
+from posleak.cli.failures import STATUSES
 
 HEAD = """\
 # Command line
@@ -28,19 +27,14 @@ standard error. Made by `python -m tools.cli_docs`, and checked by a test to be 
 def page() -> str:
     """The whole page, ending in one newline."""
     statuses = [f"| {status} | {cell(meaning)} |\n" for status, meaning in STATUSES.items()]
-    alone = [("", command) for command in app.registered_commands]
-    grouped = [
-        (f"{group.name} ", command) for group in app.registered_groups
-        for command in (group.typer_instance.registered_commands if group.typer_instance else ())
-    ]  # fmt: skip
-    lines = (line for prefix, command in (*alone, *grouped) for line in section(command, prefix))
+    lines = (line for command in app.registered_commands if not command.hidden for line in section(command))
     return "\n".join(["".join([HEAD, *statuses]), *lines])
 
 
-def section(command: CommandInfo, prefix: str = "") -> Iterator[str]:
-    """One command: its help, and a table of its options with their defaults. prefix: the group that it is part of."""
+def section(command: CommandInfo) -> Iterator[str]:
+    """Yield the lines about one command: its help, and a table of its options with their defaults."""
     assert command.callback is not None
-    yield f"## `posleak {prefix}{command.name}`\n"
+    yield f"## `posleak {command.name}`\n"
     yield inspect.cleandoc(command.callback.__doc__ or "") + "\n"
     yield "| option | default | does |"
     yield "|---|---|---|"

@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from posleak.edits import KINDS, Kind, NamedEdit, Site, parse_edit
-from posleak.edits.parse import BY_PLACE
+from posleak.edits import KINDS, EditKind, NamedEdit, Site, parse_edit
+from posleak.edits.parse import ACTS_BY_PLACE
 
 WIDTH = 120
 MODEL = "smollm2-135m"
@@ -61,12 +61,12 @@ def page() -> str:
     return "\n".join([HEAD, *order(known), *combinations(known), SCOPES, *lines]).rstrip("\n") + "\n"
 
 
-def example(kind: Kind) -> NamedEdit:
+def example(kind: EditKind) -> NamedEdit:
     """The edit that the kind's example stands for."""
     return parse_edit(kind.example)
 
 
-def order(known: Sequence[Kind]) -> Iterator[str]:
+def order(known: Sequence[EditKind]) -> Iterator[str]:
     """Where edits act, in the order in which they are applied."""
     yield "## Order\n"
     yield "Edits are applied in this order, however they are written on the command line:\n"
@@ -78,7 +78,7 @@ def order(known: Sequence[Kind]) -> Iterator[str]:
     yield ""
 
 
-def combinations(known: Sequence[Kind]) -> Iterator[str]:
+def combinations(known: Sequence[EditKind]) -> Iterator[str]:
     """Which edits do not go together."""
     seeing = names((kind for kind in known if not example(kind).causal), " or ")
     needing = names((kind for kind in known if example(kind).needs_causal), " or ")
@@ -86,13 +86,13 @@ def combinations(known: Sequence[Kind]) -> Iterator[str]:
     yield item("two edits in one row of the table: both would change the same thing")
     yield item(f"{seeing} together with {needing}, which are defined only where queries do not see later keys")
     yield item("`ring` together with edits of positions or visibility, which it sets itself")
-    by_place = names((kind for kind in known if example(kind).site in BY_PLACE), " or ")
+    by_place = names((kind for kind in known if example(kind).site in ACTS_BY_PLACE), " or ")
     yield item(f"`context` together with {by_place}, which act by place, where the prompt is not read first")
     yield item(f"{seeing} in `posleak measure`: leakage is not defined where queries see later keys")
     yield ""
 
 
-def section(kind: Kind) -> Iterator[str]:
+def section(kind: EditKind) -> Iterator[str]:
     """One kind of edit."""
     yield f"## `{kind.name}`\n"
     yield item(f"**Written** `{kind.form}`")
@@ -105,26 +105,26 @@ def section(kind: Kind) -> Iterator[str]:
     yield ""
 
 
-def scope(kind: Kind) -> str:
+def scope(kind: EditKind) -> str:
     """What may stand behind an @."""
     if not kind.scoped:
         return "none: it acts everywhere"
     return "layers and heads" if "HEADS" in kind.form else "whole layers"
 
 
-def command(kind: Kind) -> Iterator[str]:
+def command(kind: EditKind) -> Iterator[str]:
     """The example as a command line."""
     yield f"```sh\nposleak measure {MODEL} --edit {kind.example}\n```"
 
 
-def in_python(kind: Kind) -> Iterator[str]:
+def in_python(kind: EditKind) -> Iterator[str]:
     """The example for an edit under which nothing can be measured: the states of a model under it."""
     yield "```python\nfrom posleak.edits import parse_edits\nfrom posleak.probe import attach\n"
     yield f'with attach(subject.model, edits=parse_edits(["{kind.example}"])) as probe:'
     yield "    states = probe.forward(ids).last_hidden_state  # ids [prompts, length], a tensor of tokens\n```"
 
 
-def names(kinds: Iterator[Kind], last: str = ", ") -> str:
+def names(kinds: Iterator[EditKind], last: str = ", ") -> str:
     """`a`, `b` or `c`"""
     found = [f"`{kind.name}`" for kind in kinds]
     return last.join([", ".join(found[:-1]), *found[-1:]] if len(found) > 1 else found)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from posleak.errors import RunError
 from posleak.files import write_atomically
-from posleak.metrics.agreement import Sees, can_see_mask, sees
+from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
-from posleak.metrics.table import Row
+from posleak.metrics.table import MetricRow
 from posleak.reports.assets import agreement_figure
-from posleak.reports.gather import Shown, gather
-from posleak.reports.neighbours import Neighbours, agreements
+from posleak.reports.gather import ShownRun, gather
+from posleak.reports.related import RelatedMetrics, agreements
 from posleak.runs.software import slug
 from posleak.show import numbers
 from posleak.show.plots import write
@@ -49,7 +49,7 @@ def _group(looks: Looks) -> Iterator[str]:
     yield ""
 
 
-def results(found: Sequence[Shown]) -> str:
+def results(found: Sequence[ShownRun]) -> str:
     """The tables of all runs side by side, with intervals and n."""
     rows = {shown.label: {each.metric.id: each for each in _others(shown).rows} for shown in found}
     lines = [f"- {_about(shown)}" for shown in found]
@@ -63,14 +63,14 @@ def results(found: Sequence[Shown]) -> str:
     return "\n".join([*lines, row("Reference frame, mean over layers", *frames)])
 
 
-def _others(shown: Shown) -> Neighbours:
-    others = Neighbours.of(shown.run, shown.trace)
+def _others(shown: ShownRun) -> RelatedMetrics:
+    others = RelatedMetrics.of(shown.run, shown.trace)
     if others is None:
         raise RunError("the run has no metrics", where=str(shown.run.path), remedy="measure it with --metrics all")
     return others
 
 
-def _about(shown: Shown) -> str:
+def _about(shown: ShownRun) -> str:
     spec = shown.run.record.spec
     traced = "with a trace" if shown.trace is not None else "without a trace"
     return (
@@ -82,7 +82,7 @@ def _unit(metric: Metric) -> str:
     return "" if metric.unit == "1" else f" ({metric.unit})"
 
 
-def _value(found: Row | None) -> str:
+def _value(found: MetricRow | None) -> str:
     """`0.525 (0.424 … 0.649), n = 16`, and the depth if one was chosen."""
     if found is None:
         return numbers.NAN
@@ -90,24 +90,24 @@ def _value(found: Row | None) -> str:
     return f"{numbers.estimate(found.value, found.metric.unit)}, n = {found.value.n}{at}"
 
 
-def agreement(found: Sequence[Shown]) -> str:
+def agreement(found: Sequence[ShownRun]) -> str:
     """The picture of every run."""
     return "\n\n".join(f"![{alternative(shown)}]({IMAGES}/{picture_name(shown)})" for shown in found)
 
 
-def alternative(shown: Shown) -> str:
+def alternative(shown: ShownRun) -> str:
     """What the picture shows, for those who cannot see it."""
     return f"{shown.label}: rank correlation of each metric with the leakage and its parts, over heads and over layers"
 
 
-def picture_name(shown: Shown) -> str:
+def picture_name(shown: ShownRun) -> str:
     return f"metrics-agreement-{slug(shown.label)}.png"
 
 
-def seen(found: Sequence[Shown]) -> str:
+def seen(found: Sequence[ShownRun]) -> str:
     """Per metric: can it see the mask, and what it agrees with most in every run."""
     by_run = [
-        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in sees(over)}
+        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in alignments(over)}
         for shown in found
     ]
     lines = [row("metric", "over", "can see the mask", *(shown.label for shown in found))]
@@ -119,7 +119,7 @@ def seen(found: Sequence[Shown]) -> str:
     return "\n".join(lines)
 
 
-def _most(found: Sees | None) -> str:
+def _most(found: MetricAlignment | None) -> str:
     """`**the mask**, here: ρ = 0.73 (0.57 … 0.84)`"""
     if found is None:
         return numbers.NAN

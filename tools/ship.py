@@ -27,7 +27,7 @@ def ship(root: Path) -> int:
     for folder in chosen.values():
         record = read_training(folder)
         if record is None or not record.finished:
-            raise RunError("the model is not trained", where=str(folder), remedy="posleak zoo train --all")
+            raise RunError("the model is not trained", where=str(folder), remedy="python -m zoo train --all")
     files = [(folder / name, shipped.folder(own) / name) for own, folder in chosen.items() for name in FILES]
     files = [(source, place) for source, place in files if source.is_file()]
     size = sum(source.stat().st_size for source, _ in files)

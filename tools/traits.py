@@ -31,7 +31,7 @@ class CallObserver:
         same_states = not _differ(call.value[0])
         directions = call.query[0] / call.query[0].norm(dim=-1, keepdim=True).clamp(min=1e-30)
         self.turned.append(_differ(directions) if same_states else None)
-        self.sloped.append(call.added == ALIBI)
+        self.sloped.append(call.bias_kind == ALIBI)
         self.heads.add(call.heads)
         for there, trait in (
             (call.bias is not None and not self.sloped[-1], "bias added to logits"),

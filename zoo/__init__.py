@@ -4,6 +4,7 @@ corpus     real text that every machine with posleak has
 recipe     how a model is made: size, data, optimiser
 variants   the knobs
 tokens     batches for every step, and prompts that are held out
+entropy    the least loss that is possible on Bigram-Backcopy
 training   one model: resumable to the bit, its loss and checkpoints kept
 jobs       many models, one after the other
 measuring  both splits, sinks and position 0 of trained models and their checkpoints

@@ -19,7 +19,7 @@ from posleak.analyses.trace.trace import SOURCES, trace
 from posleak.errors import PosleakWarning, UnsupportedError
 from posleak.files import Sealed, sole_writer
 from posleak.inputs.corpus import STDLIB
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load
 from posleak.runs.balance import Balance
@@ -88,7 +88,7 @@ QUANTITIES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class VariantMeasurement:
     """One model at one step, on one kind of input. `numbers`: by the name of the quantity."""
 
     step: int
@@ -104,15 +104,15 @@ class Measured:
 class AllMeasured:
     """measured.json: what is known of a training's models."""
 
-    found: tuple[Measured, ...]
+    found: tuple[VariantMeasurement, ...]
 
-    def of(self, step: int, inputs: str, prompts: int) -> Measured | None:
+    def of(self, step: int, inputs: str, prompts: int) -> VariantMeasurement | None:
         """What was measured by the definitions of today."""
         key = (step, inputs, prompts, DEFINITIONS_VERSION)
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
 
 
-KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `posleak zoo measure` again")
+KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `python -m zoo measure` again")
 
 
 def read_measured(folder: Path) -> AllMeasured:
@@ -128,7 +128,7 @@ def inputs_of(record: Training) -> tuple[str, str]:
 
 def length_of(record: Training) -> int:
     """Tokens per prompt: so many that a donor, which is longer, is no longer than what the model was trained on."""
-    return record.recipe.context - UNLENT
+    return record.recipe.context - DONOR_MARGIN
 
 
 def measure_models(
@@ -152,7 +152,7 @@ def measure_models(
                 for expected in EXPECTED:
                     warnings.filterwarnings("ignore", expected, PosleakWarning)
                 found = numbers_of(load(path), inputs, length, prompts, seed)
-            made = Measured(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
+            made = VariantMeasurement(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
             kept = AllMeasured((*kept.found, made))
             KEPT.write(folder / MEASURED, kept)
     return kept
@@ -199,6 +199,6 @@ def _pull(subject: Subject, seed: int) -> Estimate:
     attractor."""
     found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
     middle = len(found.portrait.among.value) // 2
-    alike = float(found.trajectory.scale.alike[middle])
+    alike = float(found.trajectory.body.alike[middle])
     among = found.portrait.among[middle]
     return Estimate(among.value - alike, among.low - alike, among.high - alike, among.n)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from posleak.errors import InputError, did_you_mean
-from posleak.inputs.backcopy import TOKENS
+from posleak.inputs.backcopy import CHAIN_TOKENS
 
 from .corpus import ALPHABET
 
@@ -64,7 +64,7 @@ TEXT = Recipe(
     "text", len(ALPHABET), layers=6, width=128, heads=4, feedforward=344, context=256, batch=4, steps=1_500, rate=3e-3
 )
 BACKCOPY = Recipe(
-    "backcopy", TOKENS, layers=2, width=64, heads=2, feedforward=176, context=128, batch=32, steps=500, rate=3e-2
+    "backcopy", CHAIN_TOKENS, layers=2, width=64, heads=2, feedforward=176, context=128, batch=32, steps=500, rate=3e-2
 )
 RECIPES = {recipe.data: recipe for recipe in (TEXT, BACKCOPY)}
 

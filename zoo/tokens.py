@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from posleak.inputs.backcopy import TOKENS, BackcopyBody, entropies
-from posleak.inputs.stream import LIMIT, draw
+from posleak.inputs.backcopy import CHAIN_TOKENS, BackcopyBody
+from posleak.inputs.randomness import SEED_LIMIT, draw
 
-from .corpus import ALPHABET, Part, Text, read_text
+from .corpus import ALPHABET, CorpusPart, CorpusText, read_text
+from .entropy import entropies
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 HELD_PROMPTS = 64
 """Prompts on which the held-out loss is computed."""
 
-_APART = LIMIT - 1
+_APART = SEED_LIMIT - 1
 """Where held-out prompts are counted from, downwards: no training comes so far."""
 
 
@@ -39,7 +40,7 @@ class DataFacts:
 
     data: str
     sha256: str | None
-    parts: tuple[Part, ...]
+    parts: tuple[CorpusPart, ...]
     tokens: int | None
     unigram_nats: float
     path: str | None = None
@@ -64,7 +65,7 @@ class Tokens(Protocol):
 class TextTokens:
     """Crops from random places of a text."""
 
-    text: Text
+    text: CorpusText
     path: str | None = None
 
     @cached_property
@@ -105,7 +106,7 @@ def tokens_for(recipe: Recipe, text: str | None = None) -> Tokens:
     """The tokens of a recipe; `text`: a path, instead of the documentation on this machine."""
     if recipe.data == "text":
         return TextTokens(read_text(text), text)
-    return BackcopyTokens(BackcopyBody(np.arange(TOKENS)))
+    return BackcopyTokens(BackcopyBody(np.arange(CHAIN_TOKENS)))
 
 
 def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerBase:

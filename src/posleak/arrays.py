@@ -1,4 +1,4 @@
-"""Arrays in files: inside JSON as float64, in nested lists with null for NaN; in NumPy's and netCDF's own formats."""
+"""Arrays in files: float64 arrays as nested lists in JSON (null is NaN), NumPy .npz files, netCDF files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _FromLists:
-    """Reads a number or nested lists of numbers as a float64 array; null is NaN."""
+    """Pydantic validator that reads a number or nested lists of numbers as a float64 array; null is NaN."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -28,20 +28,20 @@ def _array(value: Any) -> NDArray[np.float64]:
     try:
         return np.array(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError("expected a number, or lists of numbers of equal length") from error
+        raise ValueError("expected a number, or nested lists of numbers of equal length") from error
 
 
 Array = Annotated[NDArray[np.float64], _FromLists]
 
 
 def read_npz(file: BinaryIO, path: str | Path, remedy: str) -> dict[str, NDArray[Any]]:
-    """Read every array of an open .npz file; damage is a RunError that names the path."""
+    """Read all arrays of an open .npz file. Raise RunError with the path and the remedy if it is damaged."""
     with translate_read_errors(path, remedy), np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
 def read_netcdf(path: Path, remedy: str) -> xr.Dataset:
-    """Read a netCDF file into memory; damage is a RunError that names the path."""
+    """Read a netCDF file into memory. Raise RunError with the path and the remedy if it is damaged."""
     import xarray as xr
 
     with translate_read_errors(path, remedy), xr.open_dataset(path, engine="h5netcdf") as data:

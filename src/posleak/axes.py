@@ -1,50 +1,61 @@
-"""The glossary: every axis and symbol that posleak uses, once. A letter or a word has one meaning everywhere.
+"""The glossary of axes, symbols and terms. Each letter and each word has one meaning in the whole package.
 
-Axes (letters in shapes; names of dimensions in results)
+Axes (letters in array shapes; dimension names in results)
 
-    B  prompt     prompts; what the expectation is taken over
-    L  layer      attention calls of one forward pass, in call order; each carries the number that its layer has in the
-                  model, and `layer_names` tells several calls of one layer apart
+    B  prompt     prompts; expectations are taken over this axis
+    L  layer      attention calls of one forward pass, in call order; each call carries the index of its layer in the
+                  model, and `layer_names` distinguishes several calls of one layer
     H  head       query heads
     K             key and value heads; K divides H, and they are never repeated in memory
-    T             positions 0 … N−1 of one prompt; N is its length
-    P             sampled positions: rows of a plan (queries, references), or those whose states are kept
+    T             positions 0 … N−1 of one prompt; N is the prompt length
+    P             sampled positions: the rows of a plan (queries, then references), or positions whose states are kept
     Q  query      measured query positions i
-    R  reference  late query positions r that i is compared with
+    R  reference  late query positions r with which i is compared
     D  offset     offsets δ = i − j at which two queries are compared
-    E, Ev         width of one head's keys and queries, and of its values
+    E, Ev         width of the queries and keys of one head, and of its values
     W             width of the residual stream
-    J  depth      places of the residual stream: 0 the embedding, j after j layers
-    X             tokens that are looked at alone, at several places
+    J  depth      points of the residual stream: 0 is the embedding, j is the output of layer j − 1
+    X             tokens that are evaluated alone at several positions
     Y             targets of a regression
-    S             replicates: a number without one prompt, or without two
+    S             jackknife replicates: the statistic without one prompt, or without two
 
-    threshold, band, scale   of graphs, spectra and wavelets (metrics/)
-    sample                   short prompts that only some metrics read
+    threshold, band, scale   axes of graph, spectrum and wavelet metrics (metrics/)
+    sample                   short prompts that only some metrics use
 
-Symbols (docs/definitions.md derives them)
+Symbols (derived in docs/definitions.md)
 
-    s_ij      logit that enters the softmax: after scaling, soft-cap and bias, before the mask
-    m         width of the origin: its keys are 0 … m−1, and those from m on are the body
-    V(i)      keys that query i may see;  n_i: how many of them are body keys;  m_i: how many of the origin
-    B_i       Σ of e^{s_ij} over visible body keys, plus e^{s_aux} for a head with a learned sink logit
-    S_i       the same over visible origin keys;  Z_i = B_i + S_i
-    R_n       Σ_{δ<n} e^{s_r(δ)} (+ e^{s_aux}): the late query's denominator if it saw only its nearest n body keys
-    s̃_rj      logit of query r with the origin's key j moved to r − i + j, where i has it
-    k         Σ of e^{s̃_rj} over the origin keys that i sees: the origin in the crop
-    φ(p)      angles by which position p turns the pairs of dimensions of a key
+    s_ij      attention logit: after scaling, soft-cap and bias, before the mask
+    m         origin width: keys 0 … m−1 are origin keys, all later keys are body keys
+    V(i)      keys visible to query i;  n_i: number of visible body keys;  m_i: number of visible origin keys
+    B_i       Σ e^{s_ij} over visible body keys, plus e^{s_aux} for a head with a learned sink logit
+    S_i       Σ e^{s_ij} over visible origin keys;  Z_i = B_i + S_i
+    R_n       Σ_{δ<n} e^{s_r(δ)} (+ e^{s_aux}): denominator of reference r restricted to its nearest n body keys
+    s̃_rj      logit of reference r with origin key j moved to r − i + j, which is its offset from query i
+    k         Σ e^{s̃_rj} over the origin keys visible to i: the origin's contribution in the crop
+    φ(p)      rotation angles of the dimension pairs of a key at position p
 
-Words
+Terms
 
-    origin       the first m tokens, and what later tokens read there
-    crop         a late query as if the text between an early one and it had been cut out
-    donor        the document that a borrowed context is taken from;  lent keys: those of it that a query is shown
-    provenance   where a model's weights came from
-    fingerprint  W_O v_0: what a sink-reading head writes of position 0
-    digest       the hash of everything that decides a run's numbers
-    source       what prompts are made of: random tokens, a constant one, crops of text
-    part         mask, drift or sink (or scaling): an addend of the total
-    batch        prompts that go through the model together, and the file that keeps them
+    call         one evaluation of the attention function in a forward pass
+    origin       the first m tokens of a prompt; posleak reports how later tokens read them
+    body         the tokens after the origin
+    crop         counterfactual: reference r as if the text between query i and r had been cut out
+    part         a term of the exact additive decomposition of the total: mask, drift, sink (and scaling)
+    component    any reported quantity of the decomposition: the total, a part, or a sum of parts (`COMPONENTS`)
+    power        ⟨x, x⟩: mean over queries and offsets of the squared expectation of component x, in nats²
+    share        ⟨x, total⟩ / ⟨total, total⟩; the shares of all parts add up to 1
+    plan         sampled queries, references and offsets of a prompt length
+    placement    effect of the position on queries and keys in one attention call (rotation, scaling of queries)
+    edit         an intervention on the model or its inputs
+    condition    a run of the baseline's prompts under a set of edits;  baseline: the run without those edits
+    donor        a document placed before a prompt;  lent keys: keys of the donor that queries may attend to
+    source       generator of prompts: random tokens, a constant token, crops of text
+    batch        prompts that are processed in one forward pass, and the file that stores their results
+    cell         one measurement of a sweep
+    provenance   where the weights of a model came from
+    digest       hash of all settings and data that determine the results of a run
+    fingerprint  of a model (probe/fingerprint.py): some logits on a fixed prompt, which identify its behaviour;
+                 of position 0 (analyses/origin): W_O v_0, the vector that a sink-reading head writes
 """
 
 from __future__ import annotations
@@ -66,45 +77,49 @@ SCALE = "scale"
 SAMPLE = "sample"
 
 PARTS = ("mask", "drift", "sink")
-"""The three steps that turn the late query into the early one; they add up to the total, exactly."""
+"""Parts of the exact additive decomposition: mask + drift + sink = total."""
 
 COMPONENTS = ("total", *PARTS, "residual", "mask_without_sink")
-"""All that is reported: the total, its parts, residual = drift + sink, and the mask's part if nothing were a sink."""
+"""All reported components. residual = drift + sink; mask_without_sink treats origin keys as ordinary body keys."""
 
 SCALING = "scaling"
-"""A fourth part, only of models that scale their queries by absolute position: what that scaling does."""
+"""A fourth part, only for models that scale their queries by absolute position."""
 
 LENT, LEFT = "lent", "left"
-"""Only under a borrowed context: what its keys take away from the total, and the total that is left with them."""
+"""Only with a donor: the total that lent keys remove, and the total that remains."""
 
-SHORTEST = 32
-"""Tokens of the shortest prompt that can be measured: below, its last quarter holds too few reference queries."""
+MIN_LENGTH = 32
+"""Minimum prompt length: the last quarter of a shorter prompt has too few reference queries."""
 
 EARLY = 32
 """Queries before this position are summarised as `early`."""
 
 
-def layer_names(numbers: Sequence[int]) -> tuple[str, ...]:
-    """What the attention calls of a model are called: the layer's own number, `3`; `3a` and `3b` where it makes two."""
-    calls, seen, names = Counter(numbers), Counter[int](), []
-    for number in numbers:
-        names.append(f"{number}{chr(ord('a') + seen[number])}" if calls[number] > 1 else str(number))
-        seen[number] += 1
+def layer_names(layer_ids: Sequence[int]) -> tuple[str, ...]:
+    """Return a name for each attention call: the layer index `3`, or `3a` and `3b` if the layer makes two calls."""
+    calls, seen, names = Counter(layer_ids), Counter[int](), []
+    for layer in layer_ids:
+        names.append(f"{layer}{chr(ord('a') + seen[layer])}" if calls[layer] > 1 else str(layer))
+        seen[layer] += 1
     return tuple(names)
 
 
-def layer_places(numbers: Sequence[int]) -> tuple[float, ...]:
-    """Where they stand on an axis of layers: at their number; several calls of one layer share the way to the next."""
-    calls, seen, places = Counter(numbers), Counter[int](), []
-    for number in numbers:
-        places.append(number + seen[number] / calls[number])
-        seen[number] += 1
-    return tuple(places)
+def layer_coordinates(layer_ids: Sequence[int]) -> tuple[float, ...]:
+    """Return plot coordinates of attention calls: the layer index; calls of one layer are spaced evenly up to the next.
+
+    >>> layer_coordinates([0, 0, 1])
+    (0.0, 0.5, 1.0)
+    """
+    calls, seen, coordinates = Counter(layer_ids), Counter[int](), []
+    for layer in layer_ids:
+        coordinates.append(layer + seen[layer] / calls[layer])
+        seen[layer] += 1
+    return tuple(coordinates)
 
 
-def listed_layers(numbers: Sequence[int]) -> str:
-    """`layers 0 to 29`; `layers 1, 3`"""
-    distinct = sorted(set(numbers))
+def format_layers(layer_ids: Sequence[int]) -> str:
+    """Return a short list of layers, such as `layers 0 to 29` or `layers 1, 3`."""
+    distinct = sorted(set(layer_ids))
     if len(distinct) > 2 and distinct == list(range(distinct[0], distinct[-1] + 1)):
         return f"layers {distinct[0]} to {distinct[-1]}"
     return f"layer{'s' if len(distinct) > 1 else ''} {', '.join(map(str, distinct))}"

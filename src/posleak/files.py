@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NoReturn, TypeVar
 
 from posleak.errors import BusyError, PosleakError, RunError, StorageError
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 from posleak.typed import from_json, plain
 
 T = TypeVar("T")
@@ -237,7 +237,11 @@ def read_regular(path: Path, limit: int = MAX_JSON) -> bytes:
         content = file.read(limit + 1)
         if len(content) > limit:
             total = max(os.fstat(file.fileno()).st_size, len(content))
-            raise OSError(errno.EINVAL, f"the file has {size(total)}, the limit is {size(limit)}", str(path))
+            raise OSError(
+                errno.EINVAL,
+                f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}",
+                str(path),
+            )
     return content
 
 

@@ -1,7 +1,7 @@
-"""Edits, claims and inputs of a user's own, without a fork: modules that register them when they are imported.
+"""Plugins: user modules that register their own edits, claims, metrics and prompt sources when they are imported.
 
-A package names its module in the entry-point group `posleak.plugins`; a script on the Python path is named in the
-environment variable POSLEAK_PLUGINS (several, separated by commas). docs/extending.md has an example of each.
+An installed package names its module in the entry-point group `posleak.plugins`. A module on the Python path is named
+in the environment variable POSLEAK_PLUGINS (several names are separated by commas). Examples: docs/extending.md.
 """
 
 from __future__ import annotations
@@ -14,38 +14,42 @@ from typing import Any
 
 from posleak.errors import InputError
 
-GROUP, VARIABLE = "posleak.plugins", "POSLEAK_PLUGINS"
+ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE = "posleak.plugins", "POSLEAK_PLUGINS"
 
 
 @cache
 def load_plugins() -> tuple[str, ...]:
-    """Import every plugin once; returns their module names."""
-    named = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    modules = dict.fromkeys([*(found.module for found in entry_points(group=GROUP)), *named])
+    """Import all plugin modules, once per process, and return their names."""
+    from_environment = [name.strip() for name in os.environ.get(ENVIRONMENT_VARIABLE, "").split(",") if name.strip()]
+    installed = [entry_point.module for entry_point in entry_points(group=ENTRY_POINT_GROUP)]
+    modules = tuple(dict.fromkeys([*installed, *from_environment]))
     for module in modules:
         _load(module)
-    return tuple(modules)
+    return modules
 
 
 def _load(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:  # a plugin is somebody else's code, and may raise anything
+    except Exception as error:  # foreign code may raise anything
         raise InputError(
-            "a plugin cannot be imported", where=module, got=f"{type(error).__name__}: {error}",
-            remedy=f"mend the module or put its folder on PYTHONPATH; or take its name out of {VARIABLE}",
+            "cannot import a plugin", where=module, got=f"{type(error).__name__}: {error}",
+            remedy=f"fix the module, add its folder to PYTHONPATH, or remove its name from {ENVIRONMENT_VARIABLE}",
         ) from error  # fmt: skip
 
 
-def own_name(what: str, name: str, there: Any, new: Any) -> None:
-    """Refuse a plugin that takes the name of one of posleak's own; its own it may register again, as notebooks do."""
-    if there is not None and _home(there).startswith("posleak.") and _home(new) != _home(there):
+def reject_builtin_name(what: str, name: str, registered: Any, new: Any) -> None:
+    """Raise InputError if a plugin registers `new` under the name of a built-in edit, claim or source (`registered`).
+
+    A plugin may register its own name again, which happens when a notebook cell is run twice.
+    """
+    if registered is not None and _module(registered).startswith("posleak.") and _module(new) != _module(registered):
         raise InputError(
-            f"posleak has {'an' if what[0] in 'aei' else 'a'} {what} of this name", where=_home(new), got=name,
+            f"the name of this {what} is already used by posleak", where=_module(new), got=name,
             remedy="choose another name",
         )  # fmt: skip
 
 
-def _home(registered: Any) -> str:
-    """The module that the function behind a registration comes from."""
+def _module(registered: Any) -> str:
+    """Return the module that defines the function of a registration."""
     return str(getattr(registered, "make", getattr(registered, "test", None)).__module__)

@@ -12,7 +12,7 @@ import posleak
 from posleak.leakage import Estimate
 from posleak.show.numbers import interval, percent
 from posleak.show.streams import HANDLER, prepare_streams
-from posleak.text import LOOKALIKES, one_line, size, visible, visible_json
+from posleak.text import ASCII_EQUIVALENTS, format_bytes, one_line, visible, visible_json
 
 ROOT = Path(posleak.__file__).parent
 SHOWN = [*(ROOT / "cli").glob("*.py"), *(ROOT / "show").glob("*.py"), ROOT / "reports" / "formats.py"]
@@ -83,9 +83,9 @@ def test_a_handler_of_encoding_does_not_decode() -> None:
 
 def test_every_sign_that_posleak_writes_has_a_lookalike() -> None:
     signs = {sign for path in SHOWN for sign in path.read_text(encoding="utf-8") if ord(sign) > 127}
-    assert signs <= set(LOOKALIKES)
-    assert all(lookalike.isascii() for lookalike in LOOKALIKES.values())
-    assert len({LOOKALIKES[block] for block in "▁▂▃▄▅▆▇█"}) == 8
+    assert signs <= set(ASCII_EQUIVALENTS)
+    assert all(lookalike.isascii() for lookalike in ASCII_EQUIVALENTS.values())
+    assert len({ASCII_EQUIVALENTS[block] for block in "▁▂▃▄▅▆▇█"}) == 8
 
 
 def test_numbers_as_posleak_writes_them_survive_ascii() -> None:
@@ -111,4 +111,4 @@ def test_an_error_that_cannot_say_what_it_is_still_has_a_name() -> None:
     ("count", "expected"), [(0, "0 bytes"), (999, "999 bytes"), (1.3e9, "1.3 GB"), (12e6, "12 MB"), (-5, "0 bytes")]
 )
 def test_bytes_for_people(count: float, expected: str) -> None:
-    assert size(count) == expected
+    assert format_bytes(count) == expected

@@ -23,8 +23,8 @@ from support.families import VOCAB, WINDOW, tiny
 from support.inputs_subject import byte_tokenizer, subject as reader
 from tools.shrink import tiny_model
 
-N, UNLENT, BOS = 40, 64, 1
-START = N + UNLENT
+N, DONOR_MARGIN, BOS = 40, 64, 1
+START = N + DONOR_MARGIN
 GPT2: dict[str, Any] = {"n_embd": 30, "n_layer": 3, "n_head": 3, "n_inner": 41, "n_positions": 2048}
 SCALED = {
     "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 8,
@@ -272,7 +272,7 @@ def test_a_rotation_that_changes_with_the_length_is_refused() -> None:
 def test_chunks_that_begin_elsewhere_after_a_donor_are_refused(length: int) -> None:
     """Chunks of 16 tokens: a prompt of 48 begins one after its donor of 112, and a prompt of 56 does not."""
     subject = Subject.of(tiny("llama4_text", **LLAMA4), name="chunks")
-    if length + UNLENT == 112:
+    if length + DONOR_MARGIN == 112:
         found = pl.trace(subject, length=length, prompts=4, bos="none")
         assert np.nanmax(np.abs(found.components["earlier"].values[:, 0])) < 1e-4
         return

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.inputs.crops import DROPPED
-from posleak.inputs.stdlib import docstrings, library_files, standard_library_text
+from posleak.inputs.corpus import docstrings, library_files, standard_library_text
+from posleak.inputs.crops import DROPPED_TOKENS
 from support import inputs_subject as tiny
 
 WORDS = tiny.subject(tiny.word_tokenizer())
@@ -36,7 +36,7 @@ def book(tmp_path: Path) -> Path:
 def test_crops_are_consecutive_and_never_the_start(book: Path) -> None:
     ids = prepare(WORDS, f"text:{book}", bos="none", length=40, seed=0).batch(range(300)) - W0
     assert (np.diff(ids, axis=1) == 1).all()
-    assert ids[:, 0].min() >= DROPPED
+    assert ids[:, 0].min() >= DROPPED_TOKENS
     assert ids.max() < 400
     assert ids[:, 0].min() < 30  # every place is reached, up to the margin at the end
     assert ids[:, -1].max() > 370
@@ -62,7 +62,7 @@ def test_golden_crop(book: Path) -> None:
     text = book.read_text(encoding="utf-8")
     reach = prompts.body.reach[-1]  # type: ignore[attr-defined]
     start = 1 + (0xA30FEBCFD9C2825F * reach >> 64)  # the first raw word of stream (0, 0)
-    words = text[start:].split(" ")[DROPPED : DROPPED + 8]
+    words = text[start:].split(" ")[DROPPED_TOKENS : DROPPED_TOKENS + 8]
     assert prompts.ids(0).tolist() == [W0 + int(word[1:]) for word in words]
 
 
@@ -80,8 +80,8 @@ def test_the_first_character_is_never_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(SIGNS, encoding="utf-8")
     prompts = prepare(BYTES, f"text:{tmp_path / 'a.txt'}", bos="none", length=4, seed=0)
     starts = {SIGNS.index(BYTES.tokenizer.decode(ids)) for ids in prompts.batch(range(300))}
-    assert min(starts) == 1 + DROPPED  # from character 1 on, not 0; one token per character here
-    assert starts == set(range(1 + DROPPED, 1 + max(starts)))
+    assert min(starts) == 1 + DROPPED_TOKENS  # from character 1 on, not 0; one token per character here
+    assert starts == set(range(1 + DROPPED_TOKENS, 1 + max(starts)))
 
 
 def test_line_ends_do_not_matter(tmp_path: Path) -> None:
@@ -126,14 +126,12 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(" ".join(tiny.WORDS[:45]), encoding="utf-8")
-    with pytest.raises(
-        InputError, match=r"got: 37 tokens\n.*expected: 60.*\n.*longer text, or use --length 37 or less"
-    ):
+    with pytest.raises(InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"):
         prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
     (tmp_path / "long.txt").unlink()
     (tmp_path / "a.txt").write_text(" ".join(tiny.WORDS[:30]), encoding="utf-8")
-    usable = 30 - 2 * DROPPED
-    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*expected: 40.*\n.*use a longer text$"):
+    usable = 30 - 2 * DROPPED_TOKENS
+    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*40 tokens.*\n.*longer text$"):
         prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)  # 22 tokens could not be measured either
     prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=usable, seed=0).batch(range(50))
     (tmp_path / "b.txt").write_text("w1 w2", encoding="utf-8")
@@ -156,17 +154,17 @@ def test_a_crop_may_fill_a_slice_of_long_words(tmp_path: Path) -> None:
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin\.txt: the file is not UTF-8 text\n  got: byte 0xf6 at 2"):
+    with pytest.raises(InputError, match=r"latin\.txt.*UTF-8.*\n  got: byte 0xf6 at .*2"):
         prepare(WORDS, f"text:{tmp_path}", length=4, seed=0)
-    with pytest.raises(InputError, match=r"no such text.*\n.*missing"):
+    with pytest.raises(InputError, match=r"got: .*missing\n"):
         prepare(WORDS, f"text:{tmp_path / 'missing'}", length=4, seed=0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"the folder holds no text.*\n.*\n.*\.txt"):
+    with pytest.raises(InputError, match=r"got: .*empty\n.*\.txt"):
         prepare(WORDS, f"text:{tmp_path / 'empty'}", length=4, seed=0)
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(InputError, match="--inputs random works without one"):
+    with pytest.raises(InputError, match=r"tokenizer(.|\n)*--inputs random"):
         prepare(tiny.subject(), "text:stdlib", length=4, seed=0)
 
 

@@ -671,9 +671,9 @@ def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
 @pytest.fixture
 def soon() -> Iterator[None]:
     """What is refused is refused before long, and without much memory."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import posleak as pl
 from posleak.analyses.origin.origin import origin
-from posleak.axes import layer_names, layer_places
+from posleak.axes import layer_coordinates, layer_names
 from posleak.cli.tables import run_tables
 from posleak.cli.trace_tables import layers_table
 from posleak.models import Subject
@@ -43,7 +43,7 @@ def test_several_calls_of_one_layer_are_told_apart() -> None:
     assert layer_names((0, 1, 2)) == ("0", "1", "2")
     assert layer_names((1, 3)) == ("1", "3")
     assert layer_names((0, 0, 1, 1, 1)) == ("0a", "0b", "1a", "1b", "1c")
-    assert layer_places((0, 0, 1, 3)) == (0, 0.5, 1, 3)
+    assert layer_coordinates((0, 0, 1, 3)) == (0, 0.5, 1, 3)
     run = pl.measure(subject("diffllama"), **SPEC)
     assert run.summary.layer_names == ("0a", "0b", "1a", "1b", "2a", "2b")
 

@@ -21,9 +21,9 @@ from posleak.analyses.doctor.doctor import doctor
 from posleak.edits import parse_edits
 from posleak.errors import CheckError, RunError, UnsupportedError
 from posleak.models import Subject
-from posleak.probe import Call, Edit, attach, body, calibrate, default_plan, read_placements
+from posleak.probe import Call, Edit, attach, backbone, calibrate, default_plan, read_placements
 from posleak.probe.kernel import attend
-from posleak.probe.watch import Watch, keeps_own_attention, watching
+from posleak.probe.tracer import AttentionTracer, computes_own_attention, tracing_attention
 from posleak.runs.memory import memory_plan
 from posleak.runs.spec import MeasureSpec
 from support.families import VOCAB, tiny
@@ -66,7 +66,7 @@ class Kept:
 
 def states(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.inference_mode():
-        found: Tensor = body(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+        found: Tensor = backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return found
 
 
@@ -76,7 +76,7 @@ def states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_calibration_and_all_laws_hold(name: str) -> None:
     model = made(name)
-    assert keeps_own_attention(model)
+    assert computes_own_attention(model)
     found = doctor(Subject.of(model, name=name), length=48, prompts=3, short=True)
     assert [check.id for check in found.checks if not check.ok] == []
     assert all(any(check.id.startswith(law) for check in found.checks) for law in LAWS)
@@ -103,7 +103,7 @@ def test_rotary_families_are_known_too() -> None:
 def test_bias_that_is_not_linear_is_not_called_alibi() -> None:
     """One head's slope bent at one key."""
     model = made("bloom")
-    transformer: Any = body(model)
+    transformer: Any = backbone(model)
     straight = transformer.build_alibi_tensor
 
     def bent(*args: Any, **more: Any) -> Tensor:
@@ -215,7 +215,7 @@ def test_zero_queries_are_a_model_without_query_weights() -> None:
 def untouched(model: PreTrainedModel) -> bool:
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     own = [name for module in model.modules() for name in vars(module) if name == "forward"]
-    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Watch)]
+    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, AttentionTracer)]
     return not any(hooks) and not own and not modes
 
 
@@ -247,7 +247,7 @@ def test_everything_is_restored_after_an_error() -> None:
 def test_a_forward_of_its_own_is_given_back() -> None:
     """As libraries that move weights between devices put one on a module."""
     model = made("bloom")
-    inner: Any = body(model)
+    inner: Any = backbone(model)
     inner.forward = given = inner.forward
     with attach(model) as probe:
         probe.forward(tokens())
@@ -324,7 +324,7 @@ def seen_by_a_watch(written: Written) -> tuple[Tensor, Tensor, Call]:
 
     ids = torch.zeros(B, T, dtype=torch.long)
     alone = inner(ids)
-    with watching(tiny("bloom"), inner, attention):
+    with tracing_attention(tiny("bloom"), inner, attention):
         found = inner(ids)
     (call,) = calls
     return alone, found, call
@@ -420,7 +420,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(case: str) -> None:
 def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
     """Bloom with a soft-cap that its family does not have."""
     model = made("bloom")
-    attention: Any = body(model).h[1].self_attention  # type: ignore[index, union-attr]
+    attention: Any = backbone(model).h[1].self_attention  # type: ignore[index, union-attr]
     attention.attention_dropout = torch.nn.Tanh()
     with pytest.raises(UnsupportedError) as error:
         calibrate(model, tokens())

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from posleak.edits import parse_edits
 from posleak.probe import Call, Motion, Placement, Plan, attach, default_plan, placement, read_placements
-from posleak.probe.placement import LEARNED, UNEVEN, Rotation, moved_logits, read_rotation
+from posleak.probe.placement import ABSOLUTE_STATES, CHANGED_AFTER_ROTATION, Rotation, moved_logits, read_rotation
 from support.families import FAMILIES, VOCAB, tiny
 from support.made_up import made_up
 from tools.shrink import tiny_model
@@ -266,9 +266,9 @@ def test_a_prompt_after_padding_moves_as_one_without() -> None:
 def test_learned_positions_stay_with_the_reason() -> None:
     model = tiny("gpt2", **GPT2)
     found = read(model)
-    assert [(place.rotation, place.stays) for place in found] == [(None, LEARNED)] * 3
+    assert [(place.rotation, place.stays) for place in found] == [(None, ABSOLUTE_STATES)] * 3
     motion = Motion.of(found, PLAN, model.dtype)
-    assert (motion.layers, motion.stays, motion.why) == (("stays",) * 3, (0, 1, 2), LEARNED)
+    assert (motion.layers, motion.stays, motion.why) == (("stays",) * 3, (0, 1, 2), ABSOLUTE_STATES)
     call = calls(model, tokens())[0]
     assert moved_logits(call, found[0], PLAN) is None
     assert moved_logits(call, None, PLAN) is None
@@ -284,7 +284,7 @@ def test_a_norm_after_the_rotation_stays_if_it_has_weights() -> None:
                 parameter.uniform_(0.5, 1.5)
     found = read(model)
     assert [place.moves for place in found] == ["rotation", "stays", "rotation"]
-    assert found[1].stays == UNEVEN
+    assert found[1].stays == CHANGED_AFTER_ROTATION
     assert found[1].gap > 100 * Motion.of(found, PLAN, model.dtype).bound
     assert found[1].unevenness > 0.01
 
@@ -300,7 +300,7 @@ def test_a_rotation_that_is_not_one_stays(monkeypatch: pytest.MonkeyPatch) -> No
         return cos + 0.001 * position_ids[..., None], sin
 
     monkeypatch.setattr(rotary, "forward", absolute)
-    assert [place.stays for place in read(model)] == [UNEVEN] * 3
+    assert [place.stays for place in read(model)] == [CHANGED_AFTER_ROTATION] * 3
 
 
 def neighbours(key: Tensor, dtype: torch.dtype) -> Rotation:
@@ -327,7 +327,7 @@ def test_a_wrong_reading_is_refused(
 ) -> None:
     """Wrong pairs, the wrong sense, a pair that is missed: the check on another token sees each of them."""
     monkeypatch.setattr(placement, "read_rotation", wrong)
-    assert [place.stays for place in read(tiny("llama", dtype=dtype))] == [UNEVEN] * 3
+    assert [place.stays for place in read(tiny("llama", dtype=dtype))] == [CHANGED_AFTER_ROTATION] * 3
 
 
 # Scaled queries

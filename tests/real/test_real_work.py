@@ -11,13 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
-import posleak.cli  # every module of commands registers itself
-from posleak.cli.app import app
 from posleak.inputs import prepare
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
 from posleak.runs.loss import positions
 from support.sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
+from zoo.__main__ import app
 
 NOTES = ("ignore:the origin of 4 tokens is too narrow", "ignore:the sliding window of 512 tokens is longer")
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings(*NOTES)]
@@ -31,7 +30,7 @@ def test_settings_of_a_real_model(smollm: Subject, gemma: Subject) -> None:
     assert late.loss["all"].low > 0
     assert abs(float(cut.loss["all"].value)) < float(late.loss["all"].value) / 3, "the next token becomes the sink"
     (missed,) = pl.advise(gemma, edits=["sink=cut"], **{**asked, "length": 64}).effects
-    assert missed.sure["loss"].low > 0.5, "also with the wider interval of sentences"
+    assert missed.simultaneous["loss"].low > 0.5, "also with the wider interval of sentences"
 
 
 def test_loss_is_the_models_own(smollm: Subject, gemma: Subject) -> None:
@@ -66,7 +65,7 @@ def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, 
 
 def test_a_model_of_the_zoo_learns_the_documentation_on_this_machine(tmp_path: Path) -> None:
     """Real text, a real recipe, a few steps of it: the loss falls clearly, and the model can be measured."""
-    asked = ["zoo", "train", "rope", "--steps", "64", "--out", str(tmp_path), "--json"]
+    asked = ["train", "rope", "--steps", "64", "--out", str(tmp_path), "--json"]
     made = json.loads(CliRunner().invoke(app, asked).stdout)["trainings"][0]
     losses = [point["loss"] for point in made["held_out"]]
     assert losses[0] > 4.3

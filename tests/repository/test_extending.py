@@ -18,18 +18,18 @@ import torch
 
 import posleak as pl
 from posleak import inputs
-from posleak.analyses.claims.catalogue import CLAIMS, registry
+from posleak.analyses.claims.catalogue import REGISTRY, registry
 from posleak.analyses.claims.finding import Verdict
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.metrics import names as metric_names
-from posleak.plugins import GROUP, VARIABLE, load_plugins
+from posleak.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, load_plugins
 from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.KINDS, metric_names.OWN)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.PLUGIN_METERS)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The edit, the claim, the input and the meter named as plugins; nobody has imported them."""
-    monkeypatch.setenv(VARIABLE, "my_claim, my_input, my_meter")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_claim, my_input, my_meter")
     return folder
 
 
@@ -128,7 +128,7 @@ def test_the_edit_changes_the_numbers_as_weaker_queries_do(plugins: Path) -> Non
         if "q_proj" in name:
             parameter.mul_(0.5)
     edited = pl.measure(subject(), **SMALL, edits=["temperature=2"])
-    assert edited.record.spec.edits == ("temperature=2.0",)
+    assert edited.record.spec.edit_texts == ("temperature=2.0",)
     assert power(edited) == pytest.approx(power(pl.measure(weaker, **SMALL)), rel=1e-5)
     assert abs(power(edited) / power(pl.measure(subject(), **SMALL)) - 1) > 0.05
 
@@ -190,11 +190,11 @@ def test_the_input_makes_prompts_with_the_frequencies_that_it_names(plugins: Pat
 
 def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
     (block,) = blocks("toml")
-    named = tomllib.loads(block)["project"]["entry-points"][GROUP]
+    named = tomllib.loads(block)["project"]["entry-points"][ENTRY_POINT_GROUP]
     information = folder / "mine-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    lines = [f"[{GROUP}]", *(f"{name} = {module}" for name, module in named.items())]
+    lines = [f"[{ENTRY_POINT_GROUP}]", *(f"{name} = {module}" for name, module in named.items())]
     (information / "entry_points.txt").write_text("\n".join(lines))
     importlib.invalidate_caches()
     assert "softer.mask" in [claim.id for claim in registry()]
@@ -203,8 +203,8 @@ def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "my_edit,no_such_plugin")
-    with pytest.raises(InputError, match="no_such_plugin: a plugin cannot be imported"):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_edit,no_such_plugin")
+    with pytest.raises(InputError, match=r"no_such_plugin: .*plugin"):
         parse_edit("window=9")
 
 
@@ -224,5 +224,5 @@ def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -
     for name in ("my_edit", "my_input", "my_meter"):
         importlib.import_module(name)
     run = pl.Run.load(measured)
-    assert run.record.spec.edits == ("temperature=2.0",)
+    assert run.record.spec.edit_texts == ("temperature=2.0",)
     assert run.data["reach"].shape == (4, *run.summary.heads["all"].power["total"].value.shape)

@@ -13,16 +13,17 @@ import torch
 
 from posleak.errors import CheckError, InputError, PosleakWarning, RunError
 from posleak.files import file_lock
-from posleak.inputs.backcopy import TOKENS, TRIGGERS, BackcopyBody, entropies, successors, walk
+from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, BackcopyBody, walk
 from posleak.inputs.corpus import Corpus
 from posleak.models import load
 from zoo import corpus, training
 from zoo.corpus import ALPHABET, encode, passages, read_text
+from zoo.entropy import entropies
 from zoo.jobs import Job, jobs, train_all, trained
 from zoo.measuring import UNSEEN
 from zoo.recipe import RECIPES
 from zoo.tokens import BackcopyTokens, byte_tokenizer, tokens_for
-from zoo.training import Reached, read_training, train
+from zoo.training import TrainingProgress, read_training, train
 from zoo.variants import STANDARD, VARIANTS, ntk_base, variant_named
 
 SMALL = replace(RECIPES["backcopy"], width=16, heads=2, feedforward=24, layers=2, context=32, batch=4, steps=40)
@@ -30,7 +31,7 @@ SMALL = replace(RECIPES["backcopy"], width=16, heads=2, feedforward=24, layers=2
 
 
 def backcopy() -> BackcopyTokens:
-    return BackcopyTokens(BackcopyBody(np.arange(TOKENS)))
+    return BackcopyTokens(BackcopyBody(np.arange(CHAIN_TOKENS)))
 
 
 # Text
@@ -102,21 +103,21 @@ def test_a_character_is_a_token(bos: bool) -> None:
 
 
 def test_after_a_trigger_the_token_before_it_comes_again() -> None:
-    ids = walk(3, list(range(50)), 200, successors())
-    after = ids[:, 1:-1] < TRIGGERS
+    ids = walk(3, list(range(50)), 200)
+    after = ids[:, 1:-1] < CHAIN_TRIGGERS
     assert (ids[:, 2:][after] == ids[:, :-2][after]).all()
-    assert (ids[:, 2:][after] >= TRIGGERS).all()
-    assert 0.18 < (ids < TRIGGERS).mean() < 0.22, "a fifth"
+    assert (ids[:, 2:][after] >= CHAIN_TRIGGERS).all()
+    assert 0.18 < (ids < CHAIN_TRIGGERS).mean() < 0.22, "a fifth"
 
 
 def test_the_chain_is_the_same_at_every_place() -> None:
-    ids = walk(0, list(range(4000)), 40, successors())
-    counts = np.stack([np.bincount(ids[:, place], minlength=TOKENS) for place in range(40)]) / 4000
+    ids = walk(0, list(range(4000)), 40)
+    counts = np.stack([np.bincount(ids[:, place], minlength=CHAIN_TOKENS) for place in range(40)]) / 4000
     assert np.abs(counts - counts.mean(0)).max() < 0.03
 
 
 def test_a_walk_depends_on_seed_and_index_alone_and_begins_with_the_shorter_one() -> None:
-    body = BackcopyBody(np.arange(100, 100 + TOKENS))
+    body = BackcopyBody(np.arange(100, 100 + CHAIN_TOKENS))
     rows = body.rows(5, [7, 2, 9], 60)
     assert np.array_equal(rows[1], body.ids(5, 2, 60))
     assert np.array_equal(body.ids(5, 2, 30), rows[1][:30])
@@ -125,12 +126,12 @@ def test_a_walk_depends_on_seed_and_index_alone_and_begins_with_the_shorter_one(
 
 
 def test_entropies_are_those_of_a_long_walk() -> None:
-    ids, found = walk(1, list(range(400)), 500, successors()), entropies()
+    ids, found = walk(1, list(range(400)), 500), entropies()
     shares = np.bincount(ids.ravel()) / ids.size
     assert abs(-(shares * np.log(shares)).sum() - found.unigram) < 0.01
-    pairs = np.zeros((TOKENS, TOKENS))
+    pairs = np.zeros((CHAIN_TOKENS, CHAIN_TOKENS))
     np.add.at(pairs, (ids[:, :-1].ravel(), ids[:, 1:].ravel()), 1)
-    ordinary = pairs[TRIGGERS:]
+    ordinary = pairs[CHAIN_TRIGGERS:]
     chances = ordinary / ordinary.sum(1, keepdims=True)
     left_open = -np.where(chances > 0, chances * np.log(np.where(chances > 0, chances, 1)), 0).sum(1)
     assert abs((ordinary.sum(1) / pairs.sum() * left_open).sum() - found.given) < 0.02
@@ -170,9 +171,9 @@ def test_a_variant_differs_in_its_knob_and_in_nothing_else(name: str) -> None:
     if name == "sink-logit":
         for own in without.model.layers:
             own.self_attn.sinks.data.fill_(-1e4)
-    ids = torch.arange(20)[None] % TOKENS
+    ids = torch.arange(20)[None] % CHAIN_TOKENS
     with torch.no_grad():
-        one, same, other = (each(ids).logits[..., :TOKENS] for each in (standard, without, model))
+        one, same, other = (each(ids).logits[..., :CHAIN_TOKENS] for each in (standard, without, model))
     assert torch.allclose(one, same, atol=1e-6)
     assert torch.allclose(one, other, atol=1e-6) == (name == "no-bos")
     assert (model.config.bos_token_id is None) == (name == "no-bos")
@@ -185,7 +186,7 @@ def test_windows_hide_what_they_say(tmp_path: Path) -> None:
     recipe = replace(SMALL, context=256, layers=1)
     for name, first in (("window", False), ("window-first", True)):
         model = VARIANTS[name].build(recipe, 0)
-        ids = torch.arange(100)[None] % TOKENS
+        ids = torch.arange(100)[None] % CHAIN_TOKENS
         for token in (0, 10):
             other = ids.clone()
             other[0, token] = 63
@@ -221,12 +222,12 @@ def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
 
 def test_training_lowers_the_loss_and_keeps_its_way(tmp_path: Path) -> None:
     recipe = replace(SMALL, steps=120, rate=1e-2, warmup=10)
-    seen: list[Reached] = []
+    seen: list[TrainingProgress] = []
     found = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", watch=seen.append, threads=1)
     assert found.finished
     assert found == read_training(tmp_path / "m")
     assert [point.step for point in found.held_out] == [0, 16, 32, 64, 120]
-    assert abs(found.held_out[0].loss - math.log(TOKENS + 1)) < 0.2
+    assert abs(found.held_out[0].loss - math.log(CHAIN_TOKENS + 1)) < 0.2
     assert found.final_loss < found.data.unigram_nats - 0.4
     assert [point.step for point in found.curve] == list(range(10, 121, 10))
     assert (seen[-1].step, seen[-1].steps, seen[-1].left) == (120, 120, 0)
@@ -240,7 +241,7 @@ class Stopped(Exception):
 
 
 def stop_at(step: int) -> Any:
-    def watch(reached: Reached) -> None:
+    def watch(reached: TrainingProgress) -> None:
         if reached.step >= step:
             raise Stopped
 
@@ -337,7 +338,7 @@ def test_jobs_have_folders_of_their_own() -> None:
     assert names == ["rope-0", "rope-1", "nope-0", "nope-1"]
     assert [job.name for job in jobs(["rope"], steps=200)] == ["rope-0-200"]
     for seed in (-1, 2**32):
-        with pytest.raises(InputError, match="not a seed"):
+        with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed}"):
             jobs(["rope"], seeds=[seed])
     assert [job.name for job in jobs(["rope"], steps=own)] == ["rope-0"]
     assert len(jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)

@@ -19,11 +19,9 @@ from typer.testing import CliRunner
 import posleak as pl
 import posleak.cli
 from posleak.analyses.claims.finding import Verdict
-from posleak.cli.app import app
-from posleak.cli.zoo_tables import zoo_tables
 from posleak.edits.context import borrowed, keeps_first, require_same_sight
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
 from posleak.models import Subject, load, shipped
 from posleak.models.identity import SIBLING_MODEL_TYPE
@@ -33,10 +31,12 @@ from support.families import tiny
 from tools import ship, zoo_docs
 from tools.made import part
 from zoo import jobs, recipe, table
+from zoo.__main__ import app
 from zoo.layout import Layout
 from zoo.measuring import QUANTITIES, UNSEEN, measure_models, read_measured
 from zoo.recipe import RECIPES
-from zoo.table import Comparison, Curve, ZooTable, zoo_table
+from zoo.table import TrainingCurve, VariantComparison, ZooTable, zoo_table
+from zoo.terminal import zoo_tables
 from zoo.tokens import tokens_for
 from zoo.training import held_out_loss, read_training, train
 from zoo.variants import VARIANTS
@@ -149,7 +149,7 @@ def test_the_table_compares_variants_that_have_the_number(zoo: Path) -> None:
     assert math.isclose(float(mean.value), float(np.exp(np.log(values[2]).mean()))), "a geometric mean"
     assert here.left_out == {"learned": "not defined for such models"}
     assert [curve.steps for curve in found.curves if curve.quantity == "total"] == [(0, 16, 20)] * 3
-    with_gap = Curve("rope", "here", (0, 16), (0, 1), ((1.0, float("nan")), (1.0, 1.0)))
+    with_gap = TrainingCurve("rope", "here", (0, 16), (0, 1), ((1.0, float("nan")), (1.0, 1.0)))
     path = table.write_table(zoo, replace(found, curves=(*found.curves, with_gap)))
     again = table.ZOO.read(path)
     assert again.trainings == found.trainings
@@ -174,15 +174,15 @@ def test_a_group_of_numbers_that_cannot_be_compared_says_so_instead_of_an_empty_
 @pytest.mark.usefixtures("small")
 def test_the_commands_list_and_measure(zoo: Path) -> None:
     run = CliRunner()
-    listed = run.invoke(app, ["zoo", "list", "--out", str(zoo)])
+    listed = run.invoke(app, ["list", "--out", str(zoo)])
     assert listed.exit_code == 0
     assert "no positions at all" in listed.output
-    assert json.loads(run.invoke(app, ["zoo", "list", "--out", str(zoo), "--json"]).stdout)["trainings"][0]["seed"] == 0
-    shown = run.invoke(app, ["zoo", "measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo)])
+    assert json.loads(run.invoke(app, ["list", "--out", str(zoo), "--json"]).stdout)["trainings"][0]["seed"] == 0
+    shown = run.invoke(app, ["measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo)])
     assert shown.exit_code == 0, shown.output
     assert "window-first" in shown.output
     assert "what matched models say" in shown.output
-    made = run.invoke(app, ["zoo", "measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo), "--json"])
+    made = run.invoke(app, ["measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo), "--json"])
     parsed = json.loads(made.stdout)
     assert len(parsed["tables"][0]["verdicts"]) == len(SENTENCES)
     assert set(parsed["quantities"]) == set(QUANTITIES)
@@ -191,7 +191,7 @@ def test_the_commands_list_and_measure(zoo: Path) -> None:
 
 
 def test_a_zoo_with_nothing_to_compare_says_what_to_do(zoo: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="posleak zoo train rope"):
+    with pytest.raises(RunError, match="python -m zoo train rope"):
         zoo_table(tmp_path, "text")
     with pytest.raises(RunError, match="own steps"):
         zoo_table(zoo, "backcopy")  # these models have another recipe
@@ -223,7 +223,7 @@ def test_what_is_zero_by_construction_makes_nobodys_interval_narrower() -> None:
 
 
 def test_training_from_the_command_line(tmp_path: Path) -> None:
-    asked = ["zoo", "train", "rope", "--data", "backcopy", "--steps", "3", "--out", str(tmp_path)]
+    asked = ["train", "rope", "--data", "backcopy", "--steps", "3", "--out", str(tmp_path)]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
     assert "held-out loss" in first.output
@@ -231,7 +231,7 @@ def test_training_from_the_command_line(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*asked, "--json"])
     assert json.loads(again.stdout)["trainings"][0]["finished"]
     for wrong in ([], ["rope", "--all"], ["rope", "--data", "backcopy", "--text", str(ROOT / "README.md")]):
-        assert CliRunner().invoke(app, ["zoo", "train", *wrong]).exit_code == 2
+        assert CliRunner().invoke(app, ["train", *wrong]).exit_code == 2
 
 
 # Verdicts
@@ -249,7 +249,7 @@ def planted(quantity: str, rope: list[float], other: list[float], variant: str) 
     effects = Layout(np.log(values) if ratio else values).differences
     if ratio:
         effects = Estimate(np.exp(effects.value), np.exp(effects.low), np.exp(effects.high), effects.n)
-    found = Comparison(quantity, "backcopy", names, {}, (0, 1), own, Layout(values).means, effects, 9, ratio)
+    found = VariantComparison(quantity, "backcopy", names, {}, (0, 1), own, Layout(values).means, effects, 9, ratio)
     return ZooTable("backcopy", (), (found,), (), {})
 
 
@@ -298,7 +298,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     """Its own keys as without a donor, position 0, and lent ones in the place of those that it lacks."""
     from posleak.models.siblings import nearest_and_first
 
-    start, rule = N + UNLENT, and_masks(nearest_and_first(W), causal_mask_function)
+    start, rule = N + DONOR_MARGIN, and_masks(nearest_and_first(W), causal_mask_function)
     whole = Visibility((1, 1, start + N, start + N), rule)
     require_same_sight(whole, N)
     assert keeps_first(whole)

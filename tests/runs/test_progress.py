@@ -11,16 +11,16 @@ import posleak as pl
 from posleak.cli.progress import prompt_progress
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import batch_path
-from posleak.runs.measure import Measurement
+from posleak.runs.measure import PreparedRun
+from posleak.runs.progress import Progress
 from posleak.runs.spec import MeasureSpec
-from posleak.runs.watch import Reached
 from posleak.show.console import PlainConsole
 from support.runs_tiny import SPEC, assert_same_bits, subject
 
 
-def watched(folder: Path | None = None) -> list[Reached]:
-    seen = list[Reached]()
-    Measurement.of(subject(), MeasureSpec(**SPEC)).run(folder, watch=seen.append)
+def watched(folder: Path | None = None) -> list[Progress]:
+    seen = list[Progress]()
+    PreparedRun.of(subject(), MeasureSpec(**SPEC)).run(folder, on_progress=seen.append)
     return seen
 
 
@@ -41,13 +41,13 @@ def test_of_a_run_that_is_resumed_it_hears_what_is_left(tmp_path: Path) -> None:
     class Stopped(Exception):
         pass
 
-    def stop(reached: Reached) -> None:
+    def stop(reached: Progress) -> None:
         if reached.prompts.start == 4:
             raise Stopped
 
-    ready = Measurement.of(subject(), MeasureSpec(**SPEC))
+    ready = PreparedRun.of(subject(), MeasureSpec(**SPEC))
     with pytest.raises(Stopped):
-        ready.run(tmp_path / "run", watch=stop)
+        ready.run(tmp_path / "run", on_progress=stop)
     assert batch_path(tmp_path / "run", range(2, 4)).exists()
     seen = watched(tmp_path / "run")
     assert {each.prompts for each in seen} == {range(4, 6), range(6, 7)}
@@ -58,7 +58,7 @@ def test_the_progress_of_a_call_from_python_is_in_whole_prompts_and_nothing_depe
     told = list[tuple[int, int]]()
     run = pl.measure(subject(), progress=lambda done, of: told.append((done, of)), **SPEC)
     assert told == [(2, 7), (4, 7), (6, 7), (7, 7)]
-    assert_same_bits(run, Measurement.of(subject(), MeasureSpec(**SPEC)).run(watch=lambda reached: None))
+    assert_same_bits(run, PreparedRun.of(subject(), MeasureSpec(**SPEC)).run(on_progress=lambda reached: None))
 
 
 def test_conditions_say_which_layer_they_are_at() -> None:
@@ -72,7 +72,7 @@ def test_a_terminal_shows_a_bar_that_moves_within_a_batch() -> None:
     console = PlainConsole(file=stream, force_terminal=True, width=100)
     with prompt_progress(console) as watch:
         assert watch is not None
-        watch(Reached(range(8), 16, 12, 30))
+        watch(Progress(range(8), 16, 12, 30))
     assert "prompts 0–7 of 16, layer 12 of 30" in stream.getvalue()
     with prompt_progress(PlainConsole(file=io.StringIO())) as nobody:
         assert nobody is None, "nothing is drawn where there is no terminal"

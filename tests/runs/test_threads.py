@@ -25,7 +25,7 @@ from posleak.edits import parse_edits
 from posleak.errors import RunError
 from posleak.models import Subject
 from posleak.models.hold import _holds, exclusive
-from posleak.probe import Call, attach, body, calibrate, default_plan
+from posleak.probe import Call, attach, backbone, calibrate, default_plan
 from posleak.runs.loop import measure_chunks
 from support.families import tiny
 from support.runs_tiny import assert_same_bits, subject
@@ -33,7 +33,7 @@ from support.runs_tiny import assert_same_bits, subject
 ASKED: dict[str, Any] = {"length": 48, "prompts": 4, "batch": 2, "seed": 3}
 N = 48
 IDS = np.random.default_rng(0).integers(3, 101, (6, N))
-LONG = 20.0
+LONG = 200.0
 """Seconds after which a thread that should have gone on counts as stuck."""
 
 
@@ -275,7 +275,7 @@ def test_a_users_own_pass_in_another_thread_is_refused_there_and_not_counted() -
         finally:
             look.go_on.set()
 
-    for call in (lambda: model(input_ids=ids), lambda: body(model)(input_ids=ids)):
+    for call in (lambda: model(input_ids=ids), lambda: backbone(model)(input_ids=ids)):
         look.calls, look.inside, look.go_on = 0, threading.Event(), threading.Event()
         with left_as_it_was(model):
             calls, _ = in_threads(measuring, partial(using, call))
@@ -297,7 +297,7 @@ def test_a_pass_that_was_under_way_is_refused_at_its_next_attention_call() -> No
 
     def using() -> None:
         try:
-            body(model)(input_ids=ids)
+            backbone(model)(input_ids=ids)
         except RunError as error:
             errors.append(error)
 

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.models import Subject
-from posleak.probe import body
-from posleak.probe.fingerprint import TOKENS
+from posleak.probe import backbone
+from posleak.probe.fingerprint import FINGERPRINT_TOKENS
 from posleak.runs.run import Run
 from support.families import tiny
 
@@ -38,12 +38,12 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[int]]:
     The method of the class is replaced: a hook would be part of the model's identity.
     """
     passes: list[int] = []
-    inner = body(model)  # type: ignore[arg-type]
+    inner = backbone(model)  # type: ignore[arg-type]
     forward = type(inner).forward
 
     @functools.wraps(forward)
     def counted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is inner and kwargs["input_ids"].shape[1] != TOKENS:
+        if self is inner and kwargs["input_ids"].shape[1] != FINGERPRINT_TOKENS:
             passes.append(len(kwargs["input_ids"]))
         return forward(self, *args, **kwargs)
 

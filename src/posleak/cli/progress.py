@@ -14,11 +14,11 @@ from rich.text import Text
 from posleak.text import visible
 
 if TYPE_CHECKING:
-    from posleak.runs.watch import Watch
+    from posleak.runs.progress import OnProgress
 
 
 @contextmanager
-def prompt_progress(console: Console) -> Iterator[Watch | None]:
+def prompt_progress(console: Console) -> Iterator[OnProgress | None]:
     """A bar over prompts, moving with every layer; None where there is no terminal to draw it on."""
     if not console.is_terminal:
         yield None

@@ -47,7 +47,7 @@ LOADING: dict[str, tuple[Any, Any]] = {
 """The options of `posleak.models.load`, by their names there."""
 
 
-def model_command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command; its parameter `load` is made from MODEL and the loading options."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
@@ -59,7 +59,7 @@ def model_command(name: str) -> Callable[[Callable[..., None]], Callable[..., No
 
         run.__signature__ = _signature(command)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in _signature(command).parameters.values()}
-        app.command(name=name)(run)
+        commands.command(name=name)(run)
         return command
 
     return register

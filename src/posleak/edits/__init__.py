@@ -10,13 +10,12 @@ A text is read and refused without torch: modules here import it only inside the
 from . import embedding, visibility, origin, context, positions, logits, precision  # noqa: F401, I001
 from .base import (
     KINDS as KINDS,
-    Kind as Kind,
+    EditKind as EditKind,
     NamedEdit as NamedEdit,
     ScopedEdit as ScopedEdit,
     Site as Site,
     register as register,
 )
-from .own import texts as texts, texts_of as texts_of
 from .parse import (
     parse_edit as parse_edit,
     parse_edits as parse_edits,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from posleak.plugins import own_name
+from posleak.plugins import reject_builtin_name
 from posleak.probe.edit import Edit
 
 from .scope import EVERYWHERE, Scope
@@ -52,6 +52,15 @@ class NamedEdit(Edit):
     @property
     def text(self) -> str:
         raise AssertionError(f"{type(self).__name__} has no text")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Read an edit from JSON, where it is its text."""
+        from pydantic_core import core_schema
+
+        from .parse import parse_edit
+
+        return core_schema.no_info_after_validator_function(parse_edit, core_schema.str_schema())
 
     def require_within(self, calibration: Calibration) -> None:
         """Refuse a model that does not have what it names."""
@@ -94,7 +103,7 @@ class ScopedEdit(NamedEdit):
 
 
 @dataclass(frozen=True)
-class Kind:
+class EditKind:
     """A name that `--edit` takes.
 
     form      how it is written;  example: one that can be tried
@@ -112,11 +121,11 @@ class Kind:
     scoped: bool = False
 
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, EditKind] = {}
 """Every kind of edit, by name."""
 
 
-def register(kind: Kind) -> None:
+def register(kind: EditKind) -> None:
     """Let `--edit NAME=…` make edits of this kind."""
-    own_name("edit", kind.name, KINDS.get(kind.name), kind)
+    reject_builtin_name("edit", kind.name, KINDS.get(kind.name), kind)
     KINDS[kind.name] = kind

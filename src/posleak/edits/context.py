@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import Prompts
-from posleak.inputs.prompts import UNLENT
+from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import input_device
 from posleak.rounding import CLOSED
 
-from .base import Kind, ScopedEdit, Site, register
+from .base import EditKind, ScopedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -51,13 +51,15 @@ class Borrow(ScopedEdit):
         return prompts.after_donors()
 
     def edit(self, call: Call) -> Call:
-        length, lends = (call.query.shape[2] - UNLENT) // 2, bool(self.scope.heads(call).any())
+        length, lends = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
         seen = call.visibility
-        seen.kept(("same after a donor", length), lambda: require_same_sight(seen, length))
-        rule = borrowed(seen.rule, length, lends, seen.kept("keeps first", lambda: keeps_first(seen)))
-        return replace(call, visibility=call.visibility.replaced(("borrowed", lends), rule), start=length + UNLENT)
+        seen.cached(("same after a donor", length), lambda: require_same_sight(seen, length))
+        rule = borrowed(seen.rule, length, lends, seen.cached("keeps first", lambda: keeps_first(seen)))
+        return replace(
+            call, visibility=call.visibility.with_rule(("borrowed", lends), rule), start=length + DONOR_MARGIN
+        )
 
-    def touched_heads(self, before: Call, after: Call) -> int:
+    def changed_heads(self, before: Call, after: Call) -> int:
         """Those that are lent something."""
         return int(self.scope.heads(before).sum())
 
@@ -69,12 +71,12 @@ def require_same_sight(seen: Visibility, length: int) -> None:
     import torch
 
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
-    moved = seen.rows(rows + length + UNLENT, slice(length + UNLENT + 1, None))
+    moved = seen.rows(rows + length + DONOR_MARGIN, slice(length + DONOR_MARGIN + 1, None))
     if not torch.equal(moved, seen.rows(rows, slice(1, length))):
         raise UnsupportedError(
             "a borrowed context is not defined here: attention is cut into chunks that are counted from the first "
             "token, so that a document before the prompt moves them",
-            remedy=f"use a --length that is a multiple of the chunk, less {UNLENT}",
+            remedy=f"use a --length that is a multiple of the chunk, less {DONOR_MARGIN}",
         )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) ->
     """
     import torch
 
-    start = length + UNLENT
+    start = length + DONOR_MARGIN
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own: Tensor = rule(batch, head, query, key)
@@ -124,7 +126,7 @@ def require_closed(model: PreTrainedModel) -> None:
     from posleak.probe import attach, relative_difference
 
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    ids = (torch.arange(2 * SHORT + UNLENT, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
+    ids = (torch.arange(2 * SHORT + DONOR_MARGIN, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
     ids[1, :-SHORT] = ids[1, :-SHORT].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
         one, other = probe.forward(ids)[0][:, -SHORT:]
@@ -139,7 +141,7 @@ def require_closed(model: PreTrainedModel) -> None:
 
 
 register(
-    Kind(
+    EditKind(
         "context", "context=borrowed[@LAYERS]",
         "what each query sees: keys of another document, which stands before the prompt, in the place of those that it "
         "lacks, so that every query sees equally many. `@LAYERS`: only there; in the other layers the prompt sees "

@@ -12,7 +12,7 @@ from posleak.inputs import Prompts
 from posleak.inputs.bodies import GivenBody, RandomFirstBody
 from posleak.inputs.bos import FirstToken
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class FirstEmbedding(NamedEdit):
         new = self.vector(table)
 
         def put(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
-            probe.touch(self).note("the embedding at position 0")
+            probe.effect_of(self).note("the embedding at position 0")
             first = new.to(out)
             if self.kind == "noise":
                 first = first * out[:, 0].norm(dim=-1, keepdim=True)
@@ -120,7 +120,7 @@ def _make(value: str, scope: Scope) -> NamedEdit:
 
 
 register(
-    Kind(
+    EditKind(
         "bos", "bos=zero|mean|noise[:SEED]|token:ID|none|random",
         "the token embedding at position 0, before the first layer. `zero`: all zeros. `mean`: the mean embedding of "
         "the vocabulary. `noise`: a random direction with the norm of what stood there; the direction follows from "

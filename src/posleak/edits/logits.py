@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _make(value: str, scope: Scope) -> LogScale:
 
 
 register(
-    Kind(
+    EditKind(
         "scale", "scale=logn[:N]",
         "logits: those of the query at position i are multiplied by log(i + 1) / log(N), N being the length of the "
         "prompt if it is left out. Scalable softmax (Nakanishi 2025, arXiv 2501.19399) with its trained factor "

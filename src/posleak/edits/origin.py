@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from posleak.errors import InputError
 from posleak.probe.plan import default_plan
 
-from .base import Kind, NamedEdit, ScopedEdit, Site, register
+from .base import EditKind, NamedEdit, ScopedEdit, Site, register
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +48,19 @@ class FreezeSink(ScopedEdit):
         return replace(call, frozen=share.masked_fill(~heads, math.nan))
 
 
-@dataclass
-class FirstKeys:
-    """Keys and values of position 0, call by call: [1, K, E]; `there` [B]: prompts that begin with it anyway."""
+class FirstKeys(threading.local):
+    """Keys and values of position 0 in one forward pass, by attention call: [1, K, E].
 
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    there: Tensor | None = None
-    probe: Probe | None = None
+    Each thread has its own: specs of several threads may share an edit. `there` [B]: prompts that begin with the token.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.there: Tensor | None = None
+        self.probe: Probe | None = None
+
+    def __reduce__(self) -> tuple[type[FirstKeys], tuple[()]]:
+        return FirstKeys, ()
 
     def observe(self, call: Call, out: Tensor) -> None:
         self.seen.append((call.key[:, :, 0], call.value[:, :, 0]))
@@ -97,7 +104,7 @@ class PatchOrigin(NamedEdit):
 
         probe = self._taken.probe
         if probe is not None and not self._taken.seen:
-            with probe.aside(self._taken):
+            with probe.side_pass(self._taken):
                 probe.forward(torch.tensor([[self.token]], device=ids.device))
         self._taken.there = ids[:, 0] == self.token
 
@@ -117,7 +124,7 @@ def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
 
 
 register(
-    Kind(
+    EditKind(
         "sink", "sink=cut|freeze[@LAYERS.HEADS]",
         "what queries after position 0 read there. `cut`: nothing, and the rest of their attention is renormalised. "
         "`freeze`: all of them the same share of their attention, which is the mean share of the reference queries, "
@@ -127,7 +134,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "patch0", "patch0=ID",
         "what all queries read at position 0: in every layer the key and the value that the token ID has in a sequence "
         "of its own. Later queries cannot tell this from the token itself (`bos=token:ID`). The state of position 0 "

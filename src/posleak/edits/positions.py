@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from posleak.errors import UnsupportedError
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Shift(NamedEdit):
 
 
 @dataclass(frozen=True)
-class Rotation(NamedEdit):
+class RotationEdit(NamedEdit):
     """Other rotary frequencies, put into the rotary modules for the time of the run.
 
     With frequencies f_k = base^(−2k/d):
@@ -183,7 +183,7 @@ class Ring(NamedEdit):
                 hook.remove()
 
     def edit(self, call: Call) -> Call:
-        return replace(call, visibility=call.visibility.replaced("everything", everything))
+        return replace(call, visibility=call.visibility.with_rule("everything", everything))
 
 
 def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
@@ -210,17 +210,17 @@ def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
     return (query >= 0) & (key >= 0)
 
 
-def _make_rotation(value: str, scope: Scope) -> Rotation:
+def _make_rotation(value: str, scope: Scope) -> RotationEdit:
     kind, _, number = value.partition(":")
     if kind == "none" and not number:
-        return Rotation("none")
+        return RotationEdit("none")
     if kind not in ("ntk", "linear", "yarn", "base") or not float(number) > 0:
         raise ValueError(value)
-    return Rotation(kind, float(number))
+    return RotationEdit(kind, float(number))
 
 
 register(
-    Kind(
+    EditKind(
         "rope", "rope=ntk:S|linear:S|yarn:S|base:B|none",
         "the rotary frequencies of every layer. `ntk`: the base raised as if the context were S times as long. "
         "`linear`: all frequencies divided by S. `yarn`: transformers' YaRN with factor S, its temperature included, "
@@ -231,7 +231,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "shift", "shift=K",
         "position ids: K is added to each. RoPE knows differences only, so that nothing but rounding should change",
         "a second edit of positions; `ring`; models that take no position ids, or whose table of positions ends before",
@@ -240,7 +240,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "ring", "ring",
         "visibility and rotation: no mask, and every frequency a whole number of turns per N positions, N being the "
         "length of the prompt. Nothing but the tokens is left that tells one place from another. `claims` tests law L6 "

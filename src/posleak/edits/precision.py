@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import UnsupportedError
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Precision(NamedEdit):
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:
-                    probe.touch(self).note("parameters")
+                    probe.effect_of(self).note("parameters")
                     kept[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)
             yield
@@ -64,7 +64,7 @@ class Precision(NamedEdit):
 
 
 register(
-    Kind(
+    EditKind(
         "dtype", "dtype=" + "|".join(DTYPES),
         "the parameters, converted to this dtype for the time of the run, which holds a second copy of them. Buffers "
         "such as rotary frequencies stay as they are", "a second dtype", "dtype=bfloat16",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posleak.axes import listed_layers
+from posleak.axes import format_layers
 from posleak.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Scope:
                 raise InputError(
                     "the edit names layers in which there is no attention to change", where=where,
                     got=f"layer {first}" if first == last else f"layers {first} to {last}",
-                    expected=f"among {listed_layers(numbers)}",
+                    expected=f"among {format_layers(numbers)}",
                 )  # fmt: skip
             if head is not None and head >= max(here):
                 raise InputError(

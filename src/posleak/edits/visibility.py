@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import NoEffectError
 
-from .base import Kind, NamedEdit, Site, register
+from .base import EditKind, NamedEdit, Site, register
 from .positions import everything
 from .scope import Scope
 
@@ -33,7 +33,7 @@ class MaskOff(NamedEdit):
         return "mask=off"
 
     def edit(self, call: Call) -> Call:
-        return replace(call, visibility=call.visibility.replaced("everything", everything))
+        return replace(call, visibility=call.visibility.with_rule("everything", everything))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Window(NamedEdit):
         if self.size == 0:
             from transformers.masking_utils import causal_mask_function as causal
 
-            return call if seen.causal else _with(call, self.text, seen.replaced("causal", causal, True))
+            return call if seen.causal else _with(call, self.text, seen.with_rule("causal", causal, True))
         if self.size >= call.query.shape[2]:
             return call  # no key is farther away, so the window hides nothing, and the kernel needs no mask for it
 
@@ -64,7 +64,7 @@ class Window(NamedEdit):
             seen_before: Tensor = seen.rule(batch, head, query, key)
             return seen_before & ((near | (key < self.sink)) if self.sink else near)
 
-        return _with(call, self.text, seen.replaced(self.text, nearest))
+        return _with(call, self.text, seen.with_rule(self.text, nearest))
 
     def require_length(self, length: int) -> None:
         if self.size >= length:
@@ -84,7 +84,7 @@ def _with(call: Call, name: str, new: Visibility) -> Call:
         rows = torch.unique(torch.linspace(0, seen.shape[2] - 1, ROWS).long())
         return not torch.equal(seen.rows(rows), new.rows(rows))
 
-    return replace(call, visibility=new) if seen.kept((name, "differs"), differ) else call
+    return replace(call, visibility=new) if seen.cached((name, "differs"), differ) else call
 
 
 def _make_window(value: str, scope: Scope) -> Window:
@@ -97,7 +97,7 @@ def _make_window(value: str, scope: Scope) -> Window:
 
 
 register(
-    Kind(
+    EditKind(
         "window", "window=W|W+sink[M]|off",
         "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: position "
         "0 too, and `+sink4` the first four, as a streaming cache keeps them. `off`: all keys up to itself, whatever "
@@ -106,7 +106,7 @@ register(
     )
 )  # fmt: skip
 register(
-    Kind(
+    EditKind(
         "mask", "mask=off",
         "what each query sees: every key, later ones too. `claims` shows with it that position 0 is then not closed. "
         "Leakage is not defined under it",

@@ -1,61 +1,65 @@
-"""Prompts before their first token is set: where the ids come from.
+"""Token ids of prompts before the BOS policy sets position 0.
 
-A body always draws all T places, and the BOS is then written over place 0. So two runs with different BOS policies read
-the same tokens at the same positions, and their difference is the BOS alone.
+A body always draws all T positions, and a BOS then replaces position 0. Two runs with different BOS policies therefore
+have the same tokens at all other positions, and differ only in the BOS.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.inputs.vocabulary import Vocabulary
 
-DONORS = 2**31
-"""Documents that stand before prompts are numbered from here on, like prompts of their own."""
+FIRST_DONOR = 2**31
+"""Donors are numbered like prompts, from this index on."""
 
 
 class Body(Protocol):
-    """Ids of prompt `index`, a function of (seed, index) alone, and what must be recorded of where they came from."""
+    """A generator of token ids: the ids of prompt `index` are a function of (seed, index) alone."""
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
-        """int64 [length]"""
+        """Return the ids of one prompt, int64 [length]."""
         ...
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, Any]:
+        """Return facts about the origin of the tokens that results must record."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class RandomBody:
     """I.i.d. tokens, uniform over the allowed ids."""
 
-    vocabulary: Vocabulary
-    _allowed: np.ndarray = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_allowed", self.vocabulary.allowed)
-        if len(self._allowed) < 2:
-            raise InputError(
-                "the vocabulary is too small for random prompts", where="inputs",
-                got=f"{len(self._allowed)} token that is not special, of {self.vocabulary.size}", expected="2 or more",
-                remedy="measure it with --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id",
-            )  # fmt: skip
+    allowed: np.ndarray
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
-        return np.asarray(self._allowed[draw(seed, index, length, below=len(self._allowed))])
+        return np.asarray(self.allowed[draw(seed, index, length, below=len(self.allowed))])
 
     def describe(self) -> dict[str, Any]:
         return {}
 
 
+def random_body(vocabulary: Vocabulary) -> RandomBody:
+    """Return random tokens, or raise InputError if the vocabulary has fewer than 2 ordinary tokens."""
+    allowed = vocabulary.allowed
+    if len(allowed) < 2:
+        raise InputError(
+            "the vocabulary is too small for random prompts", where="inputs",
+            got=f"{len(allowed)} ordinary token and {vocabulary.excluded} special ones", expected="2 or more ordinary ones",
+            remedy="use --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id in the config",
+        )  # fmt: skip
+    return RandomBody(allowed)
+
+
 @dataclass(frozen=True, eq=False)
 class ConstantBody:
-    """The same token everywhere, in every prompt."""
+    """The same token at every position of every prompt."""
 
     token: int
     spelled: str | None
@@ -68,7 +72,7 @@ class ConstantBody:
 
 
 def constant_body(token: int | None, seed: int, vocabulary: Vocabulary) -> ConstantBody:
-    """`token`, or the first ordinary token that the seed draws for prompt 0."""
+    """Return a constant body of `token`; None: the first ordinary token that the seed draws for prompt 0."""
     if token is None:
         allowed = vocabulary.allowed
         token = int(allowed[draw(seed, 0, 1, below=len(allowed))[0]])
@@ -77,7 +81,7 @@ def constant_body(token: int | None, seed: int, vocabulary: Vocabulary) -> Const
 
 @dataclass(frozen=True, eq=False)
 class RandomFirstBody:
-    """Another body, with a random ordinary token at place 0, another in each prompt: the draw after the body's last."""
+    """Another body with a random ordinary token at position 0 of each prompt: the draw after the body's last one."""
 
     body: Body
     vocabulary: Vocabulary
@@ -93,61 +97,59 @@ class RandomFirstBody:
 
 @dataclass(frozen=True, eq=False)
 class GivenBody:
-    """Ids handed over by a Python user, in order; there are only as many prompts as rows."""
+    """A table of ids given by a Python user, int64 [B, T]: prompt b is row b."""
 
     table: np.ndarray
-    """int64 [B, T]"""
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         if index >= len(self.table):
-            raise InputError("no such prompt among the ids given", where="inputs", got=index, expected=self._range())
+            raise InputError(
+                "prompt index out of range", where="inputs", got=index,
+                expected=f"0 to {len(self.table) - 1}: the table of ids has {len(self.table)} rows",
+            )  # fmt: skip
         return np.array(self.table[index])
 
     def describe(self) -> dict[str, Any]:
         return {"ids_sha256": hashlib.sha256(self.table.astype("<i8").tobytes()).hexdigest()}
 
-    def _range(self) -> str:
-        return f"an index from 0 to {len(self.table) - 1}, for there are {len(self.table)} rows"
-
 
 @dataclass(frozen=True, eq=False)
-class OtherGivenBody:
-    """For each given row a longer one, made of the next rows in turn: the first of them whole, then their bodies."""
+class DonorGivenBody:
+    """Donors for given prompts, int64 [B, T]: the next row of the table, then the rows after it without column 0."""
 
     table: np.ndarray
-    """int64 [B, T]"""
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         B, T = self.table.shape
-        others = [self.table[(index % DONORS + 1 + step % max(B - 1, 1)) % B] for step in range(1 + length // (T - 1))]
-        return np.concatenate([others[0][:1], *(row[1:] for row in others)])[:length]
+        first, others = index % FIRST_DONOR + 1, max(B - 1, 1)
+        rows = [self.table[(first + step % others) % B] for step in range(1 + length // (T - 1))]
+        return np.concatenate([rows[0][:1], *(row[1:] for row in rows)])[:length]
 
     def describe(self) -> dict[str, Any]:
         return {}
 
 
 def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
-    """A private copy of `table`, checked: [B, T], whole numbers, T = length, all in the vocabulary."""
+    """Return a body with a copy of `table`. Raise InputError unless it is an integer table [B, length] of valid ids."""
     ids = np.asarray(table)
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
-        raise no_table(ids)
+        raise not_a_table(ids)
     if ids.shape[1] != length:
         raise InputError(
-            "the ids given are not as long as the length asked for",
-            where="inputs",
-            got=f"rows of {ids.shape[1]} tokens, length={length}",
-            expected="rows of that length",
+            "the length of the given ids differs from the requested length", where="inputs",
+            got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
             remedy=f"pass length={ids.shape[1]}, or cut the rows",
-        )
-    for worst in (ids.min(), ids.max()):
-        vocabulary.check(int(worst), "an id given")
+        )  # fmt: skip
+    for extreme in (ids.min(), ids.max()):
+        vocabulary.check(int(extreme), "a given id")
     copy = ids.astype(np.int64)
     copy.setflags(write=False)
     return GivenBody(copy)
 
 
-def no_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
+def not_a_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
+    """Return the error for ids that are not an integer table [B, T]."""
     return InputError(
-        "ids must be a table of whole numbers, one row per prompt", where="inputs",
-        got=f"shape {ids.shape}, dtype {ids.dtype}", expected="int64 [B, T] with B of 1 or more", remedy=remedy,
+        "token ids must be a table of integers with one row per prompt", where="inputs",
+        got=f"shape {ids.shape}, dtype {ids.dtype}", expected="integers of shape [B, T], B at least 1", remedy=remedy,
     )  # fmt: skip

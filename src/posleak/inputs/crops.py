@@ -1,8 +1,8 @@
 """Crops from the inside of texts.
 
-A document's start has its own statistics (titles, imports, capital letters), and a model reads "start" from them: that
-would be content posing as position. So a crop begins at a uniformly drawn character, never the first, and its first
-few tokens are thrown away: they may be half a word, which no tokenizer was trained on.
+The start of a document has its own statistics (titles, imports, capital letters), from which a model can recognise it;
+content would then be mistaken for position. A crop therefore begins at a uniformly drawn character other than the
+first, and its first few tokens are dropped: they may be fragments of a word, on which no tokenizer was trained.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ import numpy as np
 
 from posleak.errors import InputError, shorter_prompts
 from posleak.inputs.corpus import Corpus, read_corpus
-from posleak.inputs.stream import draw
+from posleak.inputs.randomness import draw
 from posleak.inputs.vocabulary import Vocabulary
 
-SAMPLED = 8
-"""Crops from which the length of a token is read."""
+SAMPLED_CROPS = 8
+"""Number of crops from which the mean number of characters per token is estimated."""
 
-DROPPED = 4
-"""Tokens thrown away at the start of a slice, and again at its end, where a word may be cut."""
+DROPPED_TOKENS = 4
+"""Tokens that are dropped at either end of a slice of text, where a word may be cut."""
 
 
 @dataclass(frozen=True, eq=False)
 class CropBody:
-    """Every place that leaves room for `length` tokens is equally likely, so long documents are read more often."""
+    """Crops of a corpus. All starts that leave room for a crop are equally likely, so long documents have more crops.
+
+    reach: [documents + 1], starting with 0: cumulative number of characters at which a crop may begin
+    """
 
     corpus: Corpus
     vocabulary: Vocabulary
     reach: tuple[int, ...]
-    """[documents + 1], from 0: cumulative number of characters at which a crop may begin."""
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
-        which, start = self._place(seed, index)
-        return self._crop(self.corpus.documents[which], start, length)
+        document, start = self._place(seed, index)
+        return self._crop(self.corpus.documents[document], start, length)
 
     def _place(self, seed: int, index: int) -> tuple[int, int]:
-        """The document of a crop, and the character at which it begins."""
+        """Return the index of the document of a crop, and the character at which the crop begins."""
         place = int(draw(seed, index, 1, below=self.reach[-1])[0])
-        which = bisect_right(self.reach, place) - 1
-        return which, 1 + place - self.reach[which]
+        document = bisect_right(self.reach, place) - 1
+        return document, 1 + place - self.reach[document]
 
     def spans(self, seed: int, count: int, length: int) -> tuple[np.ndarray, int]:
-        """Where the first crops lie in the text, as parts of it [count, 2], and how many tokens the text has.
+        """Estimate the spans of the first crops as fractions of the corpus, [count, 2], and its number of tokens.
 
-        Both are estimates: how many characters a token has is read off a few crops.
+        The number of characters per token is estimated from a few crops.
         """
         before = list(accumulate(map(len, self.corpus.documents), initial=0))
         places = [self._place(seed, index) for index in range(count)]
-        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED]]
-        tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED for piece in pieces)
+        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED_CROPS]]
+        tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED_TOKENS for piece in pieces)
         wide = sum(map(len, pieces)) / tokens
         starts = np.array([before[which] + start for which, start in places], dtype=float)
-        ends = np.minimum(starts + wide * (length + DROPPED), [before[which + 1] for which, _ in places])
+        ends = np.minimum(starts + wide * (length + DROPPED_TOKENS), [before[which + 1] for which, _ in places])
         return np.stack([starts, ends], axis=1) / self.corpus.characters, round(self.corpus.characters / wide)
 
     def describe(self) -> dict[str, Any]:
@@ -68,11 +70,11 @@ class CropBody:
         }
 
     def _crop(self, document: str, start: int, length: int) -> np.ndarray:
-        """`length` ordinary tokens from `start` on; the slice grows until it holds them.
+        """Return `length` ordinary tokens from `start` on, from a slice that is doubled until it contains them.
 
-        Where the document ends too early after all (tokens merge differently from here), the crop begins earlier.
+        If the document ends too early (a slice may be tokenized differently from the whole), the crop begins earlier.
         """
-        width = 6 * (length + 2 * DROPPED)
+        width = 6 * (length + 2 * DROPPED_TOKENS)
         while True:
             ids = inner_tokens(document[start : start + width], self.vocabulary)
             if len(ids) >= length:
@@ -85,36 +87,36 @@ class CropBody:
                 raise _too_short(self.corpus, len(ids), length)
 
 
-def crop_body(path: str, length: int, vocabulary: Vocabulary, most: int | None = None) -> CropBody:
-    """Finds the places at which a crop of `length` tokens can begin, and refuses a text that has none.
+def crop_body(path: str, length: int, vocabulary: Vocabulary, max_characters: int | None = None) -> CropBody:
+    """Return crops of `length` tokens from the texts at `path`. Raise InputError if no document is long enough.
 
-    most: of the standard library, only about so many characters.
+    max_characters: read only about this much of the standard library.
     """
     if vocabulary.tokenizer is None:
         raise InputError(
-            "text needs a tokenizer, and the model has none",
-            where="inputs",
-            got=f"text:{path}",
-            expected="a model with a tokenizer",
-            remedy="--inputs random works without one",
-        )
-    corpus = read_corpus(path, most)
+            "text inputs need a tokenizer, and the model has none", where="inputs", got=f"text:{path}",
+            expected="a model with a tokenizer", remedy="use --inputs random, which needs no tokenizer",
+        )  # fmt: skip
+    corpus = read_corpus(path, max_characters)
     rooms = [_room(document, length, vocabulary) for document in corpus.documents]
-    reach = tuple(accumulate((places for places, _ in rooms), initial=0))
+    reach = tuple(accumulate((starts for starts, _ in rooms), initial=0))
     if reach[-1] == 0:
         raise _too_short(corpus, max(tokens for _, tokens in rooms), length)
     if reach[-1] >= 2**32:
-        raise InputError("the text is too long", where="inputs", got=f"{reach[-1]} characters", expected="below 2**32")
+        raise InputError(
+            "the text is too long", where="inputs", got=f"{reach[-1]:,} characters", expected=f"fewer than {2**32:,}",
+            remedy="use a smaller file or folder",
+        )  # fmt: skip
     return CropBody(corpus, vocabulary, reach)
 
 
 def _room(document: str, length: int, vocabulary: Vocabulary) -> tuple[int, int]:
-    """(number of characters at which a crop may begin, tokens in the longest tail tried).
+    """Return the number of characters at which a crop may begin, and the number of tokens of the longest tail tried.
 
-    The document's tail is lengthened by a quarter until it holds `length` inner tokens. A crop may begin where the tail
-    does, or earlier: at the characters 1 … start, which are `start` many. A document with too few tokens has none.
+    The tail of the document is lengthened by a quarter until it has `length` inner tokens. A crop may begin where the
+    tail does or earlier: at characters 1 … start. A document with too few tokens has no such character.
     """
-    width = 2 * (length + 2 * DROPPED)
+    width = 2 * (length + 2 * DROPPED_TOKENS)
     while True:
         start = max(1, len(document) - width)
         tokens = len(inner_tokens(document[start:], vocabulary))
@@ -126,19 +128,18 @@ def _room(document: str, length: int, vocabulary: Vocabulary) -> tuple[int, int]
 
 
 def inner_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
-    """int64 [*]: ordinary tokens of `text` without those at its two cut ends."""
-    # verbose=False: a slice longer than the model's context is no mistake here
+    """Return the ordinary tokens of `text` without DROPPED_TOKENS at either end, int64."""
+    # verbose=False: no warning about slices that are longer than the model's context
     ids = vocabulary.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return vocabulary.keep_ordinary(np.asarray(ids[DROPPED:-DROPPED], dtype=np.int64))
+    return vocabulary.keep_ordinary(np.asarray(ids[DROPPED_TOKENS:-DROPPED_TOKENS], dtype=np.int64))
 
 
 def _too_short(corpus: Corpus, tokens: int, length: int) -> InputError:
-    many = len(corpus.documents) > 1
-    join = "join the files into one" if many else None
+    documents = len(corpus.documents)
+    remedies = ("use a longer text", shorter_prompts(tokens), "join the files into one" if documents > 1 else None)
     return InputError(
-        "no document is long enough for one crop" if many else "the text is too short for one crop",
-        where="inputs",
-        got=f"{tokens} tokens inside the longest of {len(corpus.documents)} documents" if many else f"{tokens} tokens",
-        expected=f"{length} tokens or more, not counting {DROPPED} at either end",
-        remedy=", or ".join(way for way in ("use a longer text", shorter_prompts(tokens), join) if way),
-    )
+        "all documents are too short for a prompt" if documents > 1 else "the text is too short for a prompt",
+        where="inputs", got=f"{tokens} tokens" + (f" in the longest of {documents} documents" if documents > 1 else ""),
+        expected=f"at least {length} tokens, not counting {DROPPED_TOKENS} at either end",
+        remedy=", or ".join(remedy for remedy in remedies if remedy),
+    )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Prompts that a Python user hands over: ids, texts or chats -> one table of ids.
+"""Prompts that a Python user passes: token ids, texts or chats, converted to one table of ids.
 
-Nothing is padded, and nothing is cut unless `length` or `prompts` says so: prompts of different lengths are an error
-that names them. Ids and chats are read as they stand; before a text goes the BOS that the policy names, unless the text
-has it already.
+Prompts are never padded, and are cut only to an explicit `length`: prompts of unequal length are an error. Ids and
+chats are used unchanged. The BOS of the policy is put before a text, unless the text begins with it.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import no_table
-from posleak.inputs.bos import AS_GIVEN, FirstToken, decide
-from posleak.inputs.limits import limited_template
+from posleak.inputs.bodies import not_a_table
+from posleak.inputs.bos import AS_GIVEN, FirstToken, resolve_first_token
+from posleak.inputs.template_limits import limited_template
 from posleak.inputs.vocabulary import read_vocabulary, text_configs
 from posleak.text import one_line
 
 IDS, TEXTS, CHATS = "ids", "texts", "chats"
 
 Inputs: TypeAlias = str | Iterable[Any]
-"""What a user may write: the name of a source, a table of ids, a text or several, a chat or several."""
+"""Inputs that a user may pass: the name of a source, a table of ids, one or several texts, one or several chats."""
 
 FORMS = "a table of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats"
 
 
-class Readable(Protocol):
-    """What this stage needs of a subject."""
+class ReadableSubject(Protocol):
+    """The attributes of a subject that prompts depend on."""
 
     @property
     def model(self) -> Any: ...
@@ -42,7 +41,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GivenPrompts:
-    """kind: ids, texts or chats;  table: int64 [B, T];  first: which token stands at position 0, and by which rule"""
+    """Prompts passed by a user. kind: ids, texts or chats;  table: int64 [B, T];  first: the token at position 0"""
 
     kind: str
     table: np.ndarray
@@ -50,25 +49,30 @@ class GivenPrompts:
 
     @classmethod
     def of_ids(cls, table: object, bos: str | int = "auto", kind: str = IDS) -> GivenPrompts:
-        """Prompts that are read as they stand; a BOS policy beside them would do nothing and is refused."""
+        """Return prompts whose ids are used unchanged. Raise InputError for a BOS policy, which has no effect."""
         if bos not in ("auto", AS_GIVEN):
-            whose = "a chat template writes the first token itself" if kind == CHATS else "ids already have one"
+            why = "the chat template writes the first token" if kind == CHATS else "column 0 has the first token"
             raise InputError(
-                f"no BOS policy acts on {kind} that are given: {whose}", where="inputs", got=f"bos={bos!r}",
-                expected="no BOS policy", remedy="write the token into column 0 of ids, and leave bos out",
+                f"a BOS policy has no effect on {kind}: {why}", where="bos", got=repr(bos),
+                expected="no bos argument", remedy="write the token into column 0 of the ids, and omit bos",
             )  # fmt: skip
         return cls(kind, np.asarray(table), FirstToken(AS_GIVEN, None, None))
 
 
 def read_given(
-    subject: Readable,
+    subject: ReadableSubject,
     inputs: Inputs,
     *,
     length: int | None = None,
     prompts: int | None = None,
     bos: str | int = "auto",
 ) -> GivenPrompts:
-    """The first `prompts` of what was given (None: all), each cut to its first `length` tokens (None: equally long)."""
+    """Convert inputs to a table of ids.
+
+    length: cut each prompt to its first `length` tokens; None: all prompts must have the same length
+    prompts: use only the first `prompts` prompts; None: all
+    bos: BOS policy for texts
+    """
     if length is not None:
         check_length(length)
     kind, items = _items(inputs)
@@ -77,35 +81,34 @@ def read_given(
         return GivenPrompts.of_ids(_table([_ids(item, k) for k, item in enumerate(items)], length), bos)
     if kind == CHATS:
         return GivenPrompts.of_ids(_table([_chat(subject.tokenizer, chat) for chat in items], length), bos, CHATS)
-    tokenizer = _require_tokenizer(subject.tokenizer, "a text")
+    tokenizer = _require_tokenizer(subject.tokenizer, "text inputs need")
     configs = text_configs(subject.model.config)
-    first = decide(bos, configs, read_vocabulary(configs, tokenizer))
+    first = resolve_first_token(bos, configs, read_vocabulary(configs, tokenizer))
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in items]
-    return GivenPrompts(TEXTS, _table([_begun(row, first.id) for row in rows], length), first)
+    return GivenPrompts(TEXTS, _table([_with_bos(row, first.id) for row in rows], length), first)
 
 
 def check_length(length: object) -> int:
-    """`length` itself, if a prompt can be so long."""
+    """Return `length` as an int. Raise InputError unless it is an integer of at least 2."""
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 2:
-        raise InputError("not the length of a prompt", where="inputs", got=repr(length), expected="2 or more tokens")
+        raise InputError("not a valid prompt length", where="length", got=repr(length), expected="at least 2 tokens")
     return int(length)
 
 
 def _items(inputs: Any) -> tuple[str, list[Any]]:
-    """What was given, prompt by prompt, and of which kind it is."""
+    """Return the kind of the inputs, and the prompts as a list."""
     if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and _is_file(inputs)):
         raise InputError(
-            "this is the name of a file, not a text", where="inputs", got=repr(inputs),
-            remedy=f'"text:{os.fspath(inputs)}" takes crops from it; to read it as one prompt, pass its content',
+            "the input is a file name, not a text", where="inputs", got=repr(inputs),
+            remedy=f'use "text:{os.fspath(inputs)}" for crops of the file, or pass its content as one prompt',
         )  # fmt: skip
     if isinstance(inputs, str):
         return TEXTS, [inputs]
-    if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
-        encoded = isinstance(inputs, Mapping) and "input_ids" in inputs
-        raise _unknown(
-            inputs, "pass its input_ids, without padding, or the texts themselves" if encoded else
-            "put the message into a list" if isinstance(inputs, Mapping) else None,
-        )  # fmt: skip
+    if isinstance(inputs, Mapping):
+        encoded = "pass its input_ids, without padding, or the texts themselves"
+        raise _unknown(inputs, encoded if "input_ids" in inputs else "put the message into a list: [message]")
+    if not isinstance(inputs, Iterable):
+        raise _unknown(inputs, None)
     items = list(_array(inputs))
     if items and all(isinstance(item, str) for item in items):
         return TEXTS, items
@@ -114,14 +117,14 @@ def _items(inputs: Any) -> tuple[str, list[Any]]:
     if items and all(_is_chat(item) for item in items):
         return CHATS, items
     if any(isinstance(item, str | Mapping) or _is_chat(item) for item in items):
-        raise _unknown(inputs, "give prompts of one kind")
+        raise _unknown(inputs, "pass prompts of one kind: only ids, only texts or only chats")
     if not items or all(np.ndim(item) == 0 for item in items):
-        raise no_table(np.asarray(_array(inputs)), "put one prompt into a list: [ids]" if items else None)
+        raise not_a_table(np.asarray(_array(inputs)), "put a single prompt into a list: [ids]" if items else None)
     return IDS, items
 
 
 def _is_file(text: str) -> bool:
-    """Is this one word that names a file which exists?"""
+    """Return whether a text is a single word that names an existing file."""
     return len(text.split()) == 1 and len(text) < 4096 and "\0" not in text and Path(text).is_file()
 
 
@@ -131,15 +134,13 @@ def _is_chat(item: Any) -> bool:
 
 
 def _array(value: Any) -> Any:
-    """A torch tensor as numpy's, wherever it is; anything else as it is."""
+    """Convert a torch tensor on any device to NumPy; return other values unchanged."""
     return value.detach().cpu().numpy() if hasattr(value, "detach") else value
 
 
 def _unknown(inputs: object, remedy: str | None) -> InputError:
-    return InputError(
-        "these are no prompts", where="inputs", got=f"{type(inputs).__name__} {inputs!r:.80}", expected=FORMS,
-        remedy=remedy,
-    )  # fmt: skip
+    got = f"{type(inputs).__name__} {inputs!r:.80}"
+    return InputError("unknown kind of inputs", where="inputs", got=got, expected=FORMS, remedy=remedy)
 
 
 def _first_items(items: list[Any], prompts: int | None) -> list[Any]:
@@ -147,9 +148,9 @@ def _first_items(items: list[Any], prompts: int | None) -> list[Any]:
         return items
     if isinstance(prompts, bool) or not isinstance(prompts, (int, np.integer)) or not 1 <= prompts <= len(items):
         raise InputError(
-            "there are not so many prompts among those given", where="inputs",
+            "the number of prompts does not match the inputs", where="prompts",
             got=f"prompts={prompts!r}, {len(items)} given", expected=f"1 to {len(items)}",
-            remedy="leave prompts out to read all of them, or give more",
+            remedy="omit prompts to use all inputs, or pass more inputs",
         )  # fmt: skip
     return items[: int(prompts)]
 
@@ -157,30 +158,30 @@ def _first_items(items: list[Any], prompts: int | None) -> list[Any]:
 def _ids(item: Any, index: int) -> np.ndarray:
     row = np.asarray(_array(item))
     if row.ndim != 1 or row.dtype.kind not in "iu":
-        raise no_table(row, f"correct prompt {index}")
+        raise not_a_table(row, f"correct prompt {index}")
     return row
 
 
-def _begun(row: Sequence[int], bos: int | None) -> np.ndarray:
-    """The text's tokens after the BOS, which is not put before a text that begins with it."""
+def _with_bos(row: Sequence[int], bos: int | None) -> np.ndarray:
+    """Put the BOS before the tokens of a text, unless they begin with it."""
     return np.asarray(row if bos is None or list(row[:1]) == [bos] else [bos, *row], dtype=np.int64)
 
 
 def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """The ids of one chat, as the tokenizer's template writes it."""
-    if _require_tokenizer(tokenizer, "a chat").chat_template is None:
+    """Return the ids of one chat, formatted by the tokenizer's chat template."""
+    if _require_tokenizer(tokenizer, "chat inputs need").chat_template is None:
         raise InputError(
-            "a chat needs a chat template, and the tokenizer has none", where="inputs",
-            remedy="set tokenizer.chat_template, or write the chat as a text",
+            "chat inputs need a chat template, and the tokenizer has none", where="inputs",
+            remedy="set tokenizer.chat_template, or pass the chat as a text",
         )  # fmt: skip
     try:
         with limited_template():
             encoded = tokenizer.apply_chat_template(list(chat), tokenize=True, return_dict=True)
     except InputError:
         raise
-    except Exception as error:  # a template may refuse roles, or fail, in any way that its author chose
+    except Exception as error:  # templates may reject roles, or fail, with any exception
         raise InputError(
-            "the chat template cannot write this chat", where="inputs", got=one_line(error),
+            "the chat template rejects this chat", where="inputs", got=one_line(error),
             expected='messages {"role": …, "content": …} in an order that the template allows',
         ) from error  # fmt: skip
     return np.asarray(encoded["input_ids"], dtype=np.int64)
@@ -189,31 +190,31 @@ def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def _require_tokenizer(tokenizer: Any, what: str) -> Any:
     if tokenizer is None:
         raise InputError(
-            f"{what} needs a tokenizer, and the model has none", where="inputs",
-            remedy="pass Subject.of(model, tokenizer), or give ids",
+            f"{what} a tokenizer, and the model has none", where="inputs",
+            remedy="pass Subject.of(model, tokenizer), or pass token ids",
         )  # fmt: skip
     return tokenizer
 
 
 def _table(rows: list[np.ndarray], length: int | None) -> np.ndarray:
-    """int64 [B, T]: rows of one length, or cut to the length that was asked for."""
+    """Return int64 [B, T]: rows of equal length, or rows cut to `length`."""
     lengths = [len(row) for row in rows]
     if length is None and len(set(lengths)) > 1:
         raise InputError(
-            "the prompts are not equally long", where="inputs", got=f"prompts of {_shown(lengths)} tokens",
-            expected="prompts of one length: no padding is measured",
-            remedy=f"pass length={min(lengths)} to cut all to the shortest, or a larger length and longer prompts only",
+            "the prompts have different lengths", where="inputs", got=f"prompts of {_listed(lengths)} tokens",
+            expected="prompts of equal length, since padding is not supported",
+            remedy=f"pass length={min(lengths)} to cut all prompts to the shortest, or omit the short prompts",
         )  # fmt: skip
     if length is not None and min(lengths) < length:
-        short = [k for k, each in enumerate(lengths) if each < length]
+        short = [k for k, tokens in enumerate(lengths) if tokens < length]
         raise InputError(
-            "prompts are shorter than the length asked for", where="inputs",
-            got=f"length={length}, and {_shown([lengths[k] for k in short])} tokens in prompts {_shown(short)}",
-            remedy=f"pass length={min(lengths)} or less, or leave these prompts out",
+            "some prompts are shorter than the requested length", where="inputs",
+            got=f"length={length}, but {_listed([lengths[k] for k in short])} tokens in prompts {_listed(short)}",
+            remedy=f"pass length={min(lengths)} or less, or omit these prompts",
         )  # fmt: skip
     return np.stack([row[:length] for row in rows]).astype(np.int64)
 
 
-def _shown(numbers: list[int], most: int = 8) -> str:
-    more = f" … ({len(numbers)} in all)" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def _listed(values: list[int], most: int = 8) -> str:
+    more = f" … ({len(values)} in total)" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more

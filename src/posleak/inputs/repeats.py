@@ -1,4 +1,4 @@
-"""Prompts that repeat one another: intervals are taken over prompts as if each were drawn by itself."""
+"""Warnings about equal or overlapping prompts. Confidence intervals assume that prompts are independent."""
 
 from __future__ import annotations
 
@@ -10,51 +10,50 @@ from posleak.inputs.bodies import ConstantBody, GivenBody
 from posleak.inputs.crops import CropBody
 from posleak.inputs.prompts import Prompts
 
-LOOKED_AT = 1000
-"""Of more prompts, so many are looked at."""
+CHECKED_PROMPTS = 1000
+"""Maximum number of prompts that are compared."""
 
-HEAVY = 0.25
-"""Overlap is said from here on: the share of what prompts read that another prompt reads, too."""
+OVERLAP_THRESHOLD = 0.25
+"""Share of the tokens that occur in several prompts above which a warning is issued."""
 
 
 def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
-    """What a user should know about `count` of these prompts: that some are equal, or that crops overlap."""
-    looked = min(count, LOOKED_AT)
-    ids = prompts.batch(range(looked))[:, -prompts.length :]
+    """Yield warnings about the first `count` prompts: some are equal, or crops overlap."""
+    checked = min(count, CHECKED_PROMPTS)
+    ids = prompts.batch(range(checked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
-    if different < looked:
+    if different < checked:
         which = (
-            f"all {looked} prompts are the same" if different == 1 else f"only {different} of {looked} prompts differ"
+            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
         )
-        yield f"{which}: intervals are taken over prompts, and equal ones make them too narrow; {_instead(prompts)}"
+        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
     if isinstance(prompts.body, CropBody) and different > 1:
-        yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, looked)
+        yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, checked)
 
 
-def _instead(prompts: Prompts) -> str:
+def _remedy(prompts: Prompts) -> str:
     if isinstance(prompts.body, ConstantBody):
-        return "that is what a constant token is for, but use --inputs random or text:PATH for intervals"
+        return "this is expected of a constant token; use --inputs random or text:PATH for valid intervals"
     if isinstance(prompts.body, GivenBody):
-        return "leave the copies out"
+        return "remove the copies"
     text = isinstance(prompts.body, CropBody)
-    return "use a longer or a more varied text" if text else "use an input with more variety"
+    return "use a longer or more varied text" if text else "use inputs with more variety"
 
 
 def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterator[str]:
-    spans, text = body.spans(seed, count, length)
-    shared, again = overlap(spans)
-    if shared > HEAVY:
+    spans, tokens = body.spans(seed, count, length)
+    shared, repeated = overlap(spans)
+    if shared > OVERLAP_THRESHOLD:
         yield (
-            f"the prompts overlap, so that intervals are too narrow: the text has about {text:,} tokens, {count} "
-            f"prompts of {length} read {count * length:,}, and {shared:.0%} of that is read by another prompt, too "
-            f"({again:.0%} of the text is read more than once); use a longer text, fewer --prompts or a shorter "
+            f"prompts overlap, so that intervals are too narrow: the text has about {tokens:,} tokens, {count} prompts "
+            f"of {length} use {count * length:,}, and {shared:.0%} of these occur in another prompt too "
+            f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
             "--length"
         )
 
 
 def overlap(spans: np.ndarray) -> tuple[float, float]:
-    """Of spans [B, 2] in parts of a text, which is 1: the share of what they read that is in two or more of them, and
-    the share of the text that is."""
+    """Return the share of spans [B, 2] that another span covers too, and the share of the text [0, 1] that is."""
     edges = np.concatenate([spans[:, 0], spans[:, 1]])
     steps = np.repeat([1, -1], len(spans))
     order = np.argsort(edges, kind="stable")

@@ -1,7 +1,7 @@
-"""What `--inputs` takes, and the sources of prompts that it names.
+"""The sources of prompts that `--inputs` accepts.
 
-A source is a value with a `text`, which results carry, and a `body`, which makes the ids. `register` adds a kind of
-your own to those that `--inputs` takes (docs/extending.md).
+A source has a `text`, which names it in results, and a method `body`, which generates token ids. `register` adds a kind
+of source (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -13,65 +13,71 @@ from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.backcopy import Backcopy
-from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body
+from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body, random_body
 from posleak.inputs.corpus import require_text
 from posleak.inputs.crops import CropBody, crop_body
 from posleak.inputs.vocabulary import Vocabulary
-from posleak.plugins import load_plugins, own_name
+from posleak.plugins import load_plugins, reject_builtin_name
 
 
 class Source(Protocol):
-    """What prompts are made of."""
+    """A source of prompts."""
 
     @property
     def text(self) -> str:
-        """How `--inputs` names it."""
+        """The value of `--inputs` that names this source."""
         ...
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> Body:
-        """The ids of prompts of this length, before their first token is set; refuses what it cannot make."""
+        """Return a generator of token ids for prompts of this length, or raise InputError."""
         ...
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of source: `forms` are what a user may write, `make` turns what stands behind the colon into a source."""
+class SourceKind:
+    """A kind of source. forms: what a user may write;  make: converts the text after the colon into a source"""
 
     name: str
     forms: tuple[str, ...]
     make: Callable[[str], Source]
 
 
-KINDS: dict[str, Kind] = {}
+SOURCE_KINDS: dict[str, SourceKind] = {}
+"""All registered kinds by name."""
 
 
-def register(kind: Kind) -> None:
-    """Let `--inputs NAME` and `--inputs NAME:ARGUMENT` name sources of this kind."""
-    own_name("input", kind.name, KINDS.get(kind.name), kind)
-    KINDS[kind.name] = kind
+def register(kind: SourceKind) -> None:
+    """Add a kind of source, so that `--inputs NAME` and `--inputs NAME:ARGUMENT` accept it."""
+    reject_builtin_name("input", kind.name, SOURCE_KINDS.get(kind.name), kind)
+    SOURCE_KINDS[kind.name] = kind
 
 
 def forms() -> tuple[str, ...]:
-    """Everything that `parse` reads, for messages and help."""
-    return tuple(form for kind in KINDS.values() for form in kind.forms)
+    """Return all forms that `parse` accepts, for messages and help."""
+    return tuple(form for kind in SOURCE_KINDS.values() for form in kind.forms)
 
 
-def names_source(text: str) -> bool:
-    """Is this what `--inputs` takes, or a misspelling of it? Any other string is a text for the model to read."""
+def is_source_name(text: str) -> bool:
+    """Return whether `text` names a source, or is a misspelling of one. Any other string is a prompt."""
     load_plugins()
     name = text.partition(":")[0]
-    one_word = len(text.split()) < 2
-    return name in KINDS or (one_word and bool(get_close_matches(name.lower(), KINDS, cutoff=0.6))) or not text.strip()
+    if name in SOURCE_KINDS or not text.strip():
+        return True
+    return len(text.split()) < 2 and bool(get_close_matches(name.lower(), SOURCE_KINDS, cutoff=0.6))
 
 
 def parse(text: str) -> Source:
-    """The source that `text` names; `parse(source.text) == source`."""
+    """Return the source that `text` names. `parse(source.text) == source`.
+
+    >>> parse("constant:42")
+    ConstantToken(token=42)
+    """
     load_plugins()
     name, colon, argument = text.partition(":")
-    kind = KINDS.get(name)
+    kind = SOURCE_KINDS.get(name)
     if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
         raise InputError(
-            "unknown kind of input" if kind is None else "this kind of input is written otherwise",
+            "unknown source of prompts" if kind is None else f"invalid form of the source {name!r}",
             where="inputs", got=repr(text), expected=" | ".join(forms() if kind is None else kind.forms),
             remedy=did_you_mean(text, forms()),
         )  # fmt: skip
@@ -79,12 +85,15 @@ def parse(text: str) -> Source:
         return kind.make(argument)
     except ValueError as error:
         raise InputError(
-            "the input cannot be read", where="inputs", got=repr(text), expected=" | ".join(kind.forms)
+            "invalid argument of a source of prompts", where="inputs", got=repr(text), expected=" | ".join(kind.forms)
         ) from error
 
 
 def require_source(text: str) -> None:
-    """Refuse a text that is not there, before a model is loaded. Records of runs may name texts that are gone."""
+    """Raise InputError if `text` names a file that does not exist, before a model is loaded.
+
+    `parse` does not check this, since records of earlier runs may name files that no longer exist.
+    """
     source = parse(text)
     if isinstance(source, TextCrops):
         require_text(source.path)
@@ -92,22 +101,22 @@ def require_source(text: str) -> None:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """I.i.d. tokens, uniform over the vocabulary without its special tokens: stationary by construction."""
+    """I.i.d. tokens, uniform over the vocabulary without special tokens: stationary by construction."""
 
-    @property
-    def text(self) -> str:
-        return "random"
+    text = "random"
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> RandomBody:
-        return RandomBody(vocabulary)
+        return random_body(vocabulary)
 
 
 @dataclass(frozen=True)
 class ConstantToken:
-    """One token at every place: without a BOS every hidden state is equal, and all leakage is the mask's (law L2)."""
+    """One token at every position: without a BOS all hidden states are equal, and all leakage is in the mask (law L2).
+
+    token: the id; None: an ordinary token chosen by the seed
+    """
 
     token: int | None = None
-    """Its id; None: chosen by the seed among the tokens that are not special."""
 
     @property
     def text(self) -> str:
@@ -119,28 +128,29 @@ class ConstantToken:
 
 @dataclass(frozen=True)
 class TextCrops:
-    """Pieces from random places inside texts: natural statistics, without the look of a document's start."""
+    """Crops from random places inside texts: natural statistics without document starts.
+
+    path             a file, a folder, or `stdlib` (write `./stdlib` for a file of that name)
+    max_characters   read only about this much of the standard library, which is faster
+    """
 
     path: str
-    """A file, a folder, or `stdlib` (write `./stdlib` for a file of that name)."""
-
-    most: int | None = None
-    """Of the standard library, only about so many characters, where few crops are needed soon."""
+    max_characters: int | None = None
 
     @property
     def text(self) -> str:
         return f"text:{self.path}"
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> CropBody:
-        return crop_body(self.path, length, vocabulary, self.most)
+        return crop_body(self.path, length, vocabulary, self.max_characters)
 
 
 def _constant(argument: str) -> ConstantToken:
     if argument and not (argument.isascii() and argument.isdigit()):
         raise InputError(
-            "the constant token is given by its id", where="inputs", got=repr(f"constant:{argument}"),
-            expected="constant:ID with ID a whole number, 0 or more",
-            remedy="write the id, as in constant:42, or constant alone to let the seed choose",
+            "the constant token must be given by its id", where="inputs", got=repr(f"constant:{argument}"),
+            expected="constant:ID, where ID is an integer of at least 0",
+            remedy="use an id, such as constant:42, or constant alone to let the seed choose a token",
         )  # fmt: skip
     return ConstantToken(int(argument) if argument else None)
 
@@ -148,13 +158,13 @@ def _constant(argument: str) -> ConstantToken:
 def _crops(argument: str) -> TextCrops:
     if not argument:
         raise InputError(
-            "which text?", where="inputs", got="text", expected="text:PATH or text:stdlib",
-            remedy="name a file or a folder, as in text:book.txt, or use text:stdlib, which every Python has",
+            "the path of the text is missing", where="inputs", got="text", expected="text:PATH or text:stdlib",
+            remedy="name a file or a folder, such as text:book.txt, or use text:stdlib, which needs no file",
         )  # fmt: skip
     return TextCrops(argument)
 
 
-register(Kind("random", ("random",), lambda argument: RandomTokens()))
-register(Kind("constant", ("constant", "constant:ID"), _constant))
-register(Kind("text", ("text:PATH", "text:stdlib"), _crops))
-register(Kind("backcopy", ("backcopy",), lambda argument: Backcopy()))
+register(SourceKind("random", ("random",), lambda argument: RandomTokens()))
+register(SourceKind("constant", ("constant", "constant:ID"), _constant))
+register(SourceKind("text", ("text:PATH", "text:stdlib"), _crops))
+register(SourceKind("backcopy", ("backcopy",), lambda argument: Backcopy()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError
 from posleak.models.library_errors import FETCH_AGAIN
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,8 +47,8 @@ def require_max_size(path: Path, limit: int) -> None:
     """Reject a file that is larger than any of its kind, before it is read."""
     if (found := path.stat().st_size) > limit:
         raise ModelError(
-            f"{path.name} is too large", where=str(path), got=size(found), expected=f"at most {size(limit)}",
-            remedy=FETCH_AGAIN,
+            f"{path.name} is too large", where=str(path), got=format_bytes(found),
+            expected=f"at most {format_bytes(limit)}", remedy=FETCH_AGAIN,
         )  # fmt: skip
 
 
@@ -102,6 +102,6 @@ def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: in
     limit = EXTRA_BUFFER_BYTES + 4 * stored
     if need.buffer_bytes > limit:
         raise ModelError(
-            "the config asks for huge tables beside the weights", where=str(path), got=size(need.buffer_bytes),
-            expected=f"at most {size(limit)}", remedy="correct max_position_embeddings, or fetch the file again",
+            "the config asks for huge tables beside the weights", where=str(path), got=format_bytes(need.buffer_bytes),
+            expected=f"at most {format_bytes(limit)}", remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip

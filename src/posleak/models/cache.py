@@ -27,7 +27,7 @@ from posleak.errors import ModelError, PosleakError, StorageError
 from posleak.files import Sealed, file_lock, flush, write_remedy
 from posleak.models import hashing
 from posleak.models.library_errors import errno_of, translate_errors
-from posleak.text import one_line, size
+from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
 MAX_KEY_BYTES = 100
@@ -114,7 +114,7 @@ def require_disk_space(folder: Path, need: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ModelError(
-            f"not enough disk space for {what}", where=str(folder), got=f"{size(free)} free", expected=size(need),
+            f"not enough disk space for {what}", where=str(folder), got=f"{format_bytes(free)} free", expected=format_bytes(need),
             remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from posleak.errors import TooLargeError
 from posleak.models import pretrained
 from posleak.models.library_errors import USE_LESS_MEMORY, translate_errors
-from posleak.text import size
+from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +116,6 @@ def require_memory(need: int, available: int, *, where: str, device: str) -> Non
     """Reject a model of `need` bytes if fewer are `available`."""
     if need > available:
         raise TooLargeError(
-            f"the model's weights do not fit in the memory of {device}", where=where, got=f"{size(need)} of weights",
-            expected=f"at most {size(available)}", remedy=USE_LESS_MEMORY,
+            f"the model's weights do not fit in the memory of {device}", where=where, got=f"{format_bytes(need)} of weights",
+            expected=f"at most {format_bytes(available)}", remedy=USE_LESS_MEMORY,
         )  # fmt: skip

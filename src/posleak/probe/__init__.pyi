@@ -2,15 +2,15 @@ from .attachment import (
     Observer as Observer,
     Probe as Probe,
     attach as attach,
-    body as body,
+    backbone as backbone,
     takes_positions as takes_positions,
 )
 from .calibration import Calibration as Calibration, calibrate as calibrate, relative_difference as relative_difference
 from .call import Call as Call
 from .edit import Edit as Edit
+from .edit_effect import EditEffect as EditEffect, EditEffectRecorder as EditEffectRecorder
 from .placement import Motion as Motion, Placement as Placement, read_placements as read_placements
 from .plan import Plan as Plan, default_plan as default_plan
 from .positions import Positions as Positions
 from .rows import Rows as Rows, call_rows as call_rows, reduce_rows as reduce_rows
-from .touch import Touch as Touch, Touched as Touched
 from .visibility import Visibility as Visibility

@@ -56,7 +56,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Quantity:
+class PlottedQuantity:
     """Something that can be drawn: `key` is queries/quantity/component."""
 
     key: str
@@ -69,7 +69,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Point:
+class CollectedPoint:
     """Cells that differ in nothing but their seed: `knobs` by name, `numbers` by the quantity's key."""
 
     knobs: dict[str, Any]
@@ -84,10 +84,10 @@ class CollectedPage:
     found: Collected
 
     @cached_property
-    def points(self) -> list[Point]:
+    def points(self) -> list[CollectedPoint]:
         """In the order of the cells; a checkpoint's model is its series, and its step is a knob."""
         pooled = self.found.pooled
-        made = list[Point]()
+        made = list[CollectedPoint]()
         for _, group in pooled.groupby([*KNOBS, "series", "step"], sort=False, dropna=False):
             rows = group.to_dict("records")
             first = rows[0]
@@ -96,7 +96,7 @@ class CollectedPage:
                 knobs["model"] = first["series"]
             knobs[STEP] = None if pd.isna(first["step"]) else int(first["step"])
             found = {_key(row): estimate_of(row) for row in rows}
-            made.append(Point(knobs, int(max(row["seeds"] for row in rows)), found))
+            made.append(CollectedPoint(knobs, int(max(row["seeds"] for row in rows)), found))
         return made
 
     @cached_property
@@ -106,14 +106,14 @@ class CollectedPage:
         return {name: _ordered(values) for name, values in found.items() if len(values) > 1}
 
     @cached_property
-    def quantities(self) -> list[Quantity]:
+    def quantities(self) -> list[PlottedQuantity]:
         """What any of the cells has, the most asked for first."""
         rows = self.found.pooled[["queries", "quantity", "component", "unit"]].drop_duplicates().to_dict("records")
-        there = [Quantity(_key(row), _title(row), str(row["unit"])) for row in rows]
+        there = [PlottedQuantity(_key(row), _title(row), str(row["unit"])) for row in rows]
         return sorted(there, key=lambda quantity: _rank(quantity.key))
 
     @property
-    def shown(self) -> list[Quantity]:
+    def shown(self) -> list[PlottedQuantity]:
         """Columns of the table: what has a number somewhere, without early queries and metrics of others."""
         shares = [f"all/share/{name}" for name in (*PARTS, *SOURCES)]
         ratios = [f"all/{RATIO}/total", f"all/{RATIO}/residual"]
@@ -137,7 +137,7 @@ class CollectedPage:
             ],
         }  # fmt: skip
 
-    def cell(self, point: Point, quantity: Quantity) -> tuple[str, str]:
+    def cell(self, point: CollectedPoint, quantity: PlottedQuantity) -> tuple[str, str]:
         """A number of the table: value, and interval."""
         found = point.numbers.get(quantity.key)
         if found is None:

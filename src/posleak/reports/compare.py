@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import PARTS
-from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
+from posleak.leakage.contrast import QUERIES
 from posleak.leakage.summary import Products
 from posleak.runs.run import Run
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
-from .gather import Given, Refused, Shown, gather, require_some
+from .gather import Given, Refused, ShownRun, gather, require_some
 
-QUERIES = ("all", "early")
 QUANTITIES = {
     "total": "nats²", "residual": "nats²", "mask": "share", "drift": "share", "sink": "share",
     "stabilisation": "times", "sink_attention": "share",
@@ -32,7 +32,7 @@ QUANTITIES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One line of the table: a run, or the difference of a run from the first (`minus`)."""
 
     run: int
@@ -48,7 +48,7 @@ class Comparison:
 
     labels: list[str]
     facts: list[dict[str, Any]]
-    rows: list[Row]
+    rows: list[ComparisonRow]
     refused: list[Refused]
     notes: list[str]
 
@@ -56,7 +56,7 @@ class Comparison:
         refused = f"; {len(self.refused)} refused" if self.refused else ""
         return f"Comparison({visible(', '.join(self.labels))}{refused})"
 
-    def name(self, row: Row) -> str:
+    def name(self, row: ComparisonRow) -> str:
         """`B`, or `B − A`."""
         own = self.labels[row.run]
         return own if row.minus is None else f"{own} − {self.labels[row.minus]}"
@@ -88,17 +88,17 @@ def compare(runs: Iterable[Given]) -> Comparison:
     return comparison(found, refused)
 
 
-def comparison(found: Sequence[Shown], refused: Sequence[Refused] = ()) -> Comparison:
+def comparison(found: Sequence[ShownRun], refused: Sequence[Refused] = ()) -> Comparison:
     """The first run is what the others are compared with."""
     first, others = found[0], found[1:]
-    rows, sums = list[Row](), [{q: s.run.products[q].averaged((0, 1)) for q in QUERIES} for s in found]
+    rows, sums = list[ComparisonRow](), [{q: s.run.products[q].averaged((0, 1)) for q in QUERIES} for s in found]
     for queries in QUERIES:
         own = [_numbers(s.run, sums[k][queries], queries) for k, s in enumerate(found)]
-        rows += [Row(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
+        rows += [ComparisonRow(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
         for k, other in enumerate(others, start=1):
             paired = same_prompts(first.run, other.run)
-            differences = {name: _difference(number, own[0][name], paired) for name, number in own[k].items()}
-            rows.append(Row(k, queries, differences, 0, paired))
+            differences = {name: Contrast(number, own[0][name], paired).difference for name, number in own[k].items()}
+            rows.append(ComparisonRow(k, queries, differences, 0, paired))
     return Comparison([s.label for s in found], [facts(s) for s in found], rows, list(refused), _notes(found))
 
 
@@ -107,14 +107,14 @@ def same_prompts(one: Run, other: Run) -> bool:
     return one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
 
 
-def facts(shown: Shown) -> dict[str, Any]:
+def facts(shown: ShownRun) -> dict[str, Any]:
     run, identity, spec = shown.run, shown.run.record.identity, shown.run.record.spec
     return {
         "label": shown.label, "model": identity.name, "architecture": identity.architecture,
         "layers": run.data.sizes["layer"], "heads": identity.heads, "dtype": identity.dtype,
         "quantisation": identity.quantisation, "windows": identity.spans, "inputs": spec.inputs,
         "first_token": run.record.inputs.first_token, "length": spec.length, "prompts": run.prompts,
-        "seed": spec.seed, "edits": list(spec.edits), "partial": shown.partial,
+        "seed": spec.seed, "edits": list(spec.edit_texts), "partial": shown.partial,
         "run": None if run.path is None else str(run.path),
     }  # fmt: skip
 
@@ -134,15 +134,11 @@ def _numbers(run: Run, products: Products, queries: str) -> dict[str, Sampled]:
     return found
 
 
-def _difference(number: Sampled, first: Sampled, paired: bool) -> Estimate:
-    return (number - first).estimate if paired else number.estimate.minus_other(first.estimate)
-
-
 def _estimates(numbers: dict[str, Sampled]) -> dict[str, Estimate]:
     return {name: number.estimate for name, number in numbers.items()}
 
 
-def _notes(found: Sequence[Shown]) -> list[str]:
+def _notes(found: Sequence[ShownRun]) -> list[str]:
     """What a reader of differences must know: powers depend on where they were measured."""
     specs = [s.run.record.spec for s in found]
     notes = [

@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.leakage import Estimate
+from posleak.leakage.contrast import QUERIES
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
 from posleak.show.words import QUERIES as TITLES
 
-from .compare import QUANTITIES, QUERIES, Comparison, Row
+from .compare import QUANTITIES, Comparison, ComparisonRow
 
 HEADS = {
     "total": "total, nats²", "residual": "residual, nats²", "mask": "mask", "drift": "drift", "sink": "sink",
@@ -69,20 +70,20 @@ def latex(found: Comparison) -> str:
 FORMATS: dict[str, Callable[[Comparison], str]] = {"markdown": markdown, "latex": latex}
 
 
-def rows_of(found: Comparison, queries: str) -> list[Row]:
+def rows_of(found: Comparison, queries: str) -> list[ComparisonRow]:
     return [row for row in found.rows if row.queries == queries]
 
 
-def row_name(found: Comparison, row: Row) -> str:
+def row_name(found: Comparison, row: ComparisonRow) -> str:
     pairing = {True: " (paired)", False: " (unpaired)", None: ""}[row.paired]
     return found.name(row) + pairing
 
 
-def _clear(row: Row, cell: Estimate) -> bool:
+def _clear(row: ComparisonRow, cell: Estimate) -> bool:
     return row.minus is not None and bool(cell.low > 0 or cell.high < 0)
 
 
-def row_pieces(row: Row, name: str) -> tuple[str, str]:
+def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
     """The number, signed and starred in a difference, and its interval."""
     if name not in row.cells:
         return numbers.NAN, ""
@@ -92,16 +93,16 @@ def row_pieces(row: Row, name: str) -> tuple[str, str]:
     return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
 
 
-def _text(row: Row, name: str) -> str:
+def _text(row: ComparisonRow, name: str) -> str:
     return " ".join(piece for piece in row_pieces(row, name) if piece)
 
 
-def _two_lines(row: Row, name: str) -> terminal.Cell:
+def _two_lines(row: ComparisonRow, name: str) -> terminal.TableCell:
     value, interval = row_pieces(row, name)
-    return terminal.Cell(Text(value), interval.strip("()").replace(" … ", "…"), below=True)
+    return terminal.TableCell(Text(value), interval.strip("()").replace(" … ", "…"), below=True)
 
 
-def _latex_cell(row: Row, name: str) -> str:
+def _latex_cell(row: ComparisonRow, name: str) -> str:
     value, interval = (escape_latex(piece) for piece in row_pieces(row, name))
     return value + (rf" {{\scriptsize {interval}}}" if interval else "")
 

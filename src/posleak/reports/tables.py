@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.summary import Shares
+from posleak.leakage.number import LabelledEstimate
+from posleak.leakage.summary import Decomposition
 from posleak.metrics.catalogue import BY_ID
 from posleak.typed import plain
 
 from .compare import QUANTITIES, comparison
-from .gather import Shown
-from .neighbours import agreements
+from .gather import ShownRun
+from .related import agreements
 
 Record = dict[str, Any]
 
 
-def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
+def tables(found: Sequence[ShownRun]) -> dict[str, list[Record]]:
     """Tables by name, empty ones left out. `run` is the run's label on the page."""
     makers = {
         "model": _model, "layers": _layers, "heads": _heads, "queries": _queries, "offsets": _offsets,
@@ -37,47 +38,36 @@ def tables(found: Sequence[Shown]) -> dict[str, list[Record]]:
     return {name: rows for name, rows in made.items() if rows}
 
 
-def _numbered(row: Record, shown: Shown) -> Record:
+def _numbered(row: Record, shown: ShownRun) -> Record:
     """A row about an attention call (None: about all) with the number that its layer has in the model."""
     if "call" not in row or "layer" in row:
         return row
     call = row["call"]
-    return {"layer": None if call is None else shown.run.summary.numbers[call], **row}
+    return {"layer": None if call is None else shown.run.summary.layer_ids[call], **row}
 
 
-def _model(shown: Shown) -> Iterator[Record]:
+def _model(shown: ShownRun) -> Iterator[Record]:
     for queries, numbers in shown.run.summary.model.items():
-        for name, estimate in numbers.power.items():
-            yield _row(estimate, queries=queries, quantity="power", component=name, unit="nats²")
-        for name, estimate in numbers.share.items():
-            yield _row(estimate, queries=queries, quantity="share", component=name, unit="1")
-        yield _row(numbers.stabilisation, queries=queries, quantity="stabilisation", component=None, unit="1")
+        yield from _rows(numbers, queries=queries)
 
 
-def _layers(shown: Shown) -> Iterator[Record]:
+def _layers(shown: ShownRun) -> Iterator[Record]:
     summary = shown.run.summary
     for queries, numbers in summary.layers.items():
         for layer in range(len(numbers.stabilisation.value)):
-            for name, estimate in numbers.power.items():
-                yield _row(estimate[layer], call=layer, queries=queries, quantity="power", component=name, unit="nats²")
-            for name, estimate in numbers.share.items():
-                yield _row(estimate[layer], call=layer, queries=queries, quantity="share", component=name, unit="1")
-            yield _row(
-                numbers.stabilisation[layer], call=layer, queries=queries, quantity="stabilisation", component=None,
-                unit="1",
-            )  # fmt: skip
+            yield from _rows(numbers[layer], call=layer, queries=queries)
     for layer in range(len(summary.layer_sink_attention.value)):
         cell = summary.layer_sink_attention[layer]
         yield _row(cell, call=layer, queries="reference", quantity="sink_attention", component=None, unit="1")
 
 
-def _heads(shown: Shown) -> Iterator[Record]:
+def _heads(shown: ShownRun) -> Iterator[Record]:
     """As in heads.parquet, which has the metrics too."""
     yield from tidy(shown.run.summary)
     yield from () if shown.neighbours is None else shown.neighbours.tidy()
 
 
-def _queries(shown: Shown) -> Iterator[Record]:
+def _queries(shown: ShownRun) -> Iterator[Record]:
     """The head panel's curves by query."""
     found = shown.curves
     kinds: list[tuple[str, str | None, Estimate, str]] = [("attention_0", None, found.attention, "1")]
@@ -87,7 +77,7 @@ def _queries(shown: Shown) -> Iterator[Record]:
         yield from _cells(estimate, found.queries, "query", quantity=quantity, component=name, unit=unit)
 
 
-def _offsets(shown: Shown) -> Iterator[Record]:
+def _offsets(shown: ShownRun) -> Iterator[Record]:
     """The head panel's logits by offset."""
     found = shown.curves
     for queries, estimate in (("early", found.early), ("reference", found.late)):
@@ -99,7 +89,7 @@ def _cells(estimate: Estimate, places: list[int], axis: str, **more: Any) -> Ite
         yield _row(estimate[layer, head, k], call=layer, head=head, **{axis: places[k]}, **more)
 
 
-def _sink_profile(shown: Shown) -> Iterator[Record]:
+def _sink_profile(shown: ShownRun) -> Iterator[Record]:
     """Attention of late queries to each of the first positions, and how many of them a head's sink takes."""
     summary = shown.run.summary
     for layer, head, position in np.ndindex(summary.profile.value.shape):
@@ -107,30 +97,24 @@ def _sink_profile(shown: Shown) -> Iterator[Record]:
         yield _row(cell, call=layer, head=head, position=position, width=int(summary.width[layer, head]), unit="1")
 
 
-def _trace(shown: Shown) -> Iterator[Record]:
+def _trace(shown: ShownRun) -> Iterator[Record]:
     """Where position comes from, of the model (no layer) and by layer; `direct` is D, the origin's power that of O."""
     if shown.trace is None:
         return
     for queries, numbers in shown.trace.model.items():
-        yield from _sources(numbers, (), call=None, queries=queries)
+        yield from _rows(numbers, call=None, queries=queries)
     for queries, numbers in shown.trace.layers.items():
         for layer in range(len(numbers.power["total"].value)):
-            yield from _sources(numbers, (layer,), call=layer, queries=queries)
+            yield from _rows(numbers[layer], call=layer, queries=queries)
 
 
-def _trace_heads(shown: Shown) -> Iterator[Record]:
+def _trace_heads(shown: ShownRun) -> Iterator[Record]:
     for queries, numbers in () if shown.trace is None else shown.trace.heads.items():
         for layer, head in np.ndindex(numbers.power["total"].value.shape):
-            yield from _sources(numbers, (layer, head), call=layer, head=head, queries=queries)
+            yield from _rows(numbers[layer, head], call=layer, head=head, queries=queries)
 
 
-def _sources(numbers: Shares, at: tuple[int, ...], **place: Any) -> Iterator[Record]:
-    for quantity, found, unit in (("power", numbers.power, "nats²"), ("share", numbers.share, "1")):
-        for name, estimate in found.items():
-            yield _row(estimate[at], **place, quantity=quantity, component=name, unit=unit)
-
-
-def _trace_by_layer(shown: Shown) -> Iterator[Record]:
+def _trace_by_layer(shown: ShownRun) -> Iterator[Record]:
     """Power that is left where a context was lent up to a layer (−1: to none); without a layer, the mean of 1 and
     later."""
     if shown.trace is None or (ladder := shown.trace.ladder) is None:
@@ -141,12 +125,12 @@ def _trace_by_layer(shown: Shown) -> Iterator[Record]:
             yield _row(ladder.left[k, layer], lent_up_to=upto, call=layer, quantity="power", unit="nats²")
 
 
-def _claims(shown: Shown) -> Iterator[Record]:
+def _claims(shown: ShownRun) -> Iterator[Record]:
     for result in shown.claims or ():
         yield {name: value for name, value in plain(result).items() if name not in ("details", "edited")}
 
 
-def _edits(shown: Shown) -> Iterator[Record]:
+def _edits(shown: ShownRun) -> Iterator[Record]:
     """Power after / before each edit."""
     chosen = [(result, result.edited) for result in shown.claims or () if result.edited is not None]
     for result, edited in chosen:
@@ -158,13 +142,13 @@ def _edits(shown: Shown) -> Iterator[Record]:
             }  # fmt: skip
 
 
-def _sink_heads(shown: Shown) -> Iterator[Record]:
+def _sink_heads(shown: ShownRun) -> Iterator[Record]:
     for head in shown.origin.record.reading.heads if shown.origin is not None else ():
         for name in ("at_0", "written", "spread", "positional", "along"):
             yield _row(getattr(head, name), layer=head.layer, call=head.call, head=head.head, quantity=name)
 
 
-def _trajectory(shown: Shown) -> Iterator[Record]:
+def _trajectory(shown: ShownRun) -> Iterator[Record]:
     if shown.origin is None:
         return
     path, many = shown.origin.record.trajectory, shown.origin.record.portrait
@@ -180,7 +164,7 @@ def _trajectory(shown: Shown) -> Iterator[Record]:
         )  # fmt: skip
 
 
-def _portrait(shown: Shown) -> Iterator[Record]:
+def _portrait(shown: ShownRun) -> Iterator[Record]:
     if shown.origin is None:
         return
     arrays = shown.origin.arrays
@@ -190,46 +174,46 @@ def _portrait(shown: Shown) -> Iterator[Record]:
             yield {"token": int(token), "spelled": str(spelled), "reference": k == 0, "depth": depth, "x": x, "y": y}
 
 
-def _metrics(shown: Shown) -> Iterator[Record]:
+def _metrics(shown: ShownRun) -> Iterator[Record]:
     """The table of what others measure, with definitions and sources."""
     for row in () if shown.neighbours is None else shown.neighbours.rows:
         yield plain(row)
 
 
-def _metric_layers(shown: Shown) -> Iterator[Record]:
+def _metric_layers(shown: ShownRun) -> Iterator[Record]:
     for name, found in {} if shown.neighbours is None else shown.neighbours.layers.items():
         for layer in range(len(found.value)):
             yield _row(found[layer], call=layer, metric=name, unit=BY_ID[name].unit)
 
 
-def _metric_depths(shown: Shown) -> Iterator[Record]:
+def _metric_depths(shown: ShownRun) -> Iterator[Record]:
     """Arrays by depth; 0 is the embedding."""
     for name, found in {} if shown.neighbours is None else shown.neighbours.depths.items():
         for depth in range(len(found.value)):
             yield _row(found[depth], depth=depth, array=name)
 
 
-def _frames(shown: Shown) -> Iterator[Record]:
+def _frames(shown: ShownRun) -> Iterator[Record]:
     """The reference frame of each layer: the share of each type, and the margin of the largest over the next."""
     for layer, found in enumerate(() if shown.neighbours is None else shown.neighbours.frames):
         for quantity, cell in {**found.shares, "margin": found.margin}.items():
             yield _row(cell, call=layer, kind=found.kind, clear=found.clear, quantity=quantity, unit="share")
 
 
-def _agreement(shown: Shown) -> Iterator[Record]:
+def _agreement(shown: ShownRun) -> Iterator[Record]:
     """Spearman's ρ of every metric with every part of the leakage and with every other metric; n: heads or layers."""
     every = {} if shown.neighbours is None else agreements(shown.run, shown.trace)
     for over, found in every.items():
         for row, metric in enumerate(found.rows):
             for name in found.columns:
-                part = found.part(row, name)
+                part = found.cell(row, name)
                 yield plain(
                     {"over": over, "metric": metric, "with": name, "value": part.rho, "low": part.low,
                      "high": part.high, "n": found.n}
                 )  # fmt: skip
 
 
-def _comparison(found: Sequence[Shown]) -> Iterator[Record]:
+def _comparison(found: Sequence[ShownRun]) -> Iterator[Record]:
     compared = comparison(found)
     for row in compared.rows:
         for name, cell in row.cells.items():
@@ -239,5 +223,11 @@ def _comparison(found: Sequence[Shown]) -> Iterator[Record]:
             )
 
 
-def _row(estimate: Estimate, **more: Any) -> Record:
-    return {**more, **plain(estimate)}
+def _rows(numbers: Decomposition, **labels: Any) -> Iterator[Record]:
+    for number in numbers.labelled(**labels):
+        yield _row(number.estimate, **number.labels)
+
+
+def _row(estimate: Estimate, **labels: Any) -> Record:
+    row: Record = plain(LabelledEstimate(estimate, labels).as_row())
+    return row

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.edits import parse_edits, texts_of
+from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import CheckError
 from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
@@ -25,13 +25,13 @@ from posleak.models import Subject
 from posleak.probe import Plan
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import HEADS, RECORD, RESULTS, remove_if_empty, remove_unwritten, require_unused
-from .measure import Measurement
+from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, remove_if_empty, remove_unwritten, require_unused
+from .measure import PreparedRun
+from .progress import OnProgress
 from .record import clear_run
 from .run import Run
 from .software import slug
 from .spec import MeasureSpec
-from .watch import Watch
 
 CONDITIONS = "conditions"
 """Where a folder keeps the runs of its conditions."""
@@ -39,16 +39,14 @@ CONDITIONS = "conditions"
 METRICS = "metrics"
 """The condition that is the baseline itself, measured with what other papers measure."""
 
-Edits = tuple[str, ...]
-
 
 @dataclass
 class Conditions:
     """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with. With a folder, use it
-    inside `writing()`. `given`: prompts that were handed over. `beside`: further files that this work keeps in the
+    inside `writing()`. `given`: prompts that were handed over. `extra_files`: further files that this work keeps in the
     folder."""
 
-    beside: ClassVar[tuple[str, ...]] = ()
+    extra_files: ClassVar[tuple[str, ...]] = ()
 
     subject: Subject
     spec: MeasureSpec
@@ -57,12 +55,12 @@ class Conditions:
     max_memory: str | int | None = None
     progress: Callable[[str], None] = lambda what: None
     given: GivenPrompts | None = None
-    _runs: dict[Edits, Run] = field(default_factory=dict)
+    _runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     @cached_property
-    def baseline(self) -> Measurement:
+    def baseline(self) -> PreparedRun:
         """The measurement without edits, made ready."""
-        return Measurement.of(self.subject, self.spec, self.given, self.max_memory)
+        return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
 
     @property
     def plan(self) -> Plan:
@@ -87,20 +85,20 @@ class Conditions:
             yield
             return
         with sole_writer(self.folder):
-            if not (self.folder / RECORD).exists():
-                require_unused(self.folder, self.beside)
+            if not (self.folder / RECORD_FILE).exists():
+                require_unused(self.folder, self.extra_files)
             if self.fresh:
                 self.clear(self.folder)
-            remove_unwritten(self.folder, (RECORD, RESULTS, HEADS, *self.beside))
+            remove_unwritten(self.folder, (RECORD_FILE, RESULTS_FILE, HEADS_FILE, *self.extra_files))
             yield
 
     def clear(self, folder: Path) -> None:
         """Remove what earlier work wrote, and no other files; the baseline goes last."""
-        if not (folder / RECORD).exists():
+        if not (folder / RECORD_FILE).exists():
             return
-        for name in self.beside:
+        for name in self.extra_files:
             remove_posleak_file(folder / name)
-        for record in sorted((folder / CONDITIONS).glob(f"*/{RECORD}")):
+        for record in sorted((folder / CONDITIONS).glob(f"*/{RECORD_FILE}")):
             if is_posleak_file(record):
                 clear_run(record.parent)
                 remove_if_empty(record.parent)
@@ -109,25 +107,28 @@ class Conditions:
 
     def run(self, *edits: str) -> Run:
         """The run under these edits: from memory, from its folder, or measured now."""
-        key = texts_of(parse_edits(edits), edits)
+        parsed = parse_edits(edits)
+        key = tuple(edit.text for edit in parsed)
         if key not in self._runs:
             name = ", ".join(key) or "baseline"
             self.progress(name)
-            self._runs[key] = self._measured(key, lambda reached: self.progress(f"{name}: {reached.text}"))
+            self._runs[key] = self._measured(parsed, lambda reached: self.progress(f"{name}: {reached.text}"))
         return self._runs[key]
 
-    def _measured(self, key: Edits, watch: Watch) -> Run:
+    def _measured(self, edits: tuple[NamedEdit, ...], on_progress: OnProgress) -> Run:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
-        if not key:
-            return self.baseline.run_with_warnings(self.folder, watch=watch)
-        spec = replace(self.spec, edits=key, metrics=(), loss=False)  # others' metrics are of the baseline
+        if not edits:
+            return self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
+        spec = replace(self.spec, edits=edits, metrics=(), loss=False)  # others' metrics are of the baseline
         spec = replace(spec, loss=self.spec.loss and not spec.borrowed)
-        return self.condition(spec, "+".join(key), watch)
+        return self.condition(spec, "+".join(spec.edit_texts), on_progress)
 
-    def condition(self, spec: MeasureSpec, name: str, watch: Watch) -> Run:
+    def condition(self, spec: MeasureSpec, name: str, on_progress: OnProgress) -> Run:
         """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
         before = self.baseline.subject
-        ready = Measurement.of(before, spec, max_memory=self.max_memory, base=self.tokens, known=self.baseline.known)
+        ready = PreparedRun.of(
+            before, spec, max_memory=self.max_memory, base=self.tokens, placement_cache=self.baseline.placement_cache
+        )
         if gap := behaviour_difference(before.identity, ready.subject.identity):
             raise CheckError(
                 "the model has changed since its baseline was measured", where=name, got=gap,
@@ -135,7 +136,7 @@ class Conditions:
             )  # fmt: skip
         known = self.run().record.calibration
         place = None if self.folder is None else condition_folder(self.folder, name)
-        return ready.run(place, calibration=known, watch=watch)
+        return ready.run(place, calibration=known, on_progress=on_progress)
 
 
 def condition_folder(folder: Path, *edits: str) -> Path:

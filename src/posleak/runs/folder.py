@@ -36,7 +36,7 @@ from posleak.files import (
 if TYPE_CHECKING:
     from posleak.leakage.dataset import Chunk
 
-RECORD, RESULTS, HEADS, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
+RECORD_FILE, RESULTS_FILE, HEADS_FILE, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
 
 _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
 _SEAL = ".seal"
@@ -48,7 +48,7 @@ ANEW = "delete this file and start again: only its prompts are measured anew"
 def has_record(folder: Path) -> bool:
     """Return whether the folder has a run.json; one that cannot be searched is a StorageError."""
     try:
-        return (folder / RECORD).exists()
+        return (folder / RECORD_FILE).exists()
     except OSError as error:
         raise write_error(folder, error) from error
 
@@ -134,11 +134,11 @@ def remove_if_empty(folder: Path) -> None:
 def remove_run(folder: Path) -> None:
     """Remove a run's own files and nothing else; run.json goes last: without it the other files belong to no run."""
     remove_batches(folder)
-    for name in (RESULTS, HEADS, RECORD):
+    for name in (RESULTS_FILE, HEADS_FILE, RECORD_FILE):
         remove(folder / name)
 
 
-def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD, RESULTS, HEADS)) -> None:
+def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD_FILE, RESULTS_FILE, HEADS_FILE)) -> None:
     """Remove temporary files that a killed process left behind."""
     remove_leftovers(folder, set(names).__contains__)
     remove_leftovers(folder / BATCHES, _BATCH.fullmatch)
@@ -149,7 +149,7 @@ def has_leftovers(folder: Path) -> bool:
     return (folder / BATCHES).exists() or (folder / LOCK_FILE).exists() or any(folder.glob(".*.tmp"))
 
 
-def require_unused(folder: Path, names: Iterable[str] = (RESULTS, HEADS, BATCHES)) -> None:
+def require_unused(folder: Path, names: Iterable[str] = (RESULTS_FILE, HEADS_FILE, BATCHES)) -> None:
     """Refuse a place where a run would overwrite files that no run.json accounts for: they are somebody else's."""
     taken = [name for name in names if (folder / name).exists()]
     if taken:

@@ -19,16 +19,16 @@ from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, require_finite, stack_layers
 from posleak.metrics import Meters
 from posleak.models import exclusive, input_device
-from posleak.probe import Edit, Observer, Placement, Plan, Touch, attach, read_placements
+from posleak.probe import Edit, EditEffectRecorder, Observer, Placement, Plan, attach, read_placements
 from posleak.probe.head import token_losses
-from posleak.probe.placement import Places
+from posleak.probe.placement import PlacementPositions
 from posleak.stopwatch import stage
 
 from .folder import ANEW, batch_path, read_batch, write_batch
 from .loss import LOSS, positions
-from .watch import Watch, Watcher
+from .progress import LayerCounter, OnProgress
 
-SeeTouches = Callable[[list[Touch]], None]
+SeeTouches = Callable[[list[EditEffectRecorder]], None]
 """Told what each edit changed."""
 
 WIDER = "the model overflows, or its weights hold NaN: load it with a wider --dtype, and check its weights"
@@ -41,7 +41,7 @@ def kept_chunks(
     model: PreTrainedModel, prompts: Prompts, at: Sequence[range], plan: Plan, *, heads: Sequence[int],
     digest: str, folder: Path | None = None, edits: Sequence[Edit] = (),
     placements: Sequence[Placement] | None = None, observers: Sequence[Observer] = (),
-    touched: SeeTouches = lambda touches: None, watch: Watch | None = None, meters: Meters | None = None,
+    touched: SeeTouches = lambda touches: None, on_progress: OnProgress | None = None, meters: Meters | None = None,
     loss: bool = False,
 ) -> Generator[tuple[range, Chunk], None, None]:  # fmt: skip
     """Yield the batches `at` that the folder has already, then the others; each is written as soon as it is measured.
@@ -49,13 +49,13 @@ def kept_chunks(
     heads    of each attention call, as calibration saw them
     digest   of the run: batches of other runs are refused
     touched  is told what the edits changed in the first batch that is measured, before that is written
-    watch    is told of every layer
+    on_progress  is told of every layer
     """
     todo, layers = list(at), len(heads)
     while folder is not None and todo and (chunk := kept_batch(folder, todo[0], digest, heads)) is not None:
         yield todo.pop(0), chunk
     ids = (prompts.batch(batch) for batch in todo)
-    watchers = [] if watch is None else [Watcher(watch, todo, layers)]
+    watchers = [] if on_progress is None else [LayerCounter(on_progress, todo, layers)]
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
     with closing(
         measure_chunks(
@@ -162,7 +162,8 @@ def _require_alike(model: PreTrainedModel, plan: Plan, after: list[Placement], a
     ]
     if any(place.temperature is not None for place in after):
         raise _not_defined(model, "it scales its queries by absolute position")
-    if max(turns, default=0.0) > 3 * Places.of(plan).bound(model.dtype):  # at up to three times the positions
+    bound = PlacementPositions.of(plan).bound(model.dtype)
+    if max(turns, default=0.0) > 3 * bound:  # at up to three times the positions
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
@@ -197,7 +198,7 @@ def observed_chunks(
                     remedy="the model changes its layers from call to call; it cannot be measured",
                 )
             if first:
-                touched([probe.touch(edit) for edit in edits])
+                touched([probe.effect_of(edit) for edit in edits])
                 first = False
             with stage("arrays"):
                 chunk = stack_layers(seen) | ({} if meters is None else meters.collect())

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.axes import layer_names
-from posleak.edits import NamedEdit, require_readable, texts, unreadable
+from posleak.edits import NamedEdit, parse_edits, require_readable, unreadable
 from posleak.errors import (
     BusyError,
     CheckError,
@@ -29,36 +29,46 @@ from posleak.errors import (
 )
 from posleak.files import LOCK_FILE, file_lock, sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
-from posleak.inputs.prompts import UNLENT
-from posleak.leakage import FEWEST, narrow_layers
+from posleak.inputs.prompts import DONOR_MARGIN
+from posleak.leakage import MIN_PROMPTS, narrow_layers
 from posleak.leakage.dataset import Chunk
-from posleak.leakage.profile import AFTER, TIMES
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
 from posleak.models.identity import config_sha256
-from posleak.probe import Calibration, Edit, Motion, Observer, Placement, Plan, Touch, Touched, calibrate
+from posleak.probe import (
+    Calibration,
+    Edit,
+    EditEffect,
+    EditEffectRecorder,
+    Motion,
+    Observer,
+    Placement,
+    Plan,
+    calibrate,
+)
 from posleak.probe.experts import ungrouped
-from posleak.probe.fingerprint import TOKENS, changed, identified
-from posleak.probe.plan import ORIGIN
+from posleak.probe.fingerprint import FINGERPRINT_TOKENS, changed, identified
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 from posleak.stopwatch import stage
 
-from .asked import asked
-from .beside import Beside
-from .folder import RECORD, has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
+from .folder import RECORD_FILE, has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
 from .loop import kept_chunks, placements_of
 from .memory import calibration_length, memory_plan, within_memory
+from .progress import OnProgress
 from .record import Machine, Record, clear_run, digest, is_finished, read_record, require_same
+from .request import resolve_request
 from .run import Run, assembled, meters_of
+from .short_prompts import ShortPromptMetrics
 from .software import now, slug, versions
 from .spec import MeasureSpec, parse_bytes
-from .watch import Watch
 
-Known = dict[tuple[tuple[NamedEdit, ...], bytes], list[Placement]]
+PlacementCache = dict[tuple[tuple[NamedEdit, ...], bytes], list[Placement]]
 """Placements, by the edits that place queries and keys, and by the first prompt."""
 
-Progress = Callable[[int, int], None]
+OnPrompts = Callable[[int, int], None]
 """(prompts done, prompts in all)"""
 
 
@@ -73,7 +83,7 @@ def measure(
     bos: str | int = "auto",
     batch: int = 0,
     density: int = 1,
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     edits: str | Edit | Iterable[str | Edit] = (),
     metrics: str | Iterable[str] = (),
     loss: bool = False,
@@ -81,7 +91,7 @@ def measure(
     out: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
-    progress: Progress | None = None,
+    progress: OnPrompts | None = None,
 ) -> Run:
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
@@ -110,13 +120,13 @@ def measure(
     progress    called with (prompts done, prompts in all)
     """
     watching = own_observers(observers)
-    found = asked(
+    found = resolve_request(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics), loss=loss,
+        origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
     if out is not None:
         _require_idle(Path(out), fresh)
-    ready = Measurement.of(found.subject, found.spec, found.given, max_memory, observers=watching)
+    ready = PreparedRun.of(found.subject, found.spec, found.given, max_memory, observers=watching)
     return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
 
 
@@ -137,13 +147,13 @@ def _silent(done: int, of: int) -> None:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class PreparedRun:
     """A measurement that is ready to run: everything that can be checked without a forward pass has been checked.
 
     asked     as it was asked for;  spec: with every default filled in
     base      the prompts before edits;  notes: what the user should know
     observers look at the calls of every batch that is measured, besides posleak's own
-    known     what positions do in this model, by placing edits and first prompt, where it was read already
+    placement_cache  what positions do in this model, by placing edits and first prompt, where it was read already
     """
 
     subject: Subject
@@ -152,7 +162,7 @@ class Measurement:
     base: Prompts
     notes: tuple[str, ...]
     observers: tuple[Observer, ...] = ()
-    known: Known = field(default_factory=dict, repr=False, compare=False)
+    placement_cache: PlacementCache = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -163,12 +173,13 @@ class Measurement:
         max_memory: str | int | None = None,
         base: Prompts | None = None,
         observers: tuple[Observer, ...] = (),
-        known: Known | None = None,
-    ) -> Measurement:
+        placement_cache: PlacementCache | None = None,
+    ) -> PreparedRun:
         """`given` are prompts that were handed over; `base` are those that another measurement of this spec has
-        prepared, and `known` are placements that it has read. The identity of the subject is taken anew."""
+        prepared, and `placement_cache` are placements that it has read. The identity of the subject is taken anew."""
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # what is checked now must be true of the model as it is
+        spec.require_effect()
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
@@ -181,13 +192,15 @@ class Measurement:
             now = identified(subject)
         if spec.loss:
             _require_logits(now)
-        return cls(now, spec, resolved, base, tuple(notes), observers, {} if known is None else known)
+        return cls(
+            now, spec, resolved, base, tuple(notes), observers, {} if placement_cache is None else placement_cache
+        )
 
     @cached_property
     def prompts(self) -> Prompts:
         """What the model will read: the prompts after the edits that change tokens."""
         prompts = self.base
-        for edit in self.spec.parsed_edits:
+        for edit in self.spec.edits:
             prompts = edit.prompts(prompts)
         return prompts
 
@@ -203,7 +216,7 @@ class Measurement:
     @cached_property
     def digest(self) -> str:
         """Under an edit that cannot be made again from its text, no other run has the same."""
-        once = secrets.token_hex(8) if any(unreadable(self.spec.edits)) else ""
+        once = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), once)
 
     @property
@@ -217,16 +230,16 @@ class Measurement:
         *,
         fresh: bool = False,
         calibration: Calibration | None = None,
-        progress: Progress = lambda done, of: None,
-        watch: Watch | None = None,
+        progress: OnPrompts = lambda done, of: None,
+        on_progress: OnProgress | None = None,
     ) -> Run:
         """Measure, or read back or resume what the folder has; `calibration`: this subject's, if known already.
 
-        `progress` is told of every batch, `watch` of every layer. One process and one thread at a time may measure into
-        a folder.
+        `progress` is told of every batch, `on_progress` of every layer. One process and one thread at a time may
+        measure into a folder.
         """
         if folder is None:
-            return self._measured(None, now(), calibration, progress, watch)
+            return self._measured(None, now(), calibration, progress, on_progress)
         require_readable(self.spec.edits, str(folder))
         if self.observers and not fresh:
             _require_unseen(folder)
@@ -236,16 +249,16 @@ class Measurement:
             if fresh:
                 clear_run(folder)
             found = None if fresh else self._kept(folder)  # somebody else may have finished it in the meantime
-            return found or self._measured(folder, self._created(folder), calibration, progress, watch)
+            return found or self._measured(folder, self._created(folder), calibration, progress, on_progress)
 
     def _measured(
-        self, folder: Path | None, created: str, calibration: Calibration | None, progress: Progress,
-        watch: Watch | None,
+        self, folder: Path | None, created: str, calibration: Calibration | None, progress: OnPrompts,
+        on_progress: OnProgress | None,
     ) -> Run:  # fmt: skip
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self._first)
-        edits, plan = self.spec.parsed_edits, self.spec.plan
+        edits, plan = self.spec.edits, self.spec.plan
         for edit in edits:
             edit.require_within(calibration)
         placements = [_scaled(place, edits, plan) for place in self._placements(edits)]
@@ -258,18 +271,19 @@ class Measurement:
                 self.subject.model, self.prompts, self.spec.batches(), plan, folder=folder, heads=calibration.heads,
                 digest=self.digest, edits=edits, placements=placements, observers=self.observers, meters=meters,
                 loss=self.spec.loss,
-                touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)), watch=watch,
+                touched=lambda touches: writing.touched(self._touched(touches, placed, calibration)),
+                on_progress=on_progress,
             )
         ) as measured:  # fmt: skip
             for at, chunk in measured:
                 chunks.append(chunk)
                 progress(at.stop, self.spec.prompts)
-        beside = Beside.of(self.subject, self.spec, self.prompts)
+        short = ShortPromptMetrics.of(self.subject, self.spec, self.prompts)
         with stage("identity"):
             writing.record = replace(writing.record, changed=changed(self.subject))
         with stage("metrics"):
-            data = assembled(chunks, self.spec, calibration.numbers, beside.arrays)
-        return _finished(Run(writing.record, data, folder), [*_unseen_note(meters, chunks[0]), *beside.notes])
+            data = assembled(chunks, self.spec, calibration.numbers, short.arrays)
+        return _finished(Run(writing.record, data, folder), [*_unseen_note(meters, chunks[0]), *short.notes])
 
     @contextmanager
     def _kept_if_unchanged(self, folder: Path | None) -> Iterator[None]:
@@ -286,26 +300,26 @@ class Measurement:
         """The calls in which a placing edit changes what positions do."""
         if not edit.placing:
             return []
-        others = [each for each in self.spec.parsed_edits if each is not edit]
+        others = [each for each in self.spec.edits if each is not edit]
         return edit.placed(self._placements(others), placements)
 
     def _placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
         """What positions do under these edits, read off the model once for the same first prompt and placing edits."""
         first, placing = self._first, tuple(edit for edit in edits if edit.placing)
-        if (key := (placing, first.tobytes())) not in self.known:
-            self.known[key] = placements_of(self.subject.model, first, self.spec.plan, edits)
-        return self.known[key]
+        if (key := (placing, first.tobytes())) not in self.placement_cache:
+            self.placement_cache[key] = placements_of(self.subject.model, first, self.spec.plan, edits)
+        return self.placement_cache[key]
 
     def _touched(
-        self, touches: list[Touch], placed: list[list[int]], calibration: Calibration
-    ) -> tuple[Touched, ...]:  # fmt: skip
+        self, touches: list[EditEffectRecorder], placed: list[list[int]], calibration: Calibration
+    ) -> tuple[EditEffect, ...]:  # fmt: skip
         """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
-        edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
+        edits, few = self.spec.edits, range(min(self.spec.prompts, MIN_PROMPTS))
         for edit, touch, calls in zip(edits, touches, placed, strict=True):
             if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
                 touch.note("the tokens")
             touch.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
-        found = tuple(touch.found(edit.text) for edit, touch in zip(edits, touches, strict=True))
+        found = tuple(touch.effect(edit.text) for edit, touch in zip(edits, touches, strict=True))
         for edit, each in zip(edits, found, strict=True):
             if each.nothing and not edit.null:
                 raise NoEffectError(
@@ -316,13 +330,13 @@ class Measurement:
         return found
 
     def run_with_warnings(
-        self, folder: Path | None = None, *, fresh: bool = False, progress: Progress = lambda done, of: None,
-        watch: Watch | None = None,
+        self, folder: Path | None = None, *, fresh: bool = False, progress: OnPrompts = lambda done, of: None,
+        on_progress: OnProgress | None = None,
     ) -> Run:  # fmt: skip
         """`run`, with its notes issued as warnings: those known beforehand at once, those about numbers after it."""
         for note in self.notes:
             warn(note)
-        run = self.run(folder, fresh=fresh, progress=progress, watch=watch)
+        run = self.run(folder, fresh=fresh, progress=progress, on_progress=on_progress)
         for note in run.record.warnings:
             if note not in self.notes:
                 warn(note)
@@ -347,7 +361,7 @@ class Measurement:
     def _created(self, folder: Path) -> str:
         """When the unfinished run in the folder was begun: now, if there is none. Leftovers of its end are removed."""
         remove_unwritten(folder)
-        return read_record(folder).created if (folder / RECORD).exists() else now()
+        return read_record(folder).created if (folder / RECORD_FILE).exists() else now()
 
     def _record(self, calibration: Calibration, motion: Motion, created: str) -> Record:
         return Record(
@@ -366,10 +380,10 @@ class _Writing:
 
     def __post_init__(self) -> None:
         if self.folder is not None:
-            earlier = read_record(self.folder).touched if (self.folder / RECORD).exists() else ()
+            earlier = read_record(self.folder).touched if (self.folder / RECORD_FILE).exists() else ()
             self._write(replace(self.record, touched=earlier))
 
-    def touched(self, found: tuple[Touched, ...]) -> None:
+    def touched(self, found: tuple[EditEffect, ...]) -> None:
         self._write(replace(self.record, touched=found))
 
     def _write(self, record: Record) -> None:
@@ -413,7 +427,7 @@ def _narrow_note(run: Run) -> list[str]:
     where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
     return [
         f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
-        f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
+        f"{KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
         f"{max(narrow.values())}"
     ]
 
@@ -466,7 +480,7 @@ def _require_logits(subject: Subject) -> None:
     if not math.isfinite(total):
         raise CheckError(
             "the model's logits are not finite, so that it has no loss", where=subject.identity.name,
-            got=f"log Σ exp(logits) is {total} after a prompt of {TOKENS} tokens",
+            got=f"log Σ exp(logits) is {total} after a prompt of {FINGERPRINT_TOKENS} tokens",
             remedy="measure it without --loss, or fetch its weights again if its head should be sound",
         )  # fmt: skip
 
@@ -488,7 +502,7 @@ def beyond_context(subject: Subject, spec: MeasureSpec) -> str | None:
     after += f", shifted by {spec.shifted}," if spec.shifted else ""
     what = f"length {spec.length}{after} is beyond the model's context of {context} positions"
     if not subject.identity.rotary:
-        most = (context - UNLENT) // 2 if spec.borrowed else context - spec.shifted
+        most = (context - DONOR_MARGIN) // 2 if spec.borrowed else context - spec.shifted
         raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
     return f"{what}: what is measured there is extrapolation"
 
@@ -502,15 +516,15 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
             f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
         )
-    dtype = next((edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype), subject.dtype)
+    dtype = next((edit.weights_dtype for edit in spec.edits if edit.weights_dtype), subject.dtype)
     if ungrouped(subject.model, dtype):
         yield (
             f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
             "one after the other, which takes longer and changes nothing else"
         )
-    if spec.prompts < FEWEST:
+    if spec.prompts < MIN_PROMPTS:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"
         yield (
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
-            f"--prompts {FEWEST} or more"
+            f"--prompts {MIN_PROMPTS} or more"
         )

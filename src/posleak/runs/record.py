@@ -6,8 +6,6 @@ This is the one place that writes and reads run.json. All other code uses the fi
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,13 +18,13 @@ from posleak.errors import RunError
 from posleak.files import Sealed, foreign_file_error, is_posleak_file
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
-from posleak.probe import Calibration, Motion, Plan, Positions, Touched
+from posleak.probe import Calibration, EditEffect, Motion, Plan, Positions
 from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
 
-from .folder import RECORD, remove_run, require_unused
+from .folder import RECORD_FILE, remove_run, require_unused
 from .memory import MemoryPlan
-from .software import COMPUTED_WITH, DEFINITIONS_VERSION, now, versions
+from .software import COMPUTED_WITH, DEFINITIONS_VERSION, measurement_hash, now, versions
 from .spec import MeasureSpec
 
 FORMAT_VERSION = 5
@@ -77,7 +75,7 @@ class Record:
     machine: Machine
     warnings: tuple[str, ...]
     created: str
-    touched: tuple[Touched, ...] = ()
+    touched: tuple[EditEffect, ...] = ()
     finished: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     definitions_version: int = DEFINITIONS_VERSION
@@ -98,7 +96,7 @@ class Record:
         """What was measured, in words, without the model."""
         spec = self.spec
         prompts = f"{spec.prompts} prompts of {spec.length} tokens"
-        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edits
+        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edit_texts
         return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
     @property
@@ -115,7 +113,7 @@ class Record:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}
 
     def write(self, folder: Path) -> None:
-        RUN.write(folder / RECORD, self)
+        RUN.write(folder / RECORD_FILE, self)
 
 
 RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh")
@@ -131,18 +129,12 @@ def digest(
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
-    asked: dict[str, Any] = plain(spec)
-    if not spec.metrics:
-        del asked["metrics"]  # runs without metrics keep the digest that they had before there were any
-    if not spec.loss:
-        del asked["loss"]  # the same
-    text = json.dumps(plain([DEFINITIONS_VERSION, asked, subject, inputs, bits]), sort_keys=True)
-    return hashlib.sha256((text + once).encode()).hexdigest()
+    return measurement_hash(spec.identifying, subject, inputs, bits, salt=once)
 
 
 def read_record(folder: Path) -> Record:
     """The record of a run folder, checked field by field."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if path.is_dir():
         raise foreign_file_error(path)
     if not path.is_file():
@@ -164,7 +156,7 @@ def read_record(folder: Path) -> Record:
 def clear_run(folder: Path) -> None:
     """Remove a run, if there is one, and no file that is not its own. Killed in between, it leaves a run that can be
     started again."""
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     if not path.exists():
         require_unused(folder)
         return
@@ -177,7 +169,7 @@ def clear_run(folder: Path) -> None:
 
 def is_finished(folder: Path) -> bool:
     """Does the folder hold a finished run?"""
-    return (folder / RECORD).is_file() and read_record(folder).finished is not None
+    return (folder / RECORD_FILE).is_file() and read_record(folder).finished is not None
 
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from posleak.text import lookalikes
+from posleak.text import ascii_fallback
 
 OUT, ERR = "standard output", "standard error"
 HANDLER = "posleak"
-"""The name under which Python's codecs know `lookalikes`."""
+"""The name under which Python's codecs know `ascii_fallback`."""
 
 
 def prepare_streams() -> None:
     """Make both streams fit: what their encoding lacks is replaced, and one that is closed becomes a sink."""
-    codecs.register_error(HANDLER, lookalikes)
+    codecs.register_error(HANDLER, ascii_fallback)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # `>&-`

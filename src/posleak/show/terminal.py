@@ -20,14 +20,14 @@ from .numbers import NAN, percent, short
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Shares
+    from posleak.leakage.summary import Decomposition
 
 BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """Text, and an interval that stands behind or below it; of a table without room, the interval is left out first."""
 
     text: Text
@@ -67,10 +67,10 @@ class FittedTable:
     columns: tuple[Column, ...]
     gap: int = 2
     title: str = ""
-    rows: list[tuple[Cell, ...]] = field(default_factory=list)
+    rows: list[tuple[TableCell, ...]] = field(default_factory=list)
 
-    def add_row(self, *cells: str | Text | Cell) -> None:
-        found = [each if isinstance(each, Cell) else Cell(_text(each)) for each in cells]
+    def add_row(self, *cells: str | Text | TableCell) -> None:
+        found = [each if isinstance(each, TableCell) else TableCell(_text(each)) for each in cells]
         self.rows.append(tuple(replace(each, text=literal(each.text)) for each in found))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -186,24 +186,24 @@ def table(
     return FittedTable(columns, gap, title)
 
 
-def parts_of(numbers: Shares) -> tuple[str, ...]:
+def parts_of(numbers: Decomposition) -> tuple[str, ...]:
     """Mask, drift and sink; and scaling in models that scale their queries by position."""
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
-def cell(found: Estimate, component: str = "") -> Cell:
+def cell(found: Estimate, component: str = "") -> TableCell:
     """Value and interval; a dash where the value is not defined."""
     if math.isnan(found.value):
-        return Cell(Text(NAN, style="dim"))
+        return TableCell(Text(NAN, style="dim"))
     text = Text(short(found.value).rjust(4), style=LIGHT.get(component, "") if component != "total" else "")
-    return Cell(text, "" if math.isnan(found.low) else f"{short(found.low)}–{short(found.high)}")
+    return TableCell(text, "" if math.isnan(found.low) else f"{short(found.low)}–{short(found.high)}")
 
 
-def share(found: Estimate) -> Cell:
+def share(found: Estimate) -> TableCell:
     """A share and its interval, in percent; a dash where the share is not defined."""
     if math.isnan(found.value):
-        return Cell(Text(NAN, style="dim"))
-    return Cell(
+        return TableCell(Text(NAN, style="dim"))
+    return TableCell(
         Text(percent(found.value)), "" if math.isnan(found.low) else f"{percent(found.low)}…{percent(found.high)}"
     )
 

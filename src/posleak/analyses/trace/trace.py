@@ -27,15 +27,15 @@ from posleak.axes import LEFT, PARTS, SCALING
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.summary import Products, Shares
+from posleak.leakage.summary import Decomposition, Products
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel
-from posleak.probe.plan import ORIGIN
-from posleak.runs.asked import asked
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
-from posleak.runs.folder import RECORD
+from posleak.runs.folder import RECORD_FILE
 from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
+from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
 from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
@@ -96,7 +96,7 @@ class Trace:
         """What `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed pass."""
         folder = Path(path)
         second = condition_folder(folder, BORROWED)
-        if not (second / RECORD).is_file():
+        if not (second / RECORD_FILE).is_file():
             return None
         if not is_finished(second):
             raise RunError("the pass over a borrowed context is not finished", where=str(second),
@@ -146,19 +146,23 @@ class Trace:
         return Products.by_queries(self.components, SOURCES)
 
     @cached_property
-    def layers(self) -> dict[str, Shares]:
+    def layers(self) -> dict[str, Decomposition]:
         """Powers and shares by layer [L], means over heads; of early and of all queries."""
-        return {queries: Shares.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()}
+        return {
+            queries: Decomposition.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()
+        }
 
     @cached_property
-    def heads(self) -> dict[str, Shares]:
+    def heads(self) -> dict[str, Decomposition]:
         """The same by layer and head [L, H]."""
-        return {queries: Shares.of(found, self._prompts) for queries, found in self.products.items()}
+        return {queries: Decomposition.of(found, self._prompts) for queries, found in self.products.items()}
 
     @cached_property
-    def model(self) -> dict[str, Shares]:
+    def model(self) -> dict[str, Decomposition]:
         """The same of the whole model."""
-        return {queries: Shares.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()}
+        return {
+            queries: Decomposition.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()
+        }
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
@@ -208,7 +212,7 @@ class Trace:
         powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
         shares = {name: share[layer] for name, share in numbers.share.items()}
         return {
-            "layer": self.ordinary.summary.numbers[layer], "call": layer,
+            "layer": self.ordinary.summary.layer_ids[layer], "call": layer,
             **{name: power.value for name, power in powers.items()},
             "share": {name: share.value for name, share in shares.items()},
             "ci": {name: [power.low, power.high] for name, power in powers.items()}
@@ -216,7 +220,7 @@ class Trace:
         }  # fmt: skip
 
 
-def _numbers(numbers: Shares) -> dict[str, Any]:
+def _numbers(numbers: Decomposition) -> dict[str, Any]:
     return {"power": numbers.power | {LEFT: numbers.power["origin"]}, "share": numbers.share}
 
 
@@ -240,7 +244,7 @@ def trace(
     prompts: int | None = None,
     seed: int = 0,
     bos: str | int = "auto",
-    origin: int = ORIGIN,
+    origin: int = DEFAULT_ORIGIN,
     by_layer: bool = False,
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
@@ -264,7 +268,7 @@ def trace(
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
-    found = asked(
+    found = resolve_request(
         subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip

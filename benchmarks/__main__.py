@@ -1,0 +1,114 @@
+"""Measure what posleak costs, relative to the plain forward pass and to other tools: `python -m benchmarks MODEL`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
+from posleak.cli.options import Json, MaxMemory, Seed
+from posleak.cli.subject import Load, model_command
+from posleak.show.numbers import NAN
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from benchmarks import Benchmark, BenchResult
+    from benchmarks.timing import Spread
+    from posleak.show.terminal import TableCell
+
+
+app = command_line("benchmarks", "Measure what posleak costs.")
+
+
+@model_command("bench", app)
+def bench_command(
+    load: Load,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the prompt; repeatable. Default: 1024, 2048, 4096 and 8192.")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="What to run, e.g. eager; repeatable. Default: all that is installed.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the peers take part in the first three only.")] = 5,
+    peers_up_to: Annotated[int, typer.Option(help="The longest prompt for peers and for edits, to save time.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
+    seed: Seed = 0,
+    max_memory: MaxMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Measure time and memory of posleak, of the plain forward pass, and of other tools (peers).
+
+    Example: `python -m benchmarks smollm2-135m --length 1024 --repeats 3`
+    """
+    from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
+
+    # What can be refused without the model is refused before it is loaded, and without torch where it needs none.
+    for asked in length or (LENGTH,):
+        MeasureSpec(length=asked, prompts=batch, batch=batch, seed=seed)
+    parse_bytes(max_memory)
+    from benchmarks import LENGTHS, bench, chosen_cases
+
+    lengths = tuple(length or LENGTHS)
+    chosen_cases(case or ())
+    subject = load()
+    with spoken_warnings(), working("bench") as update:
+        found = bench(
+            subject, reload=reloading(load), lengths=lengths, names=case or (), repeats=repeats,
+            peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
+        )  # fmt: skip
+    if as_json:
+        emit(found.as_dict())
+    else:
+        out.print(bench_table(found))
+
+
+def reloading(load: Any) -> dict[str, Any]:
+    """What another process needs in order to load the same model; `load` is a partial that holds it."""
+    return {"model": load.args[0], "loading": load.keywords}
+
+
+def bench_table(found: Benchmark) -> Group:
+    """One line per contestant and length: medians, with the smallest and the largest repeat."""
+    from rich.console import Group
+
+    from posleak.show.lines import prose
+    from posleak.show.terminal import table
+
+    names = ("tokens", "contestant", "seconds", "of a forward pass", "MB", "n")
+    made = table(names, right=[name for name in names if name != "contestant"], wrap=["of a forward pass"])
+    for result in found.results:
+        made.add_row(str(result.length), result.name, *_cells(result))
+    beside = [result for result in found.results if result.beside is not None]
+    about = found.machine
+    return Group(
+        prose(found.identity.name, style="bold"),
+        prose(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
+        made,
+        prose("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
+        *(
+            prose(f"{each.name} at {each.length}: {_spread(each.beside).plain} of {each.base}, n={each.beside.n}")
+            for each in beside
+            if each.beside is not None
+        ),
+    )
+
+
+def _cells(result: BenchResult) -> tuple[str | TableCell, str | TableCell, str, str]:
+    memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
+    if result.seconds is None or result.ratio is None:
+        return NAN, result.error or "not timed", memory, "0"
+    return _spread(result.seconds, ".2f"), _spread(result.ratio), memory, str(result.seconds.n)
+
+
+def _spread(found: Spread, form: str = ".3f") -> TableCell:
+    from rich.text import Text
+
+    from posleak.show.terminal import TableCell
+
+    return TableCell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+
+
+if __name__ == "__main__":
+    run(app)

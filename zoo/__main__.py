@@ -1,0 +1,217 @@
+"""Train and measure small models that differ in one setting: `python -m zoo train | measure | list`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from posleak.cli.app import RUNS, command_line, emit, err, out, run, spoken_warnings, tell, working
+from posleak.cli.options import Json, named, named_path
+from posleak.cli.progress import bar
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zoo.jobs import Job
+    from zoo.training import OnTrainingProgress, Training, TrainingProgress
+
+app = command_line("zoo", "Train small models that differ in one setting, and measure what it does to leakage.")
+
+ROOT = RUNS / "zoo"
+Zoo = Annotated[
+    Path, typer.Option("--out", parser=named_path, metavar="<path>", help="Where models and their records are kept.")
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(help="text (documentation on this machine) or backcopy (a task in which sinks form); repeatable."),
+]
+SPOKEN = 60.0
+"""Seconds between lines of progress where there is no terminal."""
+
+
+@app.command(name="train")
+def train_command(
+    variants: Annotated[
+        list[str] | None, typer.Argument(metavar="VARIANT...", parser=named, help="As `python -m zoo list` names them.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every variant, two seeds each, on both kinds of data: the full zoo.")
+    ] = False,
+    data: Data = None,
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seed", help="Of first weights and data order; repeatable. Default: 0.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the optimiser, instead of the recipe's.")] = None,
+    text: Annotated[
+        str | None, typer.Option(parser=named, metavar="<path>", help="A file or folder to train on, instead.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the same number gives the same weights.")] = None,
+    root: Zoo = ROOT,
+    as_json: Json = False,
+) -> None:
+    """Train models of the zoo, or go on where training was interrupted; what is finished is not trained again.
+
+    The same command started twice shares the work: a model that another process is training is left to it.
+
+    Example: `python -m zoo train rope window --seed 0 --seed 1`
+    """
+    from zoo.jobs import SEEDS, jobs, train_all
+    from zoo.recipe import RECIPES
+
+    if bool(variants) == everything:
+        raise typer.BadParameter("name variants (`python -m zoo list` shows them), or use --all")
+    kinds = data or (list(RECIPES) if everything else ["text"])
+    wanted = jobs(variants or (), kinds, seeds or (SEEDS if everything else [0]), steps)
+    if text is not None:
+        from posleak.inputs.corpus import require_text
+
+        require_text(text)
+        if "text" not in kinds:
+            raise typer.BadParameter("--text is read by models on text: leave it out, or use --data text")
+
+    def done(job: Job, found: Training | None) -> None:
+        if found is None:
+            tell("", f"{job.recipe.data} {job.name}: another process is training it")
+        elif not as_json:
+            out.print(_trained(found), soft_wrap=True)
+
+    with spoken_warnings(), _progress(wanted) as watch:
+        made = train_all(wanted, root, text=text, threads=threads, watch=watch, done=done)
+    if as_json:
+        emit({"trainings": made})
+
+
+def _trained(found: Training) -> str:
+    """A finished training, in a line."""
+    from posleak.show.numbers import number
+
+    first, last, data = found.held_out[0], found.held_out[-1], found.data
+    return (
+        f"{data.data} {found.name}: held-out loss {number(first.loss)} → {number(last.loss)} nats per token in "
+        f"{last.step} steps, {found.seconds:.0f} s; single tokens have {number(data.unigram_nats)}"
+    )
+
+
+@contextmanager
+def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
+    """Loss and time left: a bar over all models on a terminal, a line a minute elsewhere."""
+    before, total = dict[tuple[str, str], int](), 0
+    for job in wanted:
+        before[job.recipe.data, job.name] = total
+        total += job.recipe.steps
+    spoken = 0.0
+
+    def which(at: TrainingProgress) -> str:
+        number = list(before).index((at.data, at.name)) + 1
+        return f"{at.data} {at.name}, model {number} of {len(before)}"
+
+    def say(at: TrainingProgress) -> None:
+        nonlocal spoken
+        if time.monotonic() - spoken > SPOKEN:
+            spoken = time.monotonic()
+            done = f"step {at.step} of {at.steps}, loss {at.loss:.3f}, {at.left / 60:.1f} minutes left"
+            tell("", f"{which(at)}: {done}")
+
+    if not err.is_terminal:
+        yield say
+        return
+    with bar(err) as show:
+        yield lambda at: show(f"{which(at)}: loss {at.loss:.3f}", before[at.data, at.name] + at.step, total)
+
+
+@app.command(name="measure")
+def measure_command(
+    data: Data = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=4, help="Prompts for each model. Default: 32 of text, 64 of backcopy.")
+    ] = None,
+    with_checkpoints: Annotated[bool, typer.Option("--checkpoints/--no-checkpoints", help="Checkpoints, too.")] = True,
+    root: Zoo = ROOT,
+    as_json: Json = False,
+) -> None:
+    """Both splits, sinks and position 0 of every trained model, compared with standard RoPE; intervals over models.
+
+    What was measured before is not measured again. zoo.json, beside the models, has every number.
+
+    Example: `python -m zoo measure --data text`
+    """
+    from zoo.jobs import trained
+    from zoo.measuring import QUANTITIES, measure_models
+    from zoo.recipe import RECIPES, recipe_named
+    from zoo.table import finished, write_table, zoo_table
+    from zoo.verdicts import verdicts
+
+    here = [kind for kind in RECIPES if any(trained(root, kind))]
+    kinds = [recipe_named(each).data for each in data or here or RECIPES]
+    tables = []
+    for kind in kinds:
+        with spoken_warnings(), working(f"zoo: {kind}") as update:
+            for model in finished(root, kind):
+                measure_models(
+                    model.folder, model.record, prompts=prompts, with_checkpoints=with_checkpoints, progress=update
+                )
+        tables.append(zoo_table(root, kind, prompts))
+        write_table(root, tables[-1])
+    if as_json:
+        emit({"quantities": QUANTITIES, "tables": [{**vars(table), "verdicts": verdicts(table)} for table in tables]})
+        return
+    from zoo.terminal import zoo_tables
+
+    for table in tables:
+        for item in zoo_tables(table):
+            out.print(item)
+
+
+@app.command(name="list")
+def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
+    """The variants, what is trained of them, and which trained models come with posleak.
+
+    Example: `python -m zoo list`
+    """
+    from posleak.models.shipped import names
+    from zoo.jobs import trained
+    from zoo.variants import VARIANTS
+
+    if not as_json:
+        for item in _listing(root):
+            out.print(item)
+        return
+    found = [{"folder": str(folder), **vars(record)} for folder, record in trained(root)]
+    emit({"variants": {name: each.about for name, each in VARIANTS.items()}, "shipped": names(), "trainings": found})
+
+
+def _listing(root: Path) -> Iterator[RenderableType]:
+    from posleak.models.shipped import names
+    from posleak.show.lines import prose
+    from posleak.show.terminal import table
+    from zoo.jobs import trained
+    from zoo.recipe import RECIPES
+    from zoo.variants import VARIANTS
+
+    made = table(("variant", "differs in", *RECIPES), wrap=["differs in"])
+    records = [record for _, record in trained(root)]
+    for name, variant in VARIANTS.items():
+        own = [[each for each in records if (each.variant, each.data.data) == (name, data)] for data in RECIPES]
+        made.add_row(name, variant.about, *(", ".join(map(_state, each)) or "–" for each in own))
+    yield made
+    yield prose(
+        f"below {root}, of each seed: the held-out loss in nats per token, or how far it is; –: not trained. "
+        f"Trained models that come with posleak: {', '.join(names())}", style="dim",
+    )  # fmt: skip
+
+
+def _state(record: Training) -> str:
+    """`0: 1.623`; `1: step 200 of 1500`"""
+    last = record.curve[-1].step if record.curve else 0
+    return f"{record.seed}: " + (
+        f"{record.final_loss:.3f}" if record.finished else f"step {last} of {record.recipe.steps}"
+    )
+
+
+if __name__ == "__main__":
+    run(app)
