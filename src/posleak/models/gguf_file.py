@@ -82,7 +82,7 @@ class GGUFHeader:
         """What the weights were before they became float32: what the file states, else the most common type."""
         from gguf import GGMLQuantizationType, LlamaFileType
 
-        stated = self.fields.get("general.file_type")
+        stated: Any = self.fields.get("general.file_type")
         types = Counter(GGMLQuantizationType(tensor.kind).name for tensor in self.tensors if len(tensor.shape) > 1)
         name = types.most_common(1)[0][0] if types else "unknown"
         if stated in LlamaFileType._value2member_map_:

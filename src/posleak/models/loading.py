@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posleak.errors import ModelError
 from posleak.models import bounds, cache as caching, configs, hashing, memory, pretrained, sources, weights
-from posleak.models.builtin import OnStatus
+from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.library_errors import translate_errors
 from posleak.models.sources import LoadOptions, LocatedModel
@@ -67,7 +67,7 @@ def load(
     if pinned is not None and revision not in (None, pinned):
         raise ModelError("two revisions are given", where=text, got=f"{pinned} and {revision}", remedy="name one")
     revision = pinned or revision
-    if revision is not None and text in sources.known_names():
+    if revision is not None and text in known_names():
         raise sources.no_revisions_error(text, revision, "this model")
     pretrained.require_dtype(dtype)
     sources.require_existing_path(text)
