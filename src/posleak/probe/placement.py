@@ -6,9 +6,9 @@ effect of the position id alone, in every layer:
     k_p = R(p) c        a rotation: pairs of dimensions turn by angles φ(p), the other dimensions do not change
     q_p = t_p R(p) c    t_p: a scale that depends on absolute position, as in Llama 4; 1 in most models
 
-A few tokens are evaluated at the positions of interest. Two dimensions form a pair if the sum of their squares is
-constant while each of them changes: this shows whether halves or neighbours are paired. φ(p) is the angle by which the
-pair has turned since position 0. In products with query r, key j is moved from j to j + (r − i) by φ(r) − φ(i):
+Two dimensions form a pair if the sum of their squares is constant over positions while each of them changes: this shows
+whether halves or neighbours are paired. φ(p) is the angle by which the pair has turned since position 0. In products
+with query r, key j is moved from j to j + (r − i) by φ(r) − φ(i):
 
     s̃_rj = scaling · Σ_pairs [ (q·k) cos(φ_r − φ_i) − (q×k) sin(φ_r − φ_i) ] + Σ_others q k,   then the soft-cap, and
            the bias of row r at the new position

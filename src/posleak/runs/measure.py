@@ -48,8 +48,8 @@ from posleak.probe import (
     Plan,
     calibrate,
 )
-from posleak.probe.experts import ungrouped
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS, changed, identified
+from posleak.probe.native import ungrouped
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 from posleak.stopwatch import stage
