@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from posleak.edits import KINDS, EditKind, NamedEdit, Site, parse_edit
-from posleak.edits.parse import BY_PLACE
+from posleak.edits.parse import ACTS_BY_PLACE
 
 WIDTH = 120
 MODEL = "smollm2-135m"
@@ -86,7 +86,7 @@ def combinations(known: Sequence[EditKind]) -> Iterator[str]:
     yield item("two edits in one row of the table: both would change the same thing")
     yield item(f"{seeing} together with {needing}, which are defined only where queries do not see later keys")
     yield item("`ring` together with edits of positions or visibility, which it sets itself")
-    by_place = names((kind for kind in known if example(kind).site in BY_PLACE), " or ")
+    by_place = names((kind for kind in known if example(kind).site in ACTS_BY_PLACE), " or ")
     yield item(f"`context` together with {by_place}, which act by place, where the prompt is not read first")
     yield item(f"{seeing} in `posleak measure`: leakage is not defined where queries see later keys")
     yield ""

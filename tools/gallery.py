@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import posleak as pl
-from posleak.analyses.claims.catalogue import Result
+from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.axes import PARTS
 from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
+from posleak.leakage.number import LabelledEstimate
 from posleak.papers import ALL
 from posleak.reports.gather import DOCTOR
 from posleak.runs.run import Run
@@ -120,7 +119,7 @@ def numbers(found: Sequence[Found]) -> dict[str, Any]:
     return said
 
 
-def _kept(result: Result) -> dict[str, Any]:
+def _kept(result: ClaimResult) -> dict[str, Any]:
     return {
         "value": result.effect, "low": result.low, "high": result.high, "n": result.n, "unit": result.unit,
         "verdict": result.verdict, "reason": result.reason,
@@ -167,8 +166,7 @@ def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
 
 def read(kept: Mapping[str, Any]) -> Estimate:
     """An estimate out of JSON, where a number that does not exist is null."""
-    value, low, high = (np.asarray(kept[key], dtype=np.float64) for key in ("value", "low", "high"))
-    return Estimate(value, low, high, kept["n"])
+    return LabelledEstimate.from_row(kept).estimate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

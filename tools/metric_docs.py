@@ -17,9 +17,9 @@ from pathlib import Path
 
 from posleak.errors import RunError
 from posleak.files import write_atomically
-from posleak.metrics.agreement import Sees, can_see_mask, sees
+from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
-from posleak.metrics.table import Row
+from posleak.metrics.table import MetricRow
 from posleak.reports.assets import agreement_figure
 from posleak.reports.gather import ShownRun, gather
 from posleak.reports.related import RelatedMetrics, agreements
@@ -82,7 +82,7 @@ def _unit(metric: Metric) -> str:
     return "" if metric.unit == "1" else f" ({metric.unit})"
 
 
-def _value(found: Row | None) -> str:
+def _value(found: MetricRow | None) -> str:
     """`0.525 (0.424 … 0.649), n = 16`, and the depth if one was chosen."""
     if found is None:
         return numbers.NAN
@@ -107,7 +107,7 @@ def picture_name(shown: ShownRun) -> str:
 def seen(found: Sequence[ShownRun]) -> str:
     """Per metric: can it see the mask, and what it agrees with most in every run."""
     by_run = [
-        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in sees(over)}
+        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in alignments(over)}
         for shown in found
     ]
     lines = [row("metric", "over", "can see the mask", *(shown.label for shown in found))]
@@ -119,7 +119,7 @@ def seen(found: Sequence[ShownRun]) -> str:
     return "\n".join(lines)
 
 
-def _most(found: Sees | None) -> str:
+def _most(found: MetricAlignment | None) -> str:
     """`**the mask**, here: ρ = 0.73 (0.57 … 0.84)`"""
     if found is None:
         return numbers.NAN

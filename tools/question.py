@@ -49,7 +49,7 @@ SMALL = 10
 
 def figures(trace: Trace) -> dict[str, Picture]:
     """Every figure of the page, by name."""
-    run, x = trace.ordinary, np.asarray(trace.ordinary.summary.numbers)
+    run, x = trace.ordinary, np.asarray(trace.ordinary.summary.layer_ids)
     read_in, comes_from = run.summary.layers["all"].power, trace.layers["all"].power
     draw: dict[str, Callable[[Figure], None]] = {
         "leakage": lambda figure: _leakage(figure.subplots(), run),

@@ -48,7 +48,7 @@ print(f"as it is: loss {estimate(base.loss.numbers['all'])} nats per token")
 
 # %%
 for effect in advice.effects:
-    leakage, loss = effect.leakage["all/total"], effect.loss["all"]
+    leakage, loss = effect.leakage["all", "total"], effect.loss["all"]
     print(f"{effect.setting.name:16} leakage {estimate(leakage)}")
     print(f"{'':16} loss    {estimate(loss)}")
 
@@ -86,7 +86,7 @@ for sentence in advice.sentences:
 
 # %%
 null = next(effect for effect in advice.effects if effect.setting.name == "shift=0")
-print(float(null.leakage["all/total"].value), float(null.loss["all"].value))
+print(float(null.leakage["all", "total"].value), float(null.loss["all"].value))
 
 # %% [markdown]
 # Leakage is no fault by itself. A setting that lowers it without a price is of use where a model should do the same

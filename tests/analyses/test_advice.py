@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from posleak.analyses.advise.effects import ADVICE, KEPT, PLOT, SURE, Advice, Effect
+from posleak.analyses.advise.effects import ADVICE_FILE, PLOT_FILE, SIMULTANEOUS, STORED_ADVICE, Advice, Effect
 from posleak.analyses.advise.settings import GROUPS, Setting, of_edits, settings_for
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.edits import parse_edits
@@ -38,10 +38,9 @@ def test_every_setting_has_leakage_and_loss_with_intervals() -> None:
     names = {each.setting.name for each in advice().effects}
     assert {"bos=none", "rope=ntk:2", "rope=linear:2", "rope=yarn:4", "scale=logn", "sink=cut", "shift=0"} <= names
     for each in advice().effects:
-        numbers = {**each.leakage, **each.loss, **each.sure}
-        assert {"all/total", "all/mask", "all/residual", "early/total", "first", "middle", "end", "loss"} <= set(
-            numbers
-        )
+        numbers: dict[Any, Estimate] = {**each.leakage, **each.loss, **each.simultaneous}
+        assert {("all", "total"), ("all", "mask"), ("all", "residual"), ("early", "total")} <= set(numbers)
+        assert {"first", "middle", "end", "loss"} <= set(numbers)
         for found in numbers.values():
             assert found.n == 6
             assert found.low <= found.value <= found.high
@@ -49,7 +48,7 @@ def test_every_setting_has_leakage_and_loss_with_intervals() -> None:
 
 def test_a_null_setting_is_exactly_0_in_both() -> None:
     null = effect("shift=0")
-    assert null.null
+    assert null.unchanged
     for found in (*null.leakage.values(), *null.loss.values()):
         assert found.value == found.low == found.high == 0
     assert null.sentence == "shift=0 changes nothing: leakage and loss are the same to the bit."
@@ -69,7 +68,7 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
     found = effect("rope=linear:2")
     powers = [run.summary.model["all"].power for run in (after, before)]
     for part in ("total", "mask", "residual"):
-        assert float(found.leakage[f"all/{part}"].value) == pytest.approx(
+        assert float(found.leakage["all", part].value) == pytest.approx(
             float(powers[0][part].value - powers[1][part].value)
         )
     plan = before.record.plan
@@ -81,15 +80,15 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
 
 def test_the_factor_of_scaled_logits_is_told_apart() -> None:
     found = effect("scale=logn")
-    assert found.leakage["all/scaling"].low > 0
-    assert "all/scaling" not in effect("rope=ntk:2").leakage
+    assert found.leakage["all", "scaling"].low > 0
+    assert ("all", "scaling") not in effect("rope=ntk:2").leakage
 
 
 def made(total: tuple[float, float, float], loss: tuple[float, float, float], name: str = "x") -> Effect:
     of = {"total": total, "mask": total, "residual": total, "loss": loss}
-    ends = {key: [np.asarray(end, dtype=np.float64) for end in of[key]] for key in SURE}
+    ends = {key: [np.asarray(end, dtype=np.float64) for end in of[key]] for key in SIMULTANEOUS}
     sure = {key: Estimate(value, low, high, ENOUGH) for key, (value, low, high) in ends.items()}
-    flat = {"all/total": sure["total"]}
+    flat = {("all", "total"): sure["total"]}
     return Effect(Setting("own", "", (name,)), flat, flat, {"all": sure["loss"]}, sure)
 
 
@@ -122,7 +121,7 @@ def test_words_follow_from_intervals() -> None:
 
 def test_few_prompts_say_nothing() -> None:
     assert advice().sentences[0] == "6 prompts are too few to say what changes: 16 are needed."
-    assert effect("rope=linear:2").way("loss") == 0, "although its interval of 95% leaves out 0"
+    assert effect("rope=linear:2").direction("loss") == 0, "although its interval of 95% leaves out 0"
 
 
 def test_a_setting_under_which_the_model_breaks_down_costs_no_other_its_numbers() -> None:
@@ -141,7 +140,7 @@ def test_the_front_has_settings_that_nothing_beats() -> None:
         made((-1, -2, -0.5), UP, "worse"),
     )
     found = replace(advice(), effects=[strong, worse, cheap, made(UP, DOWN, "up")])
-    assert [each.setting.name for each in found.front] == ["cheap", "strong"]
+    assert [each.setting.name for each in found.pareto_front] == ["cheap", "strong"]
 
 
 def test_intervals_of_sentences_hold_for_all_that_is_said() -> None:
@@ -149,7 +148,8 @@ def test_intervals_of_sentences_hold_for_all_that_is_said() -> None:
     found = effect("rope=ntk:4")
     alone = pl.advise("zoo-text-rope", groups=[], edits=["rope=ntk:4"], **ASKED).effects[0]
     width = {
-        name: float(each.sure["loss"].high - each.sure["loss"].low) for name, each in (("many", found), ("one", alone))
+        name: float(each.simultaneous["loss"].high - each.simultaneous["loss"].low)
+        for name, each in (("many", found), ("one", alone))
     }
     table = float(found.loss["all"].high - found.loss["all"].low)
     assert table < width["one"] < width["many"]
@@ -186,9 +186,9 @@ def test_what_cannot_be_had_is_left_out_with_the_reason() -> None:
 def test_the_folder_goes_on_and_holds_what_was_said(tmp_path: Path) -> None:
     asked: dict[str, Any] = {**ASKED, "groups": ["bos"], "out": tmp_path / "advice"}
     first = pl.advise("zoo-text-rope", **asked)
-    kept = KEPT.read(tmp_path / "advice" / ADVICE)
+    kept = STORED_ADVICE.read(tmp_path / "advice" / ADVICE_FILE)
     assert kept.items() >= json.loads(json.dumps(first.as_dict())).items()
-    assert (tmp_path / "advice" / PLOT).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "advice" / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "advice").rglob("results.nc")}
     assert len(written) == 1 + len(first.effects)
     again = pl.advise("zoo-text-rope", **asked)

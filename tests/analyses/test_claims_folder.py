@@ -43,7 +43,7 @@ def test_conditions_are_ordinary_runs(folder: Path, llama: Subject) -> None:
     found = {path.name: Run.load(path) for path in (folder / "conditions").iterdir()}
     assert {"bos-zero", "sink-cut", "rope-ntk-4", "window-12", "window-12-sink"} <= set(found)
     cut = found["sink-cut"]
-    assert cut.record.spec.edits == ("sink=cut",)
+    assert cut.record.spec.edit_texts == ("sink=cut",)
     assert_same_bits(cut, pl.measure(llama, edits=["sink=cut"], length=48, prompts=4))
     compared = pl.compare([folder, folder / "conditions" / "sink-cut"])
     assert {row.paired for row in compared.rows if row.minus is not None} == {True}
@@ -170,7 +170,7 @@ def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path)
     assert said[-1] == "finished"
     assert {path: path.stat().st_mtime_ns for path in done} == done, "a finished condition is not written again"
     again = {line.split(":")[0] for line in said if re.search(r": prompts? .* of \d+, layer \d+ of \d+$", line)}
-    assert not again & {", ".join(Run.load(path.parent).record.spec.edits) or "baseline" for path in done}
+    assert not again & {", ".join(Run.load(path.parent).record.spec.edit_texts) or "baseline" for path in done}
     assert (out / "claims.json").read_text() == (whole / "claims.json").read_text()
     assert (out / "origin.json").read_text() == (whole / "origin.json").read_text()
     runs = [path.parent.relative_to(whole) for path in whole.rglob("run.json")]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import posleak as pl
 from posleak import papers
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.catalogue import CLAIMS, Claim, Result, claim, registry
+from posleak.analyses.claims.catalogue import REGISTRY, Claim, ClaimResult, claim, registry
 from posleak.analyses.claims.examination import FINDINGS, claims, examine, examined
 from posleak.analyses.claims.finding import Finding, Side, Verdict
 from posleak.analyses.claims.lab import Lab
@@ -65,7 +65,7 @@ def test_an_unknown_paper_gets_the_nearest_name(call: Callable[[str], Any]) -> N
 def own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registries that may be changed."""
     registry(ALL)
-    monkeypatch.setattr(catalogue, "CLAIMS", dict(CLAIMS))
+    monkeypatch.setattr(catalogue, "REGISTRY", dict(REGISTRY))
     copied = dict(PAPERS)
     for module in (catalogue, papers):
         monkeypatch.setattr(module, "PAPERS", copied)
@@ -99,9 +99,9 @@ def test_a_name_that_posleak_uses_is_no_name_for_another_paper() -> None:
     assert "mine" not in [each.id for each in registry(ALL)]
 
 
-def result(paper: str | None) -> Result:
+def result(paper: str | None) -> ClaimResult:
     made = Claim(1, f"of-{paper}", "A title", "A sentence.", "not at all", nothing, paper)
-    return Result.about(made, Finding.not_applicable("for no reason"))
+    return ClaimResult.about(made, Finding.not_applicable("for no reason"))
 
 
 def test_groups_have_the_headings_of_their_papers() -> None:
@@ -155,7 +155,7 @@ def test_findings_of_before_papers_had_names_are_about_the_first(llama: Subject,
     assert {each.paper for each in stored.claims} == {"sinks"}
     text = json.loads((tmp_path / "claims.json").read_text())
     older = [{name: value for name, value in each.items() if name != "paper"} for each in text["claims"]]
-    assert {each.paper for each in from_json(tuple[Result, ...], json.dumps(older))} == {"position"}
+    assert {each.paper for each in from_json(tuple[ClaimResult, ...], json.dumps(older))} == {"position"}
 
 
 def test_a_page_of_several_papers_has_a_heading_for_each(llama: Subject, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def six_layers(family: str = "llama") -> Subject:
     return Subject.of(tiny(family, **shape), name=family)
 
 
-def outcome(id: str, family: str = "llama", **other: Any) -> Result:
+def outcome(id: str, family: str = "llama", **other: Any) -> ClaimResult:
     """What a claim finds in planted metrics."""
     lab = Lab(six_layers(family), MeasureSpec(length=64, prompts=PROMPTS))
     lab.__dict__["metrics"] = planted(**other)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.bench import SHIFT, Bench
-from posleak.analyses.doctor.check import Check, Verdict
+from posleak.analyses.doctor.check import Check, DoctorVerdict
 from posleak.analyses.doctor.doctor import Diagnosis, doctor
+from posleak.analyses.doctor.passes import SHIFT, SharedPasses
 from posleak.models import Subject
 from support.families import FAMILIES, tiny
 from tools.shrink import tiny_model
@@ -53,13 +53,13 @@ def test_the_verdict_says_whether_numbers_are_right() -> None:
     assert [check.mark for check in (passed, measured, failed, on_purpose)] == ["✓", "·", "✗", "!"]
     found = diagnose("llama", num_hidden_layers=1)
     for checks, verdict in (
-        ((passed, measured), Verdict.SOUND),
-        ((passed, on_purpose), Verdict.BY_DESIGN),
-        ((on_purpose, failed), Verdict.WRONG),
+        ((passed, measured), DoctorVerdict.SOUND),
+        ((passed, on_purpose), DoctorVerdict.BY_DESIGN),
+        ((on_purpose, failed), DoctorVerdict.WRONG),
     ):
         judged = replace(found, checks=checks)
         assert judged.verdict is verdict
-        assert judged.ok is (verdict is Verdict.SOUND)
+        assert judged.ok is (verdict is DoctorVerdict.SOUND)
         assert judged.as_dict()["verdict"] == verdict.value
     assert replace(found, checks=(passed, on_purpose, passed)).sentence.endswith("breaks laws on purpose: c")
 
@@ -85,7 +85,7 @@ def test_moving_frequencies_are_named(rope: dict[str, Any], context: int) -> Non
     assert "its rotary frequencies depend on the largest position that it reads" in cause
     far = found.length + SHIFT - 1
     assert f"a last token at position {far} instead of {found.length} changes the keys before it" in cause
-    assert found.verdict is Verdict.BY_DESIGN
+    assert found.verdict is DoctorVerdict.BY_DESIGN
 
 
 def test_long_factors_on_both_sides_of_the_shift_are_no_cause() -> None:
@@ -95,8 +95,8 @@ def test_long_factors_on_both_sides_of_the_shift_are_no_cause() -> None:
 
 
 def test_a_rotation_that_does_not_move_is_not_blamed() -> None:
-    bench = Bench(tiny("llama"), _plan(), _ids(), _ids(constant=True))
-    assert laws._reach(bench, 64) is None
+    passes = SharedPasses(tiny("llama"), _plan(), _ids(), _ids(constant=True))
+    assert laws._reach(passes, 64) is None
 
 
 # Passes are shared
@@ -151,8 +151,8 @@ def test_learned_sink_logits_break_the_constant_law_after_the_first_layer() -> N
     diagnosis = diagnose("gpt_oss")
     assert diagnosis.calibration.learned_sinks
     assert check(diagnosis, "L2").ok
-    bench = Bench(tiny("gpt_oss"), _plan(), _ids(), _ids(constant=True), learned_sinks=False)
-    assert laws.constant_token(bench).value > 1e-3
+    passes = SharedPasses(tiny("gpt_oss"), _plan(), _ids(), _ids(constant=True), learned_sinks=False)
+    assert laws.constant_token(passes).value > 1e-3
 
 
 def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,27 +166,27 @@ def test_law_five_sees_a_rotation_that_is_not_relative(monkeypatch: pytest.Monke
         return cos + 0.01 * position_ids[..., None], sin
 
     monkeypatch.setattr(rotary, "forward", absolute)
-    bench = Bench(model, _plan(), _ids(), _ids(constant=True))
-    assert not laws.shifted_positions(bench).ok
+    passes = SharedPasses(model, _plan(), _ids(), _ids(constant=True))
+    assert not laws.shifted_positions(passes).ok
 
 
 def test_law_nine_sees_a_logit_that_misses_the_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved logits are of the late query's row, and have to move with it."""
     from posleak.probe.placement import moved_logits
 
-    bench = Bench(tiny("llama"), _plan(), _ids(), _ids(constant=True))
-    assert laws.gauge(bench).ok
+    passes = SharedPasses(tiny("llama"), _plan(), _ids(), _ids(constant=True))
+    assert laws.gauge(passes).ok
     still = "posleak.probe.rows.moved_logits"
     monkeypatch.setattr(still, lambda call, *more: moved_logits(replace(call, bias=None), *more))
-    assert laws.gauge(replace(bench)).value > 1
+    assert laws.gauge(replace(passes)).value > 1
 
 
 def test_law_ten_is_judged_by_keys_and_says_where_they_stay() -> None:
-    found = laws.moved_keys(Bench(tiny("llama"), _plan(), _ids(), _ids(constant=True)))
+    found = laws.moved_keys(SharedPasses(tiny("llama"), _plan(), _ids(), _ids(constant=True)))
     assert found.ok
     assert found.bound is not None
     assert 0 < found.value < found.bound
-    stays = laws.moved_keys(Bench(tiny("gpt2"), _plan(), _ids(), _ids(constant=True)))
+    stays = laws.moved_keys(SharedPasses(tiny("gpt2"), _plan(), _ids(), _ids(constant=True)))
     assert stays.bound is None
     assert "in 3 of 3 layers the origin stays where it is" in stays.why
 
@@ -202,7 +202,7 @@ def test_law_seven_sees_a_mask_that_is_off() -> None:
     with attach(model, edits=[Bidirectional()]) as probe:
         within, alone = probe.forward(tokens)[0], probe.forward(tokens[:, :1])[0]
     assert relative_difference(within[:, 0], alone[:, 0]) > 1e-2
-    assert laws.closure(Bench(model, _plan(), _ids(), _ids(constant=True))).ok
+    assert laws.closure(SharedPasses(model, _plan(), _ids(), _ids(constant=True))).ok
 
 
 def _plan():  # type: ignore[no-untyped-def]
@@ -224,4 +224,4 @@ def test_a_table_of_few_positions_is_not_left(positions: int, said: str) -> None
     found = doctor(Subject.of(model, name="short"), length=96, prompts=4)
     (shift,) = [check for check in found.checks if check.id == "L5 shift"]
     assert said in shift.why
-    assert found.verdict is Verdict.BY_DESIGN
+    assert found.verdict is DoctorVerdict.BY_DESIGN

@@ -31,7 +31,7 @@ def test_every_kind_of_model(family: str) -> None:
     text = json.dumps(result.as_dict(), allow_nan=False)
     assert set(PARTS) < set(json.loads(text))
     assert result.closure.ok
-    assert result.closure.prompts == 8, "both versions of each prompt"
+    assert result.closure.n == 8, "both versions of each prompt"
     assert result.trajectory.token == 1
     assert len(result.portrait.tokens) == 40
     assert 1 not in result.portrait.tokens
@@ -70,16 +70,16 @@ def test_results_do_not_depend_on_batches() -> None:
 
 def test_without_a_bos_the_second_version_shares_its_first_token() -> None:
     result = found("llama", bos="none")
-    assert not result.reference_is_bos
-    own, other = result.fingerprint.changed.T
+    assert not result.reference.is_bos
+    own, other = np.array(result.fingerprint.changed).T
     assert len(set(own.tolist())) > 1
     assert len(set(other.tolist())) == 1
-    assert result.fingerprint.prompts == 4
-    assert (result.fingerprint.worst or 0) < 1e-6
+    assert result.fingerprint.same.n == 4
+    assert (result.fingerprint.same.worst or 0) < 1e-6
 
 
 def test_with_a_bos_the_second_versions_differ() -> None:
-    own, other = found("llama").fingerprint.changed.T
+    own, other = np.array(found("llama").fingerprint.changed).T
     assert set(own.tolist()) == {1}
     assert len(set(other.tolist())) == 4
 
@@ -91,7 +91,7 @@ def test_too_little_is_refused_with_the_remedy(options: dict[str, int], says: st
 
 
 def test_the_command_has_an_example() -> None:
-    from posleak.cli.app import app
+    from posleak.cli.commands import app
 
     result = CliRunner().invoke(app, ["origin", "--help"])
     assert result.exit_code == 0
@@ -119,8 +119,8 @@ def test_a_trained_model() -> None:
         torch.set_num_threads(threads)
     assert result.closure.worst <= 1e-5
     assert result.reading.space == "output"
-    assert result.reading.total.low > 10
-    assert (result.fingerprint.worst or 0) < 1e-6
+    assert result.reading.readers.low > 10
+    assert (result.fingerprint.same.worst or 0) < 1e-6
     assert result.trajectory.norm.max() > 100 * result.trajectory.norm[0]
     assert result.portrait.among.value.max() > 0.95
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from posleak.analyses.origin.closure import Closure, closure
-from posleak.analyses.origin.states import alone, comparable, states
+from posleak.analyses.origin.states import Closure, alone, closure, require_one_width, states
 from posleak.errors import UnsupportedError
 from posleak.probe import Call, Edit, attach, backbone, relative_difference
+from posleak.typed import plain
 from support.families import FAMILIES, VOCAB, tiny
 from tools.shrink import tiny_model
 
@@ -34,7 +34,7 @@ def test_position_zero_is_closed(family: str) -> None:
     assert found.ok
     assert found.worst <= 1e-5
     assert len(found.per_layer) == 4
-    assert found.prompts == B
+    assert found.n == B
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,14 +64,14 @@ def test_gaps_are_told_by_depth_and_by_prompt() -> None:
     found = Closure.of([x, moved, x], [x, x, x], torch.float32)
     assert found.per_layer == (0, 0.5, 0)
     assert found.per_prompt == (0, 0.5, 0)
-    assert found.prompts == 3
+    assert found.n == 3
 
 
 def test_a_state_that_is_not_a_number_is_not_closed() -> None:
     x = torch.ones(2, 3)
     found = Closure.of([x, x * torch.nan], [x, x], torch.float32)
     assert not found.ok
-    assert found.as_dict()["worst"] is None
+    assert plain(found)["worst"] is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,9 +114,9 @@ def test_a_last_state_of_another_width_is_refused_by_name() -> None:
     """As it is where the model mixes its streams outside of any module."""
     x = (torch.zeros(2, 1, 30), torch.zeros(2, 1, 7))
     with pytest.raises(UnsupportedError, match="different widths at different depths") as refused:
-        comparable(x, tiny("llama"))
+        require_one_width(x, tiny("llama"))
     assert refused.value.got == "widths 7, 30"
-    assert comparable(x[:1], tiny("llama")) == x[:1]
+    assert require_one_width(x[:1], tiny("llama")) == x[:1]
 
 
 def test_one_token_sequences_do_not_depend_on_their_batch() -> None:

@@ -141,17 +141,18 @@ def test_a_planted_reader_is_found_and_its_position_signal_told_from_content() -
     shares = shares + 1e-6 * torch.randn(B, 1, 1)  # prompts that do not differ at all have no intervals
     batch = [_layer(shares[b : b + 1], plan) for b in range(B)]
     p = Projection(0, 0, 3, 4, None, None, None)
-    reading = Reading.of(batch, plan, [p], Jackknife(B))
-    assert reading.readers.tolist() == [[True, True, False]]
-    assert reading.counts.value.tolist() == [2]
-    assert reading.counts.low.tolist() == reading.counts.high.tolist() == [2]
+    reading = Reading.from_batches(batch, plan, [p], Jackknife(B))
+    assert reading.is_reader.tolist() == [[True, True, False]]
+    (count,) = (call.readers for call in reading.calls)
+    assert count.value == count.low == count.high == 2
+    first, second = reading.heads
     late = torch.tensor(plan.references)
-    assert reading.at_0.value[0, 0] == pytest.approx(float(shares[0, 0, late].mean()), abs=1e-5)
-    assert reading.positional.value[0, 0] == pytest.approx(1, abs=1e-4)
-    assert abs(reading.positional.value[0, 1]) < 0.15
-    assert reading.along.value[0, 0] == pytest.approx(1, abs=1e-3)
+    assert reading.at_0[0, 0] == pytest.approx(float(shares[0, 0, late].mean()), abs=1e-5)
+    assert first.positional.value == pytest.approx(1, abs=1e-4)
+    assert abs(second.positional.value) < 0.15
+    assert first.along.value == pytest.approx(1, abs=1e-3)
     rows = torch.tensor(plan.rows)
-    assert reading.spread.value[0, 0] == pytest.approx(float(shares[0, 0, rows].std(correction=0)), rel=1e-4)
+    assert first.spread.value == pytest.approx(float(shares[0, 0, rows].std(correction=0)), rel=1e-4)
     assert reading.space == "value"
     assert len(reading.as_dict()["heads"]) == 2
 

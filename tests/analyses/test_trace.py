@@ -43,7 +43,7 @@ def test_both_passes_read_the_same_prompts(found: Trace) -> None:
     one, other = found.ordinary.record, found.borrowed.record
     assert one.inputs.same_tokens(other.inputs)
     assert (one.inputs.context, other.inputs.context) == (0, 48 + 64)
-    assert (one.spec.edits, other.spec.edits) == ((), (BORROWED,))
+    assert (one.spec.edit_texts, other.spec.edit_texts) == ((), (BORROWED,))
 
 
 def test_sources_add_up_to_the_total_and_their_shares_to_one(found: Trace) -> None:

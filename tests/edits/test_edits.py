@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ from posleak.inputs import prepare
 from posleak.models import Subject
 from posleak.probe import attach, default_plan, relative_difference
 from posleak.runs.loop import measure_chunks
+from posleak.runs.spec import MeasureSpec
+from posleak.typed import from_json, plain
 from support.families import VOCAB, tiny
 
 B, N = 3, 67
@@ -374,9 +378,9 @@ def test_edits_compose_in_one_order() -> None:
         (["bos=zero", "bos=mean"], "both change the embedding at position 0"),
         (["patch0=3", "bos=zero"], "both change the embedding at position 0"),
         (["sink=cut", "sink=freeze"], "both change the read of position 0"),
-        (["mask=off", "sink=freeze"], "sink=freeze is defined by what causal queries do not see"),
-        (["mask=off", "context=borrowed"], "context=borrowed is defined by what causal queries do not see"),
-        (["ring", "context=borrowed"], "context=borrowed is defined by what causal queries do not see"),
+        (["mask=off", "sink=freeze"], "sink=freeze is defined for causal queries"),
+        (["mask=off", "context=borrowed"], "context=borrowed is defined for causal queries"),
+        (["ring", "context=borrowed"], "context=borrowed is defined for causal queries"),
         (["context=borrowed", "context=borrowed@2"], "both change the context before the prompt"),
         (["context=borrowed", "window=9"], "window=9 acts by place in the prompt"),
         (["context=borrowed", "sink=cut"], "sink=cut acts by place in the prompt"),
@@ -433,3 +437,11 @@ def test_scopes_survive_their_text(items: list[tuple[int, int, int | None]]) -> 
 
 def test_every_form_is_documented_and_reachable() -> None:
     assert {text.partition("=")[0] for text in EVERY} | {"shift", "context"} == set(KINDS)
+
+
+@pytest.mark.parametrize("text", ["patch0=3", "window=9+sink4", "sink=cut@0-1,2.0", "rope=yarn:2.5", "bos=noise:4"])
+def test_a_spec_holds_edit_objects_and_json_holds_their_texts(text: str) -> None:
+    spec = MeasureSpec(length=64, edits=parse_edits(text))
+    assert spec.edits == (parse_edit(text),)
+    assert plain(spec)["edits"] == [text]
+    assert from_json(MeasureSpec, json.dumps(plain(spec))) == spec == pickle.loads(pickle.dumps(spec))

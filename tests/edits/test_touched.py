@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 import posleak as pl
+from posleak.edits import parse_edits
 from posleak.errors import InputError, NoEffectError, PosleakError, UnsupportedError
 from posleak.models import Subject
 from posleak.probe import Call, Edit
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.studies.cells import Study
-from posleak.sweeps.studies.run import run_study
 from support.runs_tiny import subject
 from tools.shrink import tiny_model
 
@@ -79,7 +77,7 @@ def test_one_that_changes_nothing_is_an_error(llama: Subject, edit: str, said: s
 def test_what_can_be_refused_without_a_model_is() -> None:
     for edit in ("window=64", "sink=cut@", "sink=cut@5-2"):
         with pytest.raises(InputError):
-            MeasureSpec(**SPEC, edits=(edit,))
+            MeasureSpec(**SPEC, edits=parse_edits(edit))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +136,3 @@ def test_a_resumed_run_keeps_what_its_edits_touched(llama: Subject, tmp_path: Pa
     assert json.loads((tmp_path / "run" / "run.json").read_text())["touched"][0]["heads"] == 3
     run = pl.measure(llama, **spec, out=tmp_path / "run")
     assert run.record.touched == pl.measure(llama, **spec).record.touched == Run.load(tmp_path / "run").record.touched
-
-
-def test_a_study_leaves_out_cells_that_change_nothing_and_says_so(llama: Subject, tmp_path: Path) -> None:
-    llama.model.save_pretrained(tmp_path / "model")
-    name = str(tmp_path / "model")
-    chosen = Study(
-        "tiny", "?", tuple(Cell(name, edits) for edits in ((), ("window=16",), ("window=off",), ("window=64",)))
-    )
-    found = run_study(chosen.at(length=64, prompts=4), tmp_path / "runs")
-    assert [row.cell.edits for row in found.rows] == [(), ("window=16",)]
-    assert [label.rsplit(" ", 1)[1] for label in found.left_out] == ["window=off", "window=64"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xarray as xr
 
-from posleak.analyses.doctor.bench import GaugeObserver
+from posleak.analyses.doctor.passes import GaugeObserver
 from posleak.analyses.trace.trace import Trace
 from posleak.edits import parse_edits
 from posleak.leakage import Jackknife, LeakageObserver, Parts, Sampled, assemble, component

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 import posleak as pl
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.cosines import mean_cosine
+from posleak.analyses.origin.directions import mean_cosine
 from posleak.analyses.origin.store import read_origin
-from posleak.analyses.origin.trajectory import Scale, Trajectory
+from posleak.analyses.origin.trajectory import BodyScale, Trajectory
 from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
 from posleak.inputs import template_limits
 from posleak.inputs.given import read_given
@@ -137,13 +137,15 @@ def test_models_of_zeros_are_measured(tmp_path: Path, command: str, kind: str, p
 
 def test_a_projection_is_not_mistaken_for_a_module_that_takes_more() -> None:
     """Attention that writes zero looks like the input of whatever else is given zeros."""
-    assert "output" not in pl.origin(zeroed("bloom", "attention"), **SMALL, tokens=16).reading.spaces
+    assert "output" not in {
+        call.space for call in pl.origin(zeroed("bloom", "attention"), **SMALL, tokens=16).reading.calls
+    }
 
 
 def test_what_a_zero_state_leaves_undefined_is_said() -> None:
     x = torch.tensor([[0.0, 0.0], [3.0, 4.0], [6.0, 8.0]])
     nothing = np.zeros(3)
-    path = Trajectory.of(x, Scale(nothing, nothing, nothing, 1), 1, None)
+    path = Trajectory.of(x, BodyScale(nothing, nothing, nothing, 1), 1, None)
     assert np.isnan(path.relative).all()
     assert path.jump == 2
     assert np.isnan(mean_cosine(x))

@@ -76,19 +76,19 @@ def test_what_is_no_model_is_refused_with_what_would_do(name: str) -> None:
         getattr(pl, name)(3)
 
 
-def test_a_study_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_path: Path) -> None:
-    table = pl.study("dtypes", models=llama, length=48, prompts=4, out=tmp_path)
-    assert [row.cell.label for row in table.rows] == [
+def test_a_sweep_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_path: Path) -> None:
+    swept = pl.sweep("dtypes", models=llama, length=48, prompts=4, out=tmp_path)
+    assert [row.cell.label for row in swept.balance.rows] == [
         "tiny-llama", "tiny-llama · dtype=bfloat16", "tiny-llama · dtype=float16",
     ]  # fmt: skip
-    assert repr(table) == f"Table(dtypes: {', '.join(row.cell.label for row in table.rows)})"
-    with pytest.raises(InputError, match=r"names of their own\n  got: object, object"):
-        pl.study("architectures", models=[llama.model, llama.model], out=tmp_path)
+    assert repr(swept).startswith("Sweep(dtypes: 3 finished")
+    with pytest.raises(InputError, match=r"different names\n  got: object, object"):
+        pl.sweep("architectures", models=[llama.model, llama.model], out=tmp_path)
     wrong: Any = llama
-    with pytest.raises(InputError, match=r"this is no study\n(.|\n)*models=\[model\]"):
-        pl.study(wrong, out=tmp_path)
+    with pytest.raises(InputError, match=r"not a manifest\n(.|\n)*models=\[model\]"):
+        pl.sweep(wrong, out=tmp_path)
     with pytest.raises(InputError, match="fewer models than were given"):
-        pl.study("dtypes", models=[llama, "another"], out=tmp_path)
+        pl.sweep("dtypes", models=[llama, "another"], out=tmp_path)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
@@ -269,14 +269,14 @@ def registered() -> Iterator[None]:
 
 def test_one_edit_needs_no_list(llama: pl.Subject) -> None:
     one, many = (pl.measure(llama, **SMALL, edits=edits) for edits in ("window=16", ["window=16"]))
-    assert one.record.spec.edits == ("window=16",)
+    assert one.record.spec.edit_texts == ("window=16",)
     assert one.record.digest == many.record.digest
     assert_same_bits(one, many)
 
 
 def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> None:
     own = pl.measure(llama, **SMALL, edits=[Halved(), "window=16"])
-    assert own.record.spec.edits == ("window=16", "Halved")
+    assert own.record.spec.edit_texts == ("window=16", "Halved")
     assert_same_bits(own, pl.measure(llama, **SMALL, edits=["softer=2.0", "window=16"]))
     twice = pl.measure(llama, **SMALL, edits=[Halved(), Halved()])
     assert_same_bits(twice, pl.measure(llama, **SMALL, edits=Softer(4.0)))
@@ -303,7 +303,7 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [(Halved, r"remedy: pass an object of the class: Halved\(\)"), (3, "this is no edit"), ([None], "this is no edit")],
+    [(Halved, r"remedy: pass an object of the class: Halved\(\)"), (3, "an edit"), ([None], "an edit")],
 )
 def test_what_is_no_edit_is_refused(llama: pl.Subject, wrong: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):

@@ -18,13 +18,12 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
-from posleak.analyses.claims.catalogue import CLAIMS, claim
+from posleak.analyses.claims.catalogue import REGISTRY, claim
 from posleak.analyses.claims.examination import claims
 from posleak.analyses.claims.finding import Finding
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.trace.trace import SOURCES, Trace
-from posleak.cli import main  # noqa: F401  registers the commands
-from posleak.cli.app import app
+from posleak.cli.commands import app
 from posleak.errors import PosleakWarning, RunError
 from posleak.leakage import Estimate, split
 from posleak.models import Subject
@@ -448,7 +447,7 @@ def outside(lab: Lab) -> Finding:
 
 def test_a_claim_from_outside_is_shown_in_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file of report/ knows it: the page shows whatever claims a run has, and edits where a claim is about one."""
-    monkeypatch.setattr("posleak.analyses.claims.catalogue.CLAIMS", dict(CLAIMS))
+    monkeypatch.setattr("posleak.analyses.claims.catalogue.REGISTRY", dict(REGISTRY))
     claim(
         99,
         "outside",

@@ -18,7 +18,7 @@ import torch
 
 import posleak as pl
 from posleak import inputs
-from posleak.analyses.claims.catalogue import CLAIMS, registry
+from posleak.analyses.claims.catalogue import REGISTRY, registry
 from posleak.analyses.claims.finding import Verdict
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
@@ -29,7 +29,7 @@ from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, CLAIMS, inputs.SOURCE_KINDS, metric_names.OWN)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.PLUGIN_METERS)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 
@@ -128,7 +128,7 @@ def test_the_edit_changes_the_numbers_as_weaker_queries_do(plugins: Path) -> Non
         if "q_proj" in name:
             parameter.mul_(0.5)
     edited = pl.measure(subject(), **SMALL, edits=["temperature=2"])
-    assert edited.record.spec.edits == ("temperature=2.0",)
+    assert edited.record.spec.edit_texts == ("temperature=2.0",)
     assert power(edited) == pytest.approx(power(pl.measure(weaker, **SMALL)), rel=1e-5)
     assert abs(power(edited) / power(pl.measure(subject(), **SMALL)) - 1) > 0.05
 
@@ -224,5 +224,5 @@ def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -
     for name in ("my_edit", "my_input", "my_meter"):
         importlib.import_module(name)
     run = pl.Run.load(measured)
-    assert run.record.spec.edits == ("temperature=2.0",)
+    assert run.record.spec.edit_texts == ("temperature=2.0",)
     assert run.data["reach"].shape == (4, *run.summary.heads["all"].power["total"].value.shape)

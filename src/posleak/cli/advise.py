@@ -78,7 +78,7 @@ def advise_command(
 
 def advice_tables(found: Advice) -> Iterator[RenderableType]:
     """Every setting with its changes, then sentences."""
-    from posleak.analyses.advise.effects import ADVICE, CHANGED, PLOT
+    from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
     from posleak.axes import EARLY, SCALING
     from posleak.runs.loss import UNIT, WHERE
     from posleak.show.lines import prose
@@ -89,10 +89,10 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
     assert run.loss is not None
     yield prose(run.name, style="bold")
     yield prose(" · ".join([*run.record.model_facts, *run.record.facts]), style="dim")
-    shown = [part for part in CHANGED if part != SCALING or any(f"all/{part}" in e.leakage for e in found.effects)]
+    shown = [part for part in CHANGED if part != SCALING or any(("all", part) in e.leakage for e in found.effects)]
     leakage = table(("setting", *shown), wrap=["setting"], title="leakage")
     for effect in found.effects:
-        parts = (effect.leakage.get(f"all/{part}") for part in shown)
+        parts = (effect.leakage.get(("all", part)) for part in shown)
         leakage.add_row(effect.setting.name, *("" if part is None else cell(part) for part in parts))
     yield leakage
     before = ", ".join(f"{part} {estimate(run.summary.model['all'].power[part])}" for part in shown if part != SCALING)
@@ -121,4 +121,4 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
         "change may still change: the tables have its interval", style="dim",
     )  # fmt: skip
     if run.path is not None:
-        yield prose(f"runs, {ADVICE} and {PLOT} in {run.path}", style="dim")
+        yield prose(f"runs, {ADVICE_FILE} and {PLOT_FILE} in {run.path}", style="dim")

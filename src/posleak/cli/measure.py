@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posleak.show.failures import BY_DESIGN, FAILED, SUCCESS
-
 from .app import RUNS, app, emit, err, out, spoken_warnings, working
+from .failures import BY_DESIGN, FAILED, SUCCESS
 from .options import Bos, Fresh, Inputs, Json, Length, Loss, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
-from .profile import Profile
+from .profile import TimeProfile
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -44,13 +43,15 @@ def measure_command(
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
-    with Profile(profile) as spent:
+    with TimeProfile(profile) as spent:
+        from posleak.edits import parse_edits
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 
         # What can be refused without the model is refused before it is loaded, and before torch is imported.
-        edits = tuple(edit or ())
+        edits = parse_edits(edit or ())
         spec = MeasureSpec(inputs, bos, length, prompts, seed, batch, density, origin, edits, (metrics,), loss)
+        spec.require_effect()
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
@@ -101,7 +102,7 @@ def doctor_command(
     MeasureSpec(length=LENGTH if length is None else length, prompts=prompts, seed=seed, bos=bos)
     parse_bytes(max_memory)
     subject = load()
-    from posleak.analyses.doctor.check import Verdict
+    from posleak.analyses.doctor.check import DoctorVerdict
     from posleak.analyses.doctor.doctor import doctor
 
     from .tables import doctor_table
@@ -114,7 +115,7 @@ def doctor_command(
         emit(diagnosis.as_dict())
     else:
         out.print(doctor_table(diagnosis))
-    statuses = {Verdict.SOUND: SUCCESS, Verdict.BY_DESIGN: BY_DESIGN, Verdict.WRONG: FAILED}
+    statuses = {DoctorVerdict.SOUND: SUCCESS, DoctorVerdict.BY_DESIGN: BY_DESIGN, DoctorVerdict.WRONG: FAILED}
     raise typer.Exit(statuses[diagnosis.verdict])
 
 

@@ -46,7 +46,7 @@ def _heading(found: Origin) -> Iterator[Prose]:
     yield prose(f"{found.identity.name}: position 0", style="bold")
     yield prose(" · ".join(found.identity.facts), style="dim")
     yield prose(
-        f"{found.prompts} prompts of {found.length} random tokens · {len(found.portrait.tokens)} first tokens · "
+        f"{found.prompts} prompts of {found.length} random tokens · {found.portrait.n} first tokens · "
         f"seed {found.seed}\n{found.inputs.first_token}",
         style="dim",
     )
@@ -66,7 +66,7 @@ def _closed(found: Origin) -> Text:
     mark = Text("✓ ", style="green") if closure.ok else Text("✗ ", style="red")
     verdict = "its state is the same in context and alone" if closure.ok else "its state depends on later tokens"
     mark.append(f"{verdict}: within {closure.worst:.1e}, {len(closure.per_layer)} depths")
-    return mark.append(f" (bound {closure.bound:.0e}, n={closure.prompts})", style="dim")
+    return mark.append(f" (bound {closure.bound:.0e}, n={closure.n})", style="dim")
 
 
 def _trajectory(found: Origin) -> Text:
@@ -87,24 +87,19 @@ def _portrait(found: Origin) -> Text:
     at = int(np.argmax(np.nan_to_num(portrait.among.value[path.settles : path.leaves + 1], nan=-1))) + path.settles
     text = Text(f"{spark(portrait.among.value, 0, 1)}  cosine among first tokens\n")
     text.append(f"{portrait.among.value[0]:.2f} at the embedding, {formatted(portrait.among[at], '.3f')} at depth {at}")
-    text.append(f"\n  to {_reference(found)} {formatted(portrait.to_reference[at], '.3f')}; ")
-    text.append(f"among body states {path.scale.alike[at]:.3f}\n")
+    text.append(f"\n  to {found.reference.name} {formatted(portrait.to_reference[at], '.3f')}; ")
+    text.append(f"among body states {path.body.alike[at]:.3f}\n")
     text.append(f"channel {portrait.top[at]} is the largest for {portrait.top_share[at]:.0%} of them, ")
     text.append(f"massive for {portrait.massive_share[at]:.0%}")
-    return text.append(f" (n={len(portrait.tokens)})", style="dim")
-
-
-def _reference(found: Origin) -> str:
-    path = found.trajectory
-    return ("BOS " if found.reference_is_bos else "") + (path.spelled or f"token {path.token}")
+    return text.append(f" (n={portrait.n})", style="dim")
 
 
 def _readers(found: Origin) -> Text:
     reading = found.reading
-    text = Text(f"{formatted(reading.total, '.0f')} of {sum(reading.heads)} heads read it: ")
+    text = Text(f"{formatted(reading.readers, '.0f')} of {reading.of} heads read it: ")
     text.append(f"mean a_r0 > {reading.epsilon}")
     text.append(f" (n={found.prompts})", style="dim")
-    if reading.readers.any():
+    if reading.heads:
         text.append(f"\n‖a_r0 W_O v_0‖ is {formatted(reading.mean['written'], '.0%')} of the norm of their output")
         text.append(f"\na_i0 varies over i by {formatted(reading.mean['spread'], '.2f')} (standard deviation); ")
         text.append(f"\n{formatted(reading.mean['positional'], '.0%')} of that variance is the same in every prompt")
@@ -115,12 +110,12 @@ def _readers(found: Origin) -> Text:
 
 def _fingerprint(found: Origin) -> Text:
     marks = found.fingerprint
-    if marks.worst is None:
+    if marks.same.worst is None:
         return Text("no head reads position 0", style="dim")
-    text = Text(f"W_O v_0, same first token: 1 − cosine ≤ {max(marks.worst, 1e-16):.0e}")
-    text.append(f" (n={marks.prompts})", style="dim")
-    text.append(f"\nanother first token: cosine {formatted(marks.overall, '.3f')}")
-    text.append(f" (n={marks.overall.n})", style="dim")
+    text = Text(f"W_O v_0, same first token: 1 − cosine ≤ {max(marks.same.worst, 1e-16):.0e}")
+    text.append(f" (n={marks.same.n})", style="dim")
+    text.append(f"\nanother first token: cosine {formatted(marks.different, '.3f')}")
+    text.append(f" (n={marks.different.n})", style="dim")
     return text.append(f", late states move by {formatted(marks.carried[-1], '.0%')}")
 
 
@@ -144,7 +139,7 @@ def depths_table(found: Origin) -> FittedTable:
     probe, marks = found.position_probe, found.fingerprint
     assert probe is not None
     for depth in range(depths):
-        alike, body = found.portrait.among.value[depth], found.trajectory.scale.alike[depth]
+        alike, body = found.portrait.among.value[depth], found.trajectory.body.alike[depth]
         state = (size(found.trajectory.norm[depth]), f"{alike:.2f}", f"{body:.2f}")
         moved = f"{marks.carried.value[depth]:.0%}"
         after = f"{probe.projected.error.value[depth]:.1f}" if probe.rank[depth] else "–"
@@ -156,16 +151,16 @@ def depths_table(found: Origin) -> FittedTable:
 def _heads(found: Origin, layer: int) -> Sequence[TableCell | str]:
     """readers, at 0, writes, spread, along: of the attention calls of one layer."""
     reading = found.reading
-    calls = np.array([at == layer for at in reading.layers])
-    if not calls.any():
+    counts = [call.readers for call in reading.calls if call.layer == layer]
+    if not counts:
         return [""] * 5
-    chosen = reading.readers & calls[:, None]
-    low, high = (x[calls].sum() for x in (reading.counts.low, reading.counts.high))
-    count = TableCell(Text(f"{int(chosen.sum())}"), "" if math.isnan(low) else f"{low:.0f}–{high:.0f}")
-    if not chosen.any():
+    heads = [head for head in reading.heads if head.layer == layer]
+    low, high = sum(count.low for count in counts), sum(count.high for count in counts)
+    count = TableCell(Text(f"{len(heads)}"), "" if math.isnan(low) else f"{low:.0f}–{high:.0f}")
+    if not heads:
         return [count, *["–"] * 4]
-    means = [x.value[chosen].mean() for x in (reading.at_0, reading.written, reading.spread, reading.along)]
-    return [count, f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[2]:.2f}", f"{means[3]:.2f}"]
+    means = [np.mean([getattr(head, name).value for head in heads]) for name in ("at_0", "written", "spread", "along")]
+    return [count, *(f"{mean:.2f}" for mean in means)]
 
 
 def number(estimate: Estimate) -> TableCell:

@@ -17,7 +17,7 @@ from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import MARKS, QUERIES
 
 if TYPE_CHECKING:
-    from posleak.analyses.claims.catalogue import Result
+    from posleak.analyses.claims.catalogue import ClaimResult
     from posleak.analyses.claims.examination import ClaimsRun
     from posleak.analyses.doctor.check import Check
     from posleak.analyses.doctor.doctor import Diagnosis
@@ -174,7 +174,7 @@ def claims_table(found: ClaimsRun) -> Group:
     )
 
 
-def _claims(results: Iterable[Result]) -> RenderableType:
+def _claims(results: Iterable[ClaimResult]) -> RenderableType:
     widths = {"claim": 40, "effect, with its 95% interval": 35}
     made = table(["", *widths], wrap=widths, most=widths)
     for result in results:
@@ -183,7 +183,7 @@ def _claims(results: Iterable[Result]) -> RenderableType:
     return made
 
 
-def _effect(result: Result) -> Text:
+def _effect(result: ClaimResult) -> Text:
     """`39% (22% … 50%) removed, n=16`, or why there is none."""
     if math.isnan(result.effect):
         return Text(str(result.reason or "could not be estimated").splitlines()[0], style="dim")

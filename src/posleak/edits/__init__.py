@@ -16,7 +16,6 @@ from .base import (
     Site as Site,
     register as register,
 )
-from .own import texts as texts, texts_of as texts_of
 from .parse import (
     parse_edit as parse_edit,
     parse_edits as parse_edits,

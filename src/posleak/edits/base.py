@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from posleak.plugins import reject_builtin_name
 from posleak.probe.edit import Edit
@@ -52,6 +52,15 @@ class NamedEdit(Edit):
     @property
     def text(self) -> str:
         raise AssertionError(f"{type(self).__name__} has no text")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Read an edit from JSON, where it is its text."""
+        from pydantic_core import core_schema
+
+        from .parse import parse_edit
+
+        return core_schema.no_info_after_validator_function(parse_edit, core_schema.str_schema())
 
     def require_within(self, calibration: Calibration) -> None:
         """Refuse a model that does not have what it names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,13 +48,19 @@ class FreezeSink(ScopedEdit):
         return replace(call, frozen=share.masked_fill(~heads, math.nan))
 
 
-@dataclass
-class FirstKeys:
-    """Keys and values of position 0, call by call: [1, K, E]; `there` [B]: prompts that begin with it anyway."""
+class FirstKeys(threading.local):
+    """Keys and values of position 0 in one forward pass, by attention call: [1, K, E].
 
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    there: Tensor | None = None
-    probe: Probe | None = None
+    Each thread has its own: specs of several threads may share an edit. `there` [B]: prompts that begin with the token.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.there: Tensor | None = None
+        self.probe: Probe | None = None
+
+    def __reduce__(self) -> tuple[type[FirstKeys], tuple[()]]:
+        return FirstKeys, ()
 
     def observe(self, call: Call, out: Tensor) -> None:
         self.seen.append((call.key[:, :, 0], call.value[:, :, 0]))

@@ -1,53 +1,72 @@
-"""Text -> edits, and which of them can be combined."""
+"""Convert texts and objects to edits, and check which edits can be combined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from posleak.errors import InputError, RunError, did_you_mean
 from posleak.plugins import load_plugins
+from posleak.probe.edit import Edit
 
 from .base import KINDS, EditKind, NamedEdit, Site
-from .own import OwnText
 from .positions import Ring
 from .scope import Scope
+from .unnamed import UnnamedEdit
+
+ACTS_BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
+"""Sites that depend on where in the prompt a token is, so that a document before the prompt would move them."""
 
 
 def parse_edit(text: str) -> NamedEdit:
-    """One edit from its text."""
-    if isinstance(text, OwnText):
-        return text.edit
+    """Return the edit that a text describes, such as `window=64` or `sink=cut@3.1`."""
     load_plugins()
     name, _, value = text.strip().partition("=")
     if name not in KINDS:
         raise InputError("unknown edit", where=f"--edit {text}", got=name, remedy=did_you_mean(name, KINDS))
-    value, at, where = value.partition("@")
-    scope, kind = Scope.parse(where if at else None), KINDS[name]
+    value, at, scope_text = value.partition("@")
+    scope, kind = Scope.parse(scope_text if at else None), KINDS[name]
     if at and not kind.scoped:
-        raise _unreadable(text, kind)
+        raise _malformed(text, kind)
     try:
         return kind.make(value, scope)
     except (KeyError, ValueError) as error:
-        raise _unreadable(text, kind) from error
+        raise _malformed(text, kind) from error
 
 
-def _unreadable(text: str, kind: EditKind) -> InputError:
+def _malformed(text: str, kind: EditKind) -> InputError:
     return InputError(
         "the edit cannot be read", where=f"--edit {text}", expected=kind.form, remedy=f"as in --edit {kind.example}"
     )
 
 
-def parse_edits(texts: Sequence[str]) -> tuple[NamedEdit, ...]:
-    """Edits in the order in which they are applied, or an error that says which two do not go together, and why."""
-    edits = sorted((parse_edit(text) for text in texts), key=lambda edit: list(Site).index(edit.site))
-    for position, first in enumerate(edits):
-        for second in edits[position + 1 :]:
+def parse_edits(edits: str | Edit | Iterable[str | Edit]) -> tuple[NamedEdit, ...]:
+    """Return edits in the order in which they are applied; raise an InputError if two of them cannot be combined.
+
+    edits       one or several, each a text or an object of a class derived from posleak.probe.Edit
+    """
+    if isinstance(edits, str | Edit | type) or not isinstance(edits, Iterable):
+        edits = (edits,)
+    named = sorted(map(_named, edits), key=lambda edit: list(Site).index(edit.site))
+    for position, first in enumerate(named):
+        for second in named[position + 1 :]:
             _require_compatible(first, second)
-    return tuple(edits)
+    return tuple(named)
 
 
-BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
-"""Edits of position 0, of logits by position, and of what is seen."""
+def _named(edit: object) -> NamedEdit:
+    if isinstance(edit, str):
+        return parse_edit(edit)
+    if isinstance(edit, NamedEdit) and hasattr(edit, "site"):
+        return edit
+    if isinstance(edit, Edit):
+        return UnnamedEdit(edit)
+    remedy = None
+    if isinstance(edit, type) and issubclass(edit, Edit):
+        remedy = f"pass an object of the class: {edit.__name__}()"
+    raise InputError(
+        "not an edit", where="edits", got=f"{edit!r:.80}", remedy=remedy,
+        expected='a text such as "window=64", or an object of a class derived from posleak.probe.Edit',
+    )  # fmt: skip
 
 
 def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
@@ -56,9 +75,9 @@ def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
         reason = f"both change the {first.site.value}"
     for one, other in ((first, second), (second, first)):
         if not one.causal and other.needs_causal:
-            reason = f"{other.text} is defined by what causal queries do not see; {one.text} shows them everything"
-        if one.site is Site.CONTEXT and other.site in BY_PLACE:
-            reason = f"{other.text} acts by place in the prompt, which is no longer the first thing that is read"
+            reason = f"{other.text} is defined for causal queries only, and under {one.text} they see later keys"
+        if one.site is Site.CONTEXT and other.site in ACTS_BY_PLACE:
+            reason = f"{other.text} acts by place in the prompt, but {one.text} puts another document before the prompt"
         if isinstance(one, Ring) and other.site in (Site.POSITIONS, Site.VISIBILITY):
             reason = f"ring sets positions and visibility itself, so {other.text} would have no effect"
     if reason is not None:
@@ -69,34 +88,38 @@ def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
 
 
 def require_measurable(edits: Sequence[NamedEdit]) -> None:
-    """Leakage compares causal queries at equal offsets; refuse an edit that makes them see the future."""
+    """Raise an InputError if queries see later keys under an edit: leakage is not defined there."""
     for edit in edits:
         if not edit.causal:
             raise InputError(
                 "leakage is not defined under this edit: queries see keys after themselves",
                 where=f"--edit {edit.text}",
-                remedy="`posleak claims` uses it to show where position enters; measure with window= or sink= instead",
+                remedy="`posleak claims` tests laws with it; measure with window= or sink= instead",
             )
 
 
-def unreadable(edits: Iterable[str]) -> Iterator[str]:
-    """The texts from which an edit cannot be made again."""
-    for text in edits:
-        if isinstance(text, OwnText):
-            try:
-                same = parse_edit(str(text)) == text.edit
-            except InputError:
-                same = False
-            if not same:
-                yield str(text)
+def unreadable(edits: Iterable[NamedEdit]) -> list[NamedEdit]:
+    """Return the edits whose text does not describe them: parsing it fails or makes another edit."""
+    return [edit for edit in edits if not _is_readable(edit)]
 
 
-def require_readable(edits: Iterable[str], where: str) -> None:
-    """Refuse to write results whose edits cannot be read back from the record."""
-    if found := list(unreadable(edits)):
+def _is_readable(edit: NamedEdit) -> bool:
+    try:
+        parsed = parse_edit(edit.text)
+    except InputError:
+        return False
+    if type(edit).__eq__ is object.__eq__:  # a class without equality: compare what its objects hold
+        return type(parsed) is type(edit) and vars(parsed) == vars(edit)
+    return parsed == edit
+
+
+def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
+    """Raise a RunError if an edit cannot be made again from the text that the record of a run would hold."""
+    if objects := unreadable(edits):
         raise RunError(
-            "a run under an edit that was given as an object stays in memory: from its record nobody could make the "
-            "edit again", where=where, got=", ".join(found), expected="edits that are registered",
+            "a run under an edit that was given as an object stays in memory: the record of the run has only the text "
+            "of the edit, which does not describe it", where=where, got=", ".join(edit.text for edit in objects),
+            expected="edits that are registered",
             remedy="derive it from posleak.edits.NamedEdit, register its EditKind (docs/extending.md), and let its "
             "text make an equal edit; or keep the run in memory",
         )  # fmt: skip

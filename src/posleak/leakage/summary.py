@@ -1,10 +1,10 @@
-"""The numbers that are shown: per layer, per head, for early queries and for all, each with its interval and n."""
+"""Results of a measurement: powers and shares of the model, its layers and its heads, with intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float64, Int64
 from posleak.arrays import Array
 from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_coordinates, layer_names
 
+from .number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from .power import by_cell, products_of
 from .profile import sink_width
 from .sampled import Estimate, Jackknife
@@ -21,13 +22,18 @@ from .sampled import Estimate, Jackknife
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
 
+HEAD_COLUMNS = (
+    "layer", "call", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n",
+)  # fmt: skip
+"""Columns of heads.parquet: `layer` is the model's layer id, `call` the index of the attention call."""
+
 
 @dataclass(frozen=True)
 class Products:
-    """Products of prompts (power.py) of one set of queries: `own[c]` of c with itself, `with_total[c]` with the total.
+    """Products of prompts (power.py) of one set of queries: `own[c]` of component c with itself, `with_total[c]` with
+    the total.
 
-    Cells are [L, H]; everything below is arithmetic on them: a layer, [L], is the mean over its heads, a model, [], the
-    mean over all heads.
+    Cells are [L, H]. A layer's products, [L], are the mean over its heads; the model's, [], the mean over all heads.
     """
 
     own: dict[str, Float64[np.ndarray, "*cells sums"]]
@@ -35,27 +41,30 @@ class Products:
 
     @classmethod
     def by_queries(
-        cls, found: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str] = SHARED
+        cls, components: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str] = SHARED
     ) -> dict[str, Products]:
-        """Of early and of all queries, of any components with the same pairs, `total` among them; those in `shared`
-        have a share of it."""
-        total = found["total"]
-        early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries are increasing: a first part
-        there = np.isfinite(_flat(total)[0])  # [L, H, pairs]
-        x = {name: by_cell(_flat(c), there) for name, c in found.items()}  # [L, H, B, pairs]
-        return {queries: cls._of(x, there, at, shared) for queries, at in (("early", early), ("all", there.shape[-1]))}
+        """Return the products of early and of all queries.
+
+        components: arrays with the same existing pairs, `total` among them; shared: those that have a share of it
+        """
+        total = components["total"]
+        early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries increase: early ones come first
+        exists = np.isfinite(_flat(total)[0])  # [L, H, pairs]
+        x = {name: by_cell(_flat(c), exists) for name, c in components.items()}  # [L, H, B, pairs]
+        ends = {"early": early, "all": exists.shape[-1]}
+        return {queries: cls._of(x, exists, end, shared) for queries, end in ends.items()}
 
     @classmethod
     def _of(
-        cls, found: dict[str, Array], there: Bool[np.ndarray, "L H pairs"], first: int, shared: Collection[str]
+        cls, components: dict[str, Array], exists: Bool[np.ndarray, "L H pairs"], end: int, shared: Collection[str]
     ) -> Products:
-        """Of the first so many pairs of query and offset."""
-        count, x = there[..., :first].sum(-1), {name: values[..., :first] for name, values in found.items()}
+        """Return the products over the pairs (query, offset) before `end`."""
+        count, x = exists[..., :end].sum(-1), {name: values[..., :end] for name, values in components.items()}
         own = {name: products_of(values, values, count) for name, values in x.items()}
         return cls(own, {name: products_of(x[name], x["total"], count) for name in x if name in shared})
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
-        """Mean over heads (axis 1) or over layers and heads (axes 0, 1); heads that do not exist are left out."""
+        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
         return Products(*({n: np.nanmean(g, axis=axes) for n, g in d.items()} for d in (self.own, self.with_total)))
 
 
@@ -65,69 +74,89 @@ def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H p
 
 
 @dataclass(frozen=True)
-class Shares:
+class Decomposition:
     """Powers in nats² and shares of the total, for the cells that the products have."""
 
     power: dict[str, Estimate]
     share: dict[str, Estimate]
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Shares:
+    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+        """Estimate every power and share from the products of prompts."""
         total = jackknife.inner(products.own["total"])
         return cls(
             power={name: jackknife.inner(sums).estimate for name, sums in products.own.items()},
             share={name: jackknife.inner(sums).over(total).estimate for name, sums in products.with_total.items()},
         )
 
+    def __getitem__(self, index: Any) -> Self:
+        """Return the same numbers of some of the cells."""
+        power, share = ({name: x[index] for name, x in part.items()} for part in (self.power, self.share))
+        return replace(self, power=power, share=share)
+
+    def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
+        """Yield every number with its labels: those given, then quantity, component and unit."""
+        for quantity, unit, estimates in (("power", POWER_UNIT, self.power), ("share", SHARE_UNIT, self.share)):
+            for name, estimate in estimates.items():
+                yield LabelledEstimate.of(estimate, **labels, quantity=quantity, component=name, unit=unit)
+
 
 @dataclass(frozen=True)
-class Numbers(Shares):
-    """The same of a measurement, with the stabilisation factor: what the mask would do without the sink, over what it
-    does."""
+class LeakageDecomposition(Decomposition):
+    """Powers and shares of mask, drift and sink, with the stabilisation factor: the power that the mask part would have
+    without the sink, divided by the power that it has."""
 
     stabilisation: Estimate
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Numbers:
-        found = Shares.of(products, jackknife)
+    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+        """Estimate every power, every share and the stabilisation factor from the products of prompts."""
+        parts = Decomposition.of(products, jackknife)
         without, mask = (jackknife.inner(products.own[name]) for name in ("mask_without_sink", "mask"))
-        return cls(found.power, found.share, without.over(mask).estimate)
+        return cls(parts.power, parts.share, without.over(mask).estimate)
+
+    def __getitem__(self, index: Any) -> Self:
+        return replace(super().__getitem__(index), stabilisation=self.stabilisation[index])
+
+    def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
+        yield from super().labelled(**labels)
+        own = {"quantity": "stabilisation", "component": None, "unit": SHARE_UNIT}
+        yield LabelledEstimate(self.stabilisation, labels | own)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A measurement in numbers.
+    """All results of a measurement.
 
-    heads   cells [L, H], early and all queries
-    layers  cells [L], means over heads
-    model   one cell, the mean over all heads of all layers
-    profile          mean attention of the reference queries to each of the first positions, cells [L, H, first]
-    layer_profile    the same, means over heads [L, first]
-    layer_ordinary   the same to one ordinary far key [L]; NaN where none is seen
-    sink_attention, layer_sink_attention   its first column: attention to position 0
-    width            how many first positions the sink of a head takes, by the median over prompts [L, H]
-    numbers          the model's own layer of each attention call [L]
+    heads            decompositions with cells [L, H], of early and of all queries
+    layers           the same with cells [L], means over heads
+    model            the same with one cell, means over all heads of all layers
+    profile          mean attention of the reference queries to each of the first positions [L, H, first]
+    layer_profile    its mean over heads [L, first]
+    layer_ordinary   mean attention of the reference queries to one ordinary far key [L]; NaN where none is visible
+    width            sink width of each head, from medians over prompts [L, H]
+    layer_ids        the model's layer id of each attention call [L]
     """
 
-    heads: dict[str, Numbers]
-    layers: dict[str, Numbers]
-    model: dict[str, Numbers]
+    heads: dict[str, LeakageDecomposition]
+    layers: dict[str, LeakageDecomposition]
+    model: dict[str, LeakageDecomposition]
     profile: Estimate
     layer_profile: Estimate
     layer_ordinary: Estimate
     width: Int64[np.ndarray, "L H"]
     prompts: int
-    numbers: tuple[int, ...]
+    layer_ids: tuple[int, ...]
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """What layers are called in tables and figures."""
-        return layer_names(self.numbers)
+        """Names of the layers in tables and figures."""
+        return layer_names(self.layer_ids)
 
     @property
     def places(self) -> Array:
-        """Where layers stand on an axis."""
-        return np.array(layer_coordinates(self.numbers))
+        """Coordinates of the layers on an axis."""
+        return np.array(layer_coordinates(self.layer_ids))
 
     @property
     def sink_attention(self) -> Estimate:
@@ -136,53 +165,52 @@ class Summary:
 
     @property
     def layer_sink_attention(self) -> Estimate:
-        """The same, means over heads [L]."""
+        """Mean attention of the reference queries to position 0, by layer [L], mean over heads."""
         return self.layer_profile[..., 0]
 
 
 def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
-    """All numbers of a measurement; all leave out the same prompts, so that they are paired."""
+    """Compute all results of a measurement; they are paired, because all leave out the same prompts."""
     jackknife = Jackknife(data.sizes["prompt"])
     profile, ordinary = data["profile"].values, data["ordinary"].values
     return Summary(
-        heads={queries: Numbers.of(p, jackknife) for queries, p in products.items()},
-        layers={queries: Numbers.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
-        model={queries: Numbers.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
+        heads={queries: LeakageDecomposition.of(p, jackknife) for queries, p in products.items()},
+        layers={queries: LeakageDecomposition.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
+        model={queries: LeakageDecomposition.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
         profile=jackknife.mean(profile).estimate,
         layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
         layer_ordinary=jackknife.mean(_mean_over_heads(ordinary)).estimate,
         width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
-        numbers=tuple(data[LAYER].values.tolist()),
+        layer_ids=tuple(data[LAYER].values.tolist()),
     )
 
 
 def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B L"]:
-    """Of the heads that have a number; NaN without any."""
+    """Return the mean over heads with a finite value; NaN if there is none."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.nansum(x, axis=2) / np.isfinite(x).sum(2))
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
-    """One record per number and head: layer (the model's number), call (in order), head, queries, quantity, component,
-    value, low, high, unit, n."""
-    for row in _all_rows(summary):
-        yield {"layer": summary.numbers[row["call"]], **row}
+    """Yield the rows of heads.parquet (HEAD_COLUMNS): one per quantity, component, set of queries, call and head."""
+    for number in _by_head(summary):
+        for cell in number.cells("call", "head"):
+            yield cell.as_row(HEAD_COLUMNS, layer=summary.layer_ids[cell.labels["call"]])
 
 
-def _all_rows(summary: Summary) -> Iterator[dict[str, Any]]:
-    for queries, numbers in summary.heads.items():
-        for name, estimate in numbers.power.items():
-            yield from _records(estimate, queries, "power", name, "nats²")
-        for name, estimate in numbers.share.items():
-            yield from _records(estimate, queries, "share", name, "1")
-        yield from _records(numbers.stabilisation, queries, "stabilisation", None, "1")
-    yield from _records(summary.sink_attention, "reference", "sink_attention", None, "1")
+def _by_head(summary: Summary) -> Iterator[LabelledEstimate]:
+    for queries, decomposition in summary.heads.items():
+        yield from decomposition.labelled(queries=queries)
+    labels = {"queries": "reference", "quantity": "sink_attention", "unit": SHARE_UNIT}
+    yield LabelledEstimate(summary.sink_attention, labels)
 
 
 def by_head(summary: Summary) -> pd.DataFrame:
-    """The powers of all queries and the attention to position 0 as a table, one row per head that exists: most leakage
-    first; a head without a number for it comes last."""
+    """Return the powers of all queries and the attention to position 0 as a table with one row per existing head.
+
+    Rows are sorted by total power, largest first; heads whose total power is NaN come last.
+    """
     rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
     for number in tidy(summary):
         if (number["quantity"], number["queries"]) in (("power", "all"), ("sink_attention", "reference")):
@@ -194,12 +222,3 @@ def by_head(summary: Summary) -> pd.DataFrame:
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
     table.attrs["units"] = units
     return table
-
-
-def _records(estimate: Estimate, queries: str, quantity: str, name: str | None, unit: str) -> Iterator[dict[str, Any]]:
-    for call, head in np.ndindex(estimate.value.shape):
-        cell = estimate[call, head]
-        yield {
-            "call": call, "head": head, "queries": queries, "quantity": quantity, "component": name,
-            "value": float(cell.value), "low": float(cell.low), "high": float(cell.high), "unit": unit, "n": cell.n,
-        }  # fmt: skip

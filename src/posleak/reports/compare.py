@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import PARTS
-from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
+from posleak.leakage.contrast import QUERIES
 from posleak.leakage.summary import Products
 from posleak.runs.run import Run
 from posleak.signatures import checked
@@ -22,7 +23,6 @@ from posleak.typed import plain
 
 from .gather import Given, Refused, ShownRun, gather, require_some
 
-QUERIES = ("all", "early")
 QUANTITIES = {
     "total": "nats²", "residual": "nats²", "mask": "share", "drift": "share", "sink": "share",
     "stabilisation": "times", "sink_attention": "share",
@@ -97,7 +97,7 @@ def comparison(found: Sequence[ShownRun], refused: Sequence[Refused] = ()) -> Co
         rows += [ComparisonRow(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
         for k, other in enumerate(others, start=1):
             paired = same_prompts(first.run, other.run)
-            differences = {name: _difference(number, own[0][name], paired) for name, number in own[k].items()}
+            differences = {name: Contrast(number, own[0][name], paired).difference for name, number in own[k].items()}
             rows.append(ComparisonRow(k, queries, differences, 0, paired))
     return Comparison([s.label for s in found], [facts(s) for s in found], rows, list(refused), _notes(found))
 
@@ -114,7 +114,7 @@ def facts(shown: ShownRun) -> dict[str, Any]:
         "layers": run.data.sizes["layer"], "heads": identity.heads, "dtype": identity.dtype,
         "quantisation": identity.quantisation, "windows": identity.spans, "inputs": spec.inputs,
         "first_token": run.record.inputs.first_token, "length": spec.length, "prompts": run.prompts,
-        "seed": spec.seed, "edits": list(spec.edits), "partial": shown.partial,
+        "seed": spec.seed, "edits": list(spec.edit_texts), "partial": shown.partial,
         "run": None if run.path is None else str(run.path),
     }  # fmt: skip
 
@@ -132,10 +132,6 @@ def _numbers(run: Run, products: Products, queries: str) -> dict[str, Sampled]:
     if queries == "all":
         found["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
     return found
-
-
-def _difference(number: Sampled, first: Sampled, paired: bool) -> Estimate:
-    return (number - first).estimate if paired else number.estimate.minus_other(first.estimate)
 
 
 def _estimates(numbers: dict[str, Sampled]) -> dict[str, Estimate]:

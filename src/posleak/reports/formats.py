@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.leakage import Estimate
+from posleak.leakage.contrast import QUERIES
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
 from posleak.show.words import QUERIES as TITLES
 
-from .compare import QUANTITIES, QUERIES, Comparison, ComparisonRow
+from .compare import QUANTITIES, Comparison, ComparisonRow
 
 HEADS = {
     "total": "total, nats²", "residual": "residual, nats²", "mask": "mask", "drift": "drift", "sink": "sink",

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.summary import Shares
+from posleak.leakage.number import LabelledEstimate
+from posleak.leakage.summary import Decomposition
 from posleak.metrics.catalogue import BY_ID
 from posleak.typed import plain
 
@@ -42,30 +43,19 @@ def _numbered(row: Record, shown: ShownRun) -> Record:
     if "call" not in row or "layer" in row:
         return row
     call = row["call"]
-    return {"layer": None if call is None else shown.run.summary.numbers[call], **row}
+    return {"layer": None if call is None else shown.run.summary.layer_ids[call], **row}
 
 
 def _model(shown: ShownRun) -> Iterator[Record]:
     for queries, numbers in shown.run.summary.model.items():
-        for name, estimate in numbers.power.items():
-            yield _row(estimate, queries=queries, quantity="power", component=name, unit="nats²")
-        for name, estimate in numbers.share.items():
-            yield _row(estimate, queries=queries, quantity="share", component=name, unit="1")
-        yield _row(numbers.stabilisation, queries=queries, quantity="stabilisation", component=None, unit="1")
+        yield from _rows(numbers, queries=queries)
 
 
 def _layers(shown: ShownRun) -> Iterator[Record]:
     summary = shown.run.summary
     for queries, numbers in summary.layers.items():
         for layer in range(len(numbers.stabilisation.value)):
-            for name, estimate in numbers.power.items():
-                yield _row(estimate[layer], call=layer, queries=queries, quantity="power", component=name, unit="nats²")
-            for name, estimate in numbers.share.items():
-                yield _row(estimate[layer], call=layer, queries=queries, quantity="share", component=name, unit="1")
-            yield _row(
-                numbers.stabilisation[layer], call=layer, queries=queries, quantity="stabilisation", component=None,
-                unit="1",
-            )  # fmt: skip
+            yield from _rows(numbers[layer], call=layer, queries=queries)
     for layer in range(len(summary.layer_sink_attention.value)):
         cell = summary.layer_sink_attention[layer]
         yield _row(cell, call=layer, queries="reference", quantity="sink_attention", component=None, unit="1")
@@ -112,22 +102,16 @@ def _trace(shown: ShownRun) -> Iterator[Record]:
     if shown.trace is None:
         return
     for queries, numbers in shown.trace.model.items():
-        yield from _sources(numbers, (), call=None, queries=queries)
+        yield from _rows(numbers, call=None, queries=queries)
     for queries, numbers in shown.trace.layers.items():
         for layer in range(len(numbers.power["total"].value)):
-            yield from _sources(numbers, (layer,), call=layer, queries=queries)
+            yield from _rows(numbers[layer], call=layer, queries=queries)
 
 
 def _trace_heads(shown: ShownRun) -> Iterator[Record]:
     for queries, numbers in () if shown.trace is None else shown.trace.heads.items():
         for layer, head in np.ndindex(numbers.power["total"].value.shape):
-            yield from _sources(numbers, (layer, head), call=layer, head=head, queries=queries)
-
-
-def _sources(numbers: Shares, at: tuple[int, ...], **place: Any) -> Iterator[Record]:
-    for quantity, found, unit in (("power", numbers.power, "nats²"), ("share", numbers.share, "1")):
-        for name, estimate in found.items():
-            yield _row(estimate[at], **place, quantity=quantity, component=name, unit=unit)
+            yield from _rows(numbers[layer, head], call=layer, head=head, queries=queries)
 
 
 def _trace_by_layer(shown: ShownRun) -> Iterator[Record]:
@@ -222,7 +206,7 @@ def _agreement(shown: ShownRun) -> Iterator[Record]:
     for over, found in every.items():
         for row, metric in enumerate(found.rows):
             for name in found.columns:
-                part = found.part(row, name)
+                part = found.cell(row, name)
                 yield plain(
                     {"over": over, "metric": metric, "with": name, "value": part.rho, "low": part.low,
                      "high": part.high, "n": found.n}
@@ -239,5 +223,11 @@ def _comparison(found: Sequence[ShownRun]) -> Iterator[Record]:
             )
 
 
-def _row(estimate: Estimate, **more: Any) -> Record:
-    return {**more, **plain(estimate)}
+def _rows(numbers: Decomposition, **labels: Any) -> Iterator[Record]:
+    for number in numbers.labelled(**labels):
+        yield _row(number.estimate, **number.labels)
+
+
+def _row(estimate: Estimate, **labels: Any) -> Record:
+    row: Record = plain(LabelledEstimate(estimate, labels).as_row())
+    return row

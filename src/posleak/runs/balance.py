@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, Jackknife
-from posleak.leakage.summary import Numbers
-from posleak.leakage.trend import depth_slope
+from posleak.leakage.across import depth_slope
+from posleak.leakage.summary import LeakageDecomposition
 
 from .run import Run
 
@@ -23,7 +23,7 @@ class Balance:
     relative   slopes divided by the mean over layers
     """
 
-    numbers: dict[str, Numbers]
+    numbers: dict[str, LeakageDecomposition]
     slopes: dict[str, Estimate]
     relative: dict[str, Estimate]
     sink_attention: Estimate

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.edits import parse_edits, texts_of
+from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import CheckError
 from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
@@ -39,8 +39,6 @@ CONDITIONS = "conditions"
 METRICS = "metrics"
 """The condition that is the baseline itself, measured with what other papers measure."""
 
-Edits = tuple[str, ...]
-
 
 @dataclass
 class Conditions:
@@ -57,7 +55,7 @@ class Conditions:
     max_memory: str | int | None = None
     progress: Callable[[str], None] = lambda what: None
     given: GivenPrompts | None = None
-    _runs: dict[Edits, Run] = field(default_factory=dict)
+    _runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     @cached_property
     def baseline(self) -> PreparedRun:
@@ -109,20 +107,21 @@ class Conditions:
 
     def run(self, *edits: str) -> Run:
         """The run under these edits: from memory, from its folder, or measured now."""
-        key = texts_of(parse_edits(edits), edits)
+        parsed = parse_edits(edits)
+        key = tuple(edit.text for edit in parsed)
         if key not in self._runs:
             name = ", ".join(key) or "baseline"
             self.progress(name)
-            self._runs[key] = self._measured(key, lambda reached: self.progress(f"{name}: {reached.text}"))
+            self._runs[key] = self._measured(parsed, lambda reached: self.progress(f"{name}: {reached.text}"))
         return self._runs[key]
 
-    def _measured(self, key: Edits, on_progress: OnProgress) -> Run:
+    def _measured(self, edits: tuple[NamedEdit, ...], on_progress: OnProgress) -> Run:
         """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
-        if not key:
+        if not edits:
             return self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
-        spec = replace(self.spec, edits=key, metrics=(), loss=False)  # others' metrics are of the baseline
+        spec = replace(self.spec, edits=edits, metrics=(), loss=False)  # others' metrics are of the baseline
         spec = replace(spec, loss=self.spec.loss and not spec.borrowed)
-        return self.condition(spec, "+".join(key), on_progress)
+        return self.condition(spec, "+".join(spec.edit_texts), on_progress)
 
     def condition(self, spec: MeasureSpec, name: str, on_progress: OnProgress) -> Run:
         """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from posleak.axes import layer_names
-from posleak.edits import NamedEdit, require_readable, texts, unreadable
+from posleak.edits import NamedEdit, parse_edits, require_readable, unreadable
 from posleak.errors import (
     BusyError,
     CheckError,
@@ -30,9 +30,9 @@ from posleak.errors import (
 from posleak.files import LOCK_FILE, file_lock, sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.leakage import FEWEST, narrow_layers
+from posleak.leakage import MIN_PROMPTS, narrow_layers
 from posleak.leakage.dataset import Chunk
-from posleak.leakage.profile import AFTER, TIMES
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
@@ -122,7 +122,7 @@ def measure(
     watching = own_observers(observers)
     found = resolve_request(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=texts(edits), metrics=parse_metrics(metrics), loss=loss,
+        origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
     if out is not None:
         _require_idle(Path(out), fresh)
@@ -179,6 +179,7 @@ class PreparedRun:
         prepared, and `placement_cache` are placements that it has read. The identity of the subject is taken anew."""
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # what is checked now must be true of the model as it is
+        spec.require_effect()
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:
@@ -199,7 +200,7 @@ class PreparedRun:
     def prompts(self) -> Prompts:
         """What the model will read: the prompts after the edits that change tokens."""
         prompts = self.base
-        for edit in self.spec.parsed_edits:
+        for edit in self.spec.edits:
             prompts = edit.prompts(prompts)
         return prompts
 
@@ -215,7 +216,7 @@ class PreparedRun:
     @cached_property
     def digest(self) -> str:
         """Under an edit that cannot be made again from its text, no other run has the same."""
-        once = secrets.token_hex(8) if any(unreadable(self.spec.edits)) else ""
+        once = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), once)
 
     @property
@@ -257,7 +258,7 @@ class PreparedRun:
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self._first)
-        edits, plan = self.spec.parsed_edits, self.spec.plan
+        edits, plan = self.spec.edits, self.spec.plan
         for edit in edits:
             edit.require_within(calibration)
         placements = [_scaled(place, edits, plan) for place in self._placements(edits)]
@@ -299,7 +300,7 @@ class PreparedRun:
         """The calls in which a placing edit changes what positions do."""
         if not edit.placing:
             return []
-        others = [each for each in self.spec.parsed_edits if each is not edit]
+        others = [each for each in self.spec.edits if each is not edit]
         return edit.placed(self._placements(others), placements)
 
     def _placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
@@ -313,7 +314,7 @@ class PreparedRun:
         self, touches: list[EditEffectRecorder], placed: list[list[int]], calibration: Calibration
     ) -> tuple[EditEffect, ...]:  # fmt: skip
         """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
-        edits, few = self.spec.parsed_edits, range(min(self.spec.prompts, FEWEST))
+        edits, few = self.spec.edits, range(min(self.spec.prompts, MIN_PROMPTS))
         for edit, touch, calls in zip(edits, touches, placed, strict=True):
             if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
                 touch.note("the tokens")
@@ -426,7 +427,7 @@ def _narrow_note(run: Run) -> list[str]:
     where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
     return [
         f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
-        f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
+        f"{KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
         f"{max(narrow.values())}"
     ]
 
@@ -515,15 +516,15 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
             f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
         )
-    dtype = next((edit.weights_dtype for edit in spec.parsed_edits if edit.weights_dtype), subject.dtype)
+    dtype = next((edit.weights_dtype for edit in spec.edits if edit.weights_dtype), subject.dtype)
     if ungrouped(subject.model, dtype):
         yield (
             f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
             "one after the other, which takes longer and changes nothing else"
         )
-    if spec.prompts < FEWEST:
+    if spec.prompts < MIN_PROMPTS:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"
         yield (
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
-            f"--prompts {FEWEST} or more"
+            f"--prompts {MIN_PROMPTS} or more"
         )

@@ -20,8 +20,8 @@ from posleak.edits import require_readable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
-from posleak.leakage.dataset import ARRAYS, Chunk, require_finite
-from posleak.leakage.summary import Numbers, Products
+from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
+from posleak.leakage.summary import LeakageDecomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
@@ -32,7 +32,7 @@ from posleak.typed import plain
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, batch_path, require_unused, verify_file
 from .loop import kept_batch
 from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
-from .memory import many
+from .memory import describe_prompts
 from .record import Record, read_record
 from .spec import MeasureSpec
 
@@ -179,7 +179,7 @@ class Run:
         found: dict[str, Any] = plain(
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
-                "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edits,
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edit_texts,
                 "touched": record.touched, "definitions": record.definitions_version, "origin": record.plan.origin,
                 "motion": record.motion, "positions": record.positions, "remainder": self.remainder,
                 "calibration": record.calibration,
@@ -196,8 +196,7 @@ class Run:
     def write_results(self, folder: Path) -> dict[str, str]:
         """Write results.nc and heads.parquet; returns their sha256 by name."""
         more = () if self.metrics is None else self.metrics.tidy()
-        rows = [*tidy(self.summary), *({"layer": self.summary.numbers[row["call"]], **row} for row in more)]
-        table = pa.Table.from_pylist(rows)
+        table = pa.Table.from_pylist([*tidy(self.summary), *more])
         encoding = {name: {"zlib": True, "complevel": 1} for name in self.data.data_vars}
         netcdf = self.data.to_netcdf(engine="h5netcdf", encoding=encoding)
         write_atomically(folder / RESULTS_FILE, lambda path: path.write_bytes(netcdf))
@@ -233,7 +232,7 @@ def _results(path: Path, record: Record) -> xr.Dataset:
         OFFSET: len(plan.offsets),
     }  # fmt: skip
     with translate_read_errors(path, remedy):
-        for name, axes in {**ARRAYS, "pairs": (LAYER, QUERY, OFFSET)}.items():
+        for name, axes in {**ARRAY_AXES, "pairs": (LAYER, QUERY, OFFSET)}.items():
             if data[name].dims != axes:
                 raise ValueError(f"{name} has the axes {data[name].dims}, not {axes}")
         if differing := {axis: data.sizes[axis] for axis, size in sizes.items() if data.sizes[axis] != size}:
@@ -258,20 +257,20 @@ def _layer(summary: Summary, layer: int) -> dict[str, Any]:
     shares = {name: share[layer].value for name, share in summary.layers["all"].share.items()}
     profile = summary.layer_profile[layer]
     return {
-        "layer": summary.numbers[layer], "call": layer, **values,
+        "layer": summary.layer_ids[layer], "call": layer, **values,
         "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}, "share": shares,
         "profile": profile, "ordinary": summary.layer_ordinary[layer], "sink_width": summary.width[layer],
     }  # fmt: skip
 
 
-def _numbers(numbers: Numbers) -> dict[str, Any]:
+def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
     return {"power": numbers.power, "share": numbers.share, "stabilisation": numbers.stabilisation}
 
 
 def said(run: Run) -> str:
     """A run in one line: model, facts, total power with its interval, and where it is."""
     total, spec = run.summary.model["all"].power["total"], run.record.spec
-    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edits])
+    facts = ", ".join([describe_prompts(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
     place = "in memory" if run.path is None else str(run.path)
     return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
 

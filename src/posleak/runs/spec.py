@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.edits import NamedEdit, Site, parse_edits, require_measurable, texts_of
+from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import parse
@@ -17,6 +17,7 @@ from posleak.inputs.randomness import SEED_LIMIT
 from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
+from posleak.typed import plain
 
 LENGTH, PROMPTS, TRACED = 512, 16, 256
 """Tokens of a prompt, and prompts, unless one says otherwise; and tokens where two passes are made of each."""
@@ -44,7 +45,7 @@ class MeasureSpec:
     batch: int = 0
     density: int = 1
     origin: int = DEFAULT_ORIGIN
-    edits: tuple[str, ...] = ()
+    edits: tuple[NamedEdit, ...] = ()
     metrics: tuple[str, ...] = ()
     loss: bool = False
 
@@ -59,8 +60,8 @@ class MeasureSpec:
         require_between("density", self.density, 1, MAX_DENSITY)
         if self.inputs != GIVEN:
             parse(self.inputs)
-        require_measurable(self.parsed_edits)
-        object.__setattr__(self, "edits", texts_of(self.parsed_edits, self.edits))
+        object.__setattr__(self, "edits", parse_edits(self.edits))
+        require_measurable(self.edits)
         object.__setattr__(self, "metrics", parse_metrics(self.metrics))
         if self.metrics and self.borrowed:
             raise InputError(
@@ -75,28 +76,44 @@ class MeasureSpec:
                 remedy="measure it without the edit",
             )  # fmt: skip
         _ = self.plan  # refuses a length that is too short or too long
-        for edit in self.parsed_edits:
+
+    def require_effect(self) -> None:
+        """Raise NoEffectError if an edit changes nothing in prompts of this length, whatever the model."""
+        for edit in self.edits:
             edit.require_length(self.length)
+
+    @property
+    def identifying(self) -> dict[str, Any]:
+        """The fields as JSON, for the hashes of runs and of cells.
+
+        Metrics and loss are left out where they are not measured: hashes from before they existed stay valid.
+        """
+        request: dict[str, Any] = plain(self)
+        return {name: value for name, value in request.items() if value or name not in ("metrics", "loss")}
 
     @cached_property
     def plan(self) -> Plan:
         """Which rows are looked at."""
         return default_plan(self.length, self.density, self.origin)
 
-    @cached_property
-    def parsed_edits(self) -> tuple[NamedEdit, ...]:
-        """In the order in which they are applied."""
-        return parse_edits(self.edits)
+    @property
+    def edit_texts(self) -> tuple[str, ...]:
+        """Return the text of each edit, as `--edit` takes it and as JSON holds it."""
+        return tuple(edit.text for edit in self.edits)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them: edits are texts."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"edits": self.edit_texts}
 
     @property
     def borrowed(self) -> int:
         """How many tokens of another document stand before each prompt."""
-        return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.parsed_edits) else 0
+        return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.edits) else 0
 
     @property
     def shifted(self) -> int:
         """By how many positions edits move the prompts."""
-        return sum(edit.by for edit in self.parsed_edits if isinstance(edit, Shift))
+        return sum(edit.by for edit in self.edits if isinstance(edit, Shift))
 
     def resolved(self) -> MeasureSpec:
         """With every default filled in."""

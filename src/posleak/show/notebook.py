@@ -14,10 +14,10 @@ from .numbers import interval, number, percent
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Shares
+    from posleak.leakage.summary import Decomposition
 
 
-def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Shares]) -> str:
+def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:
     """A heading, one bar and one line of numbers for early and for all queries."""
     rows = "".join(
         f"<tr><td style='text-align:left'>{queries}</td><td>{_bar(found.share)}</td>"

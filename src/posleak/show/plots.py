@@ -29,7 +29,7 @@ from .scale import power_range
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Numbers
+    from posleak.leakage.summary import LeakageDecomposition
 
 STYLE: Any = {
     "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
@@ -89,7 +89,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, HE
 
 
 def depth(
-    figure: Figure, numbers: Numbers, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
+    figure: Figure, numbers: LeakageDecomposition, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
 ) -> None:  # fmt: skip
     """Powers per layer with bands; below it stabilisation and attention to position 0. x: where the layers stand."""
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])

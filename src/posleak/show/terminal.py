@@ -20,7 +20,7 @@ from .numbers import NAN, percent, short
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import Shares
+    from posleak.leakage.summary import Decomposition
 
 BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -186,7 +186,7 @@ def table(
     return FittedTable(columns, gap, title)
 
 
-def parts_of(numbers: Shares) -> tuple[str, ...]:
+def parts_of(numbers: Decomposition) -> tuple[str, ...]:
     """Mask, drift and sink; and scaling in models that scale their queries by position."""
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 

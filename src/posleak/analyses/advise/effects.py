@@ -17,10 +17,11 @@ import numpy as np
 
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.axes import SCALING
-from posleak.errors import NoEffectError, PosleakError, UnsupportedError
+from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
-from posleak.leakage import Estimate, Jackknife
+from posleak.leakage import Estimate
+from posleak.leakage.contrast import QUERIES, PowerKey, contrasts, model_products
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
@@ -28,10 +29,8 @@ from posleak.runs.loss import UNIT, changes as loss_changes
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.runs.spec import PROMPTS
-from posleak.show.failures import is_of_the_model
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
-from posleak.sweeps.numbers import whole_model
 from posleak.text import one_line
 from posleak.typed import plain
 
@@ -44,53 +43,53 @@ TEXT = "text:stdlib"
 CHANGED = ("total", "mask", "residual", SCALING)
 """Parts of the leakage whose changes are shown; the last one where queries are scaled by their position."""
 
-ADVICE, PLOT = "advice.json", "advice.png"
+ADVICE_FILE, PLOT_FILE = "advice.json", "advice.png"
 
 
 @dataclass(frozen=True)
 class Effect:
     """What one setting does.
 
-    leakage   change of each part's power in nats², all and early queries: `all/total` …
+    leakage   change of each part's power in nats², all and early queries: ("all", "total") …
     relative  the same, divided by the baseline's power; NaN where that is not clearly above 0
     loss      change of the loss in nats per token, by part of the prompt (runs/loss.py)
-    sure      total, mask, residual (all queries) and loss (all positions), with intervals that hold for all of them and
+    simultaneous      total, mask, residual (all queries) and loss (all positions), with intervals that hold for all of them and
               for all settings together
     """
 
     setting: Setting
-    leakage: dict[str, Estimate]
-    relative: dict[str, Estimate]
+    leakage: dict[PowerKey, Estimate]
+    relative: dict[PowerKey, Estimate]
     loss: dict[str, Estimate]
-    sure: dict[str, Estimate]
+    simultaneous: dict[str, Estimate]
 
-    def way(self, name: str) -> int:
+    def direction(self, name: str) -> int:
         """−1 if what `sure` has under this name clearly goes down, 1 if it clearly goes up, 0 if neither is clear.
 
         Nothing is clear with fewer prompts than a verdict on a claim needs, either."""
-        found = self.sure[name]
+        found = self.simultaneous[name]
         return 0 if found.n < ENOUGH else int(found.low > 0) - int(found.high < 0)
 
     @property
-    def null(self) -> bool:
+    def unchanged(self) -> bool:
         """Nothing changed, to the bit."""
-        return all(found.value == found.low == found.high == 0 for found in self.sure.values())
+        return all(found.value == found.low == found.high == 0 for found in self.simultaneous.values())
 
     @property
     def sentence(self) -> str:
         """What follows from the intervals, and no more."""
-        if self.null:
+        if self.unchanged:
             return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
-        share = self.relative["all/total"].value
+        share = self.relative["all", "total"].value
         about = f", {percent(share)}" if np.isfinite(share) else ""
-        parts = [f"{name} {WAYS[self.way(name)]}" for name in ("mask", "residual")]
+        parts = [f"{name} {DIRECTIONS[self.direction(name)]}" for name in ("mask", "residual")]
         return (
-            f"Under {self.setting.name} leakage {WAYS[self.way('total')]}: {estimate(self.sure['total'])} nats²{about}"
-            f"; {', '.join(parts)}. Loss {WAYS[self.way('loss')]}: {estimate(self.sure['loss'])} {UNIT}."
+            f"Under {self.setting.name} leakage {DIRECTIONS[self.direction('total')]}: {estimate(self.simultaneous['total'])} nats²{about}"
+            f"; {', '.join(parts)}. Loss {DIRECTIONS[self.direction('loss')]}: {estimate(self.simultaneous['loss'])} {UNIT}."
         )
 
 
-WAYS = {-1: "goes down", 0: "does not clearly change", 1: "goes up"}
+DIRECTIONS = {-1: "goes down", 0: "does not clearly change", 1: "goes up"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,9 +104,9 @@ class Advice:
         return f"Advice({self.baseline.name}: {', '.join(effect.setting.name for effect in self.effects)})"
 
     @property
-    def front(self) -> list[Effect]:
+    def pareto_front(self) -> list[Effect]:
         """Settings that lower leakage and that no other one beats in both leakage and loss, by their values."""
-        better = [(effect, _place(effect)) for effect in self.effects if effect.way("total") < 0]
+        better = [(effect, _place(effect)) for effect in self.effects if effect.direction("total") < 0]
         best = [(place[1], effect) for effect, place in better if not any(_beats(other, place) for _, other in better)]
         return [effect for _, effect in sorted(best, key=lambda pair: pair[0])]
 
@@ -116,7 +115,7 @@ class Advice:
         """What follows from the intervals for all settings together; `Effect.sentence` has it for one."""
         said, alike = list[str](), dict[tuple[int, int] | None, list[str]]()
         for effect in self.effects:
-            ways = None if effect.null else (effect.way("total"), effect.way("loss"))
+            ways = None if effect.unchanged else (effect.direction("total"), effect.direction("loss"))
             alike.setdefault(ways, []).append(effect.setting.name)
         for pair in (*((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)), None):
             if pair in alike:
@@ -124,9 +123,9 @@ class Advice:
                 said.append(f"{what}: {', '.join(alike[pair])}.")
         if self.baseline.prompts < ENOUGH:
             said.insert(0, f"{self.baseline.prompts} prompts are too few to say what changes: {ENOUGH} are needed.")
-        elif not any(effect.way("total") < 0 for effect in self.effects):
+        elif not any(effect.direction("total") < 0 for effect in self.effects):
             said.insert(0, "No setting that was tried clearly lowers leakage.")
-        elif not any(effect.way("total") < 0 and effect.way("loss") <= 0 for effect in self.effects):
+        elif not any(effect.direction("total") < 0 and effect.direction("loss") <= 0 for effect in self.effects):
             said.insert(0, "Every setting that lowers leakage costs loss.")
         return said
 
@@ -136,7 +135,7 @@ class Advice:
 
         run = self.baseline
         title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
-        points = [(e.setting.name, e.setting.group, e.leakage["all/total"], e.loss["all"]) for e in self.effects]
+        points = [(e.setting.name, e.setting.group, e.leakage["all", "total"], e.loss["all"]) for e in self.effects]
         return Picture(drawn(lambda figure: trade(figure, points, title)), title)
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,12 +152,12 @@ class Advice:
                 "settings": [
                     {
                         "setting": e.setting.name, "group": e.setting.group, "about": e.setting.about,
-                        "edits": e.setting.edits, "leakage": e.leakage, "relative": e.relative, "loss": e.loss,
-                        "sure": e.sure, "sentence": e.sentence,
+                        "edits": e.setting.edits, "leakage": _joined(e.leakage), "relative": _joined(e.relative),
+                        "loss": e.loss, "sure": e.simultaneous, "sentence": e.sentence,
                     }
                     for e in self.effects
                 ],
-                "front": [effect.setting.name for effect in self.front], "sentences": self.sentences,
+                "front": [effect.setting.name for effect in self.pareto_front], "sentences": self.sentences,
                 "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": UNIT},
                 "run": None if run.path is None else str(run.path),
             }
@@ -166,18 +165,23 @@ class Advice:
         return found
 
 
+def _joined(estimates: dict[PowerKey, Estimate]) -> dict[str, Estimate]:
+    """Write keys as JSON has them: `all/total`."""
+    return {"/".join(key): estimate for key, estimate in estimates.items()}
+
+
 def _together(leakage: int, loss: int) -> str:
     alike = {-1: "Leakage and loss both go down", 0: "Neither leakage nor loss clearly changes"}
     if leakage == loss:
         return alike.get(loss, "Leakage and loss both go up")
-    return f"Leakage {WAYS[leakage]}, loss {WAYS[loss]}"
+    return f"Leakage {DIRECTIONS[leakage]}, loss {DIRECTIONS[loss]}"
 
 
-KEPT = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
+STORED_ADVICE = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
 
 
 def _place(effect: Effect) -> tuple[float, float]:
-    return float(effect.leakage["all/total"].value), float(effect.loss["all"].value)
+    return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
 
 
 def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
@@ -231,8 +235,8 @@ def advise(
         wanted = [*settings_for(found.subject, conditions.tokens, found.spec.length, chosen), *own]
         advice = advised(conditions, wanted)
         if folder is not None:
-            KEPT.write(folder / ADVICE, advice.as_dict())
-            advice.plot().save(folder / PLOT)
+            STORED_ADVICE.write(folder / ADVICE_FILE, advice.as_dict())
+            advice.plot().save(folder / PLOT_FILE)
     return advice
 
 
@@ -246,14 +250,14 @@ def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
         except (NoEffectError, UnsupportedError) as error:
             left_out[setting.name] = _why(error)
         except Exception as error:
-            if isinstance(error, PosleakError) or not is_of_the_model(error):
+            if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
             left_out[setting.name] = f"the model breaks down under it: {one_line(error)}"
-    level = 1 - 0.05 / (len(SURE) * max(1, len(runs)))
+    level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
 
 
-SURE = ("total", "mask", "residual", "loss")
+SIMULTANEOUS = ("total", "mask", "residual", "loss")
 """Of what sentences may be said, for every setting."""
 
 
@@ -262,21 +266,16 @@ def _why(error: PosleakError) -> str:
 
 
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
-    jackknife = Jackknife(baseline.prompts)
-    after, before = whole_model(run), whole_model(baseline)
-    names = [f"{queries}/{part}" for queries in ("all", "early") for part in CHANGED]
-    none = np.zeros_like(before["all/total"])
-    pairs = {
-        name: tuple(jackknife.inner(products.get(name, none)) for products in (after, before))
-        for name in names
-        if name in after or name in before
-    }
-    changes = {name: one - other for name, (one, other) in pairs.items()}
+    powers = model_products(run.products), model_products(baseline.products)
+    keys = [(queries, part) for queries in QUERIES for part in CHANGED if any((queries, part) in own for own in powers)]
+    zero = np.zeros_like(powers[1]["all", "total"])  # the power of a part that one of the two runs does not have
+    after, before = ({key: own.get(key, zero) for key in keys} for own in powers)
+    changes = contrasts(after, before, baseline.prompts)
     losses = loss_changes(run.data, baseline.data, baseline.record.plan)
-    sure = {part: changes[f"all/{part}"] for part in SURE[:-1]} | {"loss": losses["all"]}
     return Effect(
-        setting, {name: each.estimate for name, each in changes.items()},
-        {name: (one.over(other) - 1.0).estimate for name, (one, other) in pairs.items()},
-        {name: each.estimate for name, each in losses.items()},
-        {name: each.at(level).estimate for name, each in sure.items()},
+        setting, {key: contrast.difference for key, contrast in changes.items()},
+        {key: contrast.relative for key, contrast in changes.items()},
+        {name: change.estimate for name, change in losses.items()},
+        {part: changes["all", part].at(level).difference for part in SIMULTANEOUS[:-1]}
+        | {"loss": losses["all"].at(level).estimate},
     )  # fmt: skip

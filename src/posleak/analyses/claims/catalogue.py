@@ -38,7 +38,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Finding):
+class ClaimResult(Finding):
     """A claim and what was found: an entry of claims.json, and of `posleak claims --json` (docs/json.md).
 
     An entry without a paper, as earlier versions wrote them, is about the paper that they knew.
@@ -52,7 +52,7 @@ class Result(Finding):
     paper: str | None = POSITION
 
     @classmethod
-    def about(cls, claim: Claim, found: Finding) -> Result:
+    def about(cls, claim: Claim, found: Finding) -> ClaimResult:
         """A finding as the result of its claim."""
         about: dict[str, Any] = {"number": claim.number, "id": claim.id, "title": claim.title, "method": claim.method}
         return cls(**vars(found), **about, claim=claim.sentence, paper=claim.paper)
@@ -62,7 +62,7 @@ class Result(Finding):
         return {**vars(self), "verdict": self.verdict, "too_few": self.too_few}
 
 
-CLAIMS: dict[str, Claim] = {}
+REGISTRY: dict[str, Claim] = {}
 """The registry, by id."""
 
 
@@ -78,8 +78,8 @@ def claim(
 
     def add(test: Test) -> Test:
         made = Claim(number, id, title, sentence, method, test, home)
-        reject_builtin_name("claim", id, CLAIMS.get(id), made)
-        CLAIMS[id] = made
+        reject_builtin_name("claim", id, REGISTRY.get(id), made)
+        REGISTRY[id] = made
         return test
 
     return add
@@ -113,5 +113,5 @@ def registry(paper: str = POSITION) -> list[Claim]:
 
     load_plugins()
     order = [*(PAPERS if paper == ALL else named_papers(paper)), None]
-    found = [each for each in CLAIMS.values() if each.paper in order]
+    found = [each for each in REGISTRY.values() if each.paper in order]
     return sorted(found, key=lambda each: (order.index(each.paper), each.number))

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.origin.store import read_origin, write_origin
-from posleak.errors import PosleakError, RunError, warn
+from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
-from posleak.show.failures import is_of_the_model, unforeseen
+from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
-from .catalogue import Claim, Result, registry
+from .catalogue import Claim, ClaimResult, registry
 from .finding import ENOUGH, Finding
-from .lab import CLAIMS, Lab
+from .lab import CLAIMS_FILE, Lab
 
 LENGTH, PROMPTS = 256, 16
 
@@ -39,7 +39,7 @@ class Findings:
     """claims.json: what was found about the run with this digest."""
 
     digest: str
-    claims: tuple[Result, ...]
+    claims: tuple[ClaimResult, ...]
 
 
 FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak claims` again")
@@ -52,7 +52,7 @@ class ClaimsRun:
     The results are those of the papers that were asked for, and of claims of your own."""
 
     run: Run
-    results: tuple[Result, ...]
+    results: tuple[ClaimResult, ...]
 
     def __repr__(self) -> str:
         verdicts = Counter(result.verdict.value for result in self.results)
@@ -133,14 +133,14 @@ def _examined(lab: Lab, folder: Path | None, chosen: Sequence[Claim]) -> ClaimsR
     for result in examine(lab, [claim for claim in chosen if claim.id not in kept]):
         kept[result.id] = result
         if folder is not None:
-            FINDINGS.write(folder / CLAIMS, Findings(run.record.digest, tuple(_ordered(kept, registry(ALL)))))
+            FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, tuple(_ordered(kept, registry(ALL)))))
     reads_origin = any(claim.paper == POSITION for claim in chosen)
     if folder is not None and reads_origin and not _has_origin(folder, run.record.digest):
         _keep_origin(lab, folder)
     return ClaimsRun(run, tuple(_ordered(kept, chosen)))
 
 
-def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]:
+def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[ClaimResult]:
     """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
     not applicable, and the refusal is the reason. So is one in whose test the model breaks down: others go on."""
     for each in registry() if chosen is None else chosen:
@@ -151,21 +151,21 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[Result]
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
         except Exception as error:
-            if not is_of_the_model(error):
+            if not is_recoverable(error):
                 raise
-            finding = Finding.not_applicable(unforeseen(error))
-        yield Result.about(each, finding)
+            finding = Finding.not_applicable(describe_unexpected(error))
+        yield ClaimResult.about(each, finding)
 
 
-def _ordered(found: dict[str, Result], chosen: Sequence[Claim]) -> list[Result]:
+def _ordered(found: dict[str, ClaimResult], chosen: Sequence[Claim]) -> list[ClaimResult]:
     return [found[claim.id] for claim in chosen if claim.id in found]
 
 
-def read_findings(folder: Path, digest: str) -> tuple[Result, ...]:
+def read_findings(folder: Path, digest: str) -> tuple[ClaimResult, ...]:
     """The findings that a folder has about the run with this digest; none where it has none."""
-    if not (folder / CLAIMS).is_file():
+    if not (folder / CLAIMS_FILE).is_file():
         return ()
-    found = FINDINGS.read(folder / CLAIMS)
+    found = FINDINGS.read(folder / CLAIMS_FILE)
     return found.claims if found.digest == digest else ()
 
 

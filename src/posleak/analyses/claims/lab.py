@@ -13,28 +13,20 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.cosines import pair_cosines
+from posleak.analyses.origin.directions import pair_cosines
 from posleak.analyses.origin.fingerprint import written
 from posleak.analyses.origin.origin import Origin, origin
 from posleak.analyses.origin.projection import projections
 from posleak.analyses.origin.states import alone
-from posleak.analyses.origin.store import ARRAYS, JSON
+from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.leakage import Estimate, Jackknife, Sampled, combined
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
-from posleak.runs.memory import (
-    FIRST_USE,
-    MemoryPlan,
-    many,
-    pass_bytes,
-    require_room,
-    state_bytes,
-    weight_count,
-)
+from posleak.runs.memory import FIRST_USE_BYTES, MemoryPlan, ModelSizes, describe_prompts, require_room
 from posleak.runs.spec import parse_bytes
 
 from .finding import ENOUGH, Edited, Kept
@@ -42,7 +34,7 @@ from .finding import ENOUGH, Edited, Kept
 ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
-CLAIMS = "claims.json"
+CLAIMS_FILE = "claims.json"
 
 METERS = ("all",)
 """What other papers measure: all of it, for the page shows it beside the claims."""
@@ -63,7 +55,7 @@ def drawn(edit: str, draws: int) -> list[str]:
 class Lab(Conditions):
     """Conditions of one subject, compared."""
 
-    extra_files = (CLAIMS, JSON, ARRAYS)
+    extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE)
 
     @cached_property
     def jackknife(self) -> Jackknife:
@@ -114,7 +106,8 @@ class Lab(Conditions):
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
-        ratios = [self.power(name, text, early=early, layers=at).over(before) for text in drawn(edit, draws)]
+        after = [self.power(name, text, early=early, layers=at) for text in drawn(edit, draws)]
+        ratios = [Contrast(power, before).ratio for power in after]
         mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
         if draws > 1:
             mean = mean.widened(self.mean(np.array([float(ratio.value) for ratio in ratios])))
@@ -154,7 +147,7 @@ class Lab(Conditions):
 
         By closure one-token sequences are enough: what follows cannot change what position 0 becomes.
         """
-        readers, start = self.origin.reading.readers, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
+        readers, start = self.origin.reading.is_reader, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
@@ -169,11 +162,11 @@ class Lab(Conditions):
 
     def require_float64(self, prompts: int) -> None:
         """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
-        tokens = prompts * min(self.spec.length, LAW_TOKENS)
-        states = 4 * state_bytes(self.subject, tokens, 8)  # of two passes, and rolled
-        wide = 8 * weight_count(self.subject) + pass_bytes(self.subject, tokens, 8) + states
+        sizes, tokens = ModelSizes.of(self.subject), prompts * min(self.spec.length, LAW_TOKENS)
+        states = 4 * sizes.states(tokens, 8)  # of two passes, and rolled
+        wide = 8 * sizes.parameters + sizes.forward(tokens, 8) + states
         require_room(
-            self.subject, MemoryPlan(wide, 0, FIRST_USE), parse_bytes(self.max_memory), what="a copy in float64",
-            of=f"the weights and {many(prompts, tokens // prompts)} at all depths",
+            self.subject, MemoryPlan(wide, 0, FIRST_USE_BYTES), parse_bytes(self.max_memory), what="a copy in float64",
+            of=f"the weights and {describe_prompts(prompts, tokens // prompts)} at all depths",
             remedy="use a shorter --length or a smaller model",
         )  # fmt: skip

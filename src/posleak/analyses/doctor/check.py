@@ -9,7 +9,7 @@ from typing import Any
 from posleak.typed import Number
 
 
-class Verdict(Enum):
+class DoctorVerdict(Enum):
     """What failed checks mean for the numbers."""
 
     SOUND = "sound"
@@ -20,7 +20,7 @@ class Verdict(Enum):
     """A check failed without a known cause: the numbers would be wrong."""
 
 
-MARKS = {Verdict.SOUND: "✓", Verdict.BY_DESIGN: "!", Verdict.WRONG: "✗"}
+MARKS = {DoctorVerdict.SOUND: "✓", DoctorVerdict.BY_DESIGN: "!", DoctorVerdict.WRONG: "✗"}
 NOT_JUDGED = "·"
 
 
@@ -45,10 +45,10 @@ class Check:
         return self.bound is None or self.value <= self.bound
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DoctorVerdict:
         if self.ok:
-            return Verdict.SOUND
-        return Verdict.WRONG if self.cause is None else Verdict.BY_DESIGN
+            return DoctorVerdict.SOUND
+        return DoctorVerdict.WRONG if self.cause is None else DoctorVerdict.BY_DESIGN
 
     @property
     def mark(self) -> str:

@@ -30,24 +30,24 @@ from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
 from posleak.runs.measure import beyond_context
-from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.memory import Work, describe_prompts
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
 
 from . import laws
-from .bench import Bench
-from .check import Check, Verdict
+from .check import Check, DoctorVerdict
 from .memory import FEW, PADDING, doctor_plan
+from .passes import SharedPasses
 
 LENGTH = 96
 LONGEST = 1280
 PROMPTS = 12
 
 SENTENCES = {
-    Verdict.SOUND: "can be measured here, and every law holds",
-    Verdict.BY_DESIGN: "can be measured here, and the numbers are right; the model breaks laws on purpose: {checks}",
-    Verdict.WRONG: "numbers would be wrong here; a check failed, and no cause in the model is known: {checks}",
+    DoctorVerdict.SOUND: "can be measured here, and every law holds",
+    DoctorVerdict.BY_DESIGN: "can be measured here, and the numbers are right; the model breaks laws on purpose: {checks}",
+    DoctorVerdict.WRONG: "numbers would be wrong here; a check failed, and no cause in the model is known: {checks}",
 }
 
 
@@ -71,13 +71,13 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """Did every check pass? Where this is false, the numbers may still be right: `verdict` says it."""
-        return self.verdict is Verdict.SOUND
+        return self.verdict is DoctorVerdict.SOUND
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DoctorVerdict:
         """One check that failed without a cause is enough to doubt the numbers."""
         found = {check.verdict for check in self.checks}
-        return next((v for v in (Verdict.WRONG, Verdict.BY_DESIGN) if v in found), Verdict.SOUND)
+        return next((v for v in (DoctorVerdict.WRONG, DoctorVerdict.BY_DESIGN) if v in found), DoctorVerdict.SOUND)
 
     @property
     def sentence(self) -> str:
@@ -152,17 +152,12 @@ def doctor(
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
     """How many prompts are read at once: all, or as many as fit; refused where not even one does."""
-
-    def planned(batch: int) -> MemoryPlan:
-        return doctor_plan(subject, plan, prompts, batch, short=short)
-
-    batch = fitting(subject, prompts, planned, limit)
-    require_room(
-        subject, planned(batch), limit, what="the diagnosis",
-        of=f"{many(prompts, plan.length)}, {batch} at once, and {FEW} of them under eager attention",
-        remedy="use a shorter --length or fewer --prompts",
-    )  # fmt: skip
-    return batch
+    prompts_text = describe_prompts(prompts, plan.length)
+    return Work(
+        "the diagnosis", lambda batch: doctor_plan(subject, plan, prompts, batch, short=short),
+        lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
+        "a shorter --length or fewer --prompts",
+    ).fit(subject, prompts, limit)  # fmt: skip
 
 
 def _checks(
@@ -179,17 +174,17 @@ def _checks(
     progress("calibration")
     calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
     room = None if subject.identity.rotary else subject.context
-    bench = Bench(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
+    passes = SharedPasses(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
     checks = list(_calibration_checks(calibration))
-    for name, check in _law_checks(bench):
+    for name, check in _law_checks(passes):
         if not (short and name == "law L3"):
             progress(name)
             checks.append(check())
     shift = next(check for check in checks if check.id == "L5 shift")
     for dtype in () if short else (torch.float32, torch.bfloat16, torch.float16):
         progress(f"rounding floor, {dtype}")
-        checks.append(rounding_floor(bench, dtype, shift))
-    positions = Positions.of(Motion.of(bench.placements, plan, subject.dtype), calibration)
+        checks.append(rounding_floor(passes, dtype, shift))
+    positions = Positions.of(Motion.of(passes.placements, plan, subject.dtype), calibration)
     return calibration, checks, positions.text
 
 
@@ -202,68 +197,68 @@ def _calibration_checks(found: Calibration) -> Iterator[Check]:
     yield Check("partition", found.partition, found.partition_bound, "nats", why)
 
 
-def _law_checks(bench: Bench) -> Iterator[tuple[str, Callable[[], Check]]]:
-    yield "parity with eager attention", lambda: eager_parity(bench)
-    yield "law L1", lambda: laws.additivity(bench)
-    yield "law L2", lambda: laws.constant_token(bench)
-    yield "law L3", lambda: laws.first_layer(bench)
-    yield "law L4", lambda: laws.zero_queries(bench)
-    yield "law L5", lambda: laws.shifted_positions(bench)
-    yield "law L7", lambda: laws.closure(bench)
-    yield "law L8, batches", lambda: laws.batching(bench)
-    yield "law L8, padding", lambda: laws.padding(bench)
-    yield "law L9", lambda: laws.gauge(bench)
-    yield "law L10", lambda: laws.moved_keys(bench)
+def _law_checks(passes: SharedPasses) -> Iterator[tuple[str, Callable[[], Check]]]:
+    yield "parity with eager attention", lambda: eager_parity(passes)
+    yield "law L1", lambda: laws.additivity(passes)
+    yield "law L2", lambda: laws.constant_token(passes)
+    yield "law L3", lambda: laws.first_layer(passes)
+    yield "law L4", lambda: laws.zero_queries(passes)
+    yield "law L5", lambda: laws.shifted_positions(passes)
+    yield "law L7", lambda: laws.closure(passes)
+    yield "law L8, batches", lambda: laws.batching(passes)
+    yield "law L8, padding", lambda: laws.padding(passes)
+    yield "law L9", lambda: laws.gauge(passes)
+    yield "law L10", lambda: laws.moved_keys(passes)
 
 
-def eager_parity(bench: Bench) -> Check:
+def eager_parity(passes: SharedPasses) -> Check:
     """The model's last states under the probe against its eager attention's, on left-padded prompts where it can pad.
 
     Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
     A model that computes its attention itself is watched in its eager form, which may differ from its fused one.
     """
-    model, dtype, why = bench.model, bench.model.dtype, "states under the probe equal those of eager attention"
+    model, dtype, why = passes.model, passes.model.dtype, "states under the probe equal those of eager attention"
     # In float64 eager attention hides keys by float64's lowest number, and its float32 softmax is NaN behind padding.
     padding = 0 if dtype == torch.float64 else PADDING
     why += f", with {padding} tokens of left padding" if padding else ""
     if computes_own_attention(model):
         with implemented(model, "eager"):
-            found = bench.look(bench.few, padding).states
+            found = passes.look(passes.few, padding).states
     else:
-        found = (bench.padded if padding else bench.together).states
+        found = (passes.padded if padding else passes.together).states
     bound = AGREE.of(computed_in(dtype)) / 10
-    return Check("parity eager", relative_difference(found, _eager_states(bench, padding)), bound, "relative", why)
+    return Check("parity eager", relative_difference(found, _eager_states(passes, padding)), bound, "relative", why)
 
 
-def _eager_states(bench: Bench, padding: int) -> Tensor:
-    tokens, given = bench.tokens(bench.few, padding)
-    with implemented(bench.model, "eager"):
-        found: Tensor = native(bench.model, tokens, **given)[0]
+def _eager_states(passes: SharedPasses, padding: int) -> Tensor:
+    tokens, given = passes.tokens(passes.few, padding)
+    with implemented(passes.model, "eager"):
+        found: Tensor = native(passes.model, tokens, **given)[0]
     return found[:, padding:]
 
 
-def rounding_floor(bench: Bench, dtype: torch.dtype, shift: Check) -> Check:
+def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Check:
     """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage.
 
     `shift`: the law in the model's own dtype.
     """
-    model, name = bench.model, str(dtype).removeprefix("torch.")
-    why = f"change of log-attention under a shift of {bench.shift} positions in {name}: measured, not judged"
+    model, name = passes.model, str(dtype).removeprefix("torch.")
+    why = f"change of log-attention under a shift of {passes.shift} positions in {name}: measured, not judged"
     if not takes_positions(model):
         value, why = math.nan, "not measured: the model takes no position ids"
-    elif not bench.shift:
+    elif not passes.shift:
         value, why = math.nan, "not measured: the prompt takes all positions that the model has"
     elif model.dtype == dtype:
         value = shift.value
     else:
-        value, why = _rounded(bench, name, why)
+        value, why = _rounded(passes, name, why)
     return Check(f"floor {name}", value, None, "nats rms", why)
 
 
-def _rounded(bench: Bench, name: str, why: str) -> tuple[float, str]:
+def _rounded(passes: SharedPasses, name: str, why: str) -> tuple[float, str]:
     edits = parse_edits([f"dtype={name}"])
     try:
-        return laws.shift_floor(bench.model, bench.plan, bench.ids[:1], bench.shift, edits), why
+        return laws.shift_floor(passes.model, passes.plan, passes.ids[:1], passes.shift, edits), why
     except (CheckError, UnsupportedError) as error:
         return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
     except RuntimeError as error:  # torch's own: some families mix float32 buffers with rounded states

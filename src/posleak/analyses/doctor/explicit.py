@@ -51,7 +51,7 @@ class Entrance:
 
 
 @dataclass
-class Watch:
+class EntranceHook:
     """The first module whose output differs between positions although its input does not."""
 
     names: dict[int, str]
@@ -70,7 +70,7 @@ class Watch:
 
 def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     """Where equal tokens become different states; None where they never do, as in any rotary, NoPE or ALiBi model."""
-    watch = Watch({id(module): name for name, module in model.named_modules()})
+    watch = EntranceHook({id(module): name for name, module in model.named_modules()})
     inner = backbone(model)
     with attach(model) as probe, _watched(inner, watch):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
@@ -99,7 +99,7 @@ def shifts(model: PreTrainedModel, module: str, token: int, by: int) -> bool:
 
 
 @contextmanager
-def _watched(inner: torch.nn.Module, watch: Watch) -> Iterator[None]:
+def _watched(inner: torch.nn.Module, watch: EntranceHook) -> Iterator[None]:
     parts = [module for module in inner.modules() if module is not inner]
     look = this_thread_only(watch.look)
     handles = [module.register_forward_hook(look, with_kwargs=True) for module in parts]

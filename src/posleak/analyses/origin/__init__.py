@@ -1,15 +1,14 @@
-"""Stage 8, position 0: what stands there, what becomes of it, who reads it, and what that tells later tokens.
+"""Analysis of position 0: its states by depth, the heads that read it, and what they write.
 
-states          the residual stream at every depth; one-token sequences
-closure         the state at position 0 in context against the one-token sequence
-trajectory      x_0 by depth: norm, direction, massive channels, where it settles
-portrait        the same for many first tokens: are they all pulled to one direction?
-projection      W_O of every attention call, found without knowing the model
-reading         sink-reading heads: counts, what they write, how it varies with position
-fingerprint     what they write, across inputs with the same and with different first tokens
-ridge, position_probe   position read off the states, before and after taking those directions out
-cosines         mean cosines with intervals
-context         the two forward passes of each prompt that the parts share
-origin          all of it on one model
-record, store   the same as JSON and arrays, and beside a run
+states           the residual stream at every depth; one-token sequences; law L7, closure
+directions       unit vectors, mean cosines with intervals, orthonormal bases
+trajectory       x_0 by depth: norm, direction, massive channels
+portrait         the same for many first tokens: do they share one direction?
+projection       W_O of every attention call
+reading          sink-reading heads
+fingerprint      the vectors they write, for equal and for different first tokens
+position_probe   position decoded from the states, with and without those directions
+context          the forward passes on prompts, shared by these analyses
+origin           all analyses on one model
+store            origin.json and origin.nc in a run folder
 """

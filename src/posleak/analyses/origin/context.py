@@ -1,8 +1,8 @@
-"""What needs a context: each prompt is read twice, and the two versions differ in their first token only.
+"""The forward passes on prompts. Each prompt is read in two versions that differ only in their first token.
 
-With a BOS the first version has it, and the second another ordinary token in each prompt. Without one the first version
-has its own first token, and the second the same token in every prompt. Either way one version has one first token
-throughout (`same`), and the difference between the two is position 0's alone.
+With a BOS the first version has the BOS, and the second an ordinary token that differs between prompts. Without a BOS
+the first version has its own first token, and the second the same token in every prompt. Either way one version has
+one first token throughout (`same`), and any difference between the versions is caused by position 0.
 """
 
 from __future__ import annotations
@@ -21,30 +21,41 @@ from posleak.models import Subject
 from posleak.probe import Plan, attach
 from posleak.runs.spec import batches
 
-from .closure import Closure
 from .fingerprint import carried_difference
 from .projection import Projection
 from .reading import LayerReading, ReadingObserver
-from .states import ValueObserver, alone, states
+from .states import Closure, ValueObserver, alone, states
 
 POSITIONS = 256
 """Body positions of each prompt whose states are kept, evenly spaced: memory does not grow with the length."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One batch of prompts, both versions: states of position 0, a sample of body states, reading, v_0, differences."""
+class VersionBatch:
+    """Both versions of one batch of prompts.
 
-    origin: list[Float[Tensor, "B2 _W"]]  # at every depth; B2 = 2B: first versions, then second
+    origin    states of position 0 at every depth, B2 = 2B: first versions, then second versions
+    body      states of the first version at the sampled positions, at every depth
+    values    v_0 for each call, of the two versions
+    carried   relative differences between the versions at late positions, by depth
+    """
+
+    origin: list[Float[Tensor, "B2 _W"]]
     body: list[Float[Tensor, "B=B2//2 P _W"]]
     reading: list[LayerReading]
-    values: tuple[list[Float[Tensor, "B=B2//2 _K _Ev"]], list[Float[Tensor, "B=B2//2 _K _Ev"]]]  # of the two versions
+    values: tuple[list[Float[Tensor, "B=B2//2 _K _Ev"]], list[Float[Tensor, "B=B2//2 _K _Ev"]]]
     carried: Float64[np.ndarray, "B=B2//2 J"]
 
 
 @dataclass(frozen=True)
 class Context:
-    """All prompts. body: at every depth, at `positions`; values, same: v_0 for each call, whose K and Ev may differ."""
+    """The forward passes on all prompts.
+
+    body           states at every depth, at `positions`
+    values, same   v_0 for each call, whose K and Ev may differ: of the first version, and of the version with one
+                   first token throughout
+    changed        the first tokens of the two versions of each prompt
+    """
 
     closure: Closure
     body: list[Float[Tensor, "B P _W"]]
@@ -60,23 +71,22 @@ def read_context(
     subject: Subject,
     prompts: Prompts,
     plan: Plan,
-    found: Sequence[Projection],
+    projections: Sequence[Projection],
     others: Int64[np.ndarray, "n"],
     count: int,
     batch: int,
-    progress: Callable[[str], None] = lambda part: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Context:
-    """`count` prompts, in batches; `others`: first tokens to put in the place of the prompts' own."""
+    """Read `count` prompts in batches; `others` are the first tokens of the second versions."""
     positions, first_is_shared = body_positions(prompts.length), prompts.first.id is not None
-    done, firsts = list[Batch](), list[NDArray[np.int64]]()
+    done, firsts = list[VersionBatch](), list[NDArray[np.int64]]()
     for at in batches(count, batch):
         progress(f"prompts {at.start + 1} to {at.stop} of {count}, each with two first tokens")
         ids = prompts.batch(at)
         changed = ids.copy()
         changed[:, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
         firsts.append(np.stack([ids[:, 0], changed[:, 0]], axis=1))
-        done.append(_read(subject, torch.from_numpy(ids), torch.from_numpy(changed), plan, found, positions))
-    first = np.concatenate(firsts)
+        done.append(_read(subject, torch.from_numpy(ids), torch.from_numpy(changed), plan, projections, positions))
     own, other = ([torch.cat(v) for v in zip(*(b.values[k] for b in done), strict=True)] for k in (0, 1))
     return Context(
         closure=_closure(subject, done, firsts),
@@ -86,7 +96,7 @@ def read_context(
         values=own,
         same=own if first_is_shared else other,
         carried=np.concatenate([b.carried for b in done]),
-        changed=first,
+        changed=np.concatenate(firsts),
     )
 
 
@@ -95,10 +105,10 @@ def _read(
     ids: Int[Tensor, "B T"],
     changed: Int[Tensor, "B T"],
     plan: Plan,
-    found: Sequence[Projection],
+    projections: Sequence[Projection],
     at: Int64[np.ndarray, "P"],
-) -> Batch:
-    reader, values = ReadingObserver(plan, found), ValueObserver()
+) -> VersionBatch:
+    reader, values = ReadingObserver(plan, projections), ValueObserver()
     with attach(subject.model, [reader]) as probe:
         x = states(probe, ids.to(subject.device))
     with attach(subject.model, [values]) as probe:
@@ -107,11 +117,11 @@ def _read(
     body = [depth[:, torch.from_numpy(at).to(depth.device)].cpu() for depth in x]
     reading = reader.collect()
     own = [layer.values for layer in reading]
-    return Batch(origin, body, reading, (own, values.collect()), carried_difference(x, y))
+    return VersionBatch(origin, body, reading, (own, values.collect()), carried_difference(x, y))
 
 
-def _closure(subject: Subject, done: list[Batch], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
-    """Of both versions of every prompt: their first tokens as one-token sequences, each token once."""
+def _closure(subject: Subject, done: list[VersionBatch], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
+    """Check closure on both versions of every prompt; each different first token is run alone once."""
     tokens = torch.from_numpy(np.concatenate([first.T.reshape(-1) for first in firsts]))
     different, which = torch.unique(tokens, return_inverse=True)
     single = alone(subject.model, different).states
@@ -120,5 +130,5 @@ def _closure(subject: Subject, done: list[Batch], firsts: list[Int64[np.ndarray,
 
 
 def body_positions(length: int) -> Int64[np.ndarray, "P"]:
-    """1 … N − 1, or POSITIONS of them evenly spaced."""
+    """Return 1 … N − 1, or POSITIONS of them evenly spaced."""
     return np.unique(np.rint(np.linspace(1, length - 1, min(POSITIONS, length - 1))).astype(np.int64))

@@ -1,14 +1,14 @@
-"""The fingerprint: W_h v_0, what a sink-reading head writes, across inputs.
+"""The fingerprint: W_h v_0, the vector written by a sink-reading head, compared across inputs.
 
-same       1 − cos over pairs of prompts that share their first token only: 0 to rounding (position 0 is closed)
+same       1 − cos over pairs of prompts that share only their first token: 0 up to rounding (position 0 is closed)
 different  mean cosine over pairs of first tokens, from one-token sequences; intervals over tokens
-carried    ‖x' − x‖ / ‖x‖ in the last quarter of a prompt, by depth, when nothing but its first token is changed
+carried    ‖x' − x‖ / ‖x‖ in the last quarter of a prompt, by depth, if only the first token is changed
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,101 +16,113 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from posleak.arrays import Array
 from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.typed import Number
 
-from .cosines import joined_cosines, pair_cosine
+from .directions import joined_cosines, pair_cosine, unit
 from .projection import Projection
-from .states import unit
+
+SHOWN = 16
+"""Rows and columns of the stored cosine matrices."""
+
+FINGERPRINT_TOKENS = 256
+"""First tokens whose fingerprints are compared, in addition to the reference token."""
+
+
+@dataclass(frozen=True)
+class HeadFingerprint:
+    """One sink-reading head.
+
+    same        largest 1 − cos over pairs of prompts with the same first token
+    different   mean cosine over pairs of different first tokens
+    """
+
+    call: int
+    head: int
+    same: Number
+    different: Estimate
+
+
+@dataclass(frozen=True)
+class SameToken:
+    """The largest 1 − cos of all heads over n prompts with the same first token; None without a sink-reading head."""
+
+    worst: float | None
+    n: int
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Sink-reading heads in the order of `heads` = (call, head).
+    """Fingerprints of all sink-reading heads.
 
-    same       largest 1 − cos over pairs of `prompts` prompts with the same first token
-    different  [heads]  mean cosine over pairs of n first tokens;  overall: mean over heads
-    matrices   cosines among the first few first tokens, the reference token first (for the report)
+    different  mean over heads of `HeadFingerprint.different`
     carried    [J]  mean over prompts of the relative difference at late positions
-    changed    what stood first in the two versions of each prompt
+    changed    the first tokens of the two versions of each prompt
+    matrices   [heads, SHOWN, SHOWN]  cosines among some first tokens, the reference token first; not part of the JSON
     """
 
-    heads: tuple[tuple[int, int], ...]
-    same: Float64[np.ndarray, "heads"]
+    same: SameToken
     different: Estimate
-    overall: Estimate
-    matrices: Float64[np.ndarray, "heads shown shown"]
     carried: Estimate
-    changed: Int64[np.ndarray, "B 2"]
-    prompts: int
-
-    @property
-    def worst(self) -> float | None:
-        """The largest 1 − cos of all heads; None without a sink-reading head."""
-        return float(self.same.max()) if len(self.same) else None
+    changed: tuple[tuple[int, int], ...]
+    heads: tuple[HeadFingerprint, ...]
+    matrices: Array = field(default_factory=lambda: np.empty(0))
 
     def as_dict(self) -> dict[str, Any]:
-        records = [
-            {"call": c, "head": h, "same": self.same[k], "different": self.different[k]}
-            for k, (c, h) in enumerate(self.heads)
-        ]
-        return {
-            "same": {"worst": self.worst, "n": self.prompts}, "different": self.overall,
-            "carried": self.carried, "changed": self.changed, "heads": records,
-        }  # fmt: skip
-
-
-SHOWN = 16
-"""Rows and columns of the cosine matrices that are kept."""
-
-FINGERPRINT_TOKENS = 256
-"""First tokens whose fingerprints are compared, besides the reference token."""
+        """Return the JSON object, without the matrices."""
+        return {name: value for name, value in vars(self).items() if name != "matrices"}
 
 
 def written(
     projection: Projection, values: Float[Tensor, "n K Ev"], heads: Sequence[int]
 ) -> Float64[Tensor, "{len(heads)} n W"]:
-    """W_h v_0, with the gain that follows W_O where there is one."""
+    """Return W_h v_0, including the gain that follows W_O if there is one."""
     weight, group = projection.weight().double(), projection.heads // values.shape[1]
     return torch.stack([values[:, h // group].double() @ weight[h] for h in heads])
 
 
 def fingerprint(
-    found: Sequence[Projection],
+    projections: Sequence[Projection],
     readers: Bool[np.ndarray, "L H"],
     same: Sequence[Float[Tensor, "prompts _K _Ev"]],
     different: Sequence[Float[Tensor, "n _K _Ev"]],
     carried: Float64[np.ndarray, "B J"],
     changed: Int64[np.ndarray, "B 2"],
 ) -> Fingerprint:
-    """same, different: for each call v_0, of prompts with one first token, and of n tokens.
+    """Compare the fingerprints of the sink-reading heads.
 
-    carried: relative differences of each prompt.
+    same, different   v_0 for each call, of prompts with one first token and of n different first tokens
+    carried           relative differences of each prompt
+    changed           the first tokens of the two versions of each prompt
     """
     names, gaps, cosines, matrices = list[tuple[int, int]](), list[float](), list[Sampled](), list[Tensor]()
     jackknife = Jackknife(len(different[0]) - 1)
-    for projection, row, alike, others in zip(found, readers, same, different, strict=True):
+    for projection, row, same_values, different_values in zip(projections, readers, same, different, strict=True):
         heads = np.flatnonzero(row).tolist()
         names += [(projection.call, head) for head in heads]
         if not heads:
             continue
-        u = unit(written(projection, alike, heads))
+        u = unit(written(projection, same_values, heads))
         gaps += [float(x) for x in (1 - u @ u.mT).flatten(1).max(-1).values]
-        spread = written(projection, others, heads)
-        shown = unit(spread[:, :SHOWN])
-        cosines += [pair_cosine(one, jackknife) for one in spread[:, 1:]]  # at once: directions of all calls are many
+        directions = written(projection, different_values, heads)
+        shown = unit(directions[:, :SHOWN])
+        cosines += [pair_cosine(x, jackknife) for x in directions[:, 1:]]  # now: keeping all calls takes much memory
         matrices += list(shown @ shown.mT)
-    each, overall = joined_cosines(cosines, jackknife)
+    by_head, overall = joined_cosines(cosines, jackknife)
     return Fingerprint(
-        heads=tuple(names), same=np.array(gaps), different=each, overall=overall,
+        same=SameToken(float(np.max(gaps)) if gaps else None, len(same[0])), different=overall,
+        carried=Jackknife(len(carried)).mean(carried).estimate,
+        changed=tuple((int(own), int(other)) for own, other in changed),
+        heads=tuple(HeadFingerprint(*name, gaps[k], by_head[k]) for k, name in enumerate(names)),
         matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),
-        carried=Jackknife(len(carried)).mean(carried).estimate, changed=changed, prompts=len(same[0]),
     )  # fmt: skip
 
 
 def carried_difference(
     x: Sequence[Float[Tensor, "B T _W"]], other: Sequence[Float[Tensor, "B T _W"]]
 ) -> Float64[np.ndarray, "B J={len(x)}"]:
-    """Mean over the last quarter of positions of ‖x' − x‖ / ‖x‖, from states at every depth."""
+    """Return the mean over the last quarter of positions of ‖x' − x‖ / ‖x‖, at every depth."""
     late = slice(3 * x[0].shape[1] // 4, None)
     gaps = [
         ((b[:, late].float() - a[:, late].float()).norm(dim=-1) / a[:, late].float().norm(dim=-1)).mean(-1)

@@ -1,4 +1,4 @@
-"""Position 0, whole: every part of this stage on one model, with as few forward passes as they can share."""
+"""All analyses of position 0 on one model. They share their forward passes."""
 
 from __future__ import annotations
 
@@ -19,38 +19,58 @@ from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
 from posleak.runs.measure import beyond_context
-from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.memory import Work, describe_prompts
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
-from .closure import Closure
 from .context import Context, read_context
+from .directions import written_basis
 from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, fingerprint, written
 from .memory import origin_plan
 from .portrait import Portrait, ordinary_tokens
-from .position_probe import PositionProbe, position_probe, written_basis
+from .position_probe import PositionProbe, position_probe
 from .projection import Projection, projections
 from .reading import Reading
-from .states import alone
-from .trajectory import Scale, Trajectory
+from .states import Closure, alone
+from .trajectory import BodyScale, Trajectory
 
 CALIBRATION_LENGTH = 128
 TOKENS_AT_ONCE = 2048
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The token of the trajectory, to which the portrait's cosines refer."""
+
+    token: int
+    spelled: str | None
+    is_bos: bool
+
+    @property
+    def name(self) -> str:
+        spelled = self.spelled or f"token {self.token}"
+        return f"BOS {spelled}" if self.is_bos else spelled
+
+
 @dataclass(frozen=True, repr=False)
 class Origin:
-    """Everything about position 0 of one model. Its JSON is `record.OriginRecord`; arrays for figures stay in the
-    parts: `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`."""
+    """The analysis of position 0 of one model.
+
+    `as_dict` is its JSON, from which it can be read back (`store.read_origin`) without the arrays for figures:
+    `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`.
+
+    An estimate has value, low, high and n; with one number per depth the first three are arrays. n counts prompts, or
+    tokens in the portrait and in `fingerprint.different`.
+    """
 
     identity: Identity
     inputs: InputFacts
     length: int
     prompts: int
     seed: int
-    reference_is_bos: bool
+    reference: Reference
     calibration: Calibration
     closure: Closure
     trajectory: Trajectory
@@ -60,28 +80,27 @@ class Origin:
     position_probe: PositionProbe | None
 
     def __repr__(self) -> str:
-        token, readers = (
-            self.trajectory.spelled or self.trajectory.token,
-            sum(int(x.sum()) for x in self.reading.readers),
-        )
-        facts = f"{self.prompts} prompts of {self.length} tokens, {len(self.portrait.tokens)} first tokens"
-        line = f"{self.identity.name}: {facts}; reference {token!r}; {readers} sink-reading heads"
-        return f"Origin({visible(line)})"
+        token, readers = self.reference.spelled or self.reference.token, len(self.reading.heads)
+        facts = f"{self.prompts} prompts of {self.length} tokens, {self.portrait.n} first tokens"
+        return f"Origin({visible(f'{self.model}: {facts}; reference {token!r}; {readers} sink-reading heads')})"
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.identity.name
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak origin --json` (docs/json.md)."""
-        token, spelled = self.trajectory.token, self.trajectory.spelled
-        found: dict[str, Any] = plain(
+        """Return the JSON object of `posleak origin --json` (docs/json.md)."""
+        document: dict[str, Any] = plain(
             {
-                "model": self.identity.name, "identity": self.identity, "inputs": self.inputs, "length": self.length,
-                "prompts": self.prompts, "tokens": len(self.portrait.tokens), "seed": self.seed, "level": LEVEL,
-                "reference": {"token": token, "spelled": spelled, "is_bos": self.reference_is_bos},
-                "calibration": self.calibration, "closure": self.closure, "trajectory": self.trajectory,
-                "portrait": self.portrait, "reading": self.reading, "fingerprint": self.fingerprint,
-                "position_probe": self.position_probe,
+                "model": self.model, "identity": self.identity, "inputs": self.inputs, "length": self.length,
+                "prompts": self.prompts, "tokens": self.portrait.n, "seed": self.seed, "level": LEVEL,
+                "reference": self.reference, "calibration": self.calibration, "closure": self.closure,
+                "trajectory": self.trajectory, "portrait": self.portrait, "reading": self.reading,
+                "fingerprint": self.fingerprint, "position_probe": self.position_probe,
             }
         )  # fmt: skip
-        return found
+        return document
 
 
 @checked
@@ -98,51 +117,49 @@ def origin(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Origin:
-    """Position 0 of a subject: what stands there, what becomes of it, who reads it, and what that tells later tokens.
+    """Analyse position 0 of a model: its states by depth, the heads that read it, and what they write.
 
     The reference token of trajectory and portrait is the BOS; with `bos="none"` it is the first of the drawn tokens.
-    What cannot fit into memory is refused before the first forward pass.
+    An analysis that does not fit into memory is rejected before the first forward pass.
 
-    subject     a Subject, a model of transformers, or what `load` takes
-    length      tokens per prompt, for what needs a context
-    prompts     how many prompts of random tokens
-    tokens      how many first tokens the portrait shows
-    seed        of the tokens
-    bos         position 0, as in `measure`
-    batch       prompts at once (0: about 2048 tokens, fewer where `max_memory` asks for it)
-    probe       read position off the states, too: half of the time
-    max_memory  what the process may hold, as in `measure`
-    progress    called with what is done now, in words
+    subject     a Subject, a transformers model, or anything that `load` accepts
+    length      tokens per prompt
+    prompts     number of prompts of random tokens
+    tokens      number of first tokens in the portrait
+    seed        random seed for the prompts and the first tokens
+    bos         token at position 0, as in `measure`
+    batch       prompts per forward pass (0: about 2048 tokens, fewer if `max_memory` requires it)
+    probe       also run the position probe, which takes about half of the time
+    max_memory  memory limit of the process, as in `measure`
+    progress    callback that receives a status line
+
+    Example: `posleak.origin("smollm2-135m").reading.readers`
     """
     plan = default_plan(length)
     _check(prompts, tokens, batch)
-    who, say = identified(subject_of(subject)), progress or (lambda part: None)
+    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
     long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
     at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
     if long is not None:
         warn(long)
     texts = prepare(who, "random", bos=bos, length=length, seed=seed)
     with exclusive(who.model):
-        found = _origin(who, texts, plan, prompts, tokens, at_once, probe, say)
+        result = _origin(who, texts, plan, prompts, tokens, at_once, probe, on_status)
         if (note := changed(who)) is not None:
             warn(note)
-    return found
+    return result
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
     """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
-
-    def planned(at_once: int) -> MemoryPlan:
-        return origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once)
-
-    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = at_once if batch else fitting(subject, at_once, planned, limit)
-    require_room(
-        subject, planned(at_once), limit, what="the look at position 0",
-        of=f"{many(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
-        remedy=f"use {'a smaller --batch, ' if at_once > 1 else ''}a shorter --length, fewer --prompts or --tokens",
+    work = Work(
+        "the look at position 0",
+        lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
+        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        "a shorter --length, fewer --prompts or --tokens", batched=True,
     )  # fmt: skip
-    return at_once
+    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    return work.fit(subject, at_once, limit, fixed=bool(batch))
 
 
 def _origin(
@@ -162,36 +179,37 @@ def _origin(
     progress("calibration")
     start = torch.from_numpy(texts.batch([0]))[:, :CALIBRATION_LENGTH].to(subject.device)
     calibration = calibrate(subject.model, start).require(subject.identity.name)
-    found = projections(subject.model, start[:, :16])
+    outputs = projections(subject.model, start[:, :16])
     progress(f"portrait: {len(others)} first tokens")
     single = alone(subject.model, torch.from_numpy(np.concatenate([[reference], others])))
-    context = read_context(subject, texts, plan, found, others, prompts, at_once, progress)
+    context = read_context(subject, texts, plan, outputs, others, prompts, at_once, progress)
     progress("portrait and fingerprint")
-    scale, reading = Scale.of(context.body), Reading.of(context.reading, plan, found, Jackknife(prompts))
+    body = BodyScale.of(context.body)
+    reading = Reading.from_batches(context.reading, plan, outputs, Jackknife(prompts))
+    spelled, is_bos = texts.vocabulary.spell(reference), texts.first.id is not None
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
         identity=subject.identity, inputs=texts.describe(), length=length, prompts=prompts, seed=seed,
-        reference_is_bos=texts.first.id is not None, calibration=calibration, closure=context.closure,
-        trajectory=Trajectory.of(single.states[0], scale, reference, texts.vocabulary.spell(reference)),
-        portrait=Portrait.of(single, scale),
-        reading=reading,
-        fingerprint=fingerprint(found, reading.readers, context.same, few, context.carried, context.changed),
-        position_probe=_probe(subject, context, found, reading, seed, progress) if probe else None,
+        reference=Reference(reference, spelled, is_bos), calibration=calibration, closure=context.closure,
+        trajectory=Trajectory.of(single.states[0], body, reference, spelled),
+        portrait=Portrait.of(single, body), reading=reading,
+        fingerprint=fingerprint(outputs, reading.is_reader, context.same, few, context.carried, context.changed),
+        position_probe=_probe(subject, context, outputs, reading, seed, progress) if probe else None,
     )  # fmt: skip
 
 
 def _probe(
     subject: Subject,
     context: Context,
-    found: Sequence[Projection],
+    outputs: Sequence[Projection],
     reading: Reading,
     seed: int,
     progress: Callable[[str], None],
 ) -> PositionProbe:
-    """Directions are those of the prompts' first tokens: one with a BOS, else their mean."""
+    """Run the position probe; the removed directions are those of the BOS, or of the mean v_0 of the prompts."""
     means = [values.mean(0, keepdim=True) for values in context.values]
     depths, width = len(context.body), context.body[0].shape[-1]
-    directions = [_directions(*of, width) for of in zip(found, reading.readers, means, strict=True)]
+    directions = [_directions(*of, width) for of in zip(outputs, reading.is_reader, means, strict=True)]
     return position_probe(
         context.body, context.positions, written_basis(directions, reading.layers, depths, width), seed=seed,
         device=subject.device if subject.device.type == "cuda" else None,
@@ -202,7 +220,7 @@ def _probe(
 def _directions(
     projection: Projection, readers: Bool[np.ndarray, "H"], values: Float[Tensor, "1 K Ev"], width: int
 ) -> Float[Tensor, "k {width}"]:
-    """W_h v_0 of the sink-reading heads of one call; none where W_O is not known."""
+    """Return W_h v_0 of the sink-reading heads of one call; no row if W_O is not known."""
     heads = np.flatnonzero(readers).tolist()
     if projection.space == "value" or not heads:
         return torch.zeros(0, width)
@@ -210,9 +228,8 @@ def _directions(
 
 
 def _check(prompts: int, tokens: int, batch: int) -> None:
-    """Refuse numbers that cannot be meant, or that are too few for what is done with them."""
-    require_between(
-        "prompts", prompts, 3, why="the position probe trains, chooses its ridge and is judged on different prompts"
-    )
-    require_between("tokens", tokens, 2, why="cosines among first tokens need pairs of them")
+    """Reject out-of-range values."""
+    why = "the position probe needs separate prompts for training, for choosing the ridge and for evaluation"
+    require_between("prompts", prompts, 3, why=why)
+    require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
     require_between("batch", batch, 0)

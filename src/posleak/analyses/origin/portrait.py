@@ -1,13 +1,13 @@
-"""The portrait: what the model makes of every token that stands first. Does the map pull them all to one direction?
+"""The portrait: the states of many first tokens. Do the layers map all of them to one direction?
 
-One-token sequences, so thousands are cheap. By depth, over the tokens of a seeded draw from the ordinary vocabulary:
-norms, the cosine to the reference token (the BOS), the mean cosine among them, whether the same channels are massive,
-and a flat picture (the first two principal components of the directions).
+One-token sequences are cheap, so thousands can be compared. By depth, over a seeded draw from the ordinary
+vocabulary: norms, cosines to the reference token (the BOS) and among the tokens, agreement of the largest channels,
+and a two-dimensional picture (the first two principal components of the directions).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,14 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from posleak.arrays import Array
 from posleak.inputs import Vocabulary
 from posleak.inputs.randomness import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
-from .cosines import joined_cosines, pair_cosine, resultant
-from .states import Alone, unit
-from .trajectory import TOP, Scale, is_massive
+from .directions import joined_cosines, pair_cosine, resultant, unit
+from .states import Alone
+from .trajectory import TOP, BodyScale, is_massive
 
 QUANTILES = (0.05, 0.5, 0.95)
 
@@ -29,87 +30,83 @@ QUANTILES = (0.05, 0.5, 0.95)
 def ordinary_tokens(
     vocabulary: Vocabulary, count: int, seed: int, without: int | None = None
 ) -> Int64[np.ndarray, "n"]:
-    """The first n = `count` different ids of an endless draw; all ordinary ids if there are not more.
+    """Return the first n = `count` different ids of an endless random draw, or all ordinary ids if there are fewer.
 
-    The draw is inputs' own (`stream.draw`), under an index that no prompt has. A longer list starts with the shorter.
+    The draw is `inputs.randomness.draw` with an index that no prompt has. A longer list starts with the shorter one.
     """
     allowed = vocabulary.allowed
     allowed = allowed[allowed != without] if without is not None else allowed
-    wanted, asked = min(count, len(allowed)), count
+    wanted, draws = min(count, len(allowed)), count
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     while True:
-        drawn = allowed[draw(seed, SEED_LIMIT - 1, asked, len(allowed))]
+        drawn = allowed[draw(seed, SEED_LIMIT - 1, draws, len(allowed))]
         _, first = np.unique(drawn, return_index=True)
         if len(first) >= wanted:
             return np.asarray(drawn[np.sort(first)[:wanted]], dtype=np.int64)
-        asked *= 2
+        draws *= 2
 
 
 @dataclass(frozen=True)
 class Portrait:
-    """n tokens at depths 0 … L.
+    """n first tokens at depths 0 … L.
 
-    norm, cosine     5%, 50% and 95% quantiles over tokens of ‖x‖, and of the cosine to the reference token
+    norm, cosine     [3, J]  QUANTILES over tokens of ‖x‖, and of the cosine to the reference token
     to_reference     [J]  mean cosine to the reference token
-    among            [J]  mean cosine over pairs of tokens;  resultant: ‖mean direction‖
-    top, top_share   the channel that is the largest for most tokens, and for which share of them
-    massive_share    share of tokens with a massive channel
-    overlap          mean overlap |A ∩ B| / TOP of the TOP largest channels with those of the reference token
-    picture          directions on their first two principal components, the reference token first
-    explained        share of the directions' variance on each
+    among            [J]  mean cosine over pairs of tokens
+    resultant        [J]  ‖mean direction‖
+    top, top_share   [J]  the channel that is largest for most tokens, and the share of tokens for which it is
+    massive_share    [J]  share of tokens with a massive channel
+    overlap          [J]  mean overlap |A ∩ B| / TOP of the TOP largest channels with those of the reference token
+    explained        [J, 2]  share of the directions' variance on the first two principal components
+    picture          [n + 1, J, 2]  directions on these components, the reference token first; not part of the JSON
     """
 
-    tokens: Int64[np.ndarray, "n"]
+    n: int
     reference: int
-    norm: Float64[np.ndarray, "quantiles=3 J"]
-    cosine: Float64[np.ndarray, "quantiles=3 J"]
+    quantiles: tuple[float, ...]
+    norm: Array
+    cosine: Array
     to_reference: Estimate
     among: Estimate
-    resultant: Float64[np.ndarray, "J"]
-    top: Int64[np.ndarray, "J"]
-    top_share: Float64[np.ndarray, "J"]
-    massive_share: Float64[np.ndarray, "J"]
-    overlap: Float64[np.ndarray, "J"]
-    picture: Float64[np.ndarray, "n+1 J 2"]
-    explained: Float64[np.ndarray, "J 2"]
+    resultant: Array
+    top: tuple[int, ...]
+    top_share: Array
+    massive_share: Array
+    overlap: Array
+    explained: Array
+    tokens: tuple[int, ...] = ()
+    picture: Array = field(default_factory=lambda: np.empty(0))
 
     @classmethod
-    def of(cls, single: Alone, scale: Scale) -> Portrait:
-        """The first of the one-token sequences is the reference token; the others are the sample."""
+    def of(cls, single: Alone, body: BodyScale) -> Portrait:
+        """Describe one-token sequences; the first is the reference token, the others are the sample."""
         depths = [single.states[:, d] for d in range(single.states.shape[1])]
         jackknife = Jackknife(len(single.tokens) - 1)
-        u = map(unit, depths)  # one depth at a time: all of them are several times the states
-        found = [(x[1:] @ x[0], pair_cosine(x[1:], jackknife), resultant(x[1:]), picture(x)) for x in u]
-        cosines, each, resultants, pictures = zip(*found, strict=True)
+        u = map(unit, depths)  # one depth at a time: in float64 all of them take several times the memory of the states
+        columns = [(x[1:] @ x[0], pair_cosine(x[1:], jackknife), resultant(x[1:]), picture(x)) for x in u]
+        cosines, pairs, resultants, pictures = zip(*columns, strict=True)
         cosine = torch.stack(cosines, dim=1).numpy()  # [n, J]
-        among, _ = joined_cosines(each, jackknife)
-        channels = [_channels(x, float(entry)) for x, entry in zip(depths, scale.entry, strict=True)]
-        top, top_share, massive, overlap = (np.array(column) for column in zip(*channels, strict=True))
+        among, _ = joined_cosines(pairs, jackknife)
+        channels = [_channels(x, float(entry)) for x, entry in zip(depths, body.median_entry, strict=True)]
+        top, top_share, massive, overlap = zip(*channels, strict=True)
         norms = torch.stack([x[1:].double().norm(dim=-1) for x in depths], dim=1).numpy()
         return cls(
-            tokens=single.tokens[1:].numpy(),
-            reference=int(single.tokens[0]),
-            norm=np.quantile(norms, QUANTILES, axis=0),
-            cosine=np.quantile(cosine, QUANTILES, axis=0),
-            to_reference=jackknife.mean(cosine).estimate,
-            among=among,
-            resultant=np.array(resultants),
-            top=top, top_share=top_share, massive_share=massive, overlap=overlap,
+            n=len(single.tokens) - 1, reference=int(single.tokens[0]), quantiles=QUANTILES,
+            norm=np.quantile(norms, QUANTILES, axis=0), cosine=np.quantile(cosine, QUANTILES, axis=0),
+            to_reference=jackknife.mean(cosine).estimate, among=among, resultant=np.array(resultants),
+            top=top, top_share=np.array(top_share), massive_share=np.array(massive), overlap=np.array(overlap),
+            explained=np.stack([share for _, share in pictures]), tokens=tuple(single.tokens[1:].tolist()),
             picture=np.stack([flat for flat, _ in pictures], axis=1),
-            explained=np.stack([share for _, share in pictures]),
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Without the picture: `Origin` keeps it as an array."""
-        names = ("norm", "cosine", "to_reference", "among", "resultant", "top", "top_share", "massive_share",
-                 "overlap", "explained")  # fmt: skip
-        found = {name: getattr(self, name) for name in names}
-        return {"n": len(self.tokens), "reference": self.reference, "quantiles": list(QUANTILES), **found}
+        """Return the JSON object, without the tokens and their picture."""
+        return {name: value for name, value in vars(self).items() if name not in ("tokens", "picture")}
 
 
 def _channels(x: Float[Tensor, "tokens W"], entry: float) -> tuple[int, float, float, float]:
-    """Modal largest channel, its share, share of tokens with a massive one, overlap with the reference's largest."""
+    """Return `top`, `top_share`, `massive_share` and `overlap` of one depth (see Portrait)."""
     k = min(TOP, x.shape[-1])
     order = x.abs().topk(k, dim=-1).indices  # [n + 1, k]
     counts = torch.bincount(order[1:, 0])
@@ -120,16 +117,15 @@ def _channels(x: Float[Tensor, "tokens W"], entry: float) -> tuple[int, float, f
 
 
 def picture(u: Float64[Tensor, "n W"]) -> tuple[Float64[np.ndarray, "n 2"], Float64[np.ndarray, "2"]]:
-    """The rows of u on their first two principal components, and the shares of variance there.
+    """Project the rows of u on their first two principal components; return them and their shares of the variance.
 
-    The sign of a component is that of its largest entry, so that the picture does not turn over between machines.
+    The sign of a component is that of its largest entry, so that the picture is not mirrored on another machine.
     """
     centred = u - u.mean(0)
     n, width = centred.shape
     if width <= n:
         values, vectors = torch.linalg.eigh(centred.mT @ centred)
-        axes = vectors[:, -2:].flip(-1)
-        flat = centred @ axes
+        flat = centred @ vectors[:, -2:].flip(-1)
     else:
         values, vectors = torch.linalg.eigh(centred @ centred.mT)
         flat = vectors[:, -2:].flip(-1) * values[-2:].flip(0).clamp(min=0).sqrt()

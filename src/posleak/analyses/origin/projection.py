@@ -1,13 +1,13 @@
-"""W_O of every attention call, found by watching one forward pass: nothing here knows a model by name.
+"""W_O of every attention call, identified by observing one forward pass, without knowledge of model families.
 
-The output projection is the module whose input is what the attention function returned, with the heads laid side by
-side, and which is affine. Its matrix is read by giving it the identity, so that any kind of linear layer serves:
-transposed, quantised, adapted. Where something stands in between (a gate, a norm, a difference of two heads) there is
-no such module, and what a head writes is measured in value space instead.
+The output projection is the affine module whose input is the output of the attention function, with the heads
+concatenated. Its matrix is read by applying it to the identity, which works for any kind of linear layer: transposed,
+quantised, adapted. If there is another operation in between (a gate, a norm, a difference of two heads), there is no
+such module, and what a head writes is measured in value space.
 
-Some families normalise the projection's output before they add it to the stream. If that is a gain per channel times
-one number per token, as RMSNorm is, the gain belongs to the direction that is written:  W_h v ⊙ gain. The number per
-token is common to all heads of the layer and is left out.
+Some families normalise the output of the projection before adding it to the stream. If the norm is a gain per channel
+times one factor per token, as in RMSNorm, the gain is part of the written direction:  W_h v ⊙ gain. The factor per
+token is common to all heads of the layer and is ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from posleak.rounding import AFFINE
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What attention call `call`, a part of layer `layer`, writes. `module` is None where W_O is not known."""
+    """The output projection of attention call `call` in layer `layer`; `module` is None if W_O is not known.
+
+    heads, size   number of heads H and value size Ev
+    name          name of the module
+    gain          gain of the norm after the projection, if there is one
+    """
 
     call: int
     layer: int
@@ -47,9 +52,9 @@ class Projection:
         return "value" if self.module is None else "output"
 
     def weight(self) -> Float32[Tensor, "H Ev W"]:
-        """W_h, so that head h writes Σ_e v_e W_h[e]; the identity in value space, where W = Ev. On the CPU.
+        """Return W_h on the CPU: head h writes Σ_e v_e W_h[e]. In value space W_h is the identity, W = Ev.
 
-        It runs a module of the model: hold the model (`probe.exclusive`) where other threads may use it.
+        This runs a module of the model: hold the model (`models.exclusive`) if other threads may use it.
         """
         if self.module is None:
             return torch.eye(self.size).expand(self.heads, -1, -1)
@@ -59,13 +64,13 @@ class Projection:
 
     @cached_property
     def gram(self) -> Float64[Tensor, "H Ev Ev"]:
-        """W_h W_hᵀ: lengths and angles of what is written, from values alone."""
+        """W_h W_hᵀ, which gives lengths and angles of written vectors from values."""
         weight = self.weight().double()
         return weight @ weight.mT
 
 
 def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} W"], Float32[Tensor, "W"]]:
-    """Matrix and bias of an affine module: what it makes of the identity and of zero."""
+    """Return matrix and bias of an affine module by applying it to the identity and to zero."""
     parameter = next(module.parameters(), torch.empty(0))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
     with torch.inference_mode():
@@ -75,24 +80,29 @@ def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} 
 
 
 @dataclass
-class _Watched:
-    """One attention call: what it returned, and the modules that took that, or what those made of it."""
+class _ObservedCall:
+    """One attention call.
+
+    returned   its output [B, T, H × Ev], heads concatenated;  shape: (H, Ev)
+    takers     modules that took this output, with input and output
+    after      input and output of modules that took the output of a taker
+    """
 
     layer: int
-    returned: Float[Tensor, "B T HEv"]  # H × Ev: the heads side by side
+    returned: Float[Tensor, "B T HEv"]
     shape: tuple[int, int]
     takers: list[tuple[torch.nn.Module, Tensor, Tensor]] = field(default_factory=list)
     after: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
-class _Watch:
-    """Observer of attention calls and forward hook of all modules at once."""
+class _ProjectionFinder:
+    """Observer of attention calls and forward hook of all modules."""
 
-    calls: list[_Watched] = field(default_factory=list)
+    calls: list[_ObservedCall] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.calls.append(_Watched(call.layer, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
+        self.calls.append(_ObservedCall(call.layer, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
 
     def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.calls or not args or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
@@ -106,13 +116,13 @@ class _Watch:
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Equal entries under any split of the leading axes."""
+    """Return whether the entries are equal, however the leading axes are split."""
     return x.numel() == y.numel() and x.shape[-1] == y.shape[-1] and torch.equal(x.reshape(y.shape), y)
 
 
 @contextmanager
-def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
-    hook = this_thread_only(watch.hook)
+def _hooked(model: PreTrainedModel, finder: _ProjectionFinder) -> Iterator[None]:
+    hook = this_thread_only(finder.hook)
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
         yield
@@ -122,16 +132,16 @@ def _hooked(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
 
 
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
-    """One for every attention call of a forward pass; ids may be short."""
-    watch = _Watch()
+    """Return the output projection of every attention call of a forward pass; short prompts are enough."""
+    finder = _ProjectionFinder()
     with exclusive(model):
-        with attach(model, [watch]) as probe, _hooked(model, watch):
+        with attach(model, [finder]) as probe, _hooked(model, finder):
             probe.forward(ids.to(input_device(model)))
         names = {id(module): name for name, module in model.named_modules()}
-        return tuple(_project(index, call, names) for index, call in enumerate(watch.calls))
+        return tuple(_project(index, call, names) for index, call in enumerate(finder.calls))
 
 
-def _project(index: int, call: _Watched, names: dict[int, str]) -> Projection:
+def _project(index: int, call: _ObservedCall, names: dict[int, str]) -> Projection:
     heads, size = call.shape
     for module, x, y in call.takers:
         matrix, bias = affine(module, heads * size)
@@ -142,7 +152,7 @@ def _project(index: int, call: _Watched, names: dict[int, str]) -> Projection:
 
 
 def _gain(after: Sequence[tuple[Tensor, Tensor]]) -> Float32[Tensor, "W"] | None:
-    """gain if what stands after the projection is y_tc = s_t gain_c x_tc; None if nothing does, or nothing such."""
+    """Return the gain if the projection is followed by y_tc = s_t gain_c x_tc, else None."""
     for x, y in after:
         if x.shape != y.shape:
             continue

@@ -1,15 +1,15 @@
-"""Sink-reading heads: who reads position 0, what it writes with it, and how much of that says position.
+"""Sink-reading heads: which heads read position 0, what they write, and how much of it depends on position.
 
-Head h at query i returns o_i = Σ_j a_ij v_j and writes W_h o_i. Its part from position 0 is a_i0 · W_h v_0: a direction
-that the first token fixes (closure), times a coefficient that varies over i.
+Head h at query i returns o_i = Σ_j a_ij v_j and writes W_h o_i. The contribution of position 0 is a_i0 · W_h v_0: a
+direction that depends only on the first token (closure), times a coefficient that varies over i.
 
-    reads       mean of a_r0 over the reference queries > ε = 0.3 (Gu et al.'s threshold)
-    written     a_r0 ‖W_h v_0‖ / ‖W_h o_r‖, mean over the reference queries; above 1 where the rest cancels it
-    spread      √ mean_b Var_i(a_i0): standard deviation over the plan's rows i (they are denser early)
-    positional  the share of that variance that is the same in every prompt: what of it says position, not content
-    along       share of the variance of W_h o_i over i that lies on the line of W_h v_0
+    at_0        mean of a_r0 over the reference queries; a sink-reading head has at_0 > ε = 0.3 (threshold of Gu et al.)
+    written     a_r0 ‖W_h v_0‖ / ‖W_h o_r‖, mean over the reference queries; above 1 where other keys cancel it
+    spread      √ mean_b Var_i(a_i0): standard deviation over the plan's rows i, which are denser early
+    positional  share of that variance that all prompts have in common: it depends on position, not on content
+    along       share of the variance of W_h o_i over i that lies along W_h v_0
 
-Lengths and angles of W_h v come from the Gram matrix of W_h, so that nothing of the stream's width is made.
+Lengths and angles of W_h v are computed from the Gram matrix of W_h, without vectors of the stream's width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from posleak.arrays import Array
-from posleak.leakage import FEWEST, Estimate, Jackknife, combined
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
 from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
@@ -36,7 +36,7 @@ EPSILON = 0.3
 
 @dataclass(frozen=True)
 class LayerReading:
-    """One attention call of a batch: attention to position 0 of the plan's rows; values: v_0."""
+    """One attention call of a batch of prompts: a_i0 at the plan's rows, `written` and `along`, and v_0 (`values`)."""
 
     attention: Float64[Tensor, "B H P"]
     written: Float64[Tensor, "B H"]
@@ -46,7 +46,7 @@ class LayerReading:
 
 @dataclass
 class ReadingObserver:
-    """Looks at the plan's rows of every attention call; one Projection for each call."""
+    """Reads attention to position 0 in every attention call; `projections` has one entry for each call."""
 
     plan: Plan
     projections: Sequence[Projection]
@@ -56,13 +56,13 @@ class ReadingObserver:
         self.layers.append(read(call, out, self.plan, self.projections[call.index].gram))
 
     def collect(self) -> list[LayerReading]:
-        """The layers seen since the last call of this method."""
+        """Return the layers observed since the last call of this method."""
         layers, self.layers = self.layers, []
         return layers
 
 
 def read(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan, gram: Float64[Tensor, "H Ev Ev"]) -> LayerReading:
-    """gram of what the heads write; out: what they return."""
+    """Compute one LayerReading from the Gram matrices W_h W_hᵀ and the outputs o_i of the heads."""
     rows = torch.tensor(plan.rows, device=call.query.device)
     a = attention_to_origin(call, rows)  # [B, H, P]
     v0 = call.value[:, :, 0].double()
@@ -80,7 +80,7 @@ def read(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan, gram: Float64[T
 
 
 def attention_to_origin(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
-    """a_i0 of the queries at `rows`, 0 where position 0 is out of sight."""
+    """Return a_i0 of the queries at `rows`; 0 where position 0 is masked."""
     s = call.logits(rows).masked_fill_(~call.visibility.rows(rows).to(call.query.device), -torch.inf)
     log_z = s.logsumexp(-1)
     if call.s_aux is not None:
@@ -89,80 +89,107 @@ def attention_to_origin(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "
 
 
 @dataclass(frozen=True)
-class Reading:
-    """All heads, [L, H] for L attention calls (NaN where a call has fewer heads); B prompts, P rows of the plan.
+class HeadReading:
+    """One sink-reading head; quantities as defined in this module."""
 
-    attention   a_i0 at the plan's rows;  rows: their positions
-    at_0        mean a_r0 over the reference queries;  written, spread, positional, along: see the module
-    readers     at_0 > epsilon
-    counts      [L]  readers of each call, with those that certainly are and those that may be;  total: of all calls
-    mean        at_0, written, spread, positional and along, each the mean over the readers
-    heads       [L]  heads of each call;  layers [L]: the layer it is part of;  spaces [L]: output | value
-    """
-
-    rows: tuple[int, ...]
-    epsilon: float
-    attention: Float64[np.ndarray, "B L H P"]
+    layer: int
+    call: int
+    head: int
     at_0: Estimate
     written: Estimate
     spread: Estimate
     positional: Estimate
     along: Estimate
-    readers: Bool[np.ndarray, "L H"]
-    counts: Estimate
-    total: Estimate
+
+
+@dataclass(frozen=True)
+class CallReading:
+    """One attention call.
+
+    readers      number of its heads that read position 0, with the interval of `reader_counts`
+    space        `output`, or `value` where W_O is not known
+    projection   name of the module that applies W_O
+    """
+
+    call: int
+    layer: int
+    heads: int
+    readers: Estimate
+    space: str
+    projection: str | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which heads read position 0: B prompts, L attention calls, P rows of the plan.
+
+    space       `output` if W_O is known in every call, `value` if in none, else `mixed`
+    readers     number of sink-reading heads, out of `of`
+    mean        at_0, written, spread, positional and along: means over the sink-reading heads
+    at_0        [L, H]  mean a_r0 over the reference queries; NaN where a call has fewer heads
+    calls       all calls;  heads: the sink-reading heads, at_0 > epsilon
+    attention   [B, L, H, P]  a_i0 at the positions `rows`; neither is part of the JSON
+    """
+
+    epsilon: float
+    space: str
+    readers: Estimate
+    of: int
     mean: dict[str, Estimate]
-    heads: tuple[int, ...]
-    layers: tuple[int, ...]
-    spaces: tuple[str, ...]
-    modules: tuple[str | None, ...]
+    at_0: Array
+    calls: tuple[CallReading, ...]
+    heads: tuple[HeadReading, ...]
+    attention: Array = field(default_factory=lambda: np.empty(0))
+    rows: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, batches: Sequence[Sequence[LayerReading]], plan: Plan, found: Sequence[Projection], jackknife: Jackknife
+    def from_batches(
+        cls,
+        batches: Sequence[Sequence[LayerReading]],
+        plan: Plan,
+        projections: Sequence[Projection],
+        jackknife: Jackknife,
     ) -> Reading:
-        """batches: what a ReadingObserver collected from each batch of prompts."""
+        """Combine the collected layers of each batch of prompts (see ReadingObserver)."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
         late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
         counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
-        means = {"at_0": at_0, "written": written, "along": along}
         spread, positional, varies = _variation(attention, jackknife, readers)
+        samples = {"at_0": at_0, "written": written, "along": along}
+        by_head = {name: jackknife.mean(x).estimate for name, x in samples.items()}
+        by_head |= {"spread": spread, "positional": positional}
+        calls = [CallReading(p.call, p.layer, p.heads, counts[c], p.space, p.name) for c, p in enumerate(projections)]
+        heads = [
+            HeadReading(calls[c].layer, c, h, **{name: estimate[c, h] for name, estimate in by_head.items()})
+            for c, h in np.argwhere(readers).tolist()
+        ]
+        spaces = {call.space for call in calls}
         return cls(
-            rows=plan.rows, epsilon=EPSILON, attention=attention, at_0=jackknife.mean(at_0).estimate,
-            written=jackknife.mean(written).estimate, spread=spread, positional=positional,
-            along=jackknife.mean(along).estimate, readers=readers, counts=counts, total=total,
-            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in means.items()} | varies,
-            heads=tuple(p.heads for p in found), layers=tuple(p.layer for p in found),
-            spaces=tuple(p.space for p in found), modules=tuple(p.name for p in found),
+            epsilon=EPSILON, space=spaces.pop() if len(spaces) == 1 else "mixed", readers=total,
+            of=sum(call.heads for call in calls),
+            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in samples.items()} | varies,
+            at_0=by_head["at_0"].value, calls=tuple(calls), heads=tuple(heads), attention=attention, rows=plan.rows,
         )  # fmt: skip
 
     @property
-    def space(self) -> str:
-        """`output` if W_O is known everywhere, `value` if nowhere, else `mixed`."""
-        return self.spaces[0] if len(set(self.spaces)) == 1 else "mixed"
+    def is_reader(self) -> Bool[np.ndarray, "L H"]:
+        """Whether each head is a sink-reading head."""
+        return np.asarray(self.at_0 > self.epsilon)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer of each call."""
+        return tuple(call.layer for call in self.calls)
 
     def as_dict(self) -> dict[str, Any]:
-        """Heads as records, those that read position 0 only."""
-        names = ("at_0", "written", "spread", "positional", "along")
-        records = [
-            {"layer": self.layers[c], "call": c, "head": h, **{n: getattr(self, n)[c, h] for n in names}}
-            for c, h in np.argwhere(self.readers).tolist()
-        ]
-        calls = [
-            {"call": c, "layer": self.layers[c], "heads": self.heads[c], "readers": self.counts[c],
-             "space": self.spaces[c], "projection": self.modules[c]}
-            for c in range(len(self.heads))
-        ]  # fmt: skip
-        return {
-            "epsilon": self.epsilon, "space": self.space, "readers": self.total, "of": sum(self.heads),
-            "mean": self.mean, "at_0": self.at_0.value, "calls": calls, "heads": records,
-        }  # fmt: skip
+        """Return the JSON object, without attention by row."""
+        return {name: value for name, value in vars(self).items() if name not in ("attention", "rows")}
 
 
 def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.ndarray, "B L H ..."]:
-    """Over all batches; calls with fewer heads are filled up with NaN."""
+    """Concatenate one field over batches; calls with fewer heads are padded with NaN."""
     heads = max(layer.attention.shape[1] for layer in batches[0])
 
     def padded(layer: LayerReading) -> Float64[np.ndarray, "b H ..."]:
@@ -173,35 +200,39 @@ def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.
 
 
 def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
-    """Readers of each call [L], and of all: from heads whose interval lies above ε to those where it reaches ε."""
-    found = jackknife.mean(at_0).estimate
-    unknown = np.nan if found.n < FEWEST else 0.0
-    value, sure, maybe = found.value > EPSILON, found.low > EPSILON, np.isfinite(found.value) & ~(found.high <= EPSILON)
-    low, high = sure.sum(-1) + unknown, maybe.sum(-1) + unknown
-    each = Estimate(value.sum(-1).astype(float), low, high, found.n)
-    total = [np.asarray(x.sum()) for x in (each.value, low, high)]
-    return each, Estimate(total[0], total[1], total[2], found.n)
+    """Count sink-reading heads of each call [L], and of all calls.
+
+    low    heads whose interval lies above ε
+    high   heads whose interval lies above ε or contains it
+    """
+    mean = jackknife.mean(at_0).estimate
+    missing = np.nan if mean.n < MIN_PROMPTS else 0.0
+    low = (mean.low > EPSILON).sum(-1) + missing
+    high = (np.isfinite(mean.value) & ~(mean.high <= EPSILON)).sum(-1) + missing
+    counts = Estimate((mean.value > EPSILON).sum(-1).astype(float), low, high, mean.n)
+    value, lowest, highest = (np.asarray(x.sum()) for x in (counts.value, low, high))
+    return counts, Estimate(value, lowest, highest, mean.n)
 
 
 def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]) -> Cells:
-    """The mean over readers, NaN without any."""
-    chosen: Array = x[..., readers].mean(-1) if readers.any() else np.full(x.shape[:-2], np.nan)
-    return chosen
+    """Return the mean over sink-reading heads; NaN if there are none."""
+    mean: Array = x[..., readers].mean(-1) if readers.any() else np.full(x.shape[:-2], np.nan)
+    return mean
 
 
 def _variation(
     attention: Float64[np.ndarray, "B L H P"], jackknife: Jackknife, readers: Bool[np.ndarray, "L H"]
 ) -> tuple[Estimate, Estimate, dict[str, Estimate]]:
-    """Standard deviation of a_i0 over rows, the share of its variance that all prompts have in common, means of both.
+    """Return `spread` and `positional` of every head, and the means of both over sink-reading heads.
 
-    The common variance never multiplies a prompt with itself: content that differs between prompts adds nothing to it.
+    The common variance is a mean over pairs of different prompts, so that content does not contribute to it.
     """
     centred = attention - attention.mean(-1, keepdims=True)
     variance = jackknife.mean((centred**2).mean(-1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        found = {
+        quantities = {
             "spread": combined(np.sqrt, variance),
             "positional": jackknife.inner(products(centred, centred)) / variance,
         }
-    whole = {name: combined(lambda x: _mean(x, readers), each).estimate for name, each in found.items()}
-    return found["spread"].estimate, found["positional"].estimate, whole
+    means = {name: combined(lambda x: _mean(x, readers), sampled).estimate for name, sampled in quantities.items()}
+    return quantities["spread"].estimate, quantities["positional"].estimate, means

@@ -1,10 +1,17 @@
-"""The residual stream at every depth, of whole prompts and of one-token sequences.
+"""The residual stream at every depth, of whole prompts and of one-token sequences, and law L7 that relates them.
 
-Depth 0 is the embedding, depth d the stream after d layers. transformers returns the last one after the final norm,
-which would make its norm and its directions incomparable with the others; the norm's own input is put in its place.
+Depth 0 is the embedding; depth d is the stream after d layers. transformers returns the last state after the final
+norm, where norms and directions are not comparable with those of other depths. It is replaced by the input of that
+norm.
 
-A model may carry several streams (Gemma 3n, hyper-connections). They stand side by side in one state here. Where the
-last state is one stream that was mixed from them, what was mixed is put in its place: the streams after the last layer.
+A model may carry several streams (Gemma 3n, hyper-connections). They are concatenated into one state. Where the last
+state is a single stream mixed from them, it is replaced by the streams before mixing.
+
+Law L7, closure: position 0 attends only to itself, so its state equals that of the one-token sequence at every depth.
+
+    gap_d = max over prompts of  ‖x_0^d(in context) − x_0^d(alone)‖ / ‖x_0^d(alone)‖
+
+The rest of this package relies on it: results on one-token sequences hold for position 0 of any prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
@@ -23,27 +31,34 @@ from posleak.errors import UnsupportedError
 from posleak.models import input_device
 from posleak.models.hold import this_thread_only
 from posleak.probe import Call, Edit, Observer, Probe, attach, backbone
+from posleak.rounding import CLOSED
+from posleak.typed import Number
 
 ALONE = 256
-"""One-token sequences that are read at once."""
+"""One-token sequences per forward pass."""
 
 
 def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W"], ...]:
-    """x at depths 0 … L, all of them before the final norm, and before several streams are mixed into one.
+    """Return x at depths 0 … L, before the final norm and before several streams are mixed into one.
 
-    The last is narrower where no module of its own mixes them.
+    The last state is narrower if the streams are mixed outside any module.
     """
     with _last_module(backbone(probe.model)) as last:
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
-    before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.undone(hidden), ids)
+    before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.before_norm(hidden), ids)
     mixed = last.mixed if last.mixed is None else _stream(last.mixed, ids)
     if before and mixed is not None and mixed.shape == before[-1].shape != end.shape:
         end = mixed
     return (*before, end)
 
 
+def origin_states(probe: Probe, ids: Int[Tensor, "B T"]) -> list[Float[Tensor, "B _W"]]:
+    """Return the state of position 0 at every depth, without keeping the states of other positions in memory."""
+    return [x[:, 0].clone() for x in states(probe, ids)]
+
+
 def _stream(x: Float[Tensor, "..."], ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T W"]:
-    """A model with several streams at once, before or after the axes of prompts, has them side by side."""
+    """Concatenate several streams, whose axis may precede or follow the axes of prompts and positions."""
     streams_first = x.ndim > 3 and x.shape[1:3] == ids.shape and x.shape[:2] != ids.shape
     return (x.movedim(0, 2) if streams_first else x).flatten(2)
 
@@ -52,15 +67,15 @@ def _stream(x: Float[Tensor, "..."], ids: Int[Tensor, "B T"]) -> Float[Tensor, "
 class _Last:
     """The last modules of a forward pass.
 
-    pair    input and output of the last one that maps a tensor to one of the same shape
-    mixed   input of the last one that makes a smaller tensor of it, for the same prompts and positions
+    pair    input and output of the last module that maps a tensor to one of the same shape
+    mixed   input of the last module whose output is smaller, for the same prompts and positions
     """
 
     pair: tuple[Tensor, Tensor] | None = None
     mixed: Tensor | None = None
 
-    def undone(self, hidden: Sequence[Tensor]) -> Tensor:
-        """The input of the final norm; the last state itself where no norm made it (it is then a layer's output)."""
+    def before_norm(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Return the input of the final norm, or the last state itself if a layer computed it."""
         if self.pair is None:
             return hidden[-1]
         x, y = self.pair
@@ -92,7 +107,7 @@ def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
 
 @dataclass
 class ValueObserver:
-    """Collects v_0 of every attention call; value heads are not repeated."""
+    """Collects v_0 of every attention call, one per key-value head."""
 
     values: list[Float[Tensor, "B _K _Ev"]] = field(default_factory=list)
 
@@ -100,52 +115,104 @@ class ValueObserver:
         self.values.append(call.value[:, :, 0].float().cpu())
 
     def collect(self) -> list[Float[Tensor, "B _K _Ev"]]:
+        """Return the values observed since the last call of this method."""
         values, self.values = self.values, []
         return values
 
 
 @dataclass(frozen=True)
 class Alone:
-    """One-token sequences, which are all that position 0 ever sees.
+    """One-token sequences: by closure, all that position 0 depends on. Tensors are on the CPU.
 
-    states at depths 0 … L; values: v_0 for each attention call, whose K and Ev may differ. On the CPU.
+    states   at depths 0 … L
+    values   v_0 for each attention call, whose K and Ev may differ
     """
 
     tokens: Int[Tensor, "n"]
     states: Float[Tensor, "n J W"]
     values: tuple[Float[Tensor, "n _K _Ev"], ...]
 
-    def rows(self, start: int, stop: int | None = None) -> Alone:
-        at = slice(start, stop)
-        return Alone(self.tokens[at], self.states[at], tuple(v[at] for v in self.values))
-
 
 def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE, edits: Sequence[Edit] = ()) -> Alone:
-    """Every token as a sequence of its own."""
-    look = ValueObserver()
-    observers: list[Observer] = [look]
-    found, values = [], []
+    """Run every token as a sequence of its own."""
+    observer = ValueObserver()
+    observers: list[Observer] = [observer]
+    batches, values = [], []
     with attach(model, observers, edits) as probe:
         for part in tokens.split(batch):
-            x = comparable(states(probe, part[:, None].to(input_device(model))), model)
-            found.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
-            values.append(look.collect())
-    return Alone(tokens.cpu(), torch.cat(found), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
+            x = require_one_width(states(probe, part[:, None].to(input_device(model))), model)
+            batches.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
+            values.append(observer.collect())
+    return Alone(tokens.cpu(), torch.cat(batches), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
 
 
-def comparable(x: tuple[Float[Tensor, "B T _W"], ...], model: PreTrainedModel) -> tuple[Float[Tensor, "B T W"], ...]:
-    """The states themselves, if they have one width: directions of different widths cannot be compared."""
+def require_one_width(
+    x: tuple[Float[Tensor, "B T _W"], ...], model: PreTrainedModel
+) -> tuple[Float[Tensor, "B T W"], ...]:
+    """Return the states, or raise UnsupportedError if their widths differ between depths."""
     if len(widths := {depth.shape[-1] for depth in x}) == 1:
         return x
     raise UnsupportedError(
-        "its states have different widths at different depths, so that directions cannot be followed through them",
+        "the states have different widths at different depths, so their directions cannot be compared",
         where=type(model).__name__, got=f"widths {', '.join(map(str, sorted(widths)))}",
         expected="one width at every depth", remedy="`posleak measure` and `posleak trace` do not need states",
     )  # fmt: skip
 
 
-def unit(x: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """x / ‖x‖ along the last axis; zero stays zero."""
-    x = x.double()
-    norm: Tensor = x.norm(dim=-1, keepdim=True)
-    return x / norm.clamp(min=torch.finfo(torch.float64).tiny)
+@dataclass(frozen=True)
+class Closure:
+    """Relative differences between the state of position 0 in context and alone.
+
+    per_layer    largest over prompts, by depth [J]
+    bound        largest difference that counts as rounding
+    n            prompts
+    per_prompt   largest over depths, by prompt; not part of the JSON
+    """
+
+    per_layer: tuple[Number, ...]
+    bound: float
+    n: int
+    per_prompt: tuple[float, ...] = ()
+
+    @property
+    def worst(self) -> float:
+        return float(np.max(self.per_layer))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every gap is within the bound; NaN is not."""
+        return all(gap <= self.bound for gap in self.per_layer)
+
+    @classmethod
+    def of(
+        cls, within: Sequence[Float[Tensor, "B _W"]], alone: Sequence[Float[Tensor, "B _W"]], dtype: torch.dtype
+    ) -> Closure:
+        """Compare states of position 0 in context (`within`) and alone, at every depth."""
+        gaps = torch.stack([_gaps(x, x0) for x, x0 in zip(within, alone, strict=True)])  # [J, B]
+        per_prompt = tuple(gaps.amax(0).tolist())
+        return cls(tuple(gaps.amax(1).tolist()), CLOSED.of(dtype), len(per_prompt), per_prompt)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON object; an infinite gap is null."""
+        return {"worst": self.worst, "bound": self.bound, "ok": self.ok, "per_layer": self.per_layer, "n": self.n}
+
+
+def closure(model: PreTrainedModel, ids: Int[Tensor, "B T"], *, batch: int = 8, edits: Sequence[Edit] = ()) -> Closure:
+    """Check law L7 on prompts; edits that let position 0 see other keys break it."""
+    within, single = list[list[Tensor]](), list[list[Tensor]]()
+    with attach(model, edits=edits) as probe:
+        for part in ids.to(input_device(model)).split(batch):
+            within.append(origin_states(probe, part))
+            single.append(origin_states(probe, part[:, :1]))
+    return Closure.of(_joined(within), _joined(single), model.dtype)
+
+
+def _joined(batches: list[list[Float[Tensor, "_b _W"]]]) -> list[Float[Tensor, "B _W"]]:
+    return [torch.cat(depth) for depth in zip(*batches, strict=True)]
+
+
+def _gaps(x: Float[Tensor, "B W"], x0: Float[Tensor, "B W"]) -> Float64[Tensor, "B"]:
+    """Return ‖x − x0‖ / ‖x0‖ for each row; NaN counts as infinite."""
+    x, x0 = x.double().cpu(), x0.double().cpu()
+    gaps: Tensor = (x - x0).norm(dim=-1) / x0.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+    return gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)

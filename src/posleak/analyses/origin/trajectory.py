@@ -1,29 +1,28 @@
-"""The trajectory: x_0 at every depth, from the one-token sequence alone.
+"""The trajectory: x_0 of the one-token sequence at every depth.
 
-    massive    |x| > 100 and ≥ 1000 × the median |x| of the layer's states (Sun et al. 2024)
+    massive    |x| > 100 and ≥ 1000 × the median |x| of body states at this depth (Sun et al. 2024)
     middle     the direction of x_0 at the middle depth, J/2 of J depths
-    settles    the first depth from which on, up to the middle, cos(x_0, middle) > 0.99 without a break
-    leaves     the last depth up to which it stays so after the middle
-    jump       the depth where the norm grows by the largest factor over the depth before
+    settles    the first depth of the unbroken run up to the middle with cos(x_0, middle) > 0.99
+    leaves     the last depth of the unbroken run after the middle with cos(x_0, middle) > 0.99
+    jump       the depth at which the norm grows by the largest factor over the previous depth
 
-Scales are those of body states (positions ≥ 1 of random prompts), so that a large x_0 is large beside something.
+Scales are those of body states (positions ≥ 1 of random prompts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from posleak.arrays import Array
 from posleak.errors import UnsupportedError
 
-from .cosines import mean_cosine
-from .states import unit
+from .directions import mean_cosine, unit
 
 ABSOLUTE, RELATIVE = 100.0, 1000.0
 SETTLED = 0.99
@@ -31,18 +30,22 @@ TOP = 4
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Body states by depth, n of them: median |x| over positions and channels, median ‖x‖ over positions, and the
-    mean cosine over pairs of them, which is far from 0 in most models."""
+class BodyScale:
+    """Scales of n body states, by depth [J].
 
-    entry: Float64[np.ndarray, "J"]
-    norm: Float64[np.ndarray, "J"]
-    alike: Float64[np.ndarray, "J"]
+    median_entry   median |x| over positions and channels
+    median_norm    median ‖x‖ over positions
+    alike          mean cosine over pairs of states, which is far from 0 in most models
+    """
+
+    median_entry: Array
+    median_norm: Array
+    alike: Array
     n: int
 
     @classmethod
-    def of(cls, body: Sequence[Float[Tensor, "... _W"]]) -> Scale:
-        """body: states at every depth."""
+    def of(cls, body: Sequence[Float[Tensor, "... _W"]]) -> BodyScale:
+        """Compute the scales of body states at every depth."""
         flat = [x.flatten(0, -2).float() for x in body]
         entry = np.array([float(x.abs().flatten().median()) for x in flat])
         norm = np.array([float(x.norm(dim=-1).median()) for x in flat])
@@ -61,65 +64,60 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """x_0 of `token` at depths 0 … L.
+    """x_0 of `token` at depths 0 … L; arrays have one entry per depth [J].
 
-    norm, relative   ‖x_0‖, and the same over the median norm of body states
-    step, final      cosine to the depth before (NaN at 0), and to the last depth
-    middle           cosine to the middle depth
-    dimensions       for each depth the massive channels, or the TOP largest where the rule finds none
+    settles, leaves, jump   depths, as defined in this module
+    norm, relative          ‖x_0‖, and ‖x_0‖ / median norm of body states
+    step, final, middle     cosine to the previous depth (NaN at depth 0), to the last and to the middle depth
+    dimensions              for each depth the massive channels, or the TOP largest if none is massive
     """
 
     token: int
     spelled: str | None
-    norm: Float64[np.ndarray, "J"]
-    relative: Float64[np.ndarray, "J"]
-    step: Float64[np.ndarray, "J"]
-    final: Float64[np.ndarray, "J"]
-    middle: Float64[np.ndarray, "J"]
-    dimensions: tuple[tuple[Dimension, ...], ...]
     settles: int
     leaves: int
     jump: int
-    scale: Scale
+    norm: Array
+    relative: Array
+    step: Array
+    final: Array
+    middle: Array
+    dimensions: tuple[tuple[Dimension, ...], ...]
+    body: BodyScale
 
     @classmethod
-    def of(cls, x: Float[Tensor, "J W"], scale: Scale, token: int, spelled: str | None) -> Trajectory:
-        """x: the one-token sequence."""
+    def of(cls, x: Float[Tensor, "J W"], body: BodyScale, token: int, spelled: str | None) -> Trajectory:
+        """Describe the states x of the one-token sequence."""
         u, norm = unit(x), x.double().norm(dim=-1).numpy()
         _require_direction(norm, token)
         middle = (u @ u[len(u) // 2]).numpy()
         settles, leaves = settled(middle)
-        step = np.concatenate([[np.nan], (u[1:] * u[:-1]).sum(-1).numpy()])
         return cls(
-            token, spelled, norm, _ratio(norm, scale.norm, np.nan), step, (u @ u[-1]).numpy(), middle,
-            tuple(dimensions(depth, float(entry)) for depth, entry in zip(x, scale.entry, strict=True)),
-            settles, leaves, 1 + int(np.argmax(_ratio(norm[1:], norm[:-1], 0.0))), scale,
+            token=token, spelled=spelled, settles=settles, leaves=leaves,
+            jump=1 + int(np.argmax(_ratio(norm[1:], norm[:-1], 0.0))),
+            norm=norm, relative=_ratio(norm, body.median_norm, np.nan),
+            step=np.concatenate([[np.nan], (u[1:] * u[:-1]).sum(-1).numpy()]),
+            final=(u @ u[-1]).numpy(), middle=middle,
+            dimensions=tuple(dimensions(*depth) for depth in zip(x, body.median_entry.tolist(), strict=True)),
+            body=body,
         )  # fmt: skip
 
     @property
     def massive(self) -> tuple[int, ...]:
-        """How many massive channels there are at each depth."""
+        """The number of massive channels at each depth."""
         return tuple(sum(dimension.massive for dimension in depth) for depth in self.dimensions)
-
-    def as_dict(self) -> dict[str, Any]:
-        scale = self.scale
-        return {
-            "token": self.token, "spelled": self.spelled, "settles": self.settles, "leaves": self.leaves,
-            "jump": self.jump, "norm": self.norm, "relative": self.relative, "step": self.step, "final": self.final,
-            "middle": self.middle, "dimensions": self.dimensions,
-            "body": {"median_entry": scale.entry, "median_norm": scale.norm, "alike": scale.alike, "n": scale.n},
-        }  # fmt: skip
 
 
 def _require_direction(norm: Float64[np.ndarray, "J"], token: int) -> None:
-    """Refuse a model whose state at position 0 is zero where its direction is asked for: at the middle depth."""
+    """Raise UnsupportedError if x_0 is zero at the middle depth, where its direction is needed."""
     if norm[len(norm) // 2] > 0:
         return
     zero = ", ".join(map(str, np.flatnonzero(norm == 0)))
     raise UnsupportedError(
-        "the state at position 0 is zero, so that it has no direction that could be followed", where="position 0",
-        got=f"token {token}: x_0 = 0 at depth {zero} of 0 to {len(norm) - 1}", expected="a state other than zero",
-        remedy="check the weights, of embeddings and norms first; `posleak measure` and `posleak trace` need no states",
+        "the state at position 0 is zero, so it has no direction", where="position 0",
+        got=f"token {token}: x_0 = 0 at depth {zero} of 0 to {len(norm) - 1}", expected="a nonzero state",
+        remedy="check the weights, those of embeddings and norms first; `posleak measure` and `posleak trace` do not "
+        "need states",
     )  # fmt: skip
 
 
@@ -129,7 +127,7 @@ def _ratio(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], undefined: 
 
 
 def settled(cosine: Float64[np.ndarray, "J"]) -> tuple[int, int]:
-    """First and last depth of the unbroken run above SETTLED that holds the middle depth, whose own cosine is 1."""
+    """Return the first and last depth of the unbroken run above SETTLED around the middle depth (cosine 1)."""
     middle = len(cosine) // 2
     outside = np.flatnonzero(~(cosine > SETTLED))
     before, after = outside[outside < middle], outside[outside > middle]
@@ -138,16 +136,16 @@ def settled(cosine: Float64[np.ndarray, "J"]) -> tuple[int, int]:
 
 
 def is_massive(x: Float[Tensor, "*shape"], entry: float) -> Bool[Tensor, "*shape"]:
-    """Sun et al.'s rule, with the layer's median |x|."""
+    """Apply the rule of Sun et al. with the median |x| of the depth."""
     return (x.abs() > ABSOLUTE) & (x.abs() >= RELATIVE * entry)
 
 
 def dimensions(x: Float[Tensor, "W"], entry: float) -> tuple[Dimension, ...]:
-    """The massive channels of one state, largest first, or its TOP largest where none is massive."""
+    """Return the massive channels of one state, largest first, or its TOP largest if none is massive."""
     massive = is_massive(x, entry)
     count = int(massive.sum()) or min(TOP, len(x))
-    whole = float(x.double().square().sum()) or 1.0
+    squared_norm = float(x.double().square().sum()) or 1.0
     order = torch.argsort(x.abs(), descending=True, stable=True)[:count]
     return tuple(
-        Dimension(int(at), float(x[at]), float(x[at].double() ** 2) / whole, bool(massive[at])) for at in order
+        Dimension(int(at), float(x[at]), float(x[at].double() ** 2) / squared_norm, bool(massive[at])) for at in order
     )

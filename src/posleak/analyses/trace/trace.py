@@ -27,7 +27,7 @@ from posleak.axes import LEFT, PARTS, SCALING
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.summary import Products, Shares
+from posleak.leakage.summary import Decomposition, Products
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
@@ -146,19 +146,23 @@ class Trace:
         return Products.by_queries(self.components, SOURCES)
 
     @cached_property
-    def layers(self) -> dict[str, Shares]:
+    def layers(self) -> dict[str, Decomposition]:
         """Powers and shares by layer [L], means over heads; of early and of all queries."""
-        return {queries: Shares.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()}
+        return {
+            queries: Decomposition.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()
+        }
 
     @cached_property
-    def heads(self) -> dict[str, Shares]:
+    def heads(self) -> dict[str, Decomposition]:
         """The same by layer and head [L, H]."""
-        return {queries: Shares.of(found, self._prompts) for queries, found in self.products.items()}
+        return {queries: Decomposition.of(found, self._prompts) for queries, found in self.products.items()}
 
     @cached_property
-    def model(self) -> dict[str, Shares]:
+    def model(self) -> dict[str, Decomposition]:
         """The same of the whole model."""
-        return {queries: Shares.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()}
+        return {
+            queries: Decomposition.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()
+        }
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
@@ -208,7 +212,7 @@ class Trace:
         powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
         shares = {name: share[layer] for name, share in numbers.share.items()}
         return {
-            "layer": self.ordinary.summary.numbers[layer], "call": layer,
+            "layer": self.ordinary.summary.layer_ids[layer], "call": layer,
             **{name: power.value for name, power in powers.items()},
             "share": {name: share.value for name, share in shares.items()},
             "ci": {name: [power.low, power.high] for name, power in powers.items()}
@@ -216,7 +220,7 @@ class Trace:
         }  # fmt: skip
 
 
-def _numbers(numbers: Shares) -> dict[str, Any]:
+def _numbers(numbers: Decomposition) -> dict[str, Any]:
     return {"power": numbers.power | {LEFT: numbers.power["origin"]}, "share": numbers.share}
 
 

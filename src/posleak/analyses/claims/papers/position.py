@@ -15,20 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.finding import Finding, Kept, Side
+from posleak.analyses.claims.finding import Detail, Finding, Kept, Side
 from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.bench import SHIFT
 from posleak.analyses.doctor.explicit import RECURRENT, first_entrance
-from posleak.analyses.origin.closure import closure
+from posleak.analyses.doctor.passes import SHIFT
 from posleak.analyses.origin.reading import reader_counts
-from posleak.analyses.origin.states import states
+from posleak.analyses.origin.states import closure, states
 from posleak.analyses.trace.trace import BORROWED
 from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
-from posleak.leakage.trend import depth_slope, slope
+from posleak.leakage.across import depth_slope, slope
 from posleak.models import exclusive
 from posleak.papers import POSITION
 from posleak.probe import attach, default_plan, relative_difference
@@ -82,7 +81,7 @@ def leakage_exists(lab: Lab) -> Finding:
 def mask_in_every_layer(lab: Lab) -> Finding:
     powers = lab.layers("mask").estimate
     least = int(np.argmin(powers.low))
-    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.numbers[least], "layers": powers})
+    return Finding.of(powers[least], "nats²", details={"layer": lab.run().summary.layer_ids[least], "layers": powers})
 
 
 @claim(
@@ -208,11 +207,11 @@ def sink_heads(lab: Lab) -> Finding:
 )  # fmt: skip
 def sink_writes(lab: Lab) -> Finding:
     reading = lab.origin.reading
-    if not reading.readers.any():
+    if not reading.heads:
         return Finding.not_applicable("no head reads position 0 with more than 0.3 of its attention")
-    written, chosen = reading.written, reading.readers
-    value, low, high = (np.asarray(np.nanmean(x[chosen])) for x in (written.value, written.low, written.high))
-    share = Estimate(value, low, high, written.n)
+    written = [head.written for head in reading.heads]
+    value, low, high = (np.asarray(np.nanmean([getattr(x, end) for x in written])) for end in ("value", "low", "high"))
+    share = Estimate(value, low, high, written[0].n)
     return Finding.of(share, "share of norm", no_effect=1 / lab.spec.length, details={"space": reading.space})
 
 
@@ -288,12 +287,12 @@ SAME = 1e-5
     "largest 1 − cosine of W_O v_0 between prompts with the same first token, per sink-reading head",
 )  # fmt: skip
 def fingerprint_fixed(lab: Lab) -> Finding:
-    same = lab.origin.fingerprint.same
-    if not len(same):
+    heads = lab.origin.fingerprint.heads
+    if not heads:
         return Finding.not_applicable("no sink-reading head")
     if lab.tokens.first.id is None:
         return Finding.not_applicable("no BOS: first tokens differ between prompts")
-    return Finding.of(lab.mean(same), "1 − cosine", no_effect=SAME, side=Side.BELOW)
+    return Finding.of(lab.mean(np.array([head.same for head in heads])), "1 − cosine", no_effect=SAME, side=Side.BELOW)
 
 
 @claim(
@@ -302,10 +301,11 @@ def fingerprint_fixed(lab: Lab) -> Finding:
     "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads, interval over tokens",
 )  # fmt: skip
 def fingerprint_varies(lab: Lab) -> Finding:
-    found = lab.origin.fingerprint
-    if not len(found.heads):
+    fingerprint = lab.origin.fingerprint
+    if not fingerprint.heads:
         return Finding.not_applicable("no sink-reading head")
-    return Finding.of(1 - found.overall, "1 − cosine", no_effect=SAME, details={"carried": found.carried})
+    details: dict[str, Detail] = {"carried": fingerprint.carried}
+    return Finding.of(1 - fingerprint.different, "1 − cosine", no_effect=SAME, details=details)
 
 
 @claim(
@@ -396,7 +396,7 @@ def standard_between(lab: Lab) -> Finding:
 catalogue.untestable(
     15, "balance", "Each architecture has its balance",
     "Both components appear in every architecture, in a balance that is its own.",
-    "one model has one balance: `posleak study architectures` sets several models side by side. That both components "
+    "one model has one balance: `posleak sweep architectures` sets several models side by side. That both components "
     "appear in this model is tested by claims 3 and 4",
     paper=POSITION,
 )  # fmt: skip

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.closure import Closure
-from posleak.analyses.origin.states import states
+from posleak.analyses.origin.states import Closure, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
 from posleak.models import input_device
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, takes_positions
@@ -57,7 +56,7 @@ class ZeroObserver(LeakageObserver):
 
 
 @dataclass
-class Sizes:
+class VisibleCounts:
     """What L4 predicts for every layer, from counting the keys that each query sees:
 
     mean over r of log((|V(r)| + A) / (|V(i)| + A)), where A = e^{s_aux}, 0 without one.
@@ -74,19 +73,19 @@ class Sizes:
         self.expected.append((log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device))
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """Ends a forward pass of which the rest is not needed."""
 
 
-class Ending:
+class StopAtFirstCall:
     """Ends a pass at its first attention call, when the observers before it have looked."""
 
     def observe(self, call: Call, out: Tensor) -> None:
-        raise Enough
+        raise StopForward
 
 
 @dataclass(frozen=True)
-class Look:
+class JointPass:
     """One pass: the parts of every layer, and the states behind the last one, without the padding."""
 
     parts: list[Parts]
@@ -94,7 +93,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SeparatePasses:
     """The few prompts, each in a pass of its own.
 
     parts      by prompt and layer;  attention: log a_i(δ) of the first prompt, by layer
@@ -112,7 +111,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Bench:
+class SharedPasses:
     """A model, its plan, random prompts ids [B, T], one token repeated without BOS.
 
     batch: prompts that go through the model at once (0: all);  room: how many positions the model has, None: any number
@@ -144,20 +143,20 @@ class Bench:
         given = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
         return tokens, {"padding": keep, **given}
 
-    def look(self, ids: Ids, padding: int = 0) -> Look:
+    def look(self, ids: Ids, padding: int = 0) -> JointPass:
         """The parts of every layer; `padding` tokens are put before the prompts and masked away."""
         tokens, given = self.tokens(ids, padding)
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         with attach(self.model, [observer]) as probe:
             states = probe.forward(tokens, **given)[0]
-        return Look(observer.collect(), states[:, padding:])
+        return JointPass(observer.collect(), states[:, padding:])
 
     @cached_property
-    def together(self) -> Look:
+    def together(self) -> JointPass:
         return self.look(self.few)
 
     @cached_property
-    def padded(self) -> Look:
+    def padded(self) -> JointPass:
         return self.look(self.few, PADDING)
 
     @cached_property
@@ -169,14 +168,14 @@ class Bench:
     def _first(self, ids: Ids) -> Parts:
         tokens, given = self.tokens(ids)
         look = LeakageObserver(self.plan, placements=self.placements)
-        with attach(self.model, [look, Ending()]) as probe, suppress(Enough):
+        with attach(self.model, [look, StopAtFirstCall()]) as probe, suppress(StopForward):
             probe.forward(tokens, **given)
         return look.collect()[0]
 
     @cached_property
-    def alone(self) -> Alone:
+    def alone(self) -> SeparatePasses:
         plan, places = self.plan, self.placements
-        attention, zero, sizes = AttentionObserver(plan), ZeroObserver(plan), Sizes(plan)
+        attention, zero, sizes = AttentionObserver(plan), ZeroObserver(plan), VisibleCounts(plan)
         rows = ((plan.queries[1], 50.0), (plan.references[0], -50.0))
         gauges = [GaugeObserver(plan, placements=places, row=row, by=by) for row, by in rows if not self.learned_sinks]
         parts, within = list[list[Parts]](), list[list[Tensor]]()
@@ -188,13 +187,14 @@ class Bench:
             more = []  # these look at the first prompt only
         single = self._origin(self.few[:, :1])
         closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
-        return Alone(parts, attention.layers, closure, zero.layers, sizes.expected, [look.layers for look in gauges])
+        return SeparatePasses(
+            parts, attention.layers, closure, zero.layers, sizes.expected, [look.layers for look in gauges]
+        )
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """The state of position 0 at every depth, while observers look."""
         with attach(self.model, observers) as probe:
-            found = states(probe, torch.from_numpy(ids).to(input_device(self.model)))
-        return [x[:, 0].clone() for x in found]  # or it would keep all of x
+            return origin_states(probe, torch.from_numpy(ids).to(input_device(self.model)))
 
     @cached_property
     def placements(self) -> list[Placement]:
