@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[Written, str]] = {
     "scaled by head": (lambda q, k, v: (q @ k.mT * torch.rand(H, 1, 1) + MASK).softmax(-1) @ v, "'mul'"),
     "clipped": (lambda q, k, v: ((q @ k.mT).clamp(-1, 1) + MASK).softmax(-1) @ v, "'clamp'.* products"),
     "two products": (lambda q, k, v: (q @ k.mT + k @ q.mT + MASK).softmax(-1) @ v, "'add of two products'"),
-    "gated weights": (lambda q, k, v: ((q @ k.mT + MASK).softmax(-1) * torch.rand(H, 1, 1)) @ v, "'mul'.* attention weights"),
+    "gated weights": (lambda q, k, v: ((q @ k.mT + MASK).softmax(-1) * torch.rand(H, 1, 1)) @ v, "'mul'.* weights"),
     "dropout": (lambda q, k, v: F.dropout((q @ k.mT + MASK).softmax(-1), 0.5, training=True) @ v, r"model\.eval\(\)"),
     "along queries": (lambda q, k, v: (q @ k.mT + MASK).softmax(-2) @ v, "softmax.* queries"),
     "no product": (lambda q, k, v: torch.rand(B, H, T, T).softmax(-1) @ v, "softmax.* one product"),
