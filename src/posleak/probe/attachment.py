@@ -143,7 +143,7 @@ class Probe:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
-            with torch.no_grad():  # not inference mode, see native.by_itself
+            with torch.no_grad():  # not inference mode, see native.unmodified
                 return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager

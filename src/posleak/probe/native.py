@@ -42,12 +42,12 @@ def native(
 ) -> Any:
     """Run the backbone of the model on ids, without the language-model head, with exclusive use of the model."""
     mask = torch.ones_like(ids) if padding is None else padding
-    with by_itself(model):
+    with unmodified(model):
         return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
 
 @contextmanager
-def by_itself(model: PreTrainedModel) -> Iterator[None]:
+def unmodified(model: PreTrainedModel) -> Iterator[None]:
     """Use the unmodified model exclusively; every pass depends only on its own positions.
 
     Inference mode is not used: tensors that a module creates in its first pass and keeps, such as packed weights, could
