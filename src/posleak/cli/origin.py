@@ -1,52 +1,50 @@
-"""`posleak origin`: position 0 of a model, as a page for people or JSON for machines."""
+"""`posleak origin`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .app import emit, out, spoken_warnings, working
+import posleak
+from posleak.defaults import BATCH, BOS, ORIGIN_PROMPTS, ORIGIN_TOKENS, SEED, TRACED
+
+from .app import present, spoken_warnings, working
+from .failures import FAILED, SUCCESS
 from .options import Bos, Json, Length, MaxMemory, Seed
-from .subject import Load, model_command
+from .subject import ModelRequest, model_command
 
 
 @model_command("origin")
 def origin_command(
-    load: Load,
-    length: Length = 256,
-    prompts: Annotated[int, typer.Option(min=3, help="Prompts of random tokens; 3 or more.")] = 8,
-    tokens: Annotated[int, typer.Option(min=2, help="How many first tokens are compared in the portrait.")] = 1024,
-    bos: Bos = "auto",
-    batch: Annotated[int, typer.Option(help="Prompts at once; 0 chooses about 2048 tokens.")] = 0,
-    seed: Seed = 0,
+    model: ModelRequest,
+    length: Length = TRACED,
+    prompts: Annotated[
+        int, typer.Option(min=3, help="Number of prompts of random tokens; at least 3.")
+    ] = ORIGIN_PROMPTS,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Number of first tokens compared in the portrait.")
+    ] = ORIGIN_TOKENS,
+    bos: Bos = BOS,
+    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = BATCH,
+    seed: Seed = SEED,
     max_memory: MaxMemory = None,
     as_json: Json = False,
 ) -> None:
-    """Position 0: is it closed, how does its state change with depth, who reads it, what does that tell later tokens?
+    """Analyse position 0: its state by depth, the heads that read it, and what they write.
 
-    Closed means that its state does not depend on later tokens. Exit status 1 if it is not closed.
+    The exit status is 1 if position 0 is not closed, that is, if its state depends on later tokens.
 
     Example: `posleak origin smollm2-135m --tokens 4096`
     """
-    from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
+    from posleak.runs.spec import require_between
 
-    MeasureSpec("random", bos, length, prompts, seed, batch)
+    spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos, "batch": batch}
     require_between("tokens", tokens, 2)
-    parse_bytes(max_memory)
-    subject = load()
-    from posleak.analyses.origin.origin import origin
+    subject = model.load(max_memory=max_memory, **spec)
+    with spoken_warnings(), working("position 0") as status:
+        origin = posleak.origin(subject, **spec, tokens=tokens, max_memory=max_memory, progress=status)
+    from posleak.reports.terminal.origin import origin_tables
 
-    from .origin_tables import origin_page
-
-    with spoken_warnings(), working("position 0") as update:
-        found = origin(
-            subject, length=length, prompts=prompts, tokens=tokens, seed=seed, bos=bos, batch=batch,
-            max_memory=max_memory, progress=update,
-        )  # fmt: skip
-    if as_json:
-        emit(found.as_dict())
-    else:
-        for item in origin_page(found):
-            out.print(item)
-    raise typer.Exit(0 if found.closure.ok else 1)
+    present(origin, origin_tables, as_json)
+    raise typer.Exit(SUCCESS if origin.closure.ok else FAILED)

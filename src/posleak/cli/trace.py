@@ -1,28 +1,34 @@
-"""`posleak trace`: where position comes from."""
+"""`posleak trace`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .app import RUNS, emit, out, spoken_warnings, working
+import posleak
+from posleak.defaults import BOS, DEFAULT_ORIGIN, INPUTS, PROMPTS, RUNS, SEED, TRACED
+
+from .app import present, spoken_warnings, working
 from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
 from .profile import TimeProfile
-from .subject import Load, model_command
+from .subject import ModelRequest, model_command
 
 
 @model_command("trace")
 def trace_command(
-    load: Load,
-    inputs: Inputs = "random",
-    bos: Bos = "auto",
-    length: Length = 256,
-    prompts: Annotated[int, typer.Option(help="Prompts; both passes read the same ones.")] = 16,
-    seed: Seed = 0,
-    origin: OriginWidth = 4,
+    model: ModelRequest,
+    inputs: Inputs = INPUTS,
+    bos: Bos = BOS,
+    length: Length = TRACED,
+    prompts: Annotated[int, typer.Option(help="Number of prompts. Both passes use the same prompts.")] = PROMPTS,
+    seed: Seed = SEED,
+    origin: OriginWidth = DEFAULT_ORIGIN,
     by_layer: Annotated[
-        bool, typer.Option("--by-layer", help="Lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each.")
+        bool,
+        typer.Option(
+            "--by-layer", help="Also lend the context up to layer K only, for K = 0, 1, 2, 4, …: one more pass each."
+        ),
     ] = False,
     metrics: Metrics = "none",
     folder: RunFolder = None,
@@ -31,33 +37,24 @@ def trace_command(
     profile: Profiled = False,
     as_json: Json = False,
 ) -> None:
-    """Where position comes from: here (a layer's own mask), earlier (masks of earlier layers), origin (position 0).
+    """Trace where position comes from: a layer's own mask (here), masks of earlier layers (earlier), position 0 (origin).
+
+    A second pass reads each prompt after a borrowed context, so that position cannot be inferred from the number of
+    visible keys.
 
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
-    """
+    """  # fmt: skip
+    spec: dict[str, Any] = {
+        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
+        "metrics": metrics,
+    }  # fmt: skip
     with TimeProfile(profile) as spent:
-        from posleak.inputs import require_source
-        from posleak.runs.spec import MeasureSpec, parse_bytes
+        subject = model.load(max_memory=max_memory, **spec)
+        with spent.measuring(subject), spoken_warnings(), working("trace") as status:
+            trace = posleak.trace(
+                subject, **spec, by_layer=by_layer, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
+                progress=status,
+            )  # fmt: skip
+    from posleak.reports.terminal.trace import trace_tables
 
-        spec = MeasureSpec(inputs, bos, length, prompts, seed, origin=origin, metrics=(metrics,))
-        require_source(inputs)
-        parse_bytes(max_memory)
-        subject = load()
-        from posleak.analyses.trace.trace import traced
-        from posleak.runs.conditions import Conditions
-
-        with spent.measuring(subject), spoken_warnings(), working("trace") as update:
-            conditions = Conditions(subject, spec, folder, fresh, max_memory, update)
-            conditions.folder = folder or RUNS / conditions.baseline.folder_name
-            found = traced(conditions, by_layer=by_layer)
-    cost = spent.as_dict(found.borrowed.record.memory.total)
-    if as_json:
-        emit(found.as_dict() | ({} if cost is None else {"profile": cost}))
-        return
-    from .tables import profile_table
-    from .trace_tables import trace_tables
-
-    for item in trace_tables(found):
-        out.print(item)
-    if cost is not None:
-        out.print(profile_table(cost))
+    present(trace, trace_tables, as_json, spent.as_dict(trace.borrowed.record.memory.total))

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import MIN_LENGTH
+from posleak.defaults import DEFAULT_ORIGIN as DEFAULT_ORIGIN
 from posleak.errors import InputError
-
-DEFAULT_ORIGIN = 4
-"""How many first tokens are the origin unless one says otherwise: as many as StreamingLLM keeps."""
 
 MAX_LENGTH, MAX_DENSITY = 2**24, 64
 """Above these no prompt of any model and no plan of any use can be meant."""

@@ -89,9 +89,11 @@ def measure(
     loss: bool = False,
     observers: Observer | Iterable[Observer] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: OnPrompts | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Run:
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
@@ -114,10 +116,12 @@ def measure(
     observers   your own: `observe(call, out)` is called for every attention call of every batch, in order, after edits
     out         a folder for the run: an unfinished one there is resumed, a finished one of the same measurement is read
                 back. Without `out` the run stays in memory (`run.save` writes it)
-    fresh       measure again what is in `out`
+    root        parent of the folder if `out` is not given: the run goes to root/MODEL-DIGEST
+    fresh       measure again what is in the folder
     max_memory  what the process may hold, the loaded model included ("8GB", or bytes): batches are chosen to stay
                 within it, or the measurement is refused before it starts
-    progress    called with (prompts done, prompts in all)
+    progress    callback that receives (prompts done, prompts in all)
+    on_progress callback that receives a Progress at every layer
     """
     watching = own_observers(observers)
     found = resolve_request(
@@ -127,7 +131,15 @@ def measure(
     if out is not None:
         _require_idle(Path(out), fresh)
     ready = PreparedRun.of(found.subject, found.spec, found.given, max_memory, observers=watching)
-    return ready.run_with_warnings(None if out is None else Path(out), fresh=fresh, progress=progress or _silent)
+    folder = chosen_folder(out, root, lambda: ready.folder_name)
+    return ready.run_with_warnings(folder, fresh=fresh, progress=progress or _silent, on_progress=on_progress)
+
+
+def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
+    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
+    if out is not None:
+        return Path(out)
+    return None if root is None else Path(root) / name()
 
 
 def _require_idle(folder: Path, fresh: bool) -> None:

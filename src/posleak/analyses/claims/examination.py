@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.origin.store import read_origin, write_origin
+from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -30,8 +31,6 @@ from posleak.typed import plain
 from .catalogue import Claim, ClaimResult, registry
 from .finding import ENOUGH, Finding
 from .lab import CLAIMS_FILE, Lab
-
-LENGTH, PROMPTS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ def claims(
     seed: int = 0,
     bos: str | int = "auto",
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -105,16 +105,18 @@ def claims(
     seed        of the tokens
     bos         position 0, as in `measure`
     out         a folder: findings that it has are kept, and each new one is written at once
-    fresh       test again what is in `out`
+    root        parent of the folder if `out` is not given, as in `measure`
+    fresh       test again what is in the folder
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
     named_papers(paper)
     found = resolve_request(
-        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos
+        subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos
     )
-    folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given), paper)
+    lab = Lab(found.subject, found.spec, None, fresh, max_memory, progress or (lambda line: None), found.given)
+    lab.choose_folder(out, root)
+    return examined(lab, paper)
 
 
 def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:

@@ -24,6 +24,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
+from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
@@ -37,7 +38,6 @@ from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
-from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
 from posleak.signatures import checked
@@ -248,6 +248,7 @@ def trace(
     by_layer: bool = False,
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -264,7 +265,8 @@ def trace(
     by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
     metrics     what others measure, in the ordinary pass, as in `measure`: `trace.ordinary.metrics`
     out         a folder: the ordinary run, and the others below it; what is there already is not measured again
-    fresh       measure again what is in `out`
+    root        parent of the folder if `out` is not given, as in `measure`
+    fresh       measure again what is in the folder
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
@@ -272,10 +274,10 @@ def trace(
         subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip
-    folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    return traced(
-        Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
-    )  # fmt: skip
+    status = progress or (lambda line: None)
+    conditions = Conditions(found.subject, found.spec, None, fresh, max_memory, status, found.given)
+    conditions.choose_folder(out, root)
+    return traced(conditions, by_layer=by_layer)
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
