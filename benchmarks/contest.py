@@ -16,7 +16,7 @@ from posleak.errors import CheckError, InputError, did_you_mean
 from posleak.inputs import prepare
 from posleak.models import Identity, Subject, available_bytes
 from posleak.probe import default_plan
-from posleak.runs.memory import MemoryPlan, many, memory_plan, require_room
+from posleak.runs.memory import MemoryPlan, describe_prompts, memory_plan, require_room
 from posleak.runs.software import versions
 from posleak.runs.spec import MeasureSpec, parse_bytes
 from posleak.typed import plain
@@ -124,7 +124,7 @@ def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, l
         try:
             require_room(
                 subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
-                of=f"{many(batch, length)}, beside the others", remedy="use a shorter --length",
+                of=f"{describe_prompts(batch, length)}, beside the others", remedy="use a shorter --length",
             )  # fmt: skip
         except InputError as error:
             if case.name == FORWARD:

@@ -114,7 +114,7 @@ def _take_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _read(descriptor: int, press: bytes, when: bytes, patience: float = 60.0) -> bytes:
+def _read(descriptor: int, press: bytes, when: bytes, patience: float = 600.0) -> bytes:
     """Everything that is written to the terminal until it is closed."""
     shown, ends = b"", time.monotonic() + patience
     while time.monotonic() < ends:

@@ -6,7 +6,6 @@ from . import origin as _origin  # noqa: F401  isort: skip
 from . import claims as _claims  # noqa: F401  isort: skip
 from . import advise as _advise  # noqa: F401  isort: skip
 from . import doctor as _doctor  # noqa: F401  isort: skip
-from . import study as _study  # noqa: F401  isort: skip
 from . import sweep as _sweep  # noqa: F401  isort: skip
 from . import report as _report  # noqa: F401  isort: skip
 from . import models as _models  # noqa: F401  isort: skip

@@ -68,6 +68,7 @@ def require_valid(max_memory: str | None, **spec: Any) -> None:
     from posleak.runs.spec import MeasureSpec, parse_bytes
 
     made = MeasureSpec(**{name: value for name, value in spec.items() if value is not None})
+    made.require_effect()
     require_source(made.inputs)
     parse_bytes(max_memory)
 

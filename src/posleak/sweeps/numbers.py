@@ -23,13 +23,13 @@ from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.contrast import QUERIES, PowerKey, model_products
 from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
-from posleak.leakage.power import pairs
+from posleak.leakage.power import prompt_pairs
 from posleak.leakage.summary import Decomposition
 from posleak.runs.balance import Balance
 from posleak.runs.loss import UNIT
 from posleak.runs.run import Run
 
-from .state import NUMBERS
+from .state import NUMBERS_FILE
 
 PRODUCTS = "products.npz"
 ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
@@ -56,7 +56,7 @@ class Measured:
     def write(self, folder: Path) -> None:
         """Both files, into the cell's folder."""
         table = pa.Table.from_pylist(list(self.rows()), schema=SCHEMA)
-        write_atomically(folder / NUMBERS, lambda path: pq.write_table(table, path, compression="zstd"))
+        write_atomically(folder / NUMBERS_FILE, lambda path: pq.write_table(table, path, compression="zstd"))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self.products())
         write_atomically(folder / PRODUCTS, lambda path: path.write_bytes(buffer.getvalue()))
@@ -100,7 +100,7 @@ class Measured:
 def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Array]:
     """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
     arrays, found = read_npz(io.BytesIO(content), path, ANEW), dict[PowerKey, Array]()
-    expected = (prompts + len(pairs(prompts)[0]),)
+    expected = (prompts + len(prompt_pairs(prompts)[0]),)
     with translate_read_errors(path, ANEW):
         for name, sums in arrays.items():
             queries, _, component = name.partition("/")

@@ -27,7 +27,7 @@ from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
-from posleak.leakage.trend import depth_slope, slope
+from posleak.leakage.across import depth_slope, slope
 from posleak.models import exclusive
 from posleak.papers import POSITION
 from posleak.probe import attach, default_plan, relative_difference
@@ -396,7 +396,7 @@ def standard_between(lab: Lab) -> Finding:
 catalogue.untestable(
     15, "balance", "Each architecture has its balance",
     "Both components appear in every architecture, in a balance that is its own.",
-    "one model has one balance: `posleak study architectures` sets several models side by side. That both components "
+    "one model has one balance: `posleak sweep architectures` sets several models side by side. That both components "
     "appear in this model is tested by claims 3 and 4",
     paper=POSITION,
 )  # fmt: skip
