@@ -51,8 +51,8 @@ def bench_command(
     subject = model.load()
     with spoken_warnings(), working("bench") as update:
         found = bench(
-            subject, reload={"model": model.name, "loading": model.options}, lengths=lengths, names=case or (), repeats=repeats,
-            peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
+            subject, reload={"model": model.name, "loading": model.options}, lengths=lengths, names=case or (),
+            repeats=repeats, peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
         )  # fmt: skip
     if as_json:
         emit(found.as_dict())

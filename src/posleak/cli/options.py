@@ -28,7 +28,7 @@ Inputs = Annotated[
 Bos = Annotated[
     str,
     typer.Option(
-        help="Token at position 0: auto (BOS of the config, if any), tokenizer (as the tokenizer does), none, or a token."
+        help="Token at position 0: auto (BOS of the config, if any), tokenizer (what it prepends), none, or a token."
     ),
 ]
 Length = Annotated[int, typer.Option(help="Tokens per prompt, including position 0.")]
@@ -44,9 +44,7 @@ Loss = Annotated[bool, typer.Option("--loss", help="Also compute the next-token 
 
 RunFolder = Annotated[
     Path | None,
-    typer.Option(
-        "--out", parser=named_path, metavar="<path>", help="Folder of the results. Default: runs/MODEL-DIGEST."
-    ),
+    typer.Option("--out", parser=named_path, metavar="<path>", help="Run folder. Default: runs/MODEL-DIGEST."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Discard results in the folder and measure again.")]
 MaxMemory = Annotated[

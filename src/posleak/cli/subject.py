@@ -36,7 +36,7 @@ LOADING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "allow_pickle": (bool, typer.Option("--allow-pickle", help="Allow weights stored as pickle files.")),
     "verify": (
         bool,
-        typer.Option("--verify", help="Hash all files of the model again instead of using cached hashes."),
+        typer.Option("--verify", help="Hash all model files again; ignore cached hashes."),
     ),
 }
 """Options of `posleak.load`, by the names of its parameters."""
@@ -74,7 +74,7 @@ def require_valid(max_memory: str | None, **spec: Any) -> None:
 
 
 def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. Its parameter `model` becomes a ModelRequest of the argument MODEL and the loading options."""
+    """Register a command whose parameter `model` is a ModelRequest, made of the argument MODEL and loading options."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)

@@ -23,8 +23,9 @@ COLUMNS = (
 )  # fmt: skip
 LEGEND = """\
 ‖x_0‖: norm before each layer; alike: mean cosine there among first tokens; body: the same among ordinary positions
-readers: heads with mean a_r0 > {epsilon}, with interval; at 0: mean a_r0; writes: norm of a_r0 W_O v_0 over the norm of \
-the output; spread: standard deviation of a_i0 over i; along: share of the variance of the output over i along W_O v_0
+readers: heads with mean a_r0 > {epsilon}, with interval; the next four are means over them
+at 0: a_r0; writes: norm of a_r0 W_O v_0 over the norm of the output; spread: standard deviation of a_i0 over i; \
+along: share of the variance of the output over i in the direction of W_O v_0
 moved: relative change of states in the last quarter under another first token
 error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same after removing the \
 directions that sink-reading heads have written"""
@@ -127,14 +128,12 @@ def _position(origin: Origin) -> Text:
     text.append(f" (chance {probe.chance:.1f})", style="dim")
     if math.isnan(probe.overall.value):
         return text
-    text.append(
-        f"\nwithout the directions written by sink-reading heads: {formatted(probe.overall, '+.2f')} tokens more than"
-    )
-    return text.append(" without as many random directions, mean over depths")
+    text.append(f"\n{formatted(probe.overall, '+.2f')} tokens without the directions written by sink-reading heads,")
+    return text.append(" compared with as many random directions, mean over depths")
 
 
 def _depths_table(origin: Origin) -> FittedTable:
-    """Return one row per layer: the state that it reads, its heads, and the probe on that state. The last has no heads."""
+    """Return one row per layer: the state that it reads, its heads, and the probe on that state."""
     rows = table(COLUMNS, right=COLUMNS, gap=1)
     depths = len(origin.trajectory.norm)
     probe, marks = origin.position_probe, origin.fingerprint
