@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from posleak.edits import parse_edits
@@ -15,7 +15,7 @@ from posleak.probe import Edit, Observer
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 
-from .prepared import OnPrompts, PreparedRun
+from .prepared import OnPrompts, PreparedRun, chosen_folder
 from .progress import OnProgress
 from .record import is_finished
 from .request import resolve_request
@@ -86,13 +86,6 @@ def measure(
     folder = chosen_folder(out, root, lambda: prepared.folder_name)
     on_prompts = progress or (lambda done, of: None)
     return prepared.run_with_warnings(folder, fresh=fresh, progress=on_prompts, on_progress=on_progress)
-
-
-def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
-    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
-    if out is not None:
-        return Path(out)
-    return None if root is None else Path(root) / name()
 
 
 def _require_idle(folder: Path, fresh: bool) -> None:
