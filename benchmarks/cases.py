@@ -30,8 +30,9 @@ from posleak.probe import Plan, Visibility, backbone
 from posleak.probe.native import native
 from posleak.runs.loop import observed_chunks, placements_of
 from posleak.runs.measure import PreparedRun, calibrated
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
-from posleak.sweeps.state import State, look
+from posleak.sweeps.state import State, status_of
 from posleak.sweeps.storage import Storage
 from posleak.sweeps.work import Worker
 
@@ -156,14 +157,16 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
     spec = memory.run_spec(ids.shape[1])
-    cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
+    cell = Cell(subject.identity.name, MeasureSpec(length=spec.length, prompts=spec.prompts))
 
     def run(ids: Ids) -> None:
         with tempfile.TemporaryDirectory(prefix="posleak-") as place:
             storage = Storage(place)
-            outcome = Worker.having(storage, cell, subject).run(cell)
+            worker = Worker()
+            worker.hold(cell, subject)
+            outcome = worker.run(storage, cell)
             assert outcome.state is State.finished, outcome.why
-            assert look(storage, cell).state is State.finished
+            assert status_of(storage, cell).state is State.finished
 
     return run
 

@@ -18,7 +18,8 @@ import torch
 from posleak import __version__
 from posleak.analyses.doctor.check import Check
 from posleak.cli import main
-from posleak.cli.app import app, spoken_warnings
+from posleak.cli.app import spoken_warnings
+from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
@@ -26,7 +27,7 @@ from posleak.text import visible
 from support.families import tiny
 
 COMMANDS = [str(command.name) for command in app.registered_commands if not command.hidden]
-RUNNING = ("measure", "trace", "claims", "advise", "origin", "doctor", "study")
+RUNNING = ("measure", "trace", "claims", "advise", "origin", "doctor")
 """Commands that run a model."""
 
 SMALL = ("--length", "48", "--prompts", "4")
@@ -105,19 +106,20 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments: list[str]) -> 
 
 
 WRONG = [
-    *([command, "--length", "5"] for command in ("measure", "trace", "claims", "origin", "doctor", "study")),
-    *([command, "--prompts", "0"] for command in ("measure", "trace", "claims", "origin", "doctor", "study")),
+    *([command, "--length", "5"] for command in ("measure", "trace", "claims", "origin", "doctor")),
+    *([command, "--prompts", "0"] for command in ("measure", "trace", "claims", "origin", "doctor")),
     *(["measure", "--edit", edit] for edit in ("nothing", "window=x", "sink=cut@x", "mask=off", "dtype=int8")),
     *(["measure", "--inputs", inputs] for inputs in ("nothing", "constant:x", "text:", "text:not-there.txt")),
     *(["measure", f"--{name}", "-1"] for name in ("origin", "density", "batch", "seed")),
-    *([command, "--max-memory", "x"] for command in ("measure", "trace", "claims", "origin", "doctor", "study")),
+    *([command, "--max-memory", "x"] for command in ("measure", "trace", "claims", "origin", "doctor")),
+    *(["sweep", "architectures", *wrong] for wrong in (("--length", "5"), ("--prompts", "0"), ("--max-memory", "x"))),
     ["measure", "--edit", "window=8", "--edit", "window=9"],
     ["measure", "--dtype", "float3"],
     ["measure", "./not-there"],
     ["measure", "--metrics", "nothing"],
     ["trace", "--metrics", "sinks,nothing"],
     ["measure", "--metrics", "all", "--edit", "context=borrowed"],
-    ["study", "nothing"],
+    ["sweep", "nothing"],
     ["claims", "--paper", "nothing"],
     ["origin", "--tokens", "1"],
 ]
@@ -268,8 +270,12 @@ def test_a_wrong_model_name_gets_the_nearest(posleak: Posleak) -> None:
         (("bench", "--batch", "1000000000"), "too large"),
         (("bench", "--length", "31"), "at least 32 tokens"),
         (("bench", "--seed", "-1"), "seed is too small"),
-        (("study", "--length", "31"), "at least 32 tokens"),
-        (("study", "--prompts", "0"), "prompts is too small"),
+        (("sweep", "knobs", "--length", "31"), "at least 32 tokens"),
+        (("sweep", "knobs", "--prompts", "0"), "prompts is too small"),
+        (("sweep", "knobs", "--length", str(10**12)), "length is too large"),
+        (("sweep", "knobs", "--max-memory", "8 apples"), "not an amount of memory"),
+        (("sweep", "architecture"), "did you mean 'architectures'"),
+        (("sweep", "dtypes", "--model", "a", "--model", "b"), "fewer models"),
         *(((command, "--max-memory", "8 apples"), "not an amount of memory") for command in RUNNING),
         (("measure", "--lenght", "64"), "--lenght"),
         (("mesure",), "mesure"),
@@ -290,7 +296,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("posleak.models.load", load)
-    monkeypatch.setattr("posleak.sweeps.studies.run.load", load)
+    monkeypatch.setattr("posleak.sweeps.local.Local.run", load)
 
 
 @pytest.mark.parametrize("command", RUNNING)
@@ -316,7 +322,7 @@ def test_numbers_are_checked_by_the_library_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        *((command, "--out") for command in ("measure", "trace", "claims", "advise", "study", "report")),
+        *((command, "--out") for command in ("measure", "trace", "claims", "advise", "sweep", "report")),
         ("report", "--assets"),
     ],
 )
@@ -325,7 +331,7 @@ def test_an_empty_path_is_not_the_current_folder(
     posleak: Posleak, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, option: str, empty: str
 ) -> None:
     forbid_loading(monkeypatch)
-    said = posleak(command, *(["run"] if command == "report" else []), option, empty)
+    said = posleak(command, *(["run"] if command in ("report", "sweep") else []), option, empty)
     assert said.status == 2
     assert f"Invalid value for '{option}'" in said.err
     assert "it is empty" in said.err
@@ -334,7 +340,7 @@ def test_an_empty_path_is_not_the_current_folder(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("report", ""), ("compare", "a", ""), *((name, "") for name in RUNNING[:-1]), ("study", "--model", "")],
+    [("report", ""), ("compare", "a", ""), *((name, "") for name in RUNNING), ("sweep", "knobs", "--model", "")],
 )
 def test_an_empty_name_of_a_run_or_model_is_refused(
     posleak: Posleak, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
@@ -368,7 +374,7 @@ def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyP
     [
         ("origin", "posleak.analyses.origin.origin.origin"),
         ("doctor", "posleak.analyses.doctor.doctor.doctor"),
-        ("study", "posleak.sweeps.studies.run.run_study"),
+        ("sweep knobs", "posleak.sweeps.sweep.sweep"),
     ],
 )
 def test_a_limit_of_memory_reaches_the_library(
@@ -382,8 +388,8 @@ def test_a_limit_of_memory_reaches_the_library(
 
     monkeypatch.setattr("posleak.models.load", lambda *_, **__: None)
     monkeypatch.setattr(function, work)
-    posleak(command, "--max-memory", "8GB")
-    posleak(command)
+    posleak(*command.split(), "--max-memory", "8GB")
+    posleak(*command.split())
     assert asked == ["8GB", None]
 
 
@@ -484,8 +490,8 @@ def one_line(text: str) -> str:
 def test_a_bos_outside_the_vocabulary(posleak: Posleak, models: Path) -> None:
     said = posleak("measure", models / "strange", *SMALL)
     assert said.status == 2
-    assert "the BOS that the config names is outside the model's vocabulary" in said.err
-    assert "remedy: use --bos none, or name a token of the vocabulary" in said.err
+    assert "outside the model's vocabulary" in said.err
+    assert "remedy: use --bos none" in said.err
     said = posleak("doctor", models / "strange", "--length", "48")
     assert said.status == 0
     note = "note: the config names BOS 50256, and the vocabulary has 101 tokens: position 0 holds an ordinary token"
@@ -525,7 +531,7 @@ def test_models_lists_names_and_what_is_cached(posleak: Posleak) -> None:
         (("measure", "--edit", "bos=[red]x"), "bos=zero|mean|noise[:SEED]|token:ID"),
         (("measure", "--edit", "sink=[red]x"), "sink=cut|freeze[@LAYERS.HEADS]"),
         (("measure", "./[bold]x[/bold]"), "./[bold]x[/bold]: no such file or folder"),
-        (("study", "[bold]x"), "got: [bold]x"),
+        (("sweep", "[bold]x"), "[bold]x: "),
         (("[bold]x",), "No such command '[bold]x'"),
     ],
 )
@@ -550,8 +556,6 @@ def test_a_bound_that_is_said_is_one_that_holds(posleak: Posleak, arguments: tup
 
 @pytest.mark.parametrize(("command", "place"), [("bench", "benchmarks"), ("zoo", "-m zoo"), ("study", "posleak sweep")])
 def test_a_command_that_moved_names_its_new_place(posleak: Posleak, command: str, place: str) -> None:
-    if command == "study":
-        pytest.skip("until the named manifests are there")
     said = posleak(command, "train", "--json")
     assert said.status == 2
     assert place in said.err

@@ -28,10 +28,9 @@ from posleak.errors import InputError
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.runs.memory import LIBRARY_BYTES, MemoryPlan, memory_plan, require_room, weight_bytes
+from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.studies.cells import Study
-from posleak.sweeps.studies.run import run_study
+from posleak.sweeps.sweep import sweep
 from support.runs_tiny import counted_passes, subject
 
 WIDE = {"hidden_size": 120, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 8}
@@ -180,14 +179,13 @@ def test_doctor_reads_fewer_prompts_at_once_to_stay_within_a_limit(llama: Subjec
     assert "--max-memory allows" in refused(doctor, llama, max_memory=allowing(llama, 10**6))
 
 
-def test_a_study_stays_within_its_limit(llama: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posleak.sweeps.studies.run.load", lambda *args, **more: llama)
-    chosen = Study("s", "?", (Cell("tiny", length=64, prompts=8),))
+def test_a_sweep_stays_within_its_limit(llama: Subject, tmp_path: Path) -> None:
     room = memory_plan(llama, MeasureSpec(length=64, prompts=8, batch=2)).total
-    table = run_study(chosen, tmp_path, max_memory=allowing(llama, room))
-    assert table.rows[0].run.record.spec.batch == 2
-    with pytest.raises(InputError, match="--max-memory allows"):
-        run_study(chosen, tmp_path, max_memory="1MB")
+    small: Any = {"models": llama, "length": 64, "prompts": 8, "max_memory": allowing(llama, room)}
+    (row,) = sweep({"models": "x"}, **small, out=tmp_path / "fits").balance.rows
+    assert Run.load(row.run).record.spec.batch == 2
+    (status,) = sweep({"models": "x"}, **{**small, "max_memory": "1MB"}, out=tmp_path / "large").cells
+    assert "--max-memory allows" in status.why
 
 
 def test_the_benchmark_runs_what_fits() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from posleak.sweeps.board import Board
-from posleak.sweeps.local import Settings
+from posleak.sweeps.progress import Tracker
 from posleak.sweeps.storage import Storage
+from posleak.sweeps.work import Worker
 from support.families import tiny
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 4, "resources": {"cpus": 1}}
@@ -95,11 +95,10 @@ def states(found: dict[str, Any]) -> list[str]:
 class Here:
     """An engine in this process: what a user would write to add one."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+    def __init__(self, **options: Any) -> None:
+        self.worker = Worker(threads=1, **options)
 
-    def run(self, storage: Storage, board: Board) -> None:
-        worker = self.settings.worker(storage, 1)
-        for cell in board.open:
-            board.started(cell)
-            board.ended(worker.run(cell, expected=cell.id))
+    def run(self, storage: Storage, tracker: Tracker) -> None:
+        for cell in tracker.open:
+            tracker.started(cell)
+            tracker.ended(self.worker.run(storage, cell, expected=cell.id))

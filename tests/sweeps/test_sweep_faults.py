@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posleak.sweeps.manifest import read_manifest
-from posleak.sweeps.state import State, known
+from posleak.sweeps.state import State, statuses
 from posleak.sweeps.storage import Storage
 from support.sweep_tiny import SLOW, SMALL, ended, numbers, started, states, tiny_models, worker_at_work, written
 
@@ -42,7 +42,7 @@ def undisturbed(slow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def seen(manifest: Path, root: Path) -> list[State]:
-    return [each.state for each in known(Storage(str(root)), read_manifest(manifest).cells)]
+    return [each.state for each in statuses(Storage(str(root)), read_manifest(manifest).cells)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -188,7 +188,7 @@ def test_what_no_machine_has_is_refused_before_anything_starts(models: list[str]
     process = started(written(tmp_path / "m.yaml", models=models[:1], **asked), tmp_path / "sweep", *ENGINES["ray"])
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 2
-    assert "no machine of the cluster has what these cells ask for" in errors
+    assert "no machine of the cluster" in errors
     assert "64 GPUs" in errors
 
 

@@ -8,6 +8,7 @@ from .app import app
 
 MOVED = {
     "bench": "run `python -m benchmarks MODEL` in a checkout of the repository; it has the same options and JSON",
+    "study": "run `posleak sweep NAME`, which has the same named comparisons and options",
     "zoo": "run `python -m zoo train`, `measure` or `list` in a checkout of the repository; `posleak models` lists the "
     "trained models that come with posleak",
 }

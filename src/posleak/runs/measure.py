@@ -179,6 +179,7 @@ class PreparedRun:
         prepared, and `placement_cache` are placements that it has read. The identity of the subject is taken anew."""
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # what is checked now must be true of the model as it is
+        spec.require_effect()
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:

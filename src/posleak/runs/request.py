@@ -37,6 +37,7 @@ def resolve_request(
     if isinstance(inputs, str) and is_source_name(inputs):
         tokens, count = default[0] if length is None else length, default[1] if prompts is None else prompts
         spec = MeasureSpec(inputs, bos, tokens, count, **more)
+        spec.require_effect()
         return Request(subject_of(subject), spec, None)
     who = subject_of(subject)
     given = read_given(who, inputs, length=length, prompts=prompts, bos=bos)

@@ -72,11 +72,12 @@ def memory_of(cell: Cell) -> int | None:
     if shape is None:
         return None
     item = BITS.get(cell.dtype or "float32", 4)
-    read = cell.length * (3 if cell.kind == TRACE or any("context=" in edit for edit in cell.edits) else 1)
-    batch = min(cell.prompts, cell.batch or max(1, TOKENS_AT_ONCE // cell.length))
+    spec = cell.spec
+    read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
+    batch = min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
     tokens = batch * read
-    rows = shape.logits(tokens, len(cell.spec.plan.rows), item, ROW_COPIES if not cell.edits else 2 * ROW_COPIES)
-    results = 8 * cell.prompts * shape.layers * shape.heads * 3_000
+    rows = shape.logits(tokens, len(spec.plan.rows), item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
+    results = 8 * spec.prompts * shape.layers * shape.heads * 3_000
     return shape.parameters * item + LIBRARY_BYTES + shape.forward(tokens, item) + rows + results
 
 

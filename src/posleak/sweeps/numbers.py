@@ -29,7 +29,7 @@ from posleak.runs.balance import Balance
 from posleak.runs.loss import UNIT
 from posleak.runs.run import Run
 
-from .state import NUMBERS
+from .state import NUMBERS_FILE
 
 PRODUCTS = "products.npz"
 ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
@@ -56,7 +56,7 @@ class Measured:
     def write(self, folder: Path) -> None:
         """Both files, into the cell's folder."""
         table = pa.Table.from_pylist(list(self.rows()), schema=SCHEMA)
-        write_atomically(folder / NUMBERS, lambda path: pq.write_table(table, path, compression="zstd"))
+        write_atomically(folder / NUMBERS_FILE, lambda path: pq.write_table(table, path, compression="zstd"))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self.products())
         write_atomically(folder / PRODUCTS, lambda path: path.write_bytes(buffer.getvalue()))
