@@ -117,8 +117,8 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
     for name, why in found.left_out.items():
         yield prose(f"left out: {name}: {why}", style="dim")
     yield prose(
-        "sentences use wider intervals, which hold for all settings together (Bonferroni, 95%); what does not clearly "
-        "change may still change: the tables have its interval", style="dim",
+        "sentences use wider intervals, which hold for all settings together (Bonferroni, 95%); a change that "
+        "is not significant may still exist: the tables have its interval", style="dim",
     )  # fmt: skip
     if run.path is not None:
         yield prose(f"runs, {ADVICE_FILE} and {PLOT_FILE} in {run.path}", style="dim")
