@@ -21,6 +21,9 @@ from posleak.cli import main
 from posleak.cli.app import spoken_warnings
 from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
+from posleak.models import load
+from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
+from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.text import visible
@@ -557,3 +560,19 @@ def test_a_command_that_moved_names_its_new_place(posleak: Posleak, command: str
     assert said.status == 2
     assert place in said.err
     assert f" {command} " not in posleak("--help").out
+
+
+def test_advise_names_its_folder_after_the_run_within_the_memory_limit(posleak: Posleak, models: Path) -> None:
+    """The limit decides the batch, and the batch is part of the digest."""
+    command = ("advise", models / "llama", "--inputs", "random", "--try", "scale", *SMALL)
+    subject = load(models / "llama")
+    room = memory_plan(subject, MeasureSpec(length=48, prompts=4, batch=2, loss=True)).total
+    limit = room + weight_bytes(subject) + LIBRARY_BYTES
+    for more, batch in ((), 4), (("--max-memory", str(limit)), 2):
+        before = set(Path("runs").glob("*"))
+        said = posleak(*command, *more)
+        assert said.status == 0, said.err
+        (folder,) = set(Path("runs").glob("*")) - before
+        record = read_record(folder)
+        assert record.spec.batch == batch
+        assert folder.name.endswith(record.digest[:10])

@@ -22,7 +22,7 @@ from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
 from posleak.runs.request import resolve_request
-from posleak.runs.run import Run, said
+from posleak.runs.run import Run, describe_run
 from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
 from posleak.stopwatch import stage
@@ -56,7 +56,7 @@ class ClaimsRun:
     def __repr__(self) -> str:
         verdicts = Counter(result.verdict.value for result in self.results)
         counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        return f"ClaimsRun({len(self.results)} claims: {counted}; {said(self.run)})"
+        return f"ClaimsRun({len(self.results)} claims: {counted}; {describe_run(self.run)})"
 
     @property
     def papers(self) -> tuple[Paper, ...]:

@@ -30,8 +30,8 @@ from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
-from posleak.runs.measure import beyond_context
 from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible

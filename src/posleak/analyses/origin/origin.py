@@ -19,8 +19,8 @@ from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
-from posleak.runs.measure import beyond_context
 from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
