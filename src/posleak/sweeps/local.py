@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
 from typing import IO, Any
@@ -67,7 +68,7 @@ class InMemory:
             tracker.started(cell)
             if cell.model in self.subjects:
                 self.worker.hold(cell, self.subjects[cell.model])
-            tracker.ended(self.worker.run(storage, cell, on_status=lambda status: tracker.started(cell, status)))
+            tracker.ended(self.worker.run(storage, cell, on_status=partial(tracker.started, cell)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Local:
     worker: Worker
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
-        """Measure every open cell, model by model. Cells that another sweep has come last, once it has released them."""
+        """Measure every open cell, model by model; cells that another sweep has come last, once it releases them."""
         attempts = dict[str, int]()
         while cells := sorted(tracker.open, key=lambda cell: tuple(map(str, cell.group))):
             free = [cell for cell in cells if not storage.is_locked(cell.folder)]

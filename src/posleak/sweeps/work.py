@@ -16,37 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import (
-    BusyError,
-    CheckError,
-    NoEffectError,
-    PosleakError,
-    PosleakWarning,
-    RunError,
-    StorageError,
-    TooLargeError,
-    warn,
-)
+from posleak import errors
+from posleak.errors import PosleakError
 from posleak.files import remove, remove_leftovers, sha256_of
 from posleak.models.stamps import content_sha256, file_stamp
 from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
 
+from . import state
 from .cells import MEASURE, Cell
-from .state import (
-    CELL_FILE,
-    ERROR_FILE,
-    FAILED,
-    FINISHED,
-    Failed,
-    FileFacts,
-    Finished,
-    ModelFacts,
-    Seconds,
-    State,
-    status_of,
-)
+from .state import CELL_FILE, ERROR_FILE, State
 from .storage import CELLS_FOLDER, Storage
 
 OnStatus = Callable[[str], None]
@@ -69,7 +49,6 @@ class Outcome:
     why: str = ""
     busy: bool = False
     reused: bool = False
-    seconds: Seconds = Seconds(0, 0, 0)
 
 
 @dataclass
@@ -112,23 +91,23 @@ class Worker:
             if expected not in (None, cell.id):
                 raise _software_differs(cell)
             with storage.work_folder(cell.folder) as folder:
-                status = status_of(storage, cell, verify=self.verify)
+                status = state.status_of(storage, cell, verify=self.verify)
                 if status.record is not None:
-                    return Outcome(cell.id, State.finished, reused=True, seconds=status.record.seconds)
+                    return Outcome(cell.id, State.finished, reused=True)
                 if status.error is not None and not self.retry_failed:
                     return Outcome(cell.id, status.state, status.why, reused=True)
                 if status.why and status.error is None:  # damaged or outdated: no longer finished
                     storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}")
                     _remove_strays(folder)
                 return self._measure(storage, cell, folder, attempt, on_status, started)
-        except BusyError as error:
+        except errors.BusyError as error:
             return Outcome(cell.id, None, f"another worker has it: {error.got}", busy=True)
-        except StorageError as error:
+        except errors.StorageError as error:
             return Outcome(cell.id, None, error_line(error))
         except Exception as error:
             unforeseen = not isinstance(error, PosleakError)
             trace = visible("".join(traceback.format_exception(error))) if unforeseen else None
-            left_out = isinstance(error, NoEffectError)
+            left_out = isinstance(error, errors.NoEffectError)
             return write_failure(
                 storage, cell, error_line(error), trace, attempt, left_out=left_out, message=str(error)
             )
@@ -149,20 +128,20 @@ class Worker:
         place, home = storage.upload(cell.folder, folder, names), f"{CELLS_FOLDER}/{cell.folder}"
         stamps = {name: storage.stamp(f"{home}/{place}{name}") or "" for name in names}
         run, identity = results.run.record, results.run.record.identity
-        seconds = Seconds(loading, measuring, time.perf_counter() - started - loading - measuring)
-        record = Finished(
+        seconds = state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring)
+        record = state.Finished(
             id=cell.id, cell=cell, place=place, inputs=run.inputs, seconds=seconds, attempts=attempt,
-            files={name: FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
-            model=ModelFacts(
+            files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
+            model=state.ModelFacts(
                 *marks, identity.weights_sha256, identity.architecture, identity.dtype,
                 identity.device, identity.layers, identity.heads, identity.revision,
             ),
             threads=run.machine.threads, host=platform.node(), versions=versions(), finished=now(),
             warnings=tuple(dict.fromkeys(notes)),
         )  # fmt: skip
-        storage.write(f"{home}/{CELL_FILE}", FINISHED.text(record).encode())
+        storage.write(f"{home}/{CELL_FILE}", state.FINISHED.text(record).encode())
         storage.remove(f"{home}/{ERROR_FILE}")
-        return Outcome(cell.id, State.finished, seconds=seconds)
+        return Outcome(cell.id, State.finished)
 
     def _subject(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:
         """Return the cell's model, loaded if it is not in memory, and the seconds that loading took."""
@@ -189,10 +168,10 @@ class Worker:
         options: Any = {**cell.loading, **trust, "progress": on_status, "notice": on_status}
         try:
             return load(cell.model, **options)
-        except TooLargeError:
+        except errors.TooLargeError:
             if cell.dtype is not None:
                 raise
-            warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
+            errors.warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
             return load(cell.model, **{**options, "dtype": "bfloat16"})
 
 
@@ -201,9 +180,11 @@ def write_failure(
     message: str | None = None,
 ) -> Outcome:  # fmt: skip
     """Write error.json: why a cell has no results."""
-    record = Failed(cell.id, cell, left_out, what, visible(message or what), trace, attempt, platform.node(), now())
+    record = state.Failed(
+        cell.id, cell, left_out, what, visible(message or what), trace, attempt, platform.node(), now()
+    )
     try:
-        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", FAILED.text(record).encode())
+        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", state.FAILED.text(record).encode())
     except PosleakError as error:
         return Outcome(cell.id, None, f"{what}; and error.json cannot be written: {error.got or error.what}")
     return Outcome(cell.id, State.left_out if left_out else State.failed, what)
@@ -213,7 +194,7 @@ def _resumed(subject: Any, cell: Cell, folder: Path, max_memory: int | None, on_
     """Measure into the folder; what it has and cannot be resumed is measured again."""
     try:
         return _results(subject, cell, folder, max_memory, on_status, fresh=False)
-    except RunError:
+    except errors.RunError:
         return _results(subject, cell, folder, max_memory, on_status, fresh=True)
 
 
@@ -255,9 +236,9 @@ def error_line(error: Exception) -> str:
     return visible("; ".join(part for part in parts if part)).replace("\n", " ")
 
 
-def _software_differs(cell: Cell) -> CheckError:
+def _software_differs(cell: Cell) -> errors.CheckError:
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return CheckError(
+    return errors.CheckError(
         "the worker's software or texts differ from those where the sweep was started", where=cell.details,
         got=f"{here}, Python {platform.python_version()}",
         remedy="install the same versions everywhere, and give texts by a path that all machines share",
@@ -269,8 +250,8 @@ def _collected_warnings() -> Iterator[list[str]]:
     """Give a list that receives posleak's warnings."""
     notes = list[str]()
     with warnings.catch_warnings():
-        warnings.simplefilter("always", PosleakWarning)
+        warnings.simplefilter("always", errors.PosleakWarning)
         warnings.showwarning = lambda message, category, *_: (
-            notes.append(str(message)) if issubclass(category, PosleakWarning) else None
+            notes.append(str(message)) if issubclass(category, errors.PosleakWarning) else None
         )
         yield notes
