@@ -14,7 +14,7 @@ from posleak.show.numbers import NAN
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from benchmarks import Benchmark, Result
+    from benchmarks import Benchmark, BenchResult
     from benchmarks.timing import Spread
     from posleak.show.terminal import TableCell
 
@@ -95,7 +95,7 @@ def bench_table(found: Benchmark) -> Group:
     )
 
 
-def _cells(result: Result) -> tuple[str | TableCell, str | TableCell, str, str]:
+def _cells(result: BenchResult) -> tuple[str | TableCell, str | TableCell, str, str]:
     memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
     if result.seconds is None or result.ratio is None:
         return NAN, result.error or "not timed", memory, "0"

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from posleak.leakage import FEWEST, Jackknife, Sampled
+from posleak.leakage import MIN_PROMPTS, Jackknife, Sampled
 from posleak.leakage.power import of_gram
 
 Array = NDArray[np.float64]
@@ -392,7 +392,7 @@ def main() -> None:
     measured.add_argument("--subsets", type=int, default=200)
     asked = parser.parse_args()
     if asked.what == "simulate":
-        found = simulate([FEWEST, FEWEST + 1, 6], [8, 16, 64], asked.trials)
+        found = simulate([MIN_PROMPTS, MIN_PROMPTS + 1, 6], [8, 16, 64], asked.trials)
     else:
         found = real(asked.model, asked.truth, asked.length, asked.subsets, [4, 8, 16, 32])
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

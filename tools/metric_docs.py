@@ -17,7 +17,7 @@ from pathlib import Path
 
 from posleak.errors import RunError
 from posleak.files import write_atomically
-from posleak.metrics.agreement import Sees, can_see_mask, sees
+from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
 from posleak.metrics.table import MetricRow
 from posleak.reports.assets import agreement_figure
@@ -107,7 +107,7 @@ def picture_name(shown: ShownRun) -> str:
 def seen(found: Sequence[ShownRun]) -> str:
     """Per metric: can it see the mask, and what it agrees with most in every run."""
     by_run = [
-        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in sees(over)}
+        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in alignments(over)}
         for shown in found
     ]
     lines = [row("metric", "over", "can see the mask", *(shown.label for shown in found))]
@@ -119,7 +119,7 @@ def seen(found: Sequence[ShownRun]) -> str:
     return "\n".join(lines)
 
 
-def _most(found: Sees | None) -> str:
+def _most(found: MetricAlignment | None) -> str:
     """`**the mask**, here: ρ = 0.73 (0.57 … 0.84)`"""
     if found is None:
         return numbers.NAN

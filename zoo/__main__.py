@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zoo.jobs import Job
-    from zoo.training import Reached, Training, Watch
+    from zoo.training import OnTrainingProgress, Training, TrainingProgress
 
 app = command_line("zoo", "Train small models that differ in one setting, and measure what it does to leakage.")
 
@@ -98,7 +98,7 @@ def _trained(found: Training) -> str:
 
 
 @contextmanager
-def _progress(wanted: Sequence[Job]) -> Iterator[Watch]:
+def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
     """Loss and time left: a bar over all models on a terminal, a line a minute elsewhere."""
     before, total = dict[tuple[str, str], int](), 0
     for job in wanted:
@@ -106,11 +106,11 @@ def _progress(wanted: Sequence[Job]) -> Iterator[Watch]:
         total += job.recipe.steps
     spoken = 0.0
 
-    def which(at: Reached) -> str:
+    def which(at: TrainingProgress) -> str:
         number = list(before).index((at.data, at.name)) + 1
         return f"{at.data} {at.name}, model {number} of {len(before)}"
 
-    def say(at: Reached) -> None:
+    def say(at: TrainingProgress) -> None:
         nonlocal spoken
         if time.monotonic() - spoken > SPOKEN:
             spoken = time.monotonic()

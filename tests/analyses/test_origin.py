@@ -91,7 +91,7 @@ def test_too_little_is_refused_with_the_remedy(options: dict[str, int], says: st
 
 
 def test_the_command_has_an_example() -> None:
-    from posleak.cli.app import app
+    from posleak.cli.commands import app
 
     result = CliRunner().invoke(app, ["origin", "--help"])
     assert result.exit_code == 0

@@ -9,7 +9,7 @@ import torch
 from posleak.analyses.origin.directions import orthonormal, random_basis, written_basis
 from posleak.analyses.origin.position_probe import position_probe
 from posleak.errors import InputError
-from posleak.metrics.ridge import GROUPS, Rows, Sums, cross_predict, design
+from posleak.metrics.ridge import GROUPS, DualRidge, PrimalRidge, cross_predict, ridge_problem
 
 B, P, W = 8, 60, 13
 POSITIONS = np.arange(1, P + 1)
@@ -61,7 +61,7 @@ def test_noise_says_nothing_however_wide(width: int) -> None:
     assert found.plain.error.value[0] > 0.95 * found.chance
     y = torch.from_numpy(POSITIONS).double().repeat(B)[:, None]
     if width > B * P:
-        fit = design([x.flatten(0, 1).double()], [y]).fit([0], [1e-3])
+        fit = ridge_problem([x.flatten(0, 1).double()], [y]).fit([0], [1e-3])
         assert float((fit(x.flatten(0, 1).double())[0] - y).abs().mean()) < 1
 
 
@@ -83,26 +83,26 @@ def test_a_wild_norm_does_not_swing_the_readout() -> None:
 def test_both_forms_are_the_same_regression() -> None:
     x = [torch.randn(31, 11).double() * torch.logspace(-2, 2, 11) for _ in range(3)]
     y = [torch.randn(31, 2).double() for _ in range(3)]
-    primal, dual = Sums.of(x, y), Rows(tuple(x), tuple(y))
+    primal, dual = PrimalRidge.of(x, y), DualRidge(tuple(x), tuple(y))
     basis = random_basis(11, 2, seed=5)
     for a, b in ((primal, dual), (primal.without(basis), dual.without(basis))):
         one, two = a.fit([0, 2], [1e-2, 1.0]), b.fit([0, 2], [1e-2, 1.0])
         assert torch.allclose(one(x[1]), two(x[1]), atol=1e-8)
-    assert isinstance(design(x, y), Sums)
-    assert isinstance(design([x[0][:3]], [y[0][:3]]), Rows)
+    assert isinstance(ridge_problem(x, y), PrimalRidge)
+    assert isinstance(ridge_problem([x[0][:3]], [y[0][:3]]), DualRidge)
 
 
 def test_ridge_by_hand() -> None:
     """One column of variance 1: the slope is the covariance over 1 + λ."""
     x = torch.tensor([[-1.0], [1.0]]).double()
-    fit = design([x], [3 * x + 7]).fit([0], [0.5])
+    fit = ridge_problem([x], [3 * x + 7]).fit([0], [0.5])
     assert float(fit.weights) == pytest.approx(2)
     assert float(fit.bias) == pytest.approx(7)
 
 
 def test_a_constant_column_gets_no_weight() -> None:
     x = torch.cat([torch.randn(20, 2), torch.full((20, 1), 3.0)], 1).double()
-    for part in (Sums.of([x], [x[:, :1]]), Rows((x,), (x[:, :1],))):
+    for part in (PrimalRidge.of([x], [x[:, :1]]), DualRidge((x,), (x[:, :1],))):
         assert float(part.fit([0], [1e-3]).weights[0, 2, 0]) == pytest.approx(0, abs=1e-12)
 
 
@@ -110,9 +110,9 @@ def test_the_ridge_is_chosen_inside_the_training_groups() -> None:
     """Predictions of a group do not change when its own targets do."""
     x = [torch.randn(40, 5).double() for _ in range(4)]
     y = [torch.randn(40, 2).double() for _ in range(4)]
-    before = cross_predict(design(x, y), x, y)
+    before = cross_predict(ridge_problem(x, y), x, y)
     spoiled = [y[0] * 1e3, *y[1:]]
-    after = cross_predict(design(x, spoiled), x, spoiled)
+    after = cross_predict(ridge_problem(x, spoiled), x, spoiled)
     assert torch.equal(before[0], after[0])
     assert not torch.allclose(before[1], after[1])
 

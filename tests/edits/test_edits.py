@@ -301,7 +301,7 @@ def test_the_text_of_an_edit_keeps_every_digit() -> None:
 
 def test_a_plugin_may_not_take_the_name_of_an_edit_of_posleak() -> None:
     mine = replace(KINDS["window"], make=lambda value, scope: parse_edit("shift=0"))
-    with pytest.raises(InputError, match="posleak has an edit of this name"):
+    with pytest.raises(InputError, match="edit is already used by posleak"):
         register(mine)
     assert KINDS["window"].example == "window=64+sink"
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.special import stdtrit
 
-from posleak.leakage import FEWEST, Estimate, Jackknife, combined
-from posleak.leakage.power import of_gram, pairs, products, unbiased
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
+from posleak.leakage.power import of_gram, products, prompt_pairs, unbiased
 
 
 def sample(rng: np.random.Generator, mean: float, prompts: int, width: int) -> np.ndarray:
@@ -76,7 +76,7 @@ def test_differences_of_other_prompts_cover() -> None:
     x, y = np.random.default_rng(5).standard_normal((2, 2000, 9, 40))
     one = Jackknife(8).inner(of_gram((z := 1 + x[:, :8]) @ z.swapaxes(1, 2) / 40))
     other = Jackknife(9).inner(of_gram((z := 2 + y) @ z.swapaxes(1, 2) / 40))
-    found = one.estimate.minus_other(other.estimate)
+    found = one.estimate.minus_independent(other.estimate)
     assert found.n == 8
     assert 0.92 <= np.mean((found.low <= -3) & (found.high >= -3)) <= 0.98
 
@@ -97,7 +97,7 @@ def test_replicates_are_the_number_without_some_prompts(prompts: int) -> None:
     rng = np.random.default_rng(prompts)
     x, y = rng.standard_normal((2, prompts, 6))
     inner, mean = Jackknife(prompts).inner(products(x, y)), Jackknife(prompts).mean(x)
-    left_out = [(b,) for b in range(prompts)] + list(zip(*pairs(prompts), strict=True))
+    left_out = [(b,) for b in range(prompts)] + list(zip(*prompt_pairs(prompts), strict=True))
     assert len({frozenset(out) for out in left_out}) == len(left_out) == len(inner.samples)
     for k, out in enumerate(left_out):
         rest = np.delete(np.arange(prompts), out)
@@ -106,7 +106,7 @@ def test_replicates_are_the_number_without_some_prompts(prompts: int) -> None:
         assert mean.samples[k] == pytest.approx(x[rest].mean(0), abs=1e-12)
 
 
-@pytest.mark.parametrize("prompts", range(2, FEWEST))
+@pytest.mark.parametrize("prompts", range(2, MIN_PROMPTS))
 def test_too_few_prompts_have_no_interval(prompts: int) -> None:
     x = 3 + np.random.default_rng(7).standard_normal((prompts, 5))
     number = Jackknife(prompts).inner(products(x, x))
@@ -198,7 +198,7 @@ def test_products_are_those_of_the_whole_gram_matrix(prompts: int) -> None:
         count = np.isfinite(one[0]).sum(-1)
         whole = a @ np.swapaxes(b, -1, -2) / count[..., None, None]
         assert np.allclose(products(one, other), of_gram(whole), rtol=0, atol=1e-12)
-    assert products(x, y).shape == (3, 2, prompts + len(pairs(prompts)[0]))
+    assert products(x, y).shape == (3, 2, prompts + len(prompt_pairs(prompts)[0]))
 
 
 def test_products_grow_with_the_prompts_and_not_with_their_square() -> None:

@@ -17,13 +17,13 @@ from posleak.analyses.origin.states import states
 from posleak.axes import HEAD, LAYER
 from posleak.errors import InputError
 from posleak.metrics import Meter, graphs, parse_metrics, register, spectra
-from posleak.metrics.agreement import agreement, sees
+from posleak.metrics.agreement import agreement, alignments
 from posleak.metrics.catalogue import CATALOGUE
-from posleak.metrics.glimpse import ROWS, WHOLE, Glimpse, sampling
-from posleak.metrics.names import BESIDE, HOMES, OWN
-from posleak.metrics.regression import Design, explained
+from posleak.metrics.glimpse import FULL_LENGTH, SAMPLED_ROWS, Glimpse, sampling
+from posleak.metrics.logits import PositionMoments, explained
+from posleak.metrics.names import METER_CLASSES, PLUGIN_METERS, SHORT_PROMPT_METRICS
 from posleak.metrics.stream import projection
-from posleak.metrics.table import MARKS
+from posleak.metrics.table import METRIC_ARRAYS
 from posleak.models import Subject
 from posleak.probe import Call, attach
 from posleak.runs.measure import measure
@@ -122,14 +122,14 @@ def weights_of(length: int) -> Array:
 
 
 def test_rows_stand_for_groups_that_cover_the_prompt() -> None:
-    for length in (33, WHOLE, WHOLE + 1, LONG, 512, 4097):
+    for length in (33, FULL_LENGTH, FULL_LENGTH + 1, LONG, 512, 4097):
         found = sampling(length)
         assert (found.rows == rows_of(length)).all()
         assert (found.weights == weights_of(length)).all()
         assert found.rows[-1] == length - 1
         assert found.weights.min() >= 1
         assert found.weights.sum() == length
-        assert len(found.rows) == (length if length <= WHOLE else ROWS)
+        assert len(found.rows) == (length if length <= FULL_LENGTH else SAMPLED_ROWS)
         line = torch.from_numpy(found.rows).double()
         assert torch.allclose(found.spread(line), torch.arange(length).double())
 
@@ -304,13 +304,13 @@ def test_massive_activations_and_the_spectrum_of_states(found: Known) -> None:
 
 
 def test_an_activation_is_massive_above_100_and_above_1000_medians() -> None:
-    from posleak.metrics.stream import Massive
+    from posleak.metrics.stream import MassiveMeter
 
     x = torch.full((2, 10, 8), 0.1)
     x[0, 0, 3], x[0, 0, 5], x[0, 4, 2] = -150.0, 90.0, 101.0  # 100 is also 1000 medians
     x[1] *= 2
     x[1, 3, 3] = 199.0  # above 100, below 1000 medians
-    found = Massive().depth(0, x)
+    found = MassiveMeter().depth(0, x)
     assert found["massive"].tolist() == [2, 0]
     assert found["massive_first"].tolist() == [1, 0]
     assert found["largest"].tolist() == pytest.approx([150, 199])
@@ -318,10 +318,10 @@ def test_an_activation_is_massive_above_100_and_above_1000_medians() -> None:
 
 def test_the_probe_finds_a_position_that_is_written_into_states() -> None:
     """A planted stream: one depth has the position in a direction, the other has noise alone."""
-    from posleak.metrics.stream import Probe
+    from posleak.metrics.stream import ProbeMeter
 
     rng, B, T, W = np.random.default_rng(0), 12, 96, 300
-    meter = Probe(T)
+    meter = ProbeMeter(T)
     noise = torch.from_numpy(rng.standard_normal((B, T, W)))
     written = noise + torch.arange(T)[:, None] / T * 1.2 * torch.from_numpy(rng.standard_normal(W))
     states = np.stack([meter.depth(d, x)["probe_states"] for d, x in enumerate((noise, written))], axis=1)
@@ -394,10 +394,10 @@ def test_delta_r2_of_a_toeplitz_matrix_is_0(profile: str) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)
     by_offset = 3.0 - 0.7 * torch.arange(T).double() if profile == "linear" else torch.randn(T).double()
     s = by_offset[(i - j).clamp(min=0)][None, None]
-    r2, more = explained(s, Design.of(j <= i, torch.arange(T)))
+    r2, more = explained(s, PositionMoments.of(j <= i, torch.arange(T)))
     assert float(more) < 1e-24
     assert profile != "linear" or float(r2) == pytest.approx(1, abs=1e-12)
-    r2, more = explained(s + 0.01 * i, Design.of(j <= i, torch.arange(T)))  # what is linear in position is seen
+    r2, more = explained(s + 0.01 * i, PositionMoments.of(j <= i, torch.arange(T)))  # linear in i
     assert float(more) > 1e-6
 
 
@@ -473,7 +473,7 @@ def test_leakage_is_the_same_with_metrics_and_without() -> None:
     plain, more = (measure(subject, length=64, prompts=4, metrics=metrics) for metrics in ("none", "all"))
     assert plain.metrics is None
     assert more.metrics is not None
-    assert not any(name in plain.data for name in MARKS)
+    assert not any(name in plain.data for name in METRIC_ARRAYS)
     for name in plain.data.data_vars:
         assert plain.data[name].values.tobytes() == more.data[name].values.tobytes()
 
@@ -547,7 +547,7 @@ def test_a_run_with_metrics_is_read_back_and_resumed_to_the_bit(tmp_path: Path, 
 def test_results_do_not_depend_on_the_batch() -> None:
     subject = Subject.of(tiny("llama").double(), name="tiny")
     one, many = (measure(subject, length=LONG, prompts=4, batch=batch, metrics="all") for batch in (1, 4))
-    for name in MARKS:
+    for name in METRIC_ARRAYS:
         if name in one.data:
             np.testing.assert_allclose(one.data[name], many.data[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
@@ -577,7 +577,7 @@ def test_intervals_are_made_of_prompts() -> None:
 
 def test_names() -> None:
     assert parse_metrics("none") == parse_metrics("") == parse_metrics(()) == ()
-    assert parse_metrics("all") == (*HOMES, *BESIDE, *OWN)
+    assert parse_metrics("all") == (*METER_CLASSES, *SHORT_PROMPT_METRICS, *PLUGIN_METERS)
     assert parse_metrics(["sinks,frames", "sinks"]) == ("sinks", "frames")
     with pytest.raises(InputError, match="sinks"):
         parse_metrics("sink")
@@ -586,7 +586,7 @@ def test_names() -> None:
 
 
 def test_every_metric_has_a_definition_and_a_meter() -> None:
-    assert {metric.meter for metric in CATALOGUE} == {*HOMES, *BESIDE}
+    assert {metric.meter for metric in CATALOGUE} == {*METER_CLASSES, *SHORT_PROMPT_METRICS}
     assert len({metric.id for metric in CATALOGUE}) == len({metric.title for metric in CATALOGUE}) == len(CATALOGUE)
     for metric in CATALOGUE:
         assert metric.definition
@@ -612,7 +612,7 @@ def test_a_meter_of_ones_own() -> None:
         with pytest.raises(InputError, match="of this name"):
             register(Nearest)
     finally:
-        OWN.clear()
+        PLUGIN_METERS.clear()
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -631,7 +631,7 @@ def test_agreement_is_the_rank_correlation() -> None:
     assert found.rho[1, 0] == pytest.approx(spearmanr(noise.ravel(), mask.ravel()).statistic)
     assert (found.low <= found.rho + 1e-12).all()
     assert (found.rho <= found.high + 1e-12).all()
-    seen = {each.metric: each for each in sees(found)}
+    seen = {each.metric: each for each in alignments(found)}
     assert seen["star"].most is not None
     assert seen["star"].most.name == "mask"
 

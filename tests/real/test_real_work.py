@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
-import posleak.cli  # every module of commands registers itself
 from posleak.inputs import prepare
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory

@@ -19,7 +19,7 @@ import posleak as pl
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.errors import InputError, PosleakWarning, RunError
 from posleak.metrics import table
-from posleak.metrics.agreement import Family, agreement, sees
+from posleak.metrics.agreement import Family, agreement, alignments
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks
 from posleak.reports import related
 from posleak.reports.gather import gather
@@ -197,7 +197,7 @@ def test_a_metric_that_is_the_mask_agrees_with_it(run: Run) -> None:
     assert found.rho[down, at] == pytest.approx(-found.rho[up, at])
     assert found.rho[up, found.columns.index("entropy_position")] == pytest.approx(1)
     assert found.n == mask.size
-    by_name = {each.metric: each for each in sees(found)}
+    by_name = {each.metric: each for each in alignments(found)}
     assert by_name["entropy_position"].family is by_name["entropy_spectrum"].family is Family.MASK
     assert "ranks heads as mask does" in by_name["entropy_position"].words
     assert "ranks heads the other way round than mask does" in by_name["entropy_spectrum"].words
@@ -206,7 +206,7 @@ def test_a_metric_that_is_the_mask_agrees_with_it(run: Run) -> None:
 @pytest.mark.parametrize("name", ["delta_r2", "shift_own"])
 def test_what_cannot_see_the_mask_is_never_said_to_see_it(name: str, run: Run) -> None:
     mask = run.summary.heads["all"].power["mask"].value
-    found = {each.metric: each for each in sees(agreements(planted(run, **{name: mask}))["heads"])}[name]
+    found = {each.metric: each for each in alignments(agreements(planted(run, **{name: mask}))["heads"])}[name]
     assert not found.can
     assert found.family is not Family.MASK
     assert Family.MASK not in found.parts
@@ -280,7 +280,7 @@ def test_tables_have_every_number(folder: Path, tmp_path: Path) -> None:
     assert frames[2, "margin"]["kind"] == metrics.frames[2].kind
     found = agreements(shown.run, shown.trace)["heads"]
     rho = {(row["over"], row["metric"], row["with"]): row["value"] for row in made["agreement"]}
-    assert rho["heads", "toeplitz", "earlier"] == found.part(found.rows.index("toeplitz"), "earlier").rho
+    assert rho["heads", "toeplitz", "earlier"] == found.cell(found.rows.index("toeplitz"), "earlier").rho
     assert {(row["quantity"], row["component"]) for row in made["heads"]} > {("metric", "toeplitz")}
     pl.report(folder, tmp_path / "page.html", assets=tmp_path / "a")
     assert {"agreement.png", "frames.svg", "states.png", "agreement.csv"} <= {
@@ -373,7 +373,7 @@ def test_a_cell_says_its_number_interval_and_n(chromium: Any, page: Path, folder
     )
     seen.mouse.move(x, y)
     seen.wait_for_function("document.querySelector('[data-figure=agreement-heads] .hovertext')")
-    part = found.part(found.rows.index("sink_attention"), found.columns[column])
+    part = found.cell(found.rows.index("sink_attention"), found.columns[column])
     text = spot.locator(".hoverlayer").text_content()
     assert text.startswith(f"{BY_ID['sink_attention'].title} · {found.columns[column]}: ρ = {numbers.number(part.rho)}")
     assert f"({numbers.number(part.low)} … {numbers.number(part.high)}), n = {LAYERS * HEADS} heads" in text

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 import posleak as pl
-import posleak.cli  # every module of commands registers itself
 from benchmarks import bench
 from posleak.analyses.origin.origin import origin
-from posleak.cli.app import app
-from posleak.cli.profile import Profile
+from posleak.cli.commands import app
+from posleak.cli.profile import TimeProfile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.reports.collected import gather_sweep
@@ -128,7 +127,7 @@ def outputs() -> dict[str, Any]:
 def measure_output() -> dict[str, Any]:
     """With its profile, as the command prints it."""
     no_text = pytest.warns(PosleakWarning, match="natural text")  # for it has no tokenizer
-    with Profile() as spent, spent.measuring(llama := subject()), no_text:
+    with TimeProfile() as spent, spent.measuring(llama := subject()), no_text:
         run = pl.measure(llama, metrics="all", loss=True, **SPEC)
     return {**run.as_dict(), "profile": spent.as_dict(run.record.memory.total)}
 

@@ -35,7 +35,7 @@ from zoo.__main__ import app
 from zoo.layout import Layout
 from zoo.measuring import QUANTITIES, UNSEEN, measure_models, read_measured
 from zoo.recipe import RECIPES
-from zoo.table import Comparison, Curve, ZooTable, zoo_table
+from zoo.table import TrainingCurve, VariantComparison, ZooTable, zoo_table
 from zoo.terminal import zoo_tables
 from zoo.tokens import tokens_for
 from zoo.training import held_out_loss, read_training, train
@@ -149,7 +149,7 @@ def test_the_table_compares_variants_that_have_the_number(zoo: Path) -> None:
     assert math.isclose(float(mean.value), float(np.exp(np.log(values[2]).mean()))), "a geometric mean"
     assert here.left_out == {"learned": "not defined for such models"}
     assert [curve.steps for curve in found.curves if curve.quantity == "total"] == [(0, 16, 20)] * 3
-    with_gap = Curve("rope", "here", (0, 16), (0, 1), ((1.0, float("nan")), (1.0, 1.0)))
+    with_gap = TrainingCurve("rope", "here", (0, 16), (0, 1), ((1.0, float("nan")), (1.0, 1.0)))
     path = table.write_table(zoo, replace(found, curves=(*found.curves, with_gap)))
     again = table.ZOO.read(path)
     assert again.trainings == found.trainings
@@ -249,7 +249,7 @@ def planted(quantity: str, rope: list[float], other: list[float], variant: str) 
     effects = Layout(np.log(values) if ratio else values).differences
     if ratio:
         effects = Estimate(np.exp(effects.value), np.exp(effects.low), np.exp(effects.high), effects.n)
-    found = Comparison(quantity, "backcopy", names, {}, (0, 1), own, Layout(values).means, effects, 9, ratio)
+    found = VariantComparison(quantity, "backcopy", names, {}, (0, 1), own, Layout(values).means, effects, 9, ratio)
     return ZooTable("backcopy", (), (found,), (), {})
 
 

@@ -33,7 +33,7 @@ from support.runs_tiny import assert_same_bits, subject
 ASKED: dict[str, Any] = {"length": 48, "prompts": 4, "batch": 2, "seed": 3}
 N = 48
 IDS = np.random.default_rng(0).integers(3, 101, (6, N))
-LONG = 20.0
+LONG = 200.0
 """Seconds after which a thread that should have gone on counts as stuck."""
 
 

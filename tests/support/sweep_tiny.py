@@ -56,7 +56,7 @@ def _with_ctrl_c() -> None:
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
     """What the sweep printed when it ended."""
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=900)
     assert process.returncode == status, errors[-3000:] + output[-2000:]
     found: dict[str, Any] = json.loads(output)
     return found
@@ -65,7 +65,7 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
 def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> tuple[int, Path]:
     """The process that is at work in a cell which has written some batches, and the cell's folder. `not_by`: a process
     that is dead, whose lock may be there still."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for lock in root.glob("cells/*/.lock"):
             try:

@@ -403,15 +403,14 @@ def test_the_json_of_a_sweep_and_of_its_dry_run(grid: dict[str, Any], whole: Pat
 
 def test_guesses_are_near_what_is_planned() -> None:
     """Memory without loading the model, against the plan that is made once it is loaded."""
-    from posleak.runs.memory import memory_plan, weight_bytes
-    from posleak.runs.sizes import LIBRARIES
+    from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
     from posleak.sweeps.estimate import memory_of
 
     specs: list[Any] = [{"length": 128}, {"length": 192, "prompts": 64}, {"length": 64, "edits": ("window=9",)}]
     for name in ("zoo-text-rope", "zoo-backcopy-rope"):
         subject = load(name)
         for cell in [Cell(name, MeasureSpec(**each)) for each in specs]:
-            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARIES
+            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARY_BYTES
             guessed = memory_of(cell)
             assert guessed is not None
             assert 0.5 < guessed / planned < 2, (cell, guessed, planned)

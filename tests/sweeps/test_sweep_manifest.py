@@ -217,7 +217,7 @@ def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:
         tmp_path / "m.yaml", models=["zoo-text-rope", "zoo-backcopy-rope"], length=[64, 96], seed=list(range(250))
     )
     said = (
-        "import sys\nfrom posleak.cli.app import app\nimport posleak.cli\n"
+        "import sys\nfrom posleak.cli.commands import app\n"
         f"app({['sweep', str(path), '--dry-run', '--json', '--out', str(tmp_path / 'out')]!r}, standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )

@@ -10,7 +10,7 @@ from posleak.papers import POSITION, named_papers
 
 from .app import RUNS, emit, out, spoken_warnings, working
 from .options import Bos, Json, Length, MaxMemory, Profiled, RunFolder, Seed
-from .profile import Profile
+from .profile import TimeProfile
 from .subject import Load, model_command
 
 
@@ -41,7 +41,7 @@ def claims_command(
 
     Example: `posleak claims smollm2-135m`
     """
-    with Profile(profile) as spent:
+    with TimeProfile(profile) as spent:
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 

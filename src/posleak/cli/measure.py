@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posleak.show.failures import BY_DESIGN, FAILED, SUCCESS
-
 from .app import RUNS, app, emit, err, out, spoken_warnings, working
+from .failures import BY_DESIGN, FAILED, SUCCESS
 from .options import Bos, Fresh, Inputs, Json, Length, Loss, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
-from .profile import Profile
+from .profile import TimeProfile
 from .subject import Load, model_command
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def measure_command(
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
-    with Profile(profile) as spent:
+    with TimeProfile(profile) as spent:
         from posleak.edits import parse_edits
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes

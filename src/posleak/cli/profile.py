@@ -16,7 +16,7 @@ BEFORE = ("start", "load", OTHER)
 """What happens before a measurement: Python starts, torch is imported, the model is read."""
 
 
-class Profile:
+class TimeProfile:
     """Runs a stopwatch during a command, if it is `on`; `measuring` marks the work on a loaded model."""
 
     def __init__(self, on: bool = True) -> None:
@@ -24,7 +24,7 @@ class Profile:
         self.watch = Stopwatch(before=_process_seconds() if on else 0.0)
         self._held = ExitStack()
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> TimeProfile:
         if self.on:
             self._held.enter_context(self.watch)
         return self

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posleak.show.failures import FAILED
-
 from .app import app, emit, err, out, spoken_warnings, tell, working
+from .failures import FAILED
 from .options import Json, MaxMemory, named
 from .progress import board_view
 

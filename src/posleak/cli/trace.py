@@ -8,7 +8,7 @@ import typer
 
 from .app import RUNS, emit, out, spoken_warnings, working
 from .options import Bos, Fresh, Inputs, Json, Length, MaxMemory, Metrics, OriginWidth, Profiled, RunFolder, Seed
-from .profile import Profile
+from .profile import TimeProfile
 from .subject import Load, model_command
 
 
@@ -35,7 +35,7 @@ def trace_command(
 
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
     """
-    with Profile(profile) as spent:
+    with TimeProfile(profile) as spent:
         from posleak.inputs import require_source
         from posleak.runs.spec import MeasureSpec, parse_bytes
 

@@ -1,10 +1,10 @@
-"""Stage 2, what the model reads: random tokens, one constant token, crops of text, and the BOS policy.
+"""Prompts: random tokens, a constant token, crops of text or prompts of the user, and the BOS policy.
 
-The expectation of every measured number is over prompts, so prompts must be stationary: if some token were likelier
-early than late, content would look like position. Hence i.i.d. tokens by default, crops from the inside of texts and
-never their starts, and position 0 decided by a policy that is written into the result, never by a tokenizer's habit.
+All results are expectations over prompts, so prompts must be stationary: if a token were more likely early than late,
+content would be mistaken for position. Therefore tokens are i.i.d. by default, crops are taken from the inside of
+texts, and the token at position 0 is chosen by an explicit policy, which results record.
 
-`prepare` does all the checking, before any model runs; `Prompts` then gives prompt b, which depends on (seed, b) alone.
+`prepare` checks all settings before a model runs. Prompt b of the resulting `Prompts` depends only on (seed, b).
 """
 
 from posleak.inputs.bodies import Body as Body

@@ -49,7 +49,7 @@ class GivenPrompts:
 
     @classmethod
     def of_ids(cls, table: object, bos: str | int = "auto", kind: str = IDS) -> GivenPrompts:
-        """Return prompts whose ids are used unchanged. Raise InputError for a BOS policy, which would have no effect."""
+        """Return prompts whose ids are used unchanged. Raise InputError for a BOS policy, which has no effect."""
         if bos not in ("auto", AS_GIVEN):
             why = "the chat template writes the first token" if kind == CHATS else "column 0 has the first token"
             raise InputError(

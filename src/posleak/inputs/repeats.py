@@ -24,7 +24,7 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     different = len(np.unique(ids, axis=0))
     if different < checked:
         which = (
-            f"all {checked} prompts are equal" if different == 1 else f"only {different} of {checked} prompts differ"
+            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
         )
         yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
     if isinstance(prompts.body, CropBody) and different > 1:
@@ -53,7 +53,7 @@ def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterat
 
 
 def overlap(spans: np.ndarray) -> tuple[float, float]:
-    """Return the share of spans [B, 2] that is covered by another span too, and the share of the text [0, 1] that is."""
+    """Return the share of spans [B, 2] that another span covers too, and the share of the text [0, 1] that is."""
     edges = np.concatenate([spans[:, 0], spans[:, 1]])
     steps = np.repeat([1, -1], len(spans))
     order = np.argsort(edges, kind="stable")

@@ -1,11 +1,11 @@
-"""Stage 5: rows of logits -> mask, drift, sink; powers, shares and intervals."""
+"""Leakage: the parts of rows of logits; powers and shares with intervals; contrasts with a baseline; table rows."""
 
 from .contrast import Contrast as Contrast
 from .dataset import assemble as assemble, component as component, components as components
 from .observer import AttentionObserver as AttentionObserver, LeakageObserver as LeakageObserver
 from .profile import narrow_layers as narrow_layers, sink_width as sink_width
 from .sampled import (
-    FEWEST as FEWEST,
+    MIN_PROMPTS as MIN_PROMPTS,
     Estimate as Estimate,
     Jackknife as Jackknife,
     Sampled as Sampled,

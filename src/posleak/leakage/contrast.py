@@ -41,7 +41,7 @@ class Contrast:
         """after − before."""
         if self.paired:
             return (self.after - self.before).estimate
-        return self.after.estimate.minus_other(self.before.estimate)
+        return self.after.estimate.minus_independent(self.before.estimate)
 
     @property
     def ratio(self) -> Sampled:

@@ -1,4 +1,4 @@
-"""Per-prompt parts as labelled arrays: what is stored, and what every number is computed from.
+"""Per-prompt parts as labelled arrays. They are stored, and every result is computed from them.
 
     mask, sink, mask_without_sink, attention_0   (prompt, layer, head, query)
     drift                                        (prompt, layer, head, query, offset)
@@ -9,11 +9,11 @@
     lent                                         (prompt, layer, head, query)  only under a borrowed context
     scaling                                      (prompt, layer, head, query, offset)  only for models that scale their
                                                  queries by position
-    pairs                                        (layer, query, offset)  where a query has a body key at an offset
-    remainder                                    (prompt batch maximum, as an attribute)
+    pairs                                        (layer, query, offset)  whether a query has a body key at an offset
+    remainder                                    an attribute: the maximum over prompts
 
-A layer is one attention call, in call order, labelled with the number that the model gives to its layer; `call` counts
-the calls. Layers with fewer heads than the widest are filled with NaN.
+An entry of the layer axis is one attention call, in call order, labelled with the id that the model gives to its layer;
+`call` is the index of the call. Layers with fewer heads than the widest layer are padded with NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posleak.probe import Plan
 from .split import Parts
 
 PER_QUERY = ("mask", "sink", "mask_without_sink", "attention_0", "renormalisation")
-ARRAYS: dict[str, tuple[str, ...]] = {
+ARRAY_AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PER_QUERY, (PROMPT, LAYER, HEAD, QUERY)),
     "drift": (PROMPT, LAYER, HEAD, QUERY, OFFSET),
     "logit": (PROMPT, LAYER, HEAD, OFFSET),
@@ -43,28 +43,28 @@ ARRAYS: dict[str, tuple[str, ...]] = {
 }
 """The per-prompt arrays and their axes."""
 
-OPTIONAL: dict[str, tuple[str, ...]] = {
+OPTIONAL_AXES: dict[str, tuple[str, ...]] = {
     SCALING: (PROMPT, LAYER, HEAD, QUERY, OFFSET),
     LENT: (PROMPT, LAYER, HEAD, QUERY),
 }
-"""Arrays that only some models have."""
+"""Arrays that exist only for some models or edits."""
 
 NATS = (*PARTS, SCALING, LENT, "mask_without_sink", "renormalisation", "logit")
 UNITS = {**dict.fromkeys(NATS, "nats"), **dict.fromkeys(("attention_0", "profile", "ordinary"), "1")}
 
 Chunk = dict[str, NDArray[Any]]
-"""One batch of prompts, all layers: the arrays above, `pairs`, and `remainder` as a scalar."""
+"""The arrays of one batch of prompts, with `pairs`, and with `remainder` as a scalar."""
 
 
 def stack_layers(layers: Sequence[Parts]) -> Chunk:
-    """The layers of one forward pass side by side: [B, L, H, ...], padded with NaN to the widest layer."""
+    """Stack the layers of one forward pass: [B, L, H, ...], padded with NaN to the widest layer."""
     widest = max(parts.mask.shape[1] for parts in layers)
-    chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAYS}
+    chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAY_AXES}
     for name, like in ((SCALING, "drift"), (LENT, "mask")):
-        found = [getattr(parts, name) for parts in layers]
-        if any(x is not None for x in found):
-            here = [getattr(p, like) * 0 if x is None else x for p, x in zip(layers, found, strict=True)]
-            chunk[name] = np.stack([_padded(x, widest) for x in here], axis=1)
+        optional = [getattr(parts, name) for parts in layers]
+        if any(x is not None for x in optional):
+            filled = [getattr(p, like) * 0 if x is None else x for p, x in zip(layers, optional, strict=True)]
+            chunk[name] = np.stack([_padded(x, widest) for x in filled], axis=1)
     chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
     chunk["remainder"] = np.array(np.max([parts.remainder for parts in layers]))
     return chunk
@@ -77,27 +77,27 @@ def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndar
 
 
 def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], where: str, remedy: str) -> None:
-    """Refuse parts that hold NaN or infinity where numbers belong; heads: how many each layer has.
+    """Raise CheckError if an array is not finite where its values are defined.
 
-    There are no numbers beyond a layer's heads, and at pairs of query and offset that do not exist. `ordinary` is not
-    defined where the references see no far key.
+    Values are undefined beyond a layer's number of heads, given by `heads`, and at pairs of query and offset that do
+    not exist. `ordinary` is not checked: it is undefined where the references see no far key.
     """
-    there = np.arange(max(heads)) < np.array(heads)[:, None]
+    exists = np.arange(max(heads)) < np.array(heads)[:, None]
     pairs: NDArray[np.bool_] = arrays["pairs"]
     needed = {
-        (QUERY,): there[..., None],
-        (POSITION,): there[..., None],
-        (OFFSET,): there[..., None] & pairs.any(1, keepdims=True),
-        (QUERY, OFFSET): there[..., None, None] & pairs[:, None],
+        (QUERY,): exists[..., None],
+        (POSITION,): exists[..., None],
+        (OFFSET,): exists[..., None] & pairs.any(1, keepdims=True),
+        (QUERY, OFFSET): exists[..., None, None] & pairs[:, None],
     }
     bad = {
         name: int((~np.isfinite(arrays[name]) & needed[axes[3:]]).sum())
-        for name, axes in (ARRAYS | OPTIONAL).items()
+        for name, axes in (ARRAY_AXES | OPTIONAL_AXES).items()
         if name in arrays and name != "ordinary"
     } | {"remainder": int(not np.isfinite(arrays["remainder"]))}
     if any(bad.values()):
         raise CheckError(
-            "the parts hold NaN or infinity where numbers belong", where=where,
+            "the parts contain NaN or infinity", where=where,
             got=", ".join(f"{count} in {name}" for name, count in bad.items() if count), expected="finite numbers",
             remedy=remedy,
         )  # fmt: skip
@@ -106,17 +106,19 @@ def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], whe
 def assemble(
     chunks: Sequence[Chunk],
     plan: Plan,
-    numbers: Sequence[int] | None = None,
+    layer_ids: Sequence[int] | None = None,
     more: Mapping[str, xr.Variable] | None = None,
     labels: Mapping[str, Sequence[Any]] | None = None,
 ) -> xr.Dataset:
-    """All prompts of a measurement as one dataset; numbers: the model's own layer of each call, if they are known.
+    """Combine the batches of a measurement into one dataset.
 
-    more: arrays that others have made of the same prompts, with `labels` for axes that only they have.
+    layer_ids   the model's layer id of each attention call; None: the index of the call
+    more        further arrays of the same prompts, such as metrics
+    labels      coordinates of axes that only these have
     """
     data = {
         name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
-        for name, axes in (ARRAYS | OPTIONAL).items()
+        for name, axes in (ARRAY_AXES | OPTIONAL_AXES).items()
         if name in chunks[0]
     }
     data |= more or {}
@@ -124,17 +126,17 @@ def assemble(
     coords: dict[str, Any] = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
     sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}
     coords.update({axis: list(range(sizes[axis])) for axis in (PROMPT, LAYER, HEAD, POSITION)})
-    coords |= {axis: list(found) for axis, found in (labels or {}).items() if axis in sizes}
-    if numbers is not None:
-        coords |= {LAYER: list(numbers), CALL: (LAYER, list(range(len(numbers))))}
-    remainder = float(np.max([chunk["remainder"] for chunk in chunks]))  # NaN, if any is: Python's max passes it over
+    coords |= {axis: list(values) for axis, values in (labels or {}).items() if axis in sizes}
+    if layer_ids is not None:
+        coords |= {LAYER: list(layer_ids), CALL: (LAYER, list(range(len(layer_ids))))}
+    remainder = float(np.max([chunk["remainder"] for chunk in chunks]))  # propagates NaN, unlike Python's max
     return xr.Dataset(data, coords, {"remainder": remainder})
 
 
 def component(data: xr.Dataset, name: str) -> Float64[xr.DataArray, "B L H Q D"]:
-    """One component at every pair, NaN where a pair does not exist.
+    """Return one component at every pair (query, offset); NaN where a pair does not exist.
 
-    Parts that do not depend on the offset count once at every pair, so that all components share one support.
+    Parts that do not depend on the offset are repeated at every pair, so that all components have the same support.
     """
     if name == "total":
         x = data["mask"] + data["drift"] + data["sink"]
@@ -149,5 +151,5 @@ def component(data: xr.Dataset, name: str) -> Float64[xr.DataArray, "B L H Q D"]
 
 
 def components(data: xr.Dataset) -> tuple[str, ...]:
-    """The components that a measurement has: the parts and what is made of them, and others where they occur."""
+    """Return the names of the components that a measurement has; scaling and left exist only in some."""
     return (*COMPONENTS, *[name for name, of in ((SCALING, SCALING), (LEFT, LENT)) if of in data])

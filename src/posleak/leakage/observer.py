@@ -1,4 +1,4 @@
-"""The observer that turns every attention call into its parts, as the forward pass goes by."""
+"""Observers of attention calls: one computes the parts of the leakage, one stores log attention."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from .split import Parts, split, split_scaled
 
 @dataclass
 class LeakageObserver:
-    """Collects the Parts of each layer of one forward pass; `start` is where the prompts begin after left padding.
+    """Computes the Parts of every attention call during a forward pass.
 
-    placements[l]: what positions do in layer l. Without them, the origin stays where it is and queries are not scaled.
+    start        position at which the prompts begin, after left padding
+    placements   what positions do in each call; without them, the origin's keys are not moved and queries not scaled
+    layers       the Parts of the calls so far
     """
 
     plan: Plan
@@ -37,7 +39,7 @@ class LeakageObserver:
             self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
     def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
-        """The call with every query at the references' mean temperature."""
+        """Return the call with every query at the references' mean temperature."""
         late = slice(len(self.plan.queries), None)
         rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
         query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
@@ -45,19 +47,19 @@ class LeakageObserver:
         return replace(call, query=query)
 
     def collect(self) -> list[Parts]:
-        """The layers seen since the last call of this method."""
+        """Return the layers observed since the last call of this method."""
         layers, self.layers = self.layers, []
         return layers
 
 
 @dataclass
 class AttentionObserver:
-    """Collects log a_i(δ) of the measured queries of each layer, NaN where there is no such pair."""
+    """Stores log a_i(δ) of the measured queries of every layer; NaN at pairs that do not exist."""
 
     plan: Plan
     layers: list[Float64[Tensor, "B _H Q D"]] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         rows = call_rows(call, self.plan)
-        nowhere = rows.offsets >= rows.seen.body[:, None]
-        self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(nowhere, torch.nan))
+        missing = rows.offsets >= rows.seen.body[:, None]
+        self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(missing, torch.nan))

@@ -1,5 +1,5 @@
-"""The sink profile: how much late queries attend to each of the first positions, how wide the sink is, and whether the
-origin covers it."""
+"""The sink profile: attention of late queries to the first positions, the width of the sink, and whether the origin
+covers it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from jaxtyping import Float64, Int64
 
 from posleak.axes import HEAD, PROMPT
 
-TIMES, LEAST = 5.0, 0.02
-"""A position belongs to a sink if late queries attend to it this many times as much as to an ordinary far key, and
-this much of all their attention."""
+SINK_RATIO, SINK_ATTENTION = 5.0, 0.02
+"""A position belongs to a sink if late queries attend to it more than SINK_RATIO times as much as to an ordinary far
+key, and with more than SINK_ATTENTION of all their attention."""
 
-AFTER = 8
-"""So many keys after the origin are looked at to see whether it is wide enough."""
+KEYS_AFTER_ORIGIN = 8
+"""Number of keys after the origin that are examined to decide whether the origin is wide enough."""
 
 
 def sink_width(
     profile: Float64[np.ndarray, "*cells first"], ordinary: Float64[np.ndarray, "*cells"]
 ) -> Int64[np.ndarray, "*cells"]:
-    """How many first positions the sink takes: up to the last one that stands out; 0 where none does."""
-    out = (profile > LEAST) & (profile > TIMES * np.nan_to_num(ordinary)[..., None])
-    places = np.arange(1, profile.shape[-1] + 1)
-    return np.asarray(np.where(out, places, 0).max(-1), dtype=np.int64)
+    """Return the number of leading positions up to the last one that belongs to a sink; 0 if none does."""
+    in_sink = (profile > SINK_ATTENTION) & (profile > SINK_RATIO * np.nan_to_num(ordinary)[..., None])
+    widths = np.arange(1, profile.shape[-1] + 1)
+    return np.asarray(np.where(in_sink, widths, 0).max(-1), dtype=np.int64)
 
 
 def narrow_layers(data: xr.Dataset, origin: int) -> dict[int, int]:
-    """Attention calls where the sink goes on behind the origin, each with the width of the origin that would do.
+    """Return the attention calls whose sink extends beyond the origin, each with an origin width that would suffice.
 
-    There the keys m … m+7 get more than 5 times the attention of ordinary ones, and over 0.02 of all, in the mean over
-    prompts and heads. A width at the end of what was looked at means that or more.
+    These are calls in which the keys m … m+7 receive on average more than 5 times the attention of an ordinary key, and
+    together more than 0.02 of all attention, in the mean over prompts and heads. A width at the end of the profile is a
+    lower bound.
     """
     profile, ordinary = (data[name].mean((PROMPT, HEAD), skipna=True).values for name in ("profile", "ordinary"))
-    wide = {}
-    for layer, (row, far) in enumerate(zip(profile, np.nan_to_num(ordinary), strict=True)):
-        last = len(row) - AFTER
-        sticks_out = [
-            bool(row[m : m + AFTER].sum() > LEAST and row[m : m + AFTER].mean() > TIMES * far)
-            for m in range(origin, last + 1)
-        ]
-        if sticks_out and sticks_out[0]:
-            wide[layer] = origin + (sticks_out.index(False) if False in sticks_out else last - origin)
-    return wide
+    widths = {}
+    for call, (row, far) in enumerate(zip(profile, np.nan_to_num(ordinary), strict=True)):
+        last = len(row) - KEYS_AFTER_ORIGIN
+        after = [row[m : m + KEYS_AFTER_ORIGIN] for m in range(origin, last + 1)]
+        in_sink = [bool(keys.sum() > SINK_ATTENTION and keys.mean() > SINK_RATIO * far) for keys in after]
+        if in_sink and in_sink[0]:
+            widths[call] = origin + (in_sink.index(False) if False in in_sink else last - origin)
+    return widths

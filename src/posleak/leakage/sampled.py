@@ -1,23 +1,22 @@
-"""A number, and the same number without one prompt and without two: what intervals are made of.
+"""Jackknife intervals: a statistic, its replicates without one prompt and without two, and the interval from them.
 
-The jackknife asks how the number changes when one prompt is left out, and how much of what two prompts do is done by
-the two together: a power is a mean over pairs of prompts, and where it is near zero the pairs make nearly all of its
-noise. Numbers of one result leave out the same prompts, so that sums, differences and ratios are paired. Nothing is
-drawn at random.
+A power is a mean over pairs of prompts, and near zero almost all of its variance comes from the pairs. So the variance
+has a term for single prompts and a pair term. All statistics of one result leave out the same prompts, so that sums,
+differences and ratios are paired. Nothing is drawn at random.
 
     jackknife = Jackknife(prompts)
     after, before = jackknife.inner(products_after), jackknife.inner(products_before)
     removed = 1 - after.over(before).estimate      # value, low, high, n
 
-With v the number, v_i without prompt i and v_ij without i and j, of n prompts:
+With v the statistic of n prompts, v_i without prompt i, and v_ij without i and j:
 
-    d_i  = (n − 1) (mean of v_i − v_i)                        what one prompt does
-    e_ij = (n − 3)/2 · [(n − 2)(v_ij − v) + d_i + d_j]        what two do together
+    d_i  = (n − 1) (mean of v_i − v_i)                        contribution of one prompt
+    e_ij = (n − 3)/2 · [(n − 2)(v_ij − v) + d_i + d_j]        contribution of a pair beyond both
     pairs = 2 mean(e²) / (n (n − 3)),   ones = Σ d² / (n (n − 1)) − 2 pairs (n − 1)/(n − 2), at least 0
     se²  = ones + pairs
 
-The interval is v ± t·se, with Student's t of n − 1 degrees of freedom, and longer on the side to which v is skewed
-(`_reach`). docs/definitions.md says how often it covers, and benchmarks/coverage.py measures it.
+The interval is v ± t·se, with Student's t of n − 1 degrees of freedom, and is extended on the side to which v is skewed
+(`_half_width`). docs/definitions.md states its coverage, which benchmarks/coverage.py measures.
 """
 
 from __future__ import annotations
@@ -34,27 +33,28 @@ from scipy.special import stdtrit
 
 from posleak.arrays import Array
 
-from .power import pairs, unbiased
+from .power import prompt_pairs, unbiased
 
 LEVEL = 0.95
+"""Default confidence level."""
 
-FEWEST = 4
-"""Prompts below which there is no interval: with three, what two do together cannot be told."""
+MIN_PROMPTS = 4
+"""Fewest prompts with an interval: the pair term needs n >= 4."""
 
-ALIKE = 1e-7
-"""Replicates that differ by so little, beside their number, differ by rounding: so do the prompts."""
+ROUNDING = 1e-7
+"""Replicates whose range relative to the value is at most this differ only by rounding: the prompts are equal."""
 
 if TYPE_CHECKING:
     Cells = Array
-else:  # numpy gives a number, and no array, where there is one cell
+else:  # numpy returns a scalar, not an array, where there is one cell
     Cells = Annotated[Float64[np.ndarray | np.float64, "*cells"] | float, *get_args(Array)[1:]]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number per cell with its interval; n prompts. No interval, NaN: n < FEWEST, or prompts that do not differ.
+    """A value per cell with its interval, from n prompts: arrays for several cells, Python floats for one.
 
-    Arrays where there are several cells, Python's floats where there is one.
+    `low` and `high` are NaN if n < MIN_PROMPTS, or if the prompts do not differ.
     """
 
     value: Cells
@@ -72,28 +72,28 @@ class Estimate:
         return Estimate(value, low, high, self.n)
 
     def __rsub__(self, constant: float | int) -> Estimate:
-        """constant − x: the ends of the interval change places."""
+        """Return constant − x; the ends of the interval are exchanged."""
         return Estimate(constant - self.value, constant - self.high, constant - self.low, self.n)
 
     def __truediv__(self, positive: float | int) -> Estimate:
         return Estimate(self.value / positive, self.low / positive, self.high / positive, self.n)
 
-    def minus_other(self, other: Estimate) -> Estimate:
-        """The difference from a number of other prompts: each side's distances to its ends add up in squares."""
+    def minus_independent(self, other: Estimate) -> Estimate:
+        """Return the difference from an estimate of other prompts; half-widths are combined in quadrature."""
         value = self.value - other.value
         down = np.hypot(self.value - self.low, other.high - other.value)
         up = np.hypot(self.high - self.value, other.value - other.low)
         return Estimate(value, value - down, value + up, min(self.n, other.n))
 
     def widened(self, other: Estimate) -> Estimate:
-        """The same number with the spread of another mean of it, over other draws, added in squares."""
+        """Return the same value; the half-widths of `other`, its mean over other draws, are added in quadrature."""
         low = self.value - np.hypot(self.value - self.low, other.value - other.low)
         high = self.value + np.hypot(self.high - self.value, other.high - other.value)
         return Estimate(self.value, low, high, self.n)
 
     @classmethod
     def average(cls, parts: Sequence[Estimate]) -> Estimate:
-        """The mean of numbers of different prompts: each side's distances to its ends add up in squares."""
+        """Return the mean of estimates of different prompts; half-widths are combined in quadrature."""
         value = np.mean([part.value for part in parts], axis=0)
         down = np.sqrt(np.sum([np.square(part.value - part.low) for part in parts], axis=0)) / len(parts)
         up = np.sqrt(np.sum([np.square(part.high - part.value) for part in parts], axis=0)) / len(parts)
@@ -101,16 +101,16 @@ class Estimate:
 
     @classmethod
     def concatenate(cls, parts: list[Estimate]) -> Estimate:
-        """Along the first axis."""
+        """Concatenate along the first axis."""
         value, low, high = (np.concatenate([getattr(part, end) for part in parts]) for end in ("value", "low", "high"))
         return cls(value, low, high, parts[0].n)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A number per cell of n prompts, and its replicates: first without each prompt, then without each of `pairs(n)`.
+    """A value per cell from n prompts, with replicates: without each prompt, then without each of `prompt_pairs(n)`.
 
-    Arithmetic acts on all of them, so that results have replicates too.
+    Arithmetic applies to the value and to every replicate, so that results have replicates too.
     """
 
     value: Cells
@@ -120,16 +120,16 @@ class Sampled:
 
     @cached_property
     def interval(self) -> tuple[Cells, Cells]:
-        """NaN below FEWEST prompts, and where prompts do not differ."""
+        """The ends (low, high); NaN below MIN_PROMPTS prompts, and where the prompts do not differ."""
         n, value = self.n, np.asarray(self.value)
-        if n < FEWEST:
+        if n < MIN_PROMPTS:
             return np.full(value.shape, np.nan), np.full(value.shape, np.nan)
-        with np.errstate(invalid="ignore", over="ignore"):  # a replicate may be infinite: there is no interval then
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN if a replicate is infinite
             return self._interval(value)
 
     def _interval(self, value: Array) -> tuple[Cells, Cells]:
         n = self.n
-        (first, second), without = pairs(n), self.samples[:n]
+        (first, second), without = prompt_pairs(n), self.samples[:n]
         one = (n - 1) * (without.mean(0) - without)
         two = (n - 3) / 2 * ((n - 2) * (self.samples[n:] - value) + one[first] + one[second])
         by_pairs = 2 * (two**2).mean(0) / (n * (n - 3))
@@ -138,15 +138,16 @@ class Sampled:
         scale = np.where(error > 0, n * error**2, 1.0) ** 1.5
         skew = (one**3).mean(0) / scale, 2 * (one[first] * one[second] * two).mean(0) / scale
         t = float(stdtrit(n - 1, (1 + self.level) / 2))
-        down, up = np.maximum(t, _reach(t, *skew, n)), np.maximum(t, -_reach(-t, *skew, n))
+        down, up = np.maximum(t, _half_width(t, *skew, n)), np.maximum(t, -_half_width(-t, *skew, n))
         return value - error * down, value + error * up
 
     @property
     def estimate(self) -> Estimate:
+        """The value with its interval."""
         return Estimate(self.value, *self.interval, n=self.n)
 
     def at(self, level: float) -> Sampled:
-        """The same with intervals of another level."""
+        """Return the same with intervals of another confidence level."""
         return replace(self, level=level)
 
     def __getitem__(self, index: Any) -> Sampled:
@@ -162,71 +163,72 @@ class Sampled:
     def __truediv__(self, other: Sampled | float) -> Sampled:
         return combined(operator.truediv, self, other)
 
-    def over(self, below: Sampled) -> Sampled:
-        """The ratio, NaN where the denominator is not clearly above 0: there it would be noise divided by noise.
+    def over(self, denominator: Sampled) -> Sampled:
+        """Return the ratio; NaN where the denominator is not significantly above zero.
 
-        A denominator without an interval is taken at its value; the ratio has no interval then.
+        Of a denominator without an interval only the value must be positive; the ratio then has no interval either.
         """
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = self / below
-        clear = (below.value > 0) & ~(below.interval[0] <= 0)
-        value, samples = (np.where(clear, x, np.nan) for x in (ratio.value, ratio.samples))
+            ratio = self / denominator
+        positive = (denominator.value > 0) & ~(denominator.interval[0] <= 0)
+        value, samples = (np.where(positive, x, np.nan) for x in (ratio.value, ratio.samples))
         return replace(ratio, value=value, samples=samples)
 
 
-def _reach(t: float, ones: Cells, twos: Cells, n: int) -> Cells:
-    """How many standard errors below a skewed number the truth lies at the t-quantile of a number that is not skewed.
+def _half_width(t: float, ones: Cells, twos: Cells, n: int) -> Cells:
+    """Return the lower half-width in standard errors that replaces the quantile t if the statistic is skewed.
 
-    ones, twos: third moments of what one prompt does and of what two do together, over se³ n^{3/2}. The first term of
-    Helmers' expansion of a studentised U-statistic, inverted in Hall's monotone form.
+    It inverts the first term of Helmers' expansion of a studentised U-statistic, in Hall's monotone form.
+
+    ones, twos: third moments of the contributions of single prompts and of pairs, divided by se³ n^{3/2}
     """
     bend, shift = (ones / 3 + twos / 2) / np.sqrt(n), (ones / 6 + twos / 2) / np.sqrt(n)
     bend = np.where(np.abs(bend) < 1e-6, 1e-6, bend)
-    found: Array = (np.cbrt(1 + 3 * bend * (t - shift)) - 1) / bend
-    return found
+    width: Array = (np.cbrt(1 + 3 * bend * (t - shift)) - 1) / bend
+    return width
 
 
-def combined(function: Callable[..., Any], *numbers: Sampled | float | int) -> Sampled:
-    """function(…) of the values, and of every replicate: it must be smooth, and act on the last axes only."""
-    sampled = [number for number in numbers if isinstance(number, Sampled)]
-    value = function(*(number.value if isinstance(number, Sampled) else number for number in numbers))
-    samples = function(*(number.samples if isinstance(number, Sampled) else number for number in numbers))
+def combined(function: Callable[..., Any], *arguments: Sampled | float | int) -> Sampled:
+    """Apply a smooth function to the values and to every replicate; it must act on the last axes only."""
+    sampled = [x for x in arguments if isinstance(x, Sampled)]
+    value = function(*(x.value if isinstance(x, Sampled) else x for x in arguments))
+    samples = function(*(x.samples if isinstance(x, Sampled) else x for x in arguments))
     return Sampled(np.asarray(value), samples, sampled[0].n, sampled[0].level)
 
 
 @dataclass(frozen=True)
 class Jackknife:
-    """Leaves out prompts. What is made from as many prompts is paired, prompt by prompt."""
+    """Computes statistics with their replicates. Those of equally many prompts are paired, prompt by prompt."""
 
     prompts: int
 
     def mean(self, x: Float64[np.ndarray, "B *cells"]) -> Sampled:
-        """The plain mean over prompts."""
-        (first, second), n, total = pairs(self.prompts), self.prompts, x.sum(0)
+        """Return the mean over prompts."""
+        (first, second), n, total = prompt_pairs(self.prompts), self.prompts, x.sum(0)
         with np.errstate(invalid="ignore", divide="ignore"):
             return self._replicated(x.mean(0), (total - x) / (n - 1), (total - x[first] - x[second]) / (n - 2))
 
     def of_means(self, function: Callable[..., Any], *x: Float64[np.ndarray, "B ..."]) -> Sampled:
-        """function(mean over prompts of each x), which must be smooth: for what is not a sum over heads or layers.
+        """Return a smooth function of the means over prompts of its arguments.
 
-        One replicate is made after the other: the means of all of them together may need more memory than there is.
+        Replicates are computed one by one, because the means of all of them may not fit in memory.
         """
-        (first, second), n, totals = pairs(self.prompts), self.prompts, [each.sum(0) for each in x]
+        (first, second), n, totals = prompt_pairs(self.prompts), self.prompts, [array.sum(0) for array in x]
         with np.errstate(invalid="ignore", divide="ignore"):
             value = np.asarray(function(*(total / n for total in totals)))
-            without = [[total - each[i] for total, each in zip(totals, x, strict=True)] for i in range(n)]
+            without = [[total - array[i] for total, array in zip(totals, x, strict=True)] for i in range(n)]
             one = [function(*(left / (n - 1) for left in without[i])) for i in range(n)]
             two = [
-                function(*((left - each[j]) / (n - 2) for left, each in zip(without[i], x, strict=True)))
+                function(*((left - array[j]) / (n - 2) for left, array in zip(without[i], x, strict=True)))
                 for i, j in zip(first, second, strict=True)
             ]
-            shaped = (np.asarray(found, dtype=float).reshape(-1, *value.shape) for found in (one, two))
+            shaped = (np.asarray(part, dtype=float).reshape(-1, *value.shape) for part in (one, two))
             return self._replicated(value, *shaped)
 
     def inner(self, sums: Float64[np.ndarray, "*cells sums"]) -> Sampled:
-        """⟨x, y⟩ from the products of x and y (power.py)."""
-        n, found = self.prompts, np.moveaxis(sums, -1, 0)
-        return self.of_sums(unbiased(sums, n), found[:n], found[n:])
+        """Return ⟨x, y⟩ from the products of x and y (power.py)."""
+        n, first = self.prompts, np.moveaxis(sums, -1, 0)
+        return self.of_sums(unbiased(sums, n), first[:n], first[n:])
 
     def of_sums(
         self,
@@ -234,8 +236,11 @@ class Jackknife:
         with_others: Float64[np.ndarray, "B *cells"],
         together: Float64[np.ndarray, "pairs *cells"],
     ) -> Sampled:
-        """A mean over pairs, both ways round, from the sum over each prompt's pairs, and from those of `pairs(n)`."""
-        (first, second), n, total = pairs(self.prompts), self.prompts, with_others.sum(0) / 2
+        """Return a symmetrised mean over pairs of prompts.
+
+        with_others: the sum over each prompt's pairs; together: the terms of `prompt_pairs(n)`
+        """
+        (first, second), n, total = prompt_pairs(self.prompts), self.prompts, with_others.sum(0) / 2
         with np.errstate(invalid="ignore", divide="ignore"):
             one = (total - with_others) / ((n - 1) * (n - 2))
             two = (total - with_others[first] - with_others[second] + together) / ((n - 2) * (n - 3))
@@ -244,10 +249,10 @@ class Jackknife:
     def _replicated(
         self, value: Cells, one: Float64[np.ndarray, "B *cells"], two: Float64[np.ndarray, "pairs *cells"]
     ) -> Sampled:
-        """Replicates are NaN where prompts do not differ: one prompt many times says nothing about others.
+        """Set replicates to NaN where the prompts do not differ: copies of one prompt have no sampling error.
 
-        A number that is 0 in every prompt stays: it is exactly 0, as the mask's is behind a window.
+        A value of exactly 0 in every prompt keeps its replicates, such as the mask part of a query beyond the window.
         """
         samples = np.concatenate([one, two])
-        alike = (np.ptp(samples, axis=0) <= ALIKE * np.abs(value)) & (value != 0)
-        return Sampled(value, np.where(alike, np.nan, samples), self.prompts)
+        equal = (np.ptp(samples, axis=0) <= ROUNDING * np.abs(value)) & (value != 0)
+        return Sampled(value, np.where(equal, np.nan, samples), self.prompts)

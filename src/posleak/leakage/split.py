@@ -1,15 +1,16 @@
-"""Leakage, split exactly into mask, drift and sink: the late query, the same in a cropped text, the early query.
+"""Exact additive decomposition of the leakage into mask, drift and sink: from the late query, through the same query
+in a cropped text, to the early query.
 
-    mask(i, r)     = log Z_r − log(R_{n_i} + k)                        r -> r in the crop: other keys, same states
-    drift(i, δ, r) = [s_i(δ) − log B_i] − [s_r(δ) − log R_{n_i}]       how the body's weight is spread
-    sink(i, r)     = log(1 + k / R_{n_i}) − log(1 + S_i / B_i)         how much goes to the origin
+    mask(i, r)     = log Z_r − log(R_{n_i} + k)                        r -> r in the crop: fewer keys, same states
+    drift(i, δ, r) = [s_i(δ) − log B_i] − [s_r(δ) − log R_{n_i}]       distribution of the weight over body keys
+    sink(i, r)     = log(1 + k / R_{n_i}) − log(1 + S_i / B_i)         weight of the origin
     sum            = log a_i(δ) − log a_r(δ)
 
-averaged over the references r. The crop is r as if the text between i and r had been cut out: it sees the nearest n_i
-body keys, and of the origin what i sees, moved up to where i has it (k). A constant added to a row changes no part.
+averaged over the references r. In the crop, the text between i and r is cut out: r sees its nearest n_i body keys, and
+those origin keys that i sees, moved to where they are relative to i (k). Every part is invariant to row constants.
 
 A model that scales its queries by absolute position (probe/placement.py) has a fourth, explicit part. The three steps
-are taken on logits at one common temperature t̄, the mean of the references', and what their own temperatures do is
+then use logits at one common temperature t̄, the mean over the references, and the effect of the temperatures is
 
     scaling(i, δ, r) = [ log a_i(δ) − log a_r(δ) ] − [ log ā_i(δ) − log ā_r(δ) ],    ā: attention at s̄_p = s_p t̄ / t_p
 """
@@ -28,17 +29,17 @@ from posleak.probe import Rows
 
 @dataclass(frozen=True)
 class Parts:
-    """One layer of a batch of prompts, averaged over references; NaN at pairs (i, δ) that do not exist.
+    """The parts of one layer for a batch of prompts, means over references; NaN at pairs (i, δ) that do not exist.
 
     attention_0      a_i0 of the measured queries
     profile          mean attention of the references to each of the first positions
-    ordinary         the same to one key far from them and from the origin
+    ordinary         mean attention of the references to one key that is far from them and from the origin
     logit            mean s_r(δ) over the references
     renormalisation  log B_i − log R_{n_i}, so that s_i(δ) = drift + this + logit
-    pairs            where i and every r have a visible body key at δ
+    pairs            whether i and every r have a visible body key at δ
     remainder        max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
     scaling          None where queries are not scaled by position
-    lent             what the keys of a borrowed context take from the total; None without one
+    lent             reduction of the total by the keys of a borrowed context; None without one
     """
 
     mask: Float64[Tensor, "B H Q"]
@@ -57,23 +58,23 @@ class Parts:
 
 
 def split(rows: Rows) -> Parts:
-    """The parts of every measured query against the mean reference."""
+    """Return the parts of every measured query, compared with the mean over the references."""
     late, seen = rows.references, rows.seen
     log_z_i, log_z_r = rows.log_z, late.log_z  # [B, H, Q], [B, H, R]
     mask = (log_z_r[..., None] - rows.crop).mean(2)
     sink = (rows.crop - rows.cut).mean(2) - (log_z_i - rows.body)
     pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.seen.body.min())
-    nowhere = ~pairs
-    # Logits at pairs that do not exist are −inf: they are taken out before they can meet each other.
-    s_i = rows.s.masked_fill(nowhere, 0)
+    missing = ~pairs
+    # Logits at pairs that do not exist are −inf: set them to 0, because their differences would be NaN.
+    s_i = rows.s.masked_fill(missing, 0)
     s_r = _finite(late.at_offsets(rows.offsets)).mean(2, keepdim=True)
     renormalisation = rows.body - rows.cut.mean(2)
     drift = (s_i - s_r) - renormalisation[..., None]
     total = (s_i - log_z_i[..., None]) - (s_r - log_z_r.mean(2)[..., None, None])
-    remainder = ((mask[..., None] + drift + sink[..., None]) - total).masked_fill(nowhere, 0).abs().max()
+    remainder = ((mask[..., None] + drift + sink[..., None]) - total).masked_fill(missing, 0).abs().max()
     return Parts(
         mask=mask,
-        drift=drift.masked_fill(nowhere, torch.nan),
+        drift=drift.masked_fill(missing, torch.nan),
         sink=sink,
         mask_without_sink=late.without_sink(seen).mean(2),
         attention_0=(rows.first[..., 0] - log_z_i).exp(),
@@ -88,9 +89,9 @@ def split(rows: Rows) -> Parts:
 
 
 def lent(rows: Rows, weight: Float64[Tensor, "B H P"]) -> Float64[Tensor, "B H Q"]:
-    """How much of the total is not there any more where a borrowed context is seen too: total without its keys − with.
+    """Return the reduction of the total by lent keys: the total without them minus the total with them.
 
-    [log(Z_i + L_i) − log Z_i] − mean over r of [log(Z_r + L_r) − log Z_r],  L: what the lent keys weigh
+    [log(Z_i + L_i) − log Z_i] − mean over r of [log(Z_r + L_r) − log Z_r],  L: the sum of e^s over the lent keys
     """
     more = torch.nn.functional.softplus(weight - torch.cat([rows.log_z, rows.references.log_z], dim=-1))
     Q = rows.log_z.shape[-1]
@@ -98,28 +99,28 @@ def lent(rows: Rows, weight: Float64[Tensor, "B H P"]) -> Float64[Tensor, "B H Q
 
 
 def split_scaled(rows: Rows, even: Rows) -> Parts:
-    """The parts of a layer with scaled queries: `rows` as they are, `even` with all queries at one temperature."""
+    """Return the parts of a layer with scaled queries; rows: as they are, even: with all queries at one temperature."""
     parts, plain = split(even), split(rows)
-    nowhere = ~parts.pairs
-    scaling = log_ratio(rows, nowhere) - log_ratio(even, nowhere)
+    missing = ~parts.pairs
+    scaling = log_ratio(rows, missing) - log_ratio(even, missing)
     sum_of_parts = (parts.mask + parts.sink)[..., None] + parts.drift + scaling
     total = (plain.mask + plain.sink)[..., None] + plain.drift
-    remainder = float((sum_of_parts - total).masked_fill(nowhere, 0).abs().max())
+    remainder = float((sum_of_parts - total).masked_fill(missing, 0).abs().max())
     return replace(
         parts,
         attention_0=plain.attention_0,
         profile=plain.profile,
         ordinary=plain.ordinary,
         remainder=float(np.max([remainder, parts.remainder, plain.remainder])),
-        scaling=scaling.masked_fill(nowhere, torch.nan),
+        scaling=scaling.masked_fill(missing, torch.nan),
     )
 
 
-def log_ratio(rows: Rows, nowhere: Bool[Tensor, "Q D"]) -> Float64[Tensor, "B H Q D"]:
-    """log a_i(δ) − mean over r of log a_r(δ); 0 where there is no such pair."""
+def log_ratio(rows: Rows, missing: Bool[Tensor, "Q D"]) -> Float64[Tensor, "B H Q D"]:
+    """Return log a_i(δ) − mean over r of log a_r(δ); 0 at the pairs in `missing`, which do not exist."""
     late = rows.references
     log_a_r = (_finite(late.at_offsets(rows.offsets)) - late.log_z[..., None]).mean(2, keepdim=True)
-    return (rows.s.masked_fill(nowhere, 0) - rows.log_z[..., None] - log_a_r).masked_fill(nowhere, 0)
+    return (rows.s.masked_fill(missing, 0) - rows.log_z[..., None] - log_a_r).masked_fill(missing, 0)
 
 
 def _finite(s: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:

@@ -1,4 +1,4 @@
-"""The numbers that are shown: per layer, per head, for early queries and for all, each with its interval and n."""
+"""Results of a measurement: powers and shares of the model, its layers and its heads, with intervals."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ HEAD_COLUMNS = (
 
 @dataclass(frozen=True)
 class Products:
-    """Products of prompts (power.py) of one set of queries: `own[c]` of c with itself, `with_total[c]` with the total.
+    """Products of prompts (power.py) of one set of queries: `own[c]` of component c with itself, `with_total[c]` with
+    the total.
 
-    Cells are [L, H]; everything below is arithmetic on them: a layer, [L], is the mean over its heads, a model, [], the
-    mean over all heads.
+    Cells are [L, H]. A layer's products, [L], are the mean over its heads; the model's, [], the mean over all heads.
     """
 
     own: dict[str, Float64[np.ndarray, "*cells sums"]]
@@ -41,27 +41,30 @@ class Products:
 
     @classmethod
     def by_queries(
-        cls, found: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str] = SHARED
+        cls, components: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str] = SHARED
     ) -> dict[str, Products]:
-        """Of early and of all queries, of any components with the same pairs, `total` among them; those in `shared`
-        have a share of it."""
-        total = found["total"]
-        early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries are increasing: a first part
-        there = np.isfinite(_flat(total)[0])  # [L, H, pairs]
-        x = {name: by_cell(_flat(c), there) for name, c in found.items()}  # [L, H, B, pairs]
-        return {queries: cls._of(x, there, at, shared) for queries, at in (("early", early), ("all", there.shape[-1]))}
+        """Return the products of early and of all queries.
+
+        components: arrays with the same existing pairs, `total` among them; shared: those that have a share of it
+        """
+        total = components["total"]
+        early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries increase: early ones come first
+        exists = np.isfinite(_flat(total)[0])  # [L, H, pairs]
+        x = {name: by_cell(_flat(c), exists) for name, c in components.items()}  # [L, H, B, pairs]
+        ends = {"early": early, "all": exists.shape[-1]}
+        return {queries: cls._of(x, exists, end, shared) for queries, end in ends.items()}
 
     @classmethod
     def _of(
-        cls, found: dict[str, Array], there: Bool[np.ndarray, "L H pairs"], first: int, shared: Collection[str]
+        cls, components: dict[str, Array], exists: Bool[np.ndarray, "L H pairs"], end: int, shared: Collection[str]
     ) -> Products:
-        """Of the first so many pairs of query and offset."""
-        count, x = there[..., :first].sum(-1), {name: values[..., :first] for name, values in found.items()}
+        """Return the products over the pairs (query, offset) before `end`."""
+        count, x = exists[..., :end].sum(-1), {name: values[..., :end] for name, values in components.items()}
         own = {name: products_of(values, values, count) for name, values in x.items()}
         return cls(own, {name: products_of(x[name], x["total"], count) for name in x if name in shared})
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
-        """Mean over heads (axis 1) or over layers and heads (axes 0, 1); heads that do not exist are left out."""
+        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
         return Products(*({n: np.nanmean(g, axis=axes) for n, g in d.items()} for d in (self.own, self.with_total)))
 
 
@@ -123,17 +126,16 @@ class LeakageDecomposition(Decomposition):
 
 @dataclass(frozen=True)
 class Summary:
-    """A measurement in numbers.
+    """All results of a measurement.
 
-    heads   cells [L, H], early and all queries
-    layers  cells [L], means over heads
-    model   one cell, the mean over all heads of all layers
-    profile          mean attention of the reference queries to each of the first positions, cells [L, H, first]
-    layer_profile    the same, means over heads [L, first]
-    layer_ordinary   the same to one ordinary far key [L]; NaN where none is seen
-    sink_attention, layer_sink_attention   its first column: attention to position 0
-    width            how many first positions the sink of a head takes, by the median over prompts [L, H]
-    layer_ids        the model's own layer of each attention call [L]
+    heads            decompositions with cells [L, H], of early and of all queries
+    layers           the same with cells [L], means over heads
+    model            the same with one cell, means over all heads of all layers
+    profile          mean attention of the reference queries to each of the first positions [L, H, first]
+    layer_profile    its mean over heads [L, first]
+    layer_ordinary   mean attention of the reference queries to one ordinary far key [L]; NaN where none is visible
+    width            sink width of each head, from medians over prompts [L, H]
+    layer_ids        the model's layer id of each attention call [L]
     """
 
     heads: dict[str, LeakageDecomposition]
@@ -148,12 +150,12 @@ class Summary:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """What layers are called in tables and figures."""
+        """Names of the layers in tables and figures."""
         return layer_names(self.layer_ids)
 
     @property
     def places(self) -> Array:
-        """Where layers stand on an axis."""
+        """Coordinates of the layers on an axis."""
         return np.array(layer_coordinates(self.layer_ids))
 
     @property
@@ -163,12 +165,12 @@ class Summary:
 
     @property
     def layer_sink_attention(self) -> Estimate:
-        """The same, means over heads [L]."""
+        """Mean attention of the reference queries to position 0, by layer [L], mean over heads."""
         return self.layer_profile[..., 0]
 
 
 def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
-    """All numbers of a measurement; all leave out the same prompts, so that they are paired."""
+    """Compute all results of a measurement; they are paired, because all leave out the same prompts."""
     jackknife = Jackknife(data.sizes["prompt"])
     profile, ordinary = data["profile"].values, data["ordinary"].values
     return Summary(
@@ -185,7 +187,7 @@ def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
 
 
 def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B L"]:
-    """Of the heads that have a number; NaN without any."""
+    """Return the mean over heads with a finite value; NaN if there is none."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.nansum(x, axis=2) / np.isfinite(x).sum(2))
 

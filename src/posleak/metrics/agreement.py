@@ -23,7 +23,7 @@ from .catalogue import BY_ID, Looks
 LEAKAGE = ("total", "mask", "drift", "sink", "residual", "here", "earlier", "origin")
 """Powers of the leakage that metrics are compared with: where it is read, and where it comes from."""
 
-FEWEST = 4
+MIN_LAYERS = 4
 """Layers without which there is no interval."""
 
 
@@ -39,10 +39,10 @@ class Agreement:
     n: int
     over: str
 
-    def part(self, row: int, column: str) -> Part:
+    def cell(self, row: int, column: str) -> RankAgreement:
         """One cell."""
         at = self.columns.index(column)
-        return Part(column, *(float(x[row, at]) for x in (self.rho, self.low, self.high)))
+        return RankAgreement(column, *(float(x[row, at]) for x in (self.rho, self.low, self.high)))
 
     def as_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -96,7 +96,7 @@ def _interval(
     rho: NDArray[np.float64], without: Sequence[NDArray[np.float64]]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     n = len(without)
-    if n < FEWEST:
+    if n < MIN_LAYERS:
         return np.full(rho.shape, np.nan), np.full(rho.shape, np.nan)
     most = 1 - 1e-12  # a metric agrees with itself completely, and atanh of that is infinite
     z, left = np.arctanh(np.clip(rho, -most, most)), np.arctanh(np.clip(np.stack(without), -most, most))
@@ -124,7 +124,7 @@ SAME_MASK = ("shift_bfloat16", "shift_own")
 
 
 @dataclass(frozen=True)
-class Part:
+class RankAgreement:
     """A power of the leakage, and how a metric's ranking agrees with its own."""
 
     name: str
@@ -139,7 +139,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sees:
+class MetricAlignment:
     """What a metric can see of a layer's own mask, and what it ranks as this model's leakage does.
 
     can      by its definition: False where it looks at what is there before the layer's mask acts
@@ -149,7 +149,7 @@ class Sees:
 
     metric: str
     can: bool
-    parts: dict[Family, Part]
+    parts: dict[Family, RankAgreement]
     over: str
 
     @property
@@ -158,7 +158,7 @@ class Sees:
         return max(self.parts, key=lambda family: abs(self.parts[family].rho), default=Family.NEITHER)
 
     @property
-    def most(self) -> Part | None:
+    def most(self) -> RankAgreement | None:
         return self.parts.get(self.family)
 
     @property
@@ -178,7 +178,7 @@ class Sees:
         return f"{found}; {why}"
 
 
-def _alike(part: Part) -> str:
+def _alike(part: RankAgreement) -> str:
     return f"as {part.name} does" if part.rho > 0 else f"the other way round than {part.name} does"
 
 
@@ -189,17 +189,17 @@ def can_see_mask(name: str) -> bool:
     return looks is Looks.ATTENTION and name not in SAME_MASK
 
 
-def sees(found: Agreement) -> tuple[Sees, ...]:
+def alignments(found: Agreement) -> tuple[MetricAlignment, ...]:
     """One for each metric. An agreement with the mask of a metric that cannot see it is left out: both then go with
     something else, such as the depth."""
-    return tuple(_sees(found, at) for at in range(len(found.rows)))
+    return tuple(_alignment(found, at) for at in range(len(found.rows)))
 
 
-def _sees(found: Agreement, at: int) -> Sees:
+def _alignment(found: Agreement, at: int) -> MetricAlignment:
     can, parts = can_see_mask(found.rows[at]), {}
     for family, names in FAMILIES.items():
-        each = [found.part(at, name) for name in names if name in found.columns]
+        each = [found.cell(at, name) for name in names if name in found.columns]
         clear = [part for part in each if part.clear]
         if clear and (can or family is not Family.MASK):
             parts[family] = max(clear, key=lambda part: abs(part.rho))
-    return Sees(found.rows[at], can, parts, found.over)
+    return MetricAlignment(found.rows[at], can, parts, found.over)

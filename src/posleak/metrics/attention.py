@@ -20,7 +20,7 @@ CONNECTED = 128
 """First tokens whose graph has a Fiedler value: eigenvalues take the cube of their number."""
 
 
-class Sinks(Meter):
+class SinkMeter(Meter):
     """α_0 of Gu et al. (2025): mean attention of the first 64 queries to position 0."""
 
     name = "sinks"
@@ -35,7 +35,7 @@ def to_first(attention: Float[Tensor, "B H T T"]) -> Any:
     return attention[..., 0].double().mean(-1).cpu().numpy()
 
 
-class Rollout(Meter):
+class RolloutMeter(Meter):
     """How much a position reads of position 0 through all attention layers so far: (A^l … A^1)_i0 of Wu et al. (2025).
 
     A is averaged over heads, and over the calls of a layer that makes several; its rows add up to 1, also where a
@@ -64,7 +64,7 @@ class Rollout(Meter):
         return {"rollout": self.after[:, 1:].double().mean(-1).cpu().numpy()}
 
 
-class Frames(Meter):
+class FrameMeter(Meter):
     """Reference frames of Ruscio et al. (2025): the attention of a layer, averaged over heads, as a graph.
 
     centralized + distributed + bidirectional + no_frame = 1; the last is 1 where there is no anchor, and 0 elsewhere.
@@ -95,7 +95,7 @@ class Frames(Meter):
         }  # fmt: skip
 
 
-class Wavelets(Meter):
+class WaveletMeter(Meter):
     """Heads as filters of many resolutions, Ruscio et al. (2024): spectra of the attention by offset."""
 
     name = "wavelets"

@@ -1,10 +1,10 @@
-"""What all meters look at: some rows of one attention call, computed once for all of them.
+"""The rows of one attention call that all meters read; they are computed once.
 
-Up to WHOLE tokens these are all rows, and the attention is the whole matrix. In longer prompts the first ALONE
-positions stay alone, for that is where sinks are and where attention changes fastest; those after them fall into groups
-of nearly equal size, ROWS in all. The last position of each group is the row that is looked at, and in means over
-queries it counts for its whole group. Keys are never grouped: a row has all of them. So the cost grows with the length
-of the prompt, not with its square, and no N × N matrix is made of more than WHOLE tokens.
+Up to FULL_LENGTH tokens these are all rows of the attention matrix. Longer prompts are sampled: the first SINGLE_ROWS
+positions, where sinks are and attention changes fastest, are groups of one; later positions form groups of nearly equal
+size, SAMPLED_ROWS groups in total. The last position of a group represents it, and means over queries are weighted by
+the sizes of the groups. Keys are never grouped. So the cost grows linearly with the length of the prompt, and no N × N
+matrix of more than FULL_LENGTH tokens is made.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from posleak.probe import Call
 
 from .spectra import SHORTEST_PROFILE
 
-WHOLE, ROWS = 256, 128
+FULL_LENGTH, SAMPLED_ROWS = 256, 128
 """Tokens up to which attention is made whole; and how many rows stand for all in longer prompts."""
 
-ALONE = 32
+SINGLE_ROWS = 32
 """First positions that are not put into groups."""
 
-START = 64
+START_TOKENS = 64
 """Gu's T: so many first queries are looked at apart. By causality they are a prompt of that length."""
 
 
@@ -40,10 +40,10 @@ class Sampling:
     @cached_property
     def rows(self) -> Int64[np.ndarray, "P"]:
         """The last position of each group, increasing."""
-        if self.length <= WHOLE:
+        if self.length <= FULL_LENGTH:
             return np.arange(self.length)
-        later = np.rint(np.linspace(ALONE, self.length, ROWS - ALONE + 1)).astype(np.int64)[1:]
-        return np.concatenate([np.arange(ALONE), later - 1])
+        later = np.rint(np.linspace(SINGLE_ROWS, self.length, SAMPLED_ROWS - SINGLE_ROWS + 1)).astype(np.int64)[1:]
+        return np.concatenate([np.arange(SINGLE_ROWS), later - 1])
 
     @cached_property
     def weights(self) -> Int64[np.ndarray, "P"]:
@@ -124,7 +124,7 @@ class Glimpse:
         return found.gather(-1, key.expand(*found.shape[:2], -1, -1)).mean(2).double().cpu().numpy()
 
 
-def start_attention(call: Call, tokens: int = START) -> Float[Tensor, "B H T T"]:
+def start_attention(call: Call, tokens: int = START_TOKENS) -> Float[Tensor, "B H T T"]:
     """The whole attention of the first queries among themselves."""
     tokens = min(tokens, call.query.shape[2])
     first = call.slice_positions(0, tokens)

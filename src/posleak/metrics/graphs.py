@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int64
 
-from posleak.leakage.profile import LEAST, TIMES
+from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
 
 from .eigenvalues import eigenvalues
 
-Rows = Int64[np.ndarray, "P"] | None
+RowQueries = Int64[np.ndarray, "P"] | None
 Visible = Bool[np.ndarray, "P n"] | None
 
 THRESHOLDS = (0.001, 0.01, 0.05, 0.1, 0.2)
@@ -57,14 +57,14 @@ class ReferenceFrame:
     anchors: Int64[np.ndarray, "*cells"]  # how many keys are anchors
 
 
-def in_degrees(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Int64[np.ndarray, "*cells τ n"]:
+def in_degrees(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Int64[np.ndarray, "*cells τ n"]:
     """How many other queries give key j more than τ, for each τ of `THRESHOLDS`."""
     others, count = _others(A, rows), _weights(A, rows).astype(np.float32)  # exact up to 2^24 queries
     degrees = [np.einsum("...ij,i->...j", (others > threshold).astype(np.float32), count) for threshold in THRESHOLDS]
     return np.stack(degrees, axis=-2).astype(np.int64)
 
 
-def star(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells τ"]:
+def star(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Float64[np.ndarray, "*cells τ"]:
     """How far the graph is a star: max_j d_j / (n − 1), with d_j the in-degree of key j.
 
     It is 1 if all other tokens point to one key, whatever else they point to.
@@ -77,7 +77,7 @@ def star_of(degrees: Int64[np.ndarray, "*cells τ n"]) -> Float64[np.ndarray, "*
     return np.asarray(degrees.max(-1) / (degrees.shape[-1] - 1))
 
 
-def centralisation(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells τ"]:
+def centralisation(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Float64[np.ndarray, "*cells τ"]:
     """Freeman's centralisation of the in-degree: Σ_j (max d − d_j) / (n − 1)².
 
     Freeman divides by the largest sum that n nodes allow. In a directed graph that is the star in which n − 1 nodes
@@ -106,7 +106,7 @@ def fiedler(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells
 
 
 def received(
-    A: Float64[np.ndarray, "*cells P n"], far: int = 1, visible: Visible = None, rows: Rows = None
+    A: Float64[np.ndarray, "*cells P n"], far: int = 1, visible: Visible = None, rows: RowQueries = None
 ) -> Float64[np.ndarray, "*cells n"]:
     """Mean attention that key j gets from the queries that see it and are at least `far` tokens away, |i − j| ≥ far.
 
@@ -118,13 +118,13 @@ def received(
     return np.asarray(total / np.where(queries > 0, queries, np.nan))
 
 
-def incoming(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells n"]:
+def incoming(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Float64[np.ndarray, "*cells n"]:
     """All attention that key j gets from the other queries: Σ_{i≠j} A_ij."""
     return np.asarray(np.einsum("...ij,i->...j", _others(A, rows), _weights(A, rows).astype(np.float64)))
 
 
 def concentration(
-    A: Float64[np.ndarray, "*cells P n"], percentile: float = PERCENTILE, rows: Rows = None
+    A: Float64[np.ndarray, "*cells P n"], percentile: float = PERCENTILE, rows: RowQueries = None
 ) -> Float64[np.ndarray, "*cells"]:
     """Share of all incoming attention that goes to the sink set: the keys that get most, from `percentile` on.
 
@@ -138,7 +138,7 @@ def concentration(
     return np.asarray(np.partition(found, below, axis=-1)[..., below:].sum(-1) / np.where(total > 0, total, np.nan))
 
 
-def reference_tokens(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Int64[np.ndarray, "*cells"]:
+def reference_tokens(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Int64[np.ndarray, "*cells"]:
     """How many keys get more than `REFERENCE` on average over all n − 1 other queries.
 
     A query that cannot see the key counts with 0. If it did not count at all, the last keys of a causal text would be
@@ -148,7 +148,7 @@ def reference_tokens(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) ->
 
 
 def kl_reduction(
-    A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: Rows = None
+    A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: RowQueries = None
 ) -> Float64[np.ndarray, "*cells"]:
     """How much of the distance from uniform attention is due to the strongest anchor: 1 − mean D' / mean D.
 
@@ -176,7 +176,7 @@ def kl_reduction(
     return np.asarray(1 - (after * count).sum(-1) / np.where(whole > NOTHING * count.sum(), whole, np.nan))
 
 
-def frame(A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: Rows = None) -> ReferenceFrame:
+def frame(A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: RowQueries = None) -> ReferenceFrame:
     """The reference frame: the attention that goes to anchors, split exactly into three types.
 
     An anchor is a key j whose c_j, the mean attention from queries at least n / 8 tokens away, is more than 5 times the
@@ -192,7 +192,7 @@ def frame(A: Float64[np.ndarray, "*cells P n"], visible: Visible = None, rows: R
     far = max(1, n // 8)
     known = (_counted(A, far, visible, rows) * _weights(A, rows)[:, None]).sum(0) >= far
     c = received(A, far, visible, rows)[..., known]
-    anchor = (c > LEAST) & (c > TIMES * _median(c)[..., None])
+    anchor = (c > SINK_ATTENTION) & (c > SINK_RATIO * _median(c)[..., None])
     weight = np.where(anchor, c, 0.0)
     total = np.where(anchor.any(-1), weight.sum(-1), np.nan)
     first = 2 * np.flatnonzero(known) < n
@@ -213,7 +213,7 @@ def _tokens(A: Float64[np.ndarray, "*cells P n"]) -> int:
     return n
 
 
-def _rows(A: Float64[np.ndarray, "*cells P n"], rows: Rows) -> Int64[np.ndarray, "P"]:
+def _rows(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries) -> Int64[np.ndarray, "P"]:
     """Which queries the rows of A are."""
     if rows is None:
         rows = np.arange(_tokens(A))
@@ -222,24 +222,24 @@ def _rows(A: Float64[np.ndarray, "*cells P n"], rows: Rows) -> Int64[np.ndarray,
     return rows
 
 
-def _weights(A: Float64[np.ndarray, "*cells P n"], rows: Rows) -> Int64[np.ndarray, "P"]:
+def _weights(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries) -> Int64[np.ndarray, "P"]:
     """How many queries each row stands for."""
     return np.diff(_rows(A, rows), prepend=-1)
 
 
-def _others(A: Float64[np.ndarray, "*cells P n"], rows: Rows = None) -> Float64[np.ndarray, "*cells P n"]:
+def _others(A: Float64[np.ndarray, "*cells P n"], rows: RowQueries = None) -> Float64[np.ndarray, "*cells P n"]:
     """A copy without what queries give themselves."""
     others, own = A.copy(), _rows(A, rows)
     others[..., np.arange(len(own)), own] = 0.0
     return others
 
 
-def _seen(A: Float64[np.ndarray, "*cells P n"], visible: Visible, rows: Rows) -> Bool[np.ndarray, "P n"]:
+def _seen(A: Float64[np.ndarray, "*cells P n"], visible: Visible, rows: RowQueries) -> Bool[np.ndarray, "P n"]:
     return np.asarray(np.arange(_tokens(A)) <= _rows(A, rows)[:, None]) if visible is None else visible
 
 
 def _counted(
-    A: Float64[np.ndarray, "*cells P n"], far: int, visible: Visible, rows: Rows
+    A: Float64[np.ndarray, "*cells P n"], far: int, visible: Visible, rows: RowQueries
 ) -> Bool[np.ndarray, "P n"]:  # fmt: skip
     """Pairs in which the query sees the key and is at least `far` away."""
     if far < 1:

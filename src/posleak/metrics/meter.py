@@ -118,10 +118,10 @@ class Meters:
         seen, depths, self.seen, self.depths = self.seen, self.depths, {}, []
         if depths != list(range(len(depths))):
             seen = {name: each for name, each in seen.items() if self.axes[name][0] != DEPTH}
-        return {name: stacked(each, self.axes[name]) for name, each in seen.items()}
+        return {name: stack_calls(each, self.axes[name]) for name, each in seen.items()}
 
 
-def stacked(layers: Sequence[NDArray[Any]], axes: tuple[str, ...]) -> NDArray[Any]:
+def stack_calls(layers: Sequence[NDArray[Any]], axes: tuple[str, ...]) -> NDArray[Any]:
     """Arrays [B, …] of layers or depths side by side: [B, L, …]."""
     if axes[0] not in (LAYER, DEPTH):
         raise AssertionError(f"the first axis of a meter's array is {axes[0]}: expected layers or depths")

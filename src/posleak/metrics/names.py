@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 ALL, NONE = "all", "none"
 
-HOMES = {
-    "sinks": "attention.Sinks", "toeplitz": "logits.Toeplitz", "positions": "logits.Positions",
-    "frames": "attention.Frames", "wavelets": "attention.Wavelets", "rollout": "attention.Rollout",
-    "massive": "stream.Massive", "valley": "stream.Valley", "probe": "stream.Probe",
+METER_CLASSES = {
+    "sinks": "attention.SinkMeter", "toeplitz": "logits.ToeplitzMeter", "positions": "logits.PositionMeter",
+    "frames": "attention.FrameMeter", "wavelets": "attention.WaveletMeter", "rollout": "attention.RolloutMeter",
+    "massive": "stream.MassiveMeter", "valley": "stream.ValleyMeter", "probe": "stream.ProbeMeter",
 }  # fmt: skip
 """Meters that look at the passes of the measurement itself."""
 
-BESIDE = ("inputs", "shift")
+SHORT_PROMPT_METRICS = ("inputs", "shift")
 """Those that read short prompts of their own: natural text and repeated tokens; all positions shifted, in bfloat16."""
 
-OWN: dict[str, type[Meter]] = {}
+PLUGIN_METERS: dict[str, type[Meter]] = {}
 """Meters of plugins."""
 
 
 def register(meter: type[Meter]) -> None:
     """Let `--metrics NAME` use this meter. Its classmethod `of(plan)` makes it."""
-    if meter.name in (*HOMES, *BESIDE, ALL, NONE):
+    if meter.name in (*METER_CLASSES, *SHORT_PROMPT_METRICS, ALL, NONE):
         raise InputError("posleak has metrics of this name", where=meter.__module__, got=meter.name,
                          remedy="choose another name")  # fmt: skip
-    OWN[meter.name] = meter
+    PLUGIN_METERS[meter.name] = meter
 
 
 def parse_metrics(asked: str | Iterable[str]) -> tuple[str, ...]:
     """`all`, `none`, or names, separated by commas -> names in one order, each once."""
     load_plugins()
-    known = (*HOMES, *BESIDE, *OWN)
+    known = (*METER_CLASSES, *SHORT_PROMPT_METRICS, *PLUGIN_METERS)
     texts = asked.split(",") if isinstance(asked, str) else [part for text in asked for part in str(text).split(",")]
     names = {text.strip() for text in texts if text.strip() and text.strip() != NONE}
     for name in names - {ALL, *known}:
@@ -56,9 +56,9 @@ def make_meters(names: Iterable[str], plan: Plan) -> list[Meter]:
     """The meters of these names that look at the measurement's own passes, ready for prompts of this plan."""
     made = []
     for name in names:
-        if name in OWN:
-            made.append(OWN[name].of(plan))
-        elif name in HOMES:
-            module, _, kind = HOMES[name].partition(".")
+        if name in PLUGIN_METERS:
+            made.append(PLUGIN_METERS[name].of(plan))
+        elif name in METER_CLASSES:
+            module, _, kind = METER_CLASSES[name].partition(".")
             made.append(getattr(import_module(f"posleak.metrics.{module}"), kind).of(plan))
     return made

@@ -38,25 +38,25 @@ class Fit:
 
 
 @runtime_checkable
-class Design(Protocol):
+class RidgeProblem(Protocol):
     """Rows in groups, which can be fitted on any of them."""
 
-    def without(self, basis: Float64[Tensor, "W k"]) -> Design:
+    def without(self, basis: Float64[Tensor, "W k"]) -> RidgeProblem:
         """The same rows, with the orthonormal columns of basis projected out."""
         ...
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit: ...
 
 
-def design(x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> Design:
+def ridge_problem(x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> RidgeProblem:
     """Rows x and targets y of each group: sums where columns are fewer, else the rows."""
     rows = sum(len(group) for group in x)
-    return Sums.of(x, y) if x[0].shape[1] <= rows else Rows(tuple(x), tuple(y))
+    return PrimalRidge.of(x, y) if x[0].shape[1] <= rows else DualRidge(tuple(x), tuple(y))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
+    """PrimalRidge over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
 
     n: int
     x: Float64[Tensor, "W"]
@@ -83,17 +83,17 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Sums:
+class PrimalRidge:
     """The primal form."""
 
     groups: tuple[Moments, ...]
 
     @classmethod
-    def of(cls, x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> Sums:
+    def of(cls, x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> PrimalRidge:
         return cls(tuple(Moments.of(a, b) for a, b in zip(x, y, strict=True)))
 
-    def without(self, basis: Float64[Tensor, "W k"]) -> Sums:
-        return Sums(tuple(group.without(basis) for group in self.groups))
+    def without(self, basis: Float64[Tensor, "W k"]) -> PrimalRidge:
+        return PrimalRidge(tuple(group.without(basis) for group in self.groups))
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit:
         m = reduce(Moments.__add__, (self.groups[g] for g in groups))
@@ -107,14 +107,14 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DualRidge:
     """The dual form: w = Xᵀ (XXᵀ/n + λ)⁻¹ y / n."""
 
     x: tuple[Float64[Tensor, "_n W"], ...]
     y: tuple[Float64[Tensor, "_n Y"], ...]
 
-    def without(self, basis: Float64[Tensor, "W k"]) -> Rows:
-        return Rows(tuple(group - (group @ basis) @ basis.mT for group in self.x), self.y)
+    def without(self, basis: Float64[Tensor, "W k"]) -> DualRidge:
+        return DualRidge(tuple(group - (group @ basis) @ basis.mT for group in self.x), self.y)
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit:
         x, y = torch.cat([self.x[g] for g in groups]), torch.cat([self.y[g] for g in groups])
@@ -142,7 +142,7 @@ def _solve(
 
 
 def cross_predict(
-    part: Design, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
+    part: RidgeProblem, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
 ) -> list[Float64[Tensor, "_n Y"]]:
     """Predictions for each group from the others; λ is the best, target by target, on the group after it."""
     found = []

@@ -15,7 +15,7 @@ from posleak.probe import Plan
 
 from .eigenvalues import eigenvalues
 from .meter import Arrays, Meter
-from .ridge import GROUPS, cross_predict, design, rescaled
+from .ridge import GROUPS, cross_predict, rescaled, ridge_problem
 
 LARGE, TIMES = 100.0, 1000.0
 """Sun et al. (2024): an activation is massive if |x| is above the one, and above the other times the median of |x|."""
@@ -27,7 +27,7 @@ VALLEY = 128
 """First tokens whose states make a spectrum. By causality they are a prompt of that length."""
 
 
-class Massive(Meter):
+class MassiveMeter(Meter):
     """Massive activations: the largest |x|, how many times the median it is, how many are massive, and how many of
     those are at position 0."""
 
@@ -48,7 +48,7 @@ class Massive(Meter):
         return {name: value.double().cpu().numpy() for name, value in found.items()}
 
 
-class Valley(Meter):
+class ValleyMeter(Meter):
     """The compression valley of Queipo-de-Llano et al. (2025): the entropy of the singular spectrum of the states, in
     nats, p_k = σ_k² / Σ σ²; and the norms at position 0 and, in the median, of the others."""
 
@@ -74,7 +74,7 @@ def spectrum_entropy(x: Float[Tensor, "B T W"]) -> Float[Tensor, "B"]:
     return found
 
 
-class Probe(Meter):
+class ProbeMeter(Meter):
     """The position probe of Haviv et al. (2022), linear: a ridge regression reads the position off states, on prompts
     that it was not trained on. Wide states are seen through a random projection, the same at every depth and in every
     run; `posleak origin` has the probe of whole states."""
@@ -125,7 +125,7 @@ def _held_out(x: Tensor, target: Tensor, fold: np.ndarray) -> np.ndarray:
     groups = [np.flatnonzero(fold == g) for g in range(int(fold.max()) + 1)]
     rows, y = [x[group].flatten(0, 1) for group in groups], [target.repeat(len(group), 1) for group in groups]
     error = np.empty(len(x))
-    for group, guess, true in zip(groups, cross_predict(design(rows, y), rows, y), y, strict=True):
+    for group, guess, true in zip(groups, cross_predict(ridge_problem(rows, y), rows, y), y, strict=True):
         error[group] = (guess - true).abs().view(len(group), -1).mean(1).numpy()
     return error
 

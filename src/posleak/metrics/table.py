@@ -21,20 +21,20 @@ from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.leakage.across import correlated
 from posleak.leakage.number import LabelledEstimate
 from posleak.leakage.power import products
-from posleak.leakage.sampled import FEWEST
+from posleak.leakage.sampled import MIN_PROMPTS
 from posleak.leakage.summary import HEAD_COLUMNS
 
 from .catalogue import BY_ID, CATALOGUE, Level, Metric
 
-SINK = 0.3
+SINK_THRESHOLD = 0.3
 """Gu's ε: a head is a sink if it gives position 0 more than this, on average."""
 
-EDGE = 0.1
+EDGE_THRESHOLD = 0.1
 """Attention above which a graph has an edge, in the table; the run's dataset has other thresholds too."""
 
 FRAMES = ("centralized", "distributed", "bidirectional", "no_frame")
 
-CORRELATED = 3
+MIN_POINTS = 3
 """Points without which there is no correlation."""
 
 Values = NDArray[np.float64]
@@ -69,7 +69,7 @@ class FrameVerdict:
     @property
     def clear(self) -> bool:
         """The margin's interval lies above 0; or there is none since every prompt has this type and no other."""
-        every = self.margin.value == 1 and self.margin.n >= FEWEST
+        every = self.margin.value == 1 and self.margin.n >= MIN_PROMPTS
         return bool(self.margin.low > 0 or every)
 
     @property
@@ -88,15 +88,15 @@ class Metrics:
     def of(cls, data: xr.Dataset) -> Metrics | None:
         """None if the run was measured without metrics."""
         found = cls(data)
-        return found if any(name in data for name in MARKS) else None
+        return found if any(name in data for name in METRIC_ARRAYS) else None
 
     @cached_property
     def rows(self) -> tuple[MetricRow, ...]:
         """The table; metrics that this run does not have are left out."""
-        return tuple(MetricRow(metric, *self._value(metric)) for metric in self.there)
+        return tuple(MetricRow(metric, *self._value(metric)) for metric in self.available)
 
     @cached_property
-    def there(self) -> tuple[Metric, ...]:
+    def available(self) -> tuple[Metric, ...]:
         """The metrics that this run has. Scaled queries have logits at two temperatures: their map is not defined."""
         return tuple(
             metric for metric in CATALOGUE
@@ -108,7 +108,7 @@ class Metrics:
         """By layer and head [L, H]; of the sink rate, the attention that is compared with 0.3."""
         return {
             metric.id: _root(self._deviation) if metric.id == "toeplitz" else averaged(self.cells(metric)).estimate
-            for metric in self.there
+            for metric in self.available
             if metric.level is Level.HEAD
         }
 
@@ -116,7 +116,7 @@ class Metrics:
     def layers(self) -> dict[str, Estimate]:
         """By layer [L]; of metrics of heads, the mean over heads."""
         found = {}
-        for metric in self.there:
+        for metric in self.available:
             if metric.id == "toeplitz":
                 found[metric.id] = _root(combined(_mean_of_heads, self._deviation))
             elif metric.level in (Level.HEAD, Level.LAYER):
@@ -127,7 +127,7 @@ class Metrics:
     @cached_property
     def depths(self) -> dict[str, Estimate]:
         """By depth [J]: 0 is the embedding."""
-        names = [name for name in DEPTHS if name in self.data]
+        names = [name for name in DEPTH_ARRAYS if name in self.data]
         return {name: self.mean(name).estimate for name in names}
 
     @cached_property
@@ -165,7 +165,7 @@ class Metrics:
         if metric.id == "sink_attention":
             found = self.data["profile"].isel({POSITION: 0})
         elif THRESHOLD in found.dims:
-            found = found.sel({THRESHOLD: EDGE})
+            found = found.sel({THRESHOLD: EDGE_THRESHOLD})
         elif BAND in found.dims:
             found = found.sel({BAND: metric.id.removeprefix("band_")})
         elif SCALE in found.dims:
@@ -175,8 +175,8 @@ class Metrics:
 
     def _value(self, metric: Metric) -> tuple[Estimate, int | None]:
         """The number in the table, and the depth that it is of, if one was chosen."""
-        if metric.id in OTHERWISE:
-            return OTHERWISE[metric.id](self, metric), None
+        if metric.id in AGGREGATIONS:
+            return AGGREGATIONS[metric.id](self, metric), None
         if metric.level is Level.DEPTH:
             found = averaged(self.cells(metric))
             choose = np.nanargmax if metric.id == "largest_times" else np.nanargmin
@@ -253,7 +253,7 @@ def _root(power: Sampled) -> Estimate:
 def _correlated(x: Values, y: Values) -> Estimate:
     """Of the means over prompts of x and y [B, cells], over the cells where both are."""
     there = np.isfinite(x).all(0) & np.isfinite(y).all(0)
-    if there.sum() < CORRELATED:
+    if there.sum() < MIN_POINTS:
         return averaged(np.full(len(x), np.nan)).estimate
     return correlated(Jackknife(len(x)), x[:, there], y[:, there])
 
@@ -262,9 +262,9 @@ def _correlated(x: Values, y: Values) -> Estimate:
 
 
 def _rate(metrics: Metrics, metric: Metric) -> Estimate:
-    """Share of heads above SINK."""
+    """Share of heads above SINK_THRESHOLD."""
     x = metrics.cells(metric)
-    return averaged(_nanmean(np.where(np.isnan(x), np.nan, x > SINK))).estimate
+    return averaged(_nanmean(np.where(np.isnan(x), np.nan, x > SINK_THRESHOLD))).estimate
 
 
 def _last_layer(metrics: Metrics, metric: Metric) -> Estimate:
@@ -300,7 +300,7 @@ def _median_head(metrics: Metrics, metric: Metric) -> Estimate:
     return averaged(np.median(flat[:, there], axis=-1) if there.any() else np.full(len(x), np.nan)).estimate
 
 
-OTHERWISE: dict[str, Callable[[Metrics, Metric], Estimate]] = {
+AGGREGATIONS: dict[str, Callable[[Metrics, Metric], Estimate]] = {
     **dict.fromkeys(("sink_rate", "sink_rate_natural", "sink_rate_repeated"), _rate),
     "rollout": _last_layer,
     "toeplitz": _rms,
@@ -311,10 +311,10 @@ OTHERWISE: dict[str, Callable[[Metrics, Metric], Estimate]] = {
 }
 """The definition in the catalogue says how."""
 
-MARKS = tuple(dict.fromkeys(metric.array for metric in CATALOGUE))
+METRIC_ARRAYS = tuple(dict.fromkeys(metric.array for metric in CATALOGUE))
 """A run that has one of these has metrics."""
 
-DEPTHS = (
+DEPTH_ARRAYS = (
     "largest", "largest_times", "massive", "massive_first", "spectrum_entropy", "norm_0", "norm_body", "probe_error",
 )  # fmt: skip
 """Arrays by depth."""

@@ -1,4 +1,4 @@
-"""Models of the zoo that come with posleak: trained, small, and there without a network.
+"""Models of the zoo that are shipped with posleak: trained, small, and available without a network.
 
 Each is a folder below `posleak/shipped` in Hugging Face's layout, with the record of its training (training.json).
 """
@@ -14,12 +14,12 @@ from posleak.files import read_json
 
 ROOT = Path(posleak.__file__).parent / "shipped"
 SOURCE, LICENCE = "shipped with posleak", "Apache-2.0"
-RECORD = "training.json"
+RECORD_FILE = "training.json"
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Names under which shipped models are loaded."""
+    """Return the names of the shipped models."""
     return tuple(sorted(path.parent.name for path in ROOT.glob("*/config.json")))
 
 
@@ -34,13 +34,13 @@ class _Data:
 
 @dataclass(frozen=True)
 class _Training:
-    """What is said here of a training's record."""
+    """The part of a training record that is shown here."""
 
     about: str
     data: _Data
 
 
 def about(name: str) -> str:
-    """What it stands for, as the record of its training says."""
-    found = read_json(_Training, folder(name) / RECORD, "install posleak again")
-    return f"trained on {found.data.data}: {found.about}"
+    """Return what a model was trained on, and what it is for."""
+    record = read_json(_Training, folder(name) / RECORD_FILE, "install posleak again")
+    return f"trained on {record.data.data}: {record.about}"

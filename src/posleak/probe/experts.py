@@ -1,7 +1,7 @@
-"""Mixtures of experts in float64: torch has products of all experts at once in narrower dtypes only.
+"""Mixtures of experts in float64: torch has grouped products of all experts only in narrower dtypes.
 
-There the experts are multiplied one after the other, as their own class writes it, and on exit as before. The numbers
-are the same, and the pass is slower.
+In other dtypes the experts are multiplied one after the other, by the eager implementation of their class. The results
+are the same, and the forward pass is slower. The original setting is restored on exit.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-GROUPED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of grouped products."""
+GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which torch has grouped products."""
 
 ANY_DTYPE = (None, "eager", "batched_mm")
-"""Implementations that run in every dtype; None: the model has no experts, or chooses for itself."""
+"""Implementations that run in every dtype. None: the model has no experts, or chooses the implementation itself."""
 
-EAGER = "eager"
 SETTING = "_experts_implementation_internal"
 
 
 def ungrouped(model: PreTrainedModel, dtype: torch.dtype) -> list[Any]:
-    """Configs of expert modules whose products do not exist in this dtype."""
-    found = {id(m.config): m.config for m in model.modules() if _holds_experts(m)}
-    return [] if dtype in GROUPED else [c for c in found.values() if getattr(c, SETTING, None) not in ANY_DTYPE]
+    """Return the configs of expert modules whose implementation does not run in this dtype."""
+    configs = {id(m.config): m.config for m in model.modules() if _holds_experts(m)}
+    return (
+        [] if dtype in GROUPED_DTYPES else [c for c in configs.values() if getattr(c, SETTING, None) not in ANY_DTYPE]
+    )
 
 
 @contextmanager
 def runnable_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Let experts run in the dtype that the model has now."""
+    """Select an expert implementation that runs in the model's current dtype."""
     before = [(config, getattr(config, SETTING)) for config in ungrouped(model, model.dtype)]
     try:
         for config, _ in before:
-            setattr(config, SETTING, EAGER)
+            setattr(config, SETTING, "eager")
         yield
     finally:
         for config, setting in before:
@@ -43,5 +44,5 @@ def runnable_experts(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """transformers gives every class whose products it may replace this flag, and the config that it asks."""
+    """Return whether transformers may replace the products of a module: such classes have this flag and a config."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "config")

@@ -1,4 +1,4 @@
-"""A forward pass of the model by itself, under its own attention: what everything else is compared with."""
+"""Forward passes of the unmodified model with its own attention: the reference for all comparisons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rotary import own_rotation
 def native(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "..."] | None = None, **kwargs: Any
 ) -> Any:
-    """The model's body on ids, without the head; nobody else may use the model meanwhile."""
+    """Run the backbone of the model on ids, without the language-model head, with exclusive use of the model."""
     mask = torch.ones_like(ids) if padding is None else padding
     with by_itself(model):
         return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
@@ -30,10 +30,10 @@ def native(
 
 @contextmanager
 def by_itself(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model as it is: nobody else uses it, and a pass depends on its own positions alone.
+    """Use the unmodified model exclusively; every pass depends only on its own positions.
 
-    Not in inference mode: what a module makes in its first pass and keeps, such as packed weights, could not be used in
-    training afterwards.
+    Inference mode is not used: tensors that a module creates in its first pass and keeps, such as packed weights, could
+    not be used in training afterwards.
     """
     before = list(model.modules())
     with exclusive(model), runnable_experts(model), own_rotation(model, backbone(model)), torch.no_grad():
@@ -42,13 +42,13 @@ def by_itself(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
-    """Refuse a model that replaces its own modules when it sees how long the prompt is."""
+    """Raise UnsupportedError if the model replaced its own modules, which some models do depending on prompt length."""
     replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
     if replaced:
         kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
         raise UnsupportedError(
-            "the model replaces its own modules while it reads a short prompt, and keeps the new ones, so that what is "
-            "found here says nothing about longer prompts",
-            where=type(model).__name__, got=f"new: {', '.join(kinds)}",
-            remedy="choose in its config.json the kind of attention that is to be measured, if it can be causal",
+            "the model replaces its own modules permanently on a short prompt, so that results on short prompts do not "
+            "apply to longer ones",
+            where=type(model).__name__, got=f"new modules: {', '.join(kinds)}",
+            remedy="select the attention type to be measured in config.json, if a causal one is available",
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Rotary frequencies that a model moves as it reads: what one pass leaves behind must not change the next.
+"""Rotary frequencies that change during forward passes.
 
-Dynamic NTK scaling raises the base with the largest position of a pass, and keeps what it made: a shorter pass after a
-longer one would turn by the longer one's frequencies. Here every pass begins with the frequencies that the model was
-built with, so that it depends on its own positions alone, and the caller gets back what he had.
+Dynamic NTK scaling raises the base with the largest position of a pass, and keeps the new frequencies: a shorter pass
+after a longer one would use the frequencies of the longer one. `own_rotation` resets the frequencies before every pass,
+so that a pass depends only on its own positions, and restores the caller's state on exit.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ FREQUENCIES = "inv_freq"
 
 @contextmanager
 def own_rotation(model: PreTrainedModel, inner: torch.nn.Module) -> Iterator[None]:
-    """Passes of `inner`, the model's body, depend on their own positions alone. On exit all is as it was."""
+    """Make every pass of `inner`, the model's backbone, independent of earlier passes. Restore all state on exit."""
     modules = [m for m in model.modules() if any(name.endswith(FREQUENCIES) for name in m._buffers)]
-    kept = [(module, dict(module._buffers), _plain(module)) for module in modules]
+    before = [(module, dict(module._buffers), _values(module)) for module in modules]
 
-    def begin(*_: Any) -> None:
+    def reset(*_: Any) -> None:
         for module in modules:
-            _forget(module)
+            _reset(module)
 
-    hook = inner.register_forward_pre_hook(begin)
+    hook = inner.register_forward_pre_hook(reset)
     try:
         yield
     finally:
         hook.remove()
-        for module, buffers, plain in kept:
-            _restore(module, buffers, plain)
+        for module, buffers, values in before:
+            _restore(module, buffers, values)
 
 
-def _plain(module: torch.nn.Module) -> dict[str, Any]:
-    """Attributes that are no parts of the module: numbers, and tensors outside of its buffers."""
+def _values(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are numbers, or tensors that are not buffers."""
     return {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)}
 
 
-def _restore(module: torch.nn.Module, buffers: dict[str, Tensor | None], plain: dict[str, Any]) -> None:
-    """Only what was changed is touched: a buffer that a user put in meanwhile stays his."""
-    for name in set(_plain(module)) - set(plain):
+def _restore(module: torch.nn.Module, buffers: dict[str, Tensor | None], values: dict[str, Any]) -> None:
+    """Restore buffers and attributes; buffers that a user added in the meantime are kept."""
+    for name in set(_values(module)) - set(values):
         delattr(module, name)
-    vars(module).update(plain)
+    vars(module).update(values)
     module._buffers.update(buffers)
 
 
-def _forget(module: torch.nn.Module) -> None:
-    """Undo the growth of earlier passes; frequencies of one kind of layer have its name as a prefix."""
+def _reset(module: torch.nn.Module) -> None:
+    """Reset frequencies that earlier passes changed. If they differ by kind of layer, that kind is a name prefix."""
     first = getattr(module, "original_max_seq_len", None)
     for name, now in tuple(module._buffers.items()):
         if not name.endswith(FREQUENCIES) or now is None:
             continue
         prefix = name.removesuffix(FREQUENCIES)
-        grown, original = f"{prefix}max_seq_len_cached", getattr(module, f"{prefix}original_{FREQUENCIES}", None)
-        if first is not None and original is not None and getattr(module, grown, first) > first:
+        cached, original = f"{prefix}max_seq_len_cached", getattr(module, f"{prefix}original_{FREQUENCIES}", None)
+        if first is not None and original is not None and getattr(module, cached, first) > first:
             module._buffers[name] = original.to(now.device)
-            setattr(module, grown, first)
+            setattr(module, cached, first)

@@ -1,8 +1,7 @@
-"""Figures for print (PNG and SVG, through matplotlib) and every table as CSV and Parquet, in one folder."""
+"""Figures for print (PNG and SVG, by matplotlib) and every table as CSV and Parquet, in one folder."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,50 +13,46 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
+from posleak.analyses.origin.origin import Origin
+from posleak.analyses.trace.trace import Ladder
 from posleak.arrays import Array
 from posleak.errors import StorageError
 from posleak.files import remove_leftovers, write_atomically
-from posleak.metrics.agreement import Agreement, Part
+from posleak.metrics.agreement import Agreement, RankAgreement
+from posleak.metrics.table import Metrics
 from posleak.runs.software import slug
 from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
 
-from .figures import RATIOS, every_part, forest_rows, lent_to
-from .gather import ShownRun
+from .compare import Comparison
+from .figures import LEAST_RATIO, RATIO_TICKS, every_part, forest_rows, lent_to
 from .metric_figures import (
-    FRAME_COLOURS,
-    FRAME_NAMES,
-    GROUPS,
-    UNCLEAR,
-    UNDEFINED,
-    curves_of,
-    grouped,
-    label,
-    leakage_of,
+    FRAME_COLOURS, FRAME_NAMES, GROUPS, NOT_SIGNIFICANT, UNDEFINED, curves_of, grouped, label, leakage_of,
 )  # fmt: skip
-from .related import RelatedMetrics
 from .tables import tables
-from .view import View, view
+from .view import RunView
 
-SUFFIXES = ("png", "svg")
-
+PALE, GREY, LIGHT_GREY = "#f5f6f7", "#777777", "#bbbbbb"
+FIGURES = ("png", "svg")
 TABLES: dict[str, Callable[[pa.Table, Path], None]] = {
     "csv": pyarrow.csv.write_csv, "parquet": partial(pq.write_table, compression="zstd"),
 }  # fmt: skip
 
 
-def write_assets(found: Sequence[ShownRun], folder: Path) -> list[Path]:
-    """Write all figures and tables, and return the files; what a killed process left of such files is removed."""
-    remove_leftovers(folder, lambda name: name.endswith((*SUFFIXES, *TABLES)))
+def write_assets(views: Sequence[RunView], compared: Comparison | None, folder: Path) -> list[Path]:
+    """Write all figures and tables, and return their paths; remove temporary files of a killed process."""
+    remove_leftovers(folder, lambda name: name.endswith((*FIGURES, *TABLES)))
     written = list[Path]()
-    for name, rows in tables(found).items():
+    for name, rows in tables(views, compared).items():
         table = pa.Table.from_pylist(rows)
         written += [_write(folder / f"{name}.{suffix}", partial(save, table)) for suffix, save in TABLES.items()]
-    for name, figure in figures([view(shown, 0) for shown in found]):
-        written += [_write(folder / f"{name}.{suffix}", partial(write, figure, suffix)) for suffix in SUFFIXES]
+    for name, figure in figures(views):
+        written += [_write(folder / f"{name}.{suffix}", partial(write, figure, suffix)) for suffix in FIGURES]
     return written
 
 
@@ -70,257 +65,227 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def figures(views: Sequence[View]) -> Iterator[tuple[str, Figure]]:
-    """Names and figures; with several runs each name ends with the run's number and label."""
-    for k, each in enumerate(views):
-        suffix = f"-{k + 1}-{slug(each.label)}" if len(views) > 1 else ""
-        yield f"depth{suffix}", _figure(depth, each)
-        yield f"sink-profile{suffix}", _figure(sink_profile, each, (WIDTH, 1.2 + 0.09 * len(each.profile.width)))
-        if each.trace is not None:
-            yield f"both{suffix}", _figure(both, each)
-            if each.trace.ladder is not None:
-                yield f"by-layer{suffix}", _figure(by_layer, each, (WIDTH, 1.2 + 0.2 * len(each.trace.ladder.upto)))
-        yield f"heads{suffix}", _figure(heads, each, (WIDTH, 1.2 + 0.09 * each.heads["shape"][0]))
-        if each.origin is not None:
-            yield f"position-0{suffix}", _figure(position_0, each, (WIDTH, 2.4))
-        if each.edited:
-            yield f"edits{suffix}", _figure(edits, each, (WIDTH, 0.8 + 0.42 * len(each.edited)))
-        if each.others is not None:
-            yield from _neighbours(each, each.others, suffix)
+def figures(views: Sequence[RunView]) -> Iterator[tuple[str, Figure]]:
+    """Yield names and figures; with several runs a name ends with the run's index and label."""
+    for k, view in enumerate(views):
+        suffix = f"-{k + 1}-{slug(view.label)}" if len(views) > 1 else ""
+        for name, (draw, height) in _run_figures(view).items():
+            yield f"{name}{suffix}", drawn(draw, (WIDTH, height))
     if len(views) > 1:
-        yield "balance", drawn(lambda figure: balance(figure, views), (WIDTH, 0.8 + 0.5 * len(views)))
+        yield "balance", drawn(partial(balance, views=views), (WIDTH, 0.8 + 0.5 * len(views)))
 
 
-def _neighbours(each: View, others: RelatedMetrics, suffix: str) -> Iterator[tuple[str, Figure]]:
-    """What others measure: agreement, reference frames, states by depth."""
-    if others.agreements:
-        yield f"agreement{suffix}", agreement_figure(others.agreements, _title(each))
-    if others.frames:
-        yield f"frames{suffix}", _figure(frames, each, (WIDTH, 2.0))
-    if curves_of(others.depths):
-        yield f"states{suffix}", _figure(states, each, (WIDTH, 1.7 * ((len(curves_of(others.depths)) + 1) // 2)))
+def _run_figures(view: RunView) -> dict[str, tuple[Callable[[Figure], None], float]]:
+    """The figures of one run: how each is drawn, and its height in inches."""
+    layers, summary, trace = len(view.names), view.summary, view.trace
+    attention, parts = summary.layer_sink_attention, (summary.layers["all"].power, view.parts)
+    made: dict[str, tuple[Callable[[Figure], None], float]] = {
+        "depth": (
+            lambda f: plots.depth(f, summary.layers["all"], attention, view.parts, view.places, view.title),
+            HEIGHT,
+        ),
+        "sink-profile": (partial(sink_profile, view=view), 1.2 + 0.09 * layers),
+    }
+    if trace is not None:
+        sources = trace.layers["all"].power, view.sources
+        made["both"] = (lambda f: plots.both(f, sources, parts, view.places, view.title)), HEIGHT
+        if trace.ladder is not None:
+            made["by-layer"] = partial(by_layer, view=view, steps=trace.ladder), 1.2 + 0.2 * len(trace.ladder.upto)
+    made["heads"] = partial(heads, view=view), 1.2 + 0.09 * layers
+    if view.origin is not None:
+        made["position-0"] = partial(position_0, origin=view.origin.record), 2.4
+    if view.edited:
+        made["edits"] = partial(edits, view=view), 0.8 + 0.42 * len(view.edited)
+    if view.related is not None:
+        metrics, ranked = view.related.metrics, view.related.agreements
+        if ranked:
+            made["agreement"] = partial(agreement, ranked=ranked, title=view.title), agreement_height(ranked)
+        if metrics.frames:
+            made["frames"] = partial(frames, view=view, metrics=metrics), 2.0
+        if curves := curves_of(metrics.depths):
+            made["states"] = partial(states, metrics=metrics), 1.7 * ((len(curves) + 1) // 2)
+    return made
 
 
-def agreement_figure(found: Mapping[str, Agreement], title: str) -> Figure:
-    """Maps of ρ, over heads and over layers, one below the other."""
-    rows = [len(grouped(each.rows)) for each in found.values()]
-    return drawn(lambda figure: agreement(figure, found, title), (WIDTH, 0.9 * len(rows) + 0.16 * sum(rows)))
+def agreement_height(ranked: Mapping[str, Agreement]) -> float:
+    """Return the height of `agreement` in inches."""
+    return sum(0.9 + 0.16 * len(grouped(ranking.rows)) for ranking in ranked.values())
 
 
-def agreement(figure: Figure, found: Mapping[str, Agreement], title: str) -> None:
-    """ρ of each metric with the powers of the leakage; a ring where the interval contains 0, a cross: not defined."""
-    ramp = matplotlib.colors.LinearSegmentedColormap.from_list("rho", [LIGHT["negative"], "#f5f6f7", LIGHT["here"]])
-    rows = [len(grouped(each.rows)) + 3 for each in found.values()]
+def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> None:
+    """Map ρ of each metric with the powers of the leakage, over heads and over layers."""
+    ramp = LinearSegmentedColormap.from_list("rho", [LIGHT["negative"], PALE, LIGHT["here"]])
+    rows = [len(grouped(ranking.rows)) + 3 for ranking in ranked.values()]
     every = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
-    for axes, (over, each) in zip(every, found.items(), strict=True):
-        lines, columns = grouped(each.rows), leakage_of(each)
+    for axes, (over, ranking) in zip(every, ranked.items(), strict=True):
+        lines, columns = grouped(ranking.rows), leakage_of(ranking)
         for y, row in enumerate(lines):
             for x, name in enumerate(columns) if isinstance(row, str) else ():
-                part = each.part(each.rows.index(row), name)
-                _cell(axes, x, y, part, ramp)
+                _cell(axes, x, y, ranking.cell(ranking.rows.index(row), name), ramp)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
         axes.set_xticks(range(len(columns)), columns)
         names = [label(line) if isinstance(line, str) else rf"$\bf{{{GROUPS[line]}}}$" for line in lines]
         axes.set_yticks(range(len(lines)), names)
         axes.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=7)
         axes.spines[:].set_visible(False)
-        axes.set_title(as_text(f"{title}: Spearman's ρ over {each.n} {over}"), fontsize=8)
-    shades = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(-1, 1), ramp)
+        axes.set_title(as_text(f"{title}: Spearman's ρ over {ranking.n} {over}"), fontsize=8)
+    shades = matplotlib.cm.ScalarMappable(Normalize(-1, 1), ramp)
     figure.colorbar(shades, ax=every.tolist(), label="ρ", shrink=0.5, pad=0.02)
 
 
-def _cell(axes: Axes, x: int, y: int, part: Part, ramp: matplotlib.colors.Colormap) -> None:
-    """One cell, with its number where the interval leaves out 0, pale with a ring where it does not."""
-    known = not np.isnan(part.rho)
-    text = f"{part.rho:.2f}".replace("-", "−") if part.clear else UNCLEAR if known else UNDEFINED
-    colour = ramp((part.rho + 1) / 2) if known else "#f5f6f7"
+def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colors.Colormap) -> None:
+    """One cell: a number if it is significant, else pale with a ring; a cross if ρ is not defined."""
+    known = not np.isnan(cell.rho)
+    text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else NOT_SIGNIFICANT if known else UNDEFINED
+    colour = ramp((cell.rho + 1) / 2) if known else PALE
     axes.fill([x - 0.49, x + 0.49, x + 0.49, x - 0.49], [y - 0.48, y - 0.48, y + 0.48, y + 0.48], color=colour,
-              alpha=1.0 if part.clear else 0.45, linewidth=0)  # fmt: skip
-    axes.text(x, y, text, ha="center", va="center", fontsize=6, color="black" if part.clear else "#777777")
+              alpha=1.0 if cell.clear else 0.45, linewidth=0)  # fmt: skip
+    axes.text(x, y, text, ha="center", va="center", fontsize=6, color="black" if cell.clear else GREY)
 
 
-def frames(figure: Figure, each: View) -> None:
-    """Types of reference frames by layer; above each layer a dot, filled where its type is clear."""
-    assert each.others is not None
-    axes, found, below = figure.subplots(), each.others.frames, np.zeros(len(each.places))
+def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
+    """Stack the shares of the frame types by layer; a dot above a layer is filled where its type is significant."""
+    axes, below = figure.subplots(), np.zeros(len(view.places))
+    colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in FRAME_COLOURS.items()}
     for kind, name in FRAME_NAMES.items():
-        share = np.array([float(layer.shares[kind].value) for layer in found])
-        axes.bar(each.places, share, bottom=below, color=_frame_colour(kind), label=name, width=0.85)
+        share = np.array([float(layer.shares[kind].value) for layer in metrics.frames])
+        axes.bar(view.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
         below = below + np.nan_to_num(share)
-    for x, layer in zip(each.places, found, strict=True):
-        colour = _frame_colour(layer.kind)
-        axes.plot(x, 1.07, "o", color=colour, markersize=4, markerfacecolor=colour if layer.clear else "white")
-    axes.set(xlabel="layer", ylabel="share of the anchors", title=as_text(_title(each)), ylim=(0, 1.14))
+    for x, layer in zip(view.places, metrics.frames, strict=True):
+        face = colours[layer.kind] if layer.clear else "white"
+        axes.plot(x, 1.07, "o", color=colours[layer.kind], markersize=4, markerfacecolor=face)
+    axes.set(xlabel="layer", ylabel="share of the anchors", title=as_text(view.title), ylim=(0, 1.14))
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     figure.legend(ncols=4, loc="outside lower center")
 
 
-def _frame_colour(kind: str) -> str:
-    return LIGHT.get(FRAME_COLOURS[kind], "#bbbbbb")
-
-
-def states(figure: Figure, each: View) -> None:
-    """Numbers of the residual stream by depth, with their intervals."""
-    assert each.others is not None
-    depths = each.others.depths
-    curves = curves_of(depths)
+def states(figure: Figure, metrics: Metrics) -> None:
+    """Draw metrics of the residual stream by depth, with intervals."""
+    depths, curves = metrics.depths, curves_of(metrics.depths)
     every = figure.subplots((len(curves) + 1) // 2, 2, squeeze=False).flat
     for axes, curve in zip(every, curves):
-        found = depths[curve.array]
-        x = np.arange(len(found.value))
-        axes.fill_between(x, found.low, found.high, color=LIGHT["run-0"], alpha=0.18, linewidth=0)
-        axes.plot(x, found.value, color=LIGHT["run-0"])
-        if curve.beside is not None and curve.beside[0] in depths:
-            axes.plot(x, depths[curve.beside[0]].value, ":", color="#777777", label=curve.beside[1])
+        cells, x = depths[curve.array], np.arange(len(depths[curve.array].value))
+        axes.fill_between(x, cells.low, cells.high, color=LIGHT["run-0"], alpha=0.18, linewidth=0)
+        axes.plot(x, cells.value, color=LIGHT["run-0"])
+        if curve.other is not None and curve.other[0] in depths:
+            axes.plot(x, depths[curve.other[0]].value, ":", color=GREY, label=curve.other[1])
             axes.legend()
         axes.set(xlabel="depth", ylabel=curve.unit, yscale="log" if curve.log else "linear", title=curve.title)
     for axes in list(figure.axes)[len(curves) :]:
         axes.set_axis_off()
 
 
-def _figure(draw: Callable[[Figure, View], None], each: View, size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:
-    return drawn(lambda figure: draw(figure, each), size)
-
-
-def depth(figure: Figure, each: View) -> None:
-    """Powers per layer with bands; below it stabilisation and attention to position 0."""
-    numbers, attention = each.layers.numbers["all"], each.layers.sink_attention
-    plots.depth(figure, numbers, attention, each.parts, each.places, _title(each))
-
-
-def both(figure: Figure, each: View) -> None:
-    """Above where position comes from, below where it is read, over one axis of layers."""
-    assert each.trace is not None
-    sources, parts = each.trace.layers["all"].power, each.layers.numbers["all"].power
-    plots.both(figure, (sources, each.sources), (parts, each.parts), each.places, _title(each))
-
-
-def _title(each: View) -> str:
-    return f"{each.label}, n = {each.prompts}, {each.length} tokens"
-
-
-def sink_profile(figure: Figure, each: View) -> None:
-    """Attention of late queries to the first positions; dotted: end of the origin, bars: end of each layer's sink."""
-    axes, profile = figure.subplots(), each.profile
-    _map(figure, axes, profile.attention.value, "sink", "attention")
+def sink_profile(figure: Figure, view: RunView) -> None:
+    """Map the attention of late queries to the first positions; dotted: end of the origin, bars: ends of the sinks."""
+    axes, profile = figure.subplots(), view.profile
+    figure.colorbar(_map(axes, profile.attention.value, "sink"), ax=axes, label="attention")
     wide = np.flatnonzero((profile.width > 0) & (profile.width <= profile.attention.value.shape[1]))
     axes.vlines(profile.width[wide] - 0.5, wide - 0.5, wide + 0.5, color="black", linewidth=2)
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="position", ylabel="layer", title=as_text(_title(each)))
-    _named(axes.yaxis, each)
+    axes.set(xlabel="position", ylabel="layer", title=as_text(view.title))
+    _name_layers(axes.yaxis, view)
 
 
-def by_layer(figure: Figure, each: View) -> None:
-    """Power that is left in each layer when a context is lent up to layer K; bars stand after layer K."""
-    assert each.trace is not None
-    assert each.trace.ladder is not None
-    axes, found = figure.subplots(), each.trace.ladder
-    _map(figure, axes, found.left.value, "earlier", "nats²")
-    rows = np.arange(1, len(found.upto) - 1)
-    ends = np.searchsorted(each.record.calibration.numbers, found.upto[1:-1], side="right")
+def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
+    """Map the power left in each layer if the layers up to K have a borrowed context; bars mark the end of K."""
+    axes = figure.subplots()
+    figure.colorbar(_map(axes, steps.left.value, "earlier"), ax=axes, label="nats²")
+    rows = np.arange(1, len(steps.upto) - 1)
+    ends = np.searchsorted(view.summary.layer_ids, steps.upto[1:-1], side="right")
     axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
-    axes.set(xlabel="layer", ylabel="context lent to", title=as_text(_title(each)))
-    _named(axes.xaxis, each)
-    axes.set_yticks(range(len(found.upto)), lent_to(found))
+    axes.set(xlabel="layer", ylabel="context lent to", title=as_text(view.title))
+    _name_layers(axes.xaxis, view)
+    axes.set_yticks(range(len(steps.upto)), lent_to(steps))
 
 
-def _named(axis: Axis, each: View) -> None:
-    """Ticks of a map's axis with the names of the layers, in the place of their counts."""
+def _name_layers(axis: Axis, view: RunView) -> None:
+    """Label the rows or columns of a map with the names of the layers."""
     axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    axis.set_major_formatter(lambda x, _: each.names[int(x)] if 0 <= x < len(each.names) else "")
+    axis.set_major_formatter(lambda x, _: view.names[int(x)] if 0 <= x < len(view.names) else "")
 
 
-def _map(figure: Figure, axes: Axes, value: Array, name: str, unit: str) -> None:
-    """In one colour, on a root scale from 0."""
-    ramp = matplotlib.colors.LinearSegmentedColormap.from_list(name, ["#f5f6f7", LIGHT[name]])
-    top = float(np.nanmax([*value.flat, 1e-12]))
-    shown = axes.imshow(value, cmap=ramp, norm=matplotlib.colors.PowerNorm(0.5, 0, top), aspect="auto")
+def _map(axes: Axes, value: Array, name: str, top: float | None = None) -> AxesImage:
+    """Values in the colour of `name`, on a square-root scale from 0."""
+    ramp = LinearSegmentedColormap.from_list(name, [PALE, LIGHT[name]])
+    most = float(np.nanmax([*value.flat, 1e-12])) if top is None else max(top, 1e-12)
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    figure.colorbar(shown, ax=axes, label=unit)
+    return axes.imshow(value, cmap=ramp, norm=PowerNorm(0.5, 0, most), aspect="auto")
 
 
-def heads(figure: Figure, each: View) -> None:
-    """Maps of the powers of each component; a ring where the interval contains 0, hatched where not defined."""
-    layers, count = each.heads["shape"]
-    numbers = np.frombuffer(base64.b64decode(each.heads["numbers"]), dtype="<f8").reshape(-1, layers, count, 3)
-    columns = [tuple(column) for column in each.heads["columns"]]
-    names = ("total", *each.parts)
+def heads(figure: Figure, view: RunView) -> None:
+    """Map the power of each component; a ring where the interval contains 0, hatched where it is not defined."""
+    names = ("total", *view.parts)
     for axes, name in zip(figure.subplots(1, len(names), sharey=True), names, strict=True):
-        value, low, high = np.moveaxis(numbers[columns.index(("all", "power", name))], -1, 0)
-        ramp = matplotlib.colors.LinearSegmentedColormap.from_list(name, ["#f5f6f7", LIGHT[name]])
-        top = float(np.nanquantile(value, 0.98)) if np.isfinite(value).any() else 1.0
-        shown = axes.imshow(value, cmap=ramp, norm=matplotlib.colors.PowerNorm(0.5, 0, max(top, 1e-12)), aspect="auto")
-        unsure = np.argwhere((low <= 0) & (high >= 0))
-        axes.plot(unsure[:, 1], unsure[:, 0], "o", color="#777777", markersize=1.5, markerfacecolor="none", linewidth=0)
-        axes.patch.set(hatch="/////", edgecolor="#bbbbbb", facecolor="white")
+        power = view.head_columns["all", "power", name]
+        value = power.value
+        image = _map(axes, value, name, float(np.nanquantile(value, 0.98)) if np.isfinite(value).any() else 1.0)
+        layer, head = np.nonzero((power.low <= 0) & (power.high >= 0))
+        axes.plot(head, layer, "o", color=GREY, markersize=1.5, markerfacecolor="none", linewidth=0)
+        axes.patch.set(hatch="/////", edgecolor=LIGHT_GREY, facecolor="white")
         axes.set(title=name, xlabel="head")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        figure.colorbar(shown, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
+        figure.colorbar(image, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
-    _named(figure.axes[0].yaxis, each)
+    _name_layers(figure.axes[0].yaxis, view)
 
 
-def position_0(figure: Figure, each: View) -> None:
-    assert each.origin is not None
+def position_0(figure: Figure, origin: Origin) -> None:
+    """Draw norm and mean cosine of the states of first tokens by depth, next to those of ordinary positions."""
     left, right = figure.subplots(1, 2)
-    path, many, body = each.origin.trajectory, each.origin.portrait, each.origin.trajectory.body
+    path, many, body = origin.trajectory, origin.portrait, origin.trajectory.body
     x = np.arange(len(path.norm))
     left.fill_between(x, many.norm[0], many.norm[2], color=LIGHT["mask"], alpha=0.25, linewidth=0)
     left.plot(x, many.norm[1], color=LIGHT["mask"], label=f"{many.n} first tokens")
     left.plot(x, path.norm, color=LIGHT["sink"], label=as_text(path.spelled or f"token {path.token}"))
-    left.plot(x, body.median_norm, ":", color="#777777", label="ordinary positions")
+    left.plot(x, body.median_norm, ":", color=GREY, label="ordinary positions")
     left.set(yscale="log", xlabel="depth", ylabel="norm of the state")
     left.legend()
     right.fill_between(x, many.among.low, many.among.high, color=LIGHT["mask"], alpha=0.25, linewidth=0)
     right.plot(x, many.among.value, color=LIGHT["mask"], label="among first tokens")
-    right.plot(x, body.alike, ":", color="#777777", label="among ordinary positions")
+    right.plot(x, body.alike, ":", color=GREY, label="among ordinary positions")
     right.set(ylim=(-0.05, 1.05), xlabel="depth", ylabel="mean cosine")
     right.legend(loc="lower right")
 
 
-def edits(figure: Figure, each: View) -> None:
-    """The forest plot: power after / before, on a log axis around no change."""
-    axes = figure.subplots()
-    seen = set[str]()
-    for y, _, kept in forest_rows(each):
+def edits(figure: Figure, view: RunView) -> None:
+    """Draw power after / before each edit, on a log axis."""
+    axes, named = figure.subplots(), set[str]()
+    for y, kept in forest_rows(view):
         ratio, early, colour = kept.ratio, kept.queries == "early", LIGHT[kept.component]
         if not np.isnan(ratio.low):
-            axes.plot(np.maximum([ratio.low, ratio.high], 0.02), [y, y], color=colour, linewidth=1)
-        mark = "<" if ratio.value < 0.02 else "D" if early else "o"
-        label = kept.name if kept.name not in seen else None
-        face = colour if early else "white"
-        axes.plot(np.maximum(ratio.value, 0.02), y, mark, color=colour, markerfacecolor=face, markersize=4, label=label)
-        seen.add(kept.name)
-    axes.axvline(1, color="#777777", linewidth=0.6, linestyle=":")
-    axes.set(xscale="log", xlabel="power after / before the edit", ylim=(len(each.edited) - 0.4, -0.6))
+            axes.plot(np.maximum([ratio.low, ratio.high], LEAST_RATIO), [y, y], color=colour, linewidth=1)
+        marker = "<" if ratio.value < LEAST_RATIO else "D" if early else "o"
+        axes.plot(np.maximum(ratio.value, LEAST_RATIO), y, marker, color=colour, markersize=4,
+                  markerfacecolor=colour if early else "white", label=None if kept.name in named else kept.name)  # fmt: skip
+        named.add(kept.name)
+    axes.axvline(1, color=GREY, linewidth=0.6, linestyle=":")
+    axes.set(xscale="log", xlabel="power after / before the edit", ylim=(len(view.edited) - 0.4, -0.6))
     low, high = axes.get_xlim()
-    ticks = {x: text for x, text in RATIOS.items() if low <= x <= high}
+    ticks = {x: text for x, text in RATIO_TICKS.items() if low <= x <= high}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xticks([], minor=True)
-    names = [as_text(result.edited.about) for result in each.edited if result.edited is not None]
+    names = [as_text(claim.edited.about) for claim in view.edited if claim.edited is not None]
     axes.set_yticks(range(len(names)), names)
-    if seen:
+    if named:
         figure.legend(ncols=4, loc="outside upper center")
 
 
-def balance(figure: Figure, views: Sequence[View]) -> None:
-    """Shares of mask, drift and sink of each run, with intervals."""
-    axes, seen = figure.subplots(), set[str]()
+def balance(figure: Figure, views: Sequence[RunView]) -> None:
+    """Draw the shares of the parts of each run, with intervals."""
+    axes, named = figure.subplots(), set[str]()
     for rank, name in enumerate(every_part(views)):
-        for k, each in enumerate(views):
-            if name not in each.parts:
+        for k, view in enumerate(views):
+            if (share := view.summary.model["all"].share.get(name)) is None:
                 continue
-            cell, y = each.answer["all"][name], k + 0.2 * (rank - 1)
-            if np.isnan(cell.value):
-                axes.text(0, y, "n.s.", fontsize=6, color=LIGHT[name], va="center")
+            y, colour = k + 0.2 * (rank - 1), LIGHT[name]
+            if np.isnan(share.value):
+                axes.text(0, y, "n.s.", fontsize=6, color=colour, va="center")
                 continue
-            axes.plot([cell.low, cell.high], [y, y], color=LIGHT[name])
-            label = name if name not in seen else None
-            axes.plot(cell.value, y, "o", color=LIGHT[name], markersize=4, label=label)
-            seen.add(name)
-    axes.axvline(0, color="#777777", linewidth=0.6)
+            axes.plot([share.low, share.high], [y, y], color=colour)
+            axes.plot(share.value, y, "o", color=colour, markersize=4, label=None if name in named else name)
+            named.add(name)
+    axes.axvline(0, color=GREY, linewidth=0.6)
     axes.set(xlabel="share of the total, all queries", ylim=(len(views) - 0.5, -0.5))
-    axes.set_yticks(range(len(views)), [as_text(each.label) for each in views])
+    axes.set_yticks(range(len(views)), [as_text(view.label) for view in views])
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
-    if seen:
+    if named:
         figure.legend(ncols=4, loc="outside upper center")

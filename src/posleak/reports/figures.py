@@ -1,14 +1,14 @@
-"""The page's figures as plotly dictionaries. Colours are names of CSS variables: the page resolves them, light or dark.
+"""Figures of the page as plotly dictionaries. Colours are names of CSS variables, which the page resolves.
 
-Absence is drawn: an open marker where an interval contains 0, a cross where a number is not defined, a triangle at the
-edge where a value lies beyond it.
+Missing values are visible: an open marker where the interval contains the value of no effect, a cross where a value is
+not defined, a triangle at the edge of an axis where a value lies outside it.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,91 +16,94 @@ import plotly.graph_objects as go
 
 from posleak.analyses.claims.finding import Kept
 from posleak.analyses.origin.origin import Origin
-from posleak.analyses.trace.trace import SOURCES, Ladder
+from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
 from posleak.leakage import Estimate
 from posleak.show.scale import power_range
 from posleak.typed import plain
 
-from .view import Pictures, Traced, View
+from .view import RunView
 
 Figure = dict[str, Any]
 
-RUNS = tuple(f"var(--run-{k})" for k in range(6))
-ALONE = "<extra></extra>"
+RUN_COLOURS = tuple(f"var(--run-{k})" for k in range(6))
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+NO_TRACE_NAME = "<extra></extra>"
 """Ends a hover text, so that plotly does not add the trace's name."""
 
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-RATIOS = {0.02: "−98%", 0.05: "−95%", 0.1: "−90%", 0.25: "−75%", 0.5: "−50%", 1: "no change", 2: "×2", 5: "×5",
-          10: "×10", 25: "×25", 50: "×50", 100: "×100"}  # fmt: skip
+INTERVAL_HOVER = "%{customdata[0]:.3g} (%{customdata[1]:.3g} … %{customdata[2]:.3g})"
+RATIO_TICKS = {
+    0.02: "−98%", 0.05: "−95%", 0.1: "−90%", 0.25: "−75%", 0.5: "−50%", 1: "no change", 2: "×2", 5: "×5", 10: "×10",
+    25: "×25", 50: "×50", 100: "×100",
+}  # fmt: skip
+LEAST_RATIO = 0.02
 SYMBOLS = {"residual": "diamond", "total": "square"}
-"""In the forest plot; open for all queries, filled for early ones. Any other component is a circle."""
+"""Markers of the forest plot, open for all queries and filled for early ones; other components are circles."""
 
 
-def run_figures(view: View) -> dict[str, Figure]:
-    """Every figure of one run by name; figures that need what the folder does not have are left out."""
-    found = {f"depth-{queries}": depth(view, queries) for queries in ("all", "early")}
-    found |= {f"stabilisation-{queries}": stabilisation(view, queries) for queries in ("all", "early")}
-    found["sink-attention"] = sink_attention(view)
-    found["sink-profile"] = sink_profile(view)
+def run_figures(view: RunView) -> dict[str, Figure]:
+    """Return the figures of one run by name; those without data are left out."""
+    figures = {f"depth-{queries}": depth(view, queries) for queries in ("all", "early")}
+    figures |= {f"stabilisation-{queries}": stabilisation(view, queries) for queries in ("all", "early")}
+    figures |= {"sink-attention": sink_attention(view), "sink-profile": sink_profile(view)}
     if view.trace is not None:
-        found |= {f"both-{queries}": both(view, view.trace, queries) for queries in ("all", "early")}
+        figures |= {f"both-{queries}": both(view, view.trace, queries) for queries in ("all", "early")}
         if view.trace.ladder is not None:
-            found["ladder"] = ladder(view.trace.ladder, view)
+            figures["ladder"] = ladder(view.trace.ladder, view)
     if view.origin is not None:
-        found |= {"norm": norm(view.origin), "alike": alike(view.origin), "readers": readers(view.origin)}
-    if view.pictures is not None:
-        found["portrait"] = portrait(view.pictures)
-        if view.pictures.cosine is not None:
-            found["fingerprint"] = fingerprint(view.pictures)
+        origin = view.origin.record
+        figures |= {"norm": norm(origin), "alike": alike(origin), "readers": readers(origin)}
+        figures["portrait"] = portrait(view.first_tokens)
+        if view.readers:
+            figures["fingerprint"] = fingerprint(view.first_tokens[: view.origin.arrays.sizes["token_a"]])
     if view.edited:
-        found["edits"] = forest(view)
-    return found
+        figures["edits"] = forest(view)
+    return figures
 
 
-def comparison_figures(views: Sequence[View]) -> dict[str, Figure]:
-    """Figures about several runs."""
+def comparison_figures(views: Sequence[RunView]) -> dict[str, Figure]:
+    """Return the figures that compare several runs."""
     trends = {f"overlay-{name}": overlay(views, name) for name in ("total", *every_part(views))}
     return {"balance-all": balance(views, "all"), "balance-early": balance(views, "early"), **trends}
 
 
-def every_part(views: Sequence[View]) -> tuple[str, ...]:
-    """Parts that any of the runs has, in order."""
+def every_part(views: Sequence[RunView]) -> tuple[str, ...]:
+    """Return the parts that at least one run has, in order."""
     return tuple(dict.fromkeys(name for view in views for name in view.parts))
 
 
-def depth(view: View, queries: str) -> Figure:
-    """total, mask, drift and sink per layer, with bands."""
-    powers, names = view.layers.numbers[queries].power, ("total", *view.parts)
+def depth(view: RunView, queries: str) -> Figure:
+    """Draw total, mask, drift and sink by layer, with intervals."""
+    powers, names = view.summary.layers[queries].power, ("total", *view.parts)
     figure = go.Figure(_components(powers, names, view.places))
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
     figure.update_layout(yaxis={"range": power_range(powers, names)})
     return finished(figure, "layer", "power, nats²")
 
 
-def both(view: View, traced: Traced, queries: str) -> Figure:
-    """Above where position comes from, below where it is read, over one axis of layers."""
+def both(view: RunView, trace: Trace, queries: str) -> Figure:
+    """Draw the sources above the parts, over one axis of layers."""
     sources, parts = ("total", *SOURCES), ("total", *view.parts)
-    from_, read = traced.layers[queries].power, view.layers.numbers[queries].power
-    below = [trace.update(yaxis="y2", legend="legend2") for trace in _components(read, parts, view.places)]
-    figure = go.Figure([*_components(from_, sources, view.places), *below])
+    by_source, by_part = trace.layers[queries].power, view.summary.layers[queries].power
+    below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.places)]
+    figure = go.Figure([*_components(by_source, sources, view.places), *below])
     for axis in ("y", "y2"):
         figure.add_hline(y=0, yref=axis, line={"color": "var(--faint)", "width": 1})
     legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
     figure.update_layout(
-        xaxis={"anchor": "y2"}, yaxis={"domain": [0.57, 1], "range": power_range(from_, sources)},
-        yaxis2={"domain": [0, 0.43], "range": power_range(read, parts), "title": {"text": "where read, nats²"}},
+        xaxis={"anchor": "y2"}, yaxis={"domain": [0.57, 1], "range": power_range(by_source, sources)},
+        yaxis2={"domain": [0, 0.43], "range": power_range(by_part, parts), "title": {"text": "by part, nats²"}},
         legend=legend | {"y": 1.01}, legend2=legend | {"y": 0.44},
     )  # fmt: skip
-    return finished(figure, "layer", "where from, nats²")
+    return finished(figure, "layer", "by source, nats²")
 
 
-def _components(powers: dict[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:
-    return [trace for name in names for trace in banded(powers[name], name, f"var(--{name})", x=x)]
+def _components(powers: Mapping[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:
+    return [line for name in names for line in banded(powers[name], name, f"var(--{name})", x=x)]
 
 
-def sink_profile(view: View) -> Figure:
-    """Attention of late queries to the first positions; a dotted line ends the origin, a bar the sink of each layer."""
+def sink_profile(view: RunView) -> Figure:
+    """Map the attention of late queries to the first positions; lines mark the origin and each layer's sink."""
     profile, y = view.profile, view.places
     layers, positions = profile.attention.value.shape
     rows = [f"layer {name}" for name in view.names]
@@ -115,88 +118,87 @@ def sink_profile(view: View) -> Figure:
     return finished(figure, "position", "layer")
 
 
-def ladder(found: Ladder, view: View) -> Figure:
-    """Power that is left in each layer when a context is lent up to layer K; a bar stands after layer K."""
-    rows = len(found.upto)
-    names = [f"lent to {name}" for name in lent_to(found)]
-    figure = go.Figure(_map(found.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
-    after = [int(np.searchsorted(view.record.calibration.numbers, k, side="right")) for k in found.upto[1:-1]]
+def ladder(steps: Ladder, view: RunView) -> Figure:
+    """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks the end of K."""
+    rows, layers = len(steps.upto), lent_to(steps)
+    names = [f"lent to {name}" for name in layers]
+    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
+    after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
     ends = [float(view.places[k - 1 : k + 1].mean()) for k in after]
-    between = list(range(1, rows - 1))
-    figure.add_trace(_edges(ends, between, [f"lent up to layer {k}" for k in found.upto[1:-1]], "last layer lent to"))
+    texts = [f"lent up to layer {k}" for k in steps.upto[1:-1]]
+    figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer lent to"))
     figure.update_layout(
         xaxis={"showgrid": False}, showlegend=False,
-        yaxis={"range": [rows - 0.5, -0.5], "showgrid": False, "tickvals": list(range(rows)),
-               "ticktext": lent_to(found)},
+        yaxis={"range": [rows - 0.5, -0.5], "showgrid": False, "tickvals": list(range(rows)), "ticktext": layers},
     )  # fmt: skip
     return finished(figure, "layer", "context lent to")
 
 
-def lent_to(found: Ladder) -> list[str]:
-    """Names of the rows of a ladder."""
-    last = len(found.upto) - 1
-    names = ["none" if k < 0 else "0" if k == 0 else f"0–{k}" for k in found.upto]
-    return ["all" if row == last else name for row, name in enumerate(names)]
+def lent_to(steps: Ladder) -> list[str]:
+    """Return the names of a ladder's rows: the layers that have a borrowed context."""
+    names = ["none" if k < 0 else "0" if k == 0 else f"0–{k}" for k in steps.upto]
+    return [*names[:-1], "all"]
 
 
 def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
-    """Values [row, column] in one colour, on a root scale from 0; a negative value is a zero with noise."""
-    value, low, high = estimate.value, estimate.low, estimate.high
+    """Values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
+    value = estimate.value
     top = float(np.nanmax([*value.flat, 1e-12]))
     ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if (tick := m * 10.0**k) <= top][-5:]]
-    hover = "%{customdata[0]:.3g} (%{customdata[1]:.3g} … %{customdata[2]:.3g})"
     return go.Heatmap(
         z=np.sqrt(np.maximum(value, 0)).tolist(), zmin=0, zmax=math.sqrt(top), xgap=1, ygap=1,
         colorscale=[[0, "var(--wash)"], [1, f"var(--{colour})"]], text=[[name] * value.shape[1] for name in rows],
         colorbar={"thickness": 10, "title": {"text": unit}, "tickvals": np.sqrt(ticks).tolist(),
                   "ticktext": [f"{tick:g}" for tick in ticks]},
-        customdata=np.stack([value, low, high], axis=-1).tolist(),
-        hovertemplate=f"%{{text}}, {column} %{{x}}: {hover}{ALONE}",
+        customdata=np.stack([value, estimate.low, estimate.high], axis=-1).tolist(),
+        hovertemplate=f"%{{text}}, {column} %{{x}}: {INTERVAL_HOVER}{NO_TRACE_NAME}",
     )  # fmt: skip
 
 
 def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> go.Scatter:
-    """A short upright line at x in each row y."""
+    """A short vertical line at x in each row y."""
     return go.Scatter(
         x=[end for at in x for end in (at, at, None)], y=[end for at in y for end in (at - 0.5, at + 0.5, None)],
         mode="lines", line={"color": "var(--ink)", "width": 3}, name=name, text=[t for t in texts for _ in range(3)],
-        hovertemplate=f"%{{text}}{ALONE}",
+        hovertemplate=f"%{{text}}{NO_TRACE_NAME}",
     )  # fmt: skip
 
 
-def stabilisation(view: View, queries: str) -> Figure:
-    """How many times the sink damps the mask, by layer, on a log axis: 1 is no effect."""
-    found, x = view.layers.numbers[queries].stabilisation, view.places
-    figure = go.Figure([*banded(found, "stabilisation", "var(--sink)", no_effect=1.0, x=x), *undefined(found.value, x)])
+def stabilisation(view: RunView, queries: str) -> Figure:
+    """Draw the stabilisation factor by layer on a log axis; 1 is no effect."""
+    factor, x = view.summary.layers[queries].stabilisation, view.places
+    lines = banded(factor, "stabilisation", "var(--sink)", no_effect=1.0, x=x)
+    figure = go.Figure([*lines, *undefined(factor.value, x)])
     figure.add_hline(y=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
     figure.update_layout(showlegend=False)
-    return finished(figure, "layer", "times damped", log_y=True)
+    return finished(figure, "layer", "stabilisation factor", log_y=True)
 
 
-def sink_attention(view: View) -> Figure:
-    attention = view.layers.sink_attention
+def sink_attention(view: RunView) -> Figure:
+    """Draw the attention to position 0 by layer."""
+    attention = view.summary.layer_sink_attention
     figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.places)])
     figure.update_layout(showlegend=False, yaxis={"range": [0, 1]})
     return finished(figure, "layer", "attention to position 0")
 
 
 def norm(origin: Origin) -> Figure:
-    """‖x_0‖ of the reference token, of many first tokens, and of ordinary positions."""
-    path, many = origin.trajectory, origin.portrait
-    low, middle, high = many.norm
-    spread = Estimate(middle, low, high, many.n)
-    figure = go.Figure([*banded(spread, f"{many.n} first tokens, 5–95%", "var(--mask)", marks=False)])
+    """Draw ‖x_0‖ by depth for the reference token and for other first tokens, and the norm at ordinary positions."""
+    path, portrait = origin.trajectory, origin.portrait
+    low, middle, high = portrait.norm
+    spread = Estimate(middle, low, high, portrait.n)
+    figure = go.Figure([*banded(spread, f"{portrait.n} first tokens, 5–95%", "var(--mask)", marks=False)])
     figure.add_trace(line(path.norm, escaped(origin.reference.name), "var(--sink)", width=3))
     figure.add_trace(line(path.body.median_norm, "ordinary positions, median", "var(--muted)", dash="dot"))
     return finished(figure, "depth (0: embedding)", "norm of the state", log_y=True)
 
 
 def alike(origin: Origin) -> Figure:
-    """Do the layers turn all first tokens into one direction?"""
-    to = f"first tokens to {origin.reference.name}"
+    """Draw the mean cosine of first tokens by depth: 1 if the layers map all of them to one direction."""
+    to_reference = escaped(f"first tokens to {origin.reference.name}")
     figure = go.Figure(
         [
-            *banded(origin.portrait.to_reference, escaped(to), "var(--sink)", marks=False),
+            *banded(origin.portrait.to_reference, to_reference, "var(--sink)", marks=False),
             *banded(origin.portrait.among, "among first tokens", "var(--mask)", marks=False),
             line(origin.trajectory.body.alike, "among ordinary positions", "var(--muted)", dash="dot"),
         ]
@@ -206,25 +208,25 @@ def alike(origin: Origin) -> Figure:
 
 
 def readers(origin: Origin) -> Figure:
-    """Sink-reading heads of each attention call, with intervals over prompts."""
+    """Draw the number of sink-reading heads of each attention call, with intervals."""
     calls = origin.reading.calls
     counts = [call.readers for call in calls]
-    up = [abs(float(count.high - count.value)) for count in counts]
-    down = [abs(float(count.low - count.value)) for count in counts]
     bars = go.Bar(
         x=[call.layer for call in calls], y=[float(count.value) for count in counts], marker={"color": "var(--sink)"},
-        error_y={"array": up, "arrayminus": down, "color": "var(--ink)", "thickness": 1, "width": 2},
-        hovertemplate="layer %{x}: %{y} heads<extra></extra>",
+        error_y={"array": [abs(float(count.high - count.value)) for count in counts],
+                 "arrayminus": [abs(float(count.low - count.value)) for count in counts],
+                 "color": "var(--ink)", "thickness": 1, "width": 2},
+        hovertemplate=f"layer %{{x}}: %{{y}} heads{NO_TRACE_NAME}",
     )  # fmt: skip
     return finished(go.Figure(bars), "layer", "sink-reading heads")
 
 
-def portrait(pictures: Pictures) -> Figure:
-    """Directions of first tokens on their first two principal components; the page moves it through the depths."""
-    names = [escaped(name) for name in pictures.tokens]
+def portrait(tokens: Sequence[str]) -> Figure:
+    """Draw first tokens on the two main components of their directions; the script sets the points of each depth."""
+    names = [escaped(name) for name in tokens]
     dot = {"color": "var(--mask)", "size": 6, "opacity": 0.6}
     star = {"color": "var(--drift)", "size": 14, "symbol": "star", "line": {"color": "var(--ink)", "width": 1}}
-    point = {"mode": "markers", "hovertemplate": "%{text}<extra></extra>", "x": [], "y": []}
+    point = {"mode": "markers", "hovertemplate": f"%{{text}}{NO_TRACE_NAME}", "x": [], "y": []}
     figure = go.Figure(
         [
             go.Scatter(**point, text=names[1:], name="first tokens", marker=dot),
@@ -234,17 +236,16 @@ def portrait(pictures: Pictures) -> Figure:
     return finished(figure, "first component", "second component")
 
 
-def fingerprint(pictures: Pictures) -> Figure:
-    """Cosines of W_O v_0 between first tokens; the scale diverges around 0, a real zero. The page sets z."""
-    size = pictures.cosine_size
-    names = [escaped(name if len(name) < 14 else name[:12] + "…") for name in pictures.tokens[:size]]
+def fingerprint(tokens: Sequence[str]) -> Figure:
+    """Map the cosines of W_O v_0 between first tokens on a scale that diverges at 0; the script sets z."""
+    names = [escaped(name if len(name) < 14 else name[:12] + "…") for name in tokens]
     scale = [[0, "var(--negative)"], [0.5, "var(--paper)"], [1, "var(--mask)"]]
-    place = list(range(size))
-    figure: Figure = {
+    place = list(range(len(names)))
+    return {
         "data": [
             {"type": "heatmap", "z": [], "x": place, "y": place, "zmin": -1, "zmax": 1, "zmid": 0, "colorscale": scale,
              "xgap": 1, "ygap": 1, "colorbar": {"thickness": 10, "title": {"text": "cosine"}},
-             "hovertemplate": "%{customdata}: %{z:.4f}<extra></extra>",
+             "hovertemplate": f"%{{customdata}}: %{{z:.4f}}{NO_TRACE_NAME}",
              "customdata": [[f"{a} · {b}" for b in names] for a in names]}
         ],
         "layout": {
@@ -252,21 +253,20 @@ def fingerprint(pictures: Pictures) -> Figure:
             "yaxis": {"tickvals": place, "ticktext": names, "autorange": "reversed", "showgrid": False},
         },
     }  # fmt: skip
-    return figure
 
 
-def forest(view: View) -> Figure:
-    """Power after / before for each edit, on a log axis around no change; paired intervals."""
+def forest(view: RunView) -> Figure:
+    """Draw power after / before each edit with its paired interval, on a log axis."""
     rows = forest_rows(view)
-    ends = [float(x) for _, _, kept in rows for x in (kept.ratio.value, kept.ratio.low, kept.ratio.high) if x > 0]
-    least, most = max(0.02, min([*ends, 0.5])), max([*ends, 2.0])
+    ends = [float(x) for _, kept in rows for x in (kept.ratio.value, kept.ratio.low, kept.ratio.high) if x > 0]
+    least, most = max(LEAST_RATIO, min([*ends, 0.5])), max([*ends, 2.0])
     figure = go.Figure()
-    for name in dict.fromkeys(kept.name for _, _, kept in rows):
-        chosen = [(y, kept) for y, _, kept in rows if kept.name == name]
-        figure.add_trace(_forest_trace(name, [kept for _, kept in chosen], [y for y, _ in chosen], least))
+    for name in dict.fromkeys(kept.name for _, kept in rows):
+        y, chosen = zip(*((y, kept) for y, kept in rows if kept.name == name), strict=True)
+        figure.add_trace(_forest_trace(name, chosen, y, least))
     figure.add_vline(x=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
-    ticks = {x: text for x, text in RATIOS.items() if least / 1.5 <= x <= most * 1.5}
-    labels = [escaped(result.edited.about) for result in view.edited if result.edited is not None]
+    ticks = {x: text for x, text in RATIO_TICKS.items() if least / 1.5 <= x <= most * 1.5}
+    labels = [escaped(claim.edited.about) for claim in view.edited if claim.edited is not None]
     figure.update_layout(
         xaxis={"type": "log", "tickvals": list(ticks), "ticktext": list(ticks.values()),
                "range": [math.log10(least / 1.25), math.log10(most * 1.25)]},
@@ -276,65 +276,62 @@ def forest(view: View) -> Figure:
     return finished(figure, "power after / before the edit", "")
 
 
-def forest_rows(view: View) -> list[tuple[float, int, Kept]]:
-    """(height, number of the edit, ratio) of each ratio that is drawn; undefined ones are shown in the table only."""
-    found = []
-    for row, result in enumerate(view.edited):
-        kept = [] if result.edited is None else [k for k in result.edited.kept if not math.isnan(k.ratio.value)]
-        found += [(row + 0.19 * (rank - (len(kept) - 1) / 2), row, each) for rank, each in enumerate(kept)]
-    return found
+def forest_rows(view: RunView) -> list[tuple[float, Kept]]:
+    """Return (height, ratio) of every ratio that is drawn; undefined ratios are only in the table."""
+    rows = list[tuple[float, Kept]]()
+    for row, claim in enumerate(view.edited):
+        defined = [] if claim.edited is None else [k for k in claim.edited.kept if not math.isnan(k.ratio.value)]
+        rows += [(row + 0.19 * (rank - (len(defined) - 1) / 2), kept) for rank, kept in enumerate(defined)]
+    return rows
 
 
-def _forest_trace(name: str, kept: Sequence[Kept], y: list[float], least: float) -> go.Scatter:
-    """Values and lower ends at or below 0 lie beyond a log axis: drawn at its edge, a triangle for the value."""
+def _forest_trace(name: str, kept: Sequence[Kept], y: Sequence[float], least: float) -> go.Scatter:
+    """Values below `least` are drawn at the edge of the log axis, as triangles."""
     colour = f"var(--{kept[0].component})"
     symbol = SYMBOLS.get(kept[0].component, "circle") + ("" if kept[0].queries == "early" else "-open")
     value, low, high = (np.array([getattr(each.ratio, end) for each in kept]) for end in ("value", "low", "high"))
     x = np.maximum(value, least)
     return go.Scatter(
-        x=x.tolist(), y=y, name=name, mode="markers", customdata=np.stack([value, low, high], axis=-1).tolist(),
+        x=x.tolist(), y=list(y), name=name, mode="markers", customdata=np.stack([value, low, high], axis=-1).tolist(),
         marker={"color": colour, "size": 9, "symbol": ["triangle-left" if v < least else symbol for v in value]},
         error_x={"array": np.nan_to_num(np.maximum(high - x, 0)).tolist(), "color": colour, "thickness": 1.5,
                  "arrayminus": np.nan_to_num(np.maximum(x - np.maximum(low, least / 2), 0)).tolist(), "width": 0},
-        hovertemplate=f"{name}: ×%{{customdata[0]:.3g}} (%{{customdata[1]:.3g}} … %{{customdata[2]:.3g}}){ALONE}",
+        hovertemplate=f"{name}: ×{INTERVAL_HOVER}{NO_TRACE_NAME}",
     )  # fmt: skip
 
 
-def overlay(views: Sequence[View], name: str) -> Figure:
-    """One component through the relative depth of several models."""
+def overlay(views: Sequence[RunView], name: str) -> Figure:
+    """Draw one component of several runs by relative depth."""
     figure = go.Figure()
     for k, view in enumerate(views):
-        if name not in ("total", *view.parts):
-            continue
-        power = view.layers.numbers["all"].power[name]
-        x = np.linspace(0, 1, len(power.value))
-        for trace in banded(
-            power, escaped(view.label), RUNS[k % 6], x=x, dash=DASHES[k % 6], band=f"var(--run-{k % 6}-band)"
-        ):
-            figure.add_trace(trace)
+        if name in ("total", *view.parts):
+            power = view.summary.layers["all"].power[name]
+            x, band = np.linspace(0, 1, len(power.value)), f"var(--run-{k % 6}-band)"
+            lines = banded(power, escaped(view.label), RUN_COLOURS[k % 6], x=x, dash=DASHES[k % 6], band=band)
+            figure.add_traces(list(lines))
     figure.update_layout(title={"text": name})
     return finished(figure, "relative depth", "power, nats²")
 
 
-def balance(views: Sequence[View], queries: str) -> Figure:
-    """Shares of mask, drift and sink of each run, with intervals."""
-    figure = go.Figure()
+def balance(views: Sequence[RunView], queries: str) -> Figure:
+    """Draw the shares of the parts of each run, with intervals."""
+    shares, figure = [view.summary.model[queries].share for view in views], go.Figure()
     for rank, name in enumerate(every_part(views)):
-        there = [
-            (k, share)
-            for k, view in enumerate(views)
-            if name in view.parts and not math.isnan((share := view.answer[queries][name]).value)
-        ]
-        up, down = ([_length(share, end) for _, share in there] for end in ("high", "low"))
+        defined = [(k, s[name]) for k, s in enumerate(shares) if name in s and not math.isnan(s[name].value)]
+        up, down = ([_half_width(share, end) for _, share in defined] for end in ("high", "low"))
         colour = f"var(--{name})"
         figure.add_trace(
             go.Scatter(
-                x=[float(share.value) for _, share in there], y=[k + 0.2 * (rank - 1) for k, _ in there], name=name,
-                mode="markers", marker={"color": colour, "size": 10}, hovertemplate=name + " %{x:.1%}<extra></extra>",
+                x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
+                name=name, mode="markers", marker={"color": colour, "size": 10},
+                hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
                 error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
             )
         )  # fmt: skip
-    labels = [escaped(v.label) + (" (n.s.)" if math.isnan(v.answer[queries]["mask"].value) else "") for v in views]
+    labels = [
+        escaped(view.label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
+        for view, share in zip(views, shares, strict=True)
+    ]
     figure.add_vline(x=0, line={"color": "var(--muted)", "width": 1})
     figure.update_layout(
         xaxis={"tickformat": ".0%"},
@@ -343,15 +340,15 @@ def balance(views: Sequence[View], queries: str) -> Figure:
     return finished(figure, "share of the total", "")
 
 
-def _length(share: Estimate, end: str) -> float:
+def _half_width(share: Estimate, end: str) -> float:
     return float(np.nan_to_num(abs(getattr(share, end) - share.value)))
 
 
 def banded(
     estimate: Estimate, name: str, colour: str, *, x: Array | None = None, dash: str = "solid", band: str | None = None,
     marks: bool = True, no_effect: float = 0.0,
-) -> Iterable[go.Scatter]:  # fmt: skip
-    """A line and its band; markers are open where the interval contains `no_effect`."""
+) -> Iterator[go.Scatter]:  # fmt: skip
+    """Yield the band of the intervals and the line; markers are open where the interval contains `no_effect`."""
     value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value), dtype=float) if x is None else x
     there = np.isfinite(low) & np.isfinite(high)
@@ -365,38 +362,39 @@ def banded(
         x=x.tolist(), y=value.tolist(), name=name, legendgroup=name, mode="lines+markers" if marks else "lines",
         line={"color": colour, "width": 2, "dash": dash}, customdata=np.stack([low, high], axis=-1).tolist(),
         marker={"symbol": ["circle" if c else "circle-open" for c in clear], "size": 6, "color": colour},
-        hovertemplate=f"{name} %{{x:.3~g}}: %{{y:.3g}} (%{{customdata[0]:.3g}} … %{{customdata[1]:.3g}}){ALONE}",
+        hovertemplate=f"{name} %{{x:.3~g}}: %{{y:.3g}} (%{{customdata[0]:.3g}} … %{{customdata[1]:.3g}})"
+        + NO_TRACE_NAME,
     )  # fmt: skip
 
 
 def line(y: Array, name: str, colour: str, **style: Any) -> go.Scatter:
     return go.Scatter(
         x=list(range(len(y))), y=y.tolist(), name=name, mode="lines", line={"color": colour, **style},
-        hovertemplate=f"{name} %{{x}}: %{{y:.3g}}<extra></extra>",
+        hovertemplate=f"{name} %{{x}}: %{{y:.3g}}{NO_TRACE_NAME}",
     )  # fmt: skip
 
 
-def undefined(values: Array, x: Array) -> Iterable[go.Scatter]:
-    """Crosses on the bottom line where a number is not defined."""
+def undefined(values: Array, x: Array) -> Iterator[go.Scatter]:
+    """Yield crosses on the bottom line where a value is not defined."""
     missing = x[np.isnan(values)].tolist()
     if missing:
         yield go.Scatter(
             x=missing, y=[float(np.nanmin([*values, 1.0]))] * len(missing), name="not defined", mode="markers",
             marker={"symbol": "x-thin", "size": 8, "line": {"color": "var(--muted)", "width": 2}},
-            hovertemplate="layer %{x}: not defined, its mask power is not clearly above 0<extra></extra>",
+            hovertemplate="layer %{x}: not defined, its mask power is not significantly above 0" + NO_TRACE_NAME,
         )  # fmt: skip
 
 
 def escaped(text: str) -> str:
-    """Text for plotly, which would read tags in it: they are escaped."""
+    """Return text in which plotly finds no tags."""
     return html.escape(text, quote=False).replace("\n", "⏎")
 
 
 def finished(figure: go.Figure, x: str, y: str, log_y: bool = False) -> Figure:
-    """As a dictionary, with titled axes and without plotly's template: the page has its own."""
+    """Return a figure as a dictionary, with axis titles and without plotly's template."""
     figure.update_layout(xaxis_title_text=x, yaxis_title_text=y)
     if log_y:
         figure.update_yaxes(type="log", dtick=1)
-    found: Figure = plain(figure.to_plotly_json())
-    found["layout"].pop("template", None)
-    return found
+    made: Figure = plain(figure.to_plotly_json())
+    made["layout"].pop("template", None)
+    return made

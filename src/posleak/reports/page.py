@@ -1,4 +1,4 @@
-"""One self-contained page: templates, style, script, plotly's bundle and the numbers, in a single file."""
+"""One self-contained HTML file: templates, style, script, the plotly bundle and the data."""
 
 from __future__ import annotations
 
@@ -18,76 +18,97 @@ from markupsafe import Markup
 from posleak._version import __version__
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
-from posleak.leakage.profile import LEAST, TIMES
-from posleak.leakage.sampled import FEWEST
+from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
+from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
-from posleak.typed import plain
 
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
-from .formats import HEADS, row_name, row_pieces
-from .gather import Given, Refused, ShownRun, gather, reason, require_some
+from .formats import row_name, row_pieces, titles
+from .gather import Refused, RunLike, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
-from .view import MOST_CURVES, View, view
+from .payload import run_data
+from .view import RunView, run_facts
+
+MOST_CURVES = 640
+"""Number of heads per page that have curves, so that the page stays below 10 MB."""
+
+TEMPLATE_NAMES = {
+    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
+    "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of, "grouped": grouped,
+    "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of, "run_facts": run_facts,
+    "row_name": row_name, "row_pieces": row_pieces, "titles": titles, "version": __version__,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """A run on the page: the data that the script reads, and its rendered sections."""
+
+    view: RunView
+    data: dict[str, Any]
+    article: Markup
+    method: Markup
+
+    @classmethod
+    def of(cls, view: RunView, index: int, most_curves: int) -> PageRun:
+        """Render a run; if its other results make that fail, render it without them and with a note."""
+        try:
+            figures = run_figures(view) | metric_figures(view)
+            article, method = (
+                Markup(environment().get_template(name).render(view=view, run=index))
+                for name in ("article.html.j2", "method_run.html.j2")
+            )
+            return cls(view, run_data(view, most_curves) | {"figures": figures}, article, method)
+        except Exception as error:
+            if view.alone is view:
+                raise
+            note = f"all other results of the folder are left out: {reason(error)}"
+            return cls.of(replace(view.alone, notes=(*view.notes, note)), index, most_curves)
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that is on the page, JSON-ready but for the comparison, which the templates read."""
+    """A report: every result in it is computed once, for the page and for its assets."""
 
-    shown: list[ShownRun]
-    views: list[View]
-    figures: list[dict[str, Figure]]
-    compared: Comparison | None
-    compared_figures: dict[str, Figure]
+    runs: list[PageRun]
+    comparison: Comparison | None
     refused: list[Refused]
 
     @classmethod
-    def of(cls, found: Sequence[ShownRun], refused: Sequence[Refused] = ()) -> Page:
-        """A run whose view or figures cannot be made is named with the reason, and the others are shown."""
-        drawn, left_out = list[tuple[ShownRun, View, dict[str, Figure]]](), list(refused)
-        for shown in found:
+    def of(cls, views: Sequence[RunView], refused: Sequence[Refused] = ()) -> Page:
+        """Render every run and compare them; a run that cannot be rendered is refused with the reason."""
+        runs, left_out = list[PageRun](), list(refused)
+        for view in views:
             try:
-                drawn.append(_drawn(shown, MOST_CURVES // len(found)))
+                runs.append(PageRun.of(view, len(runs), MOST_CURVES // len(views)))
             except Exception as error:
-                left_out.append(Refused(str(shown.run.path or shown.label), reason(error)))
-        require_some(drawn, left_out, 1, "a report")
-        runs, views, figures = (list(column) for column in zip(*drawn, strict=True))
-        several = len(drawn) > 1
-        return cls(
-            runs, views, figures, comparison(runs, left_out) if several else None,
-            comparison_figures(views) if several else {}, left_out,
-        )  # fmt: skip
+                left_out.append(Refused(str(view.run.path or view.label), reason(error)))
+        require_some(runs, left_out, 1, "a report")
+        several = len(runs) > 1
+        return cls(runs, comparison([run.view for run in runs], left_out) if several else None, left_out)
+
+    @property
+    def views(self) -> list[RunView]:
+        return [run.view for run in self.runs]
 
     def data(self) -> dict[str, Any]:
-        """What the page's script reads."""
-        runs = [
-            {"label": v.label, "length": v.length, "parts": v.parts, "sources": v.sources,
-             "names": v.names, "windows": v.record.calibration.windows, "heads": v.heads, "curves": v.curves,
-             "figures": figures, "origin": _origin(v)}
-            for v, figures in zip(self.views, self.figures, strict=True)
-        ]  # fmt: skip
-        found: dict[str, Any] = plain({"runs": runs, "compared": self.compared_figures})
-        return found
+        """Return what the page's script reads."""
+        compared: dict[str, Figure] = {} if self.comparison is None else comparison_figures(self.views)
+        return {"runs": [run.data for run in self.runs], "compared": compared}
 
     def html(self) -> str:
-        """The page."""
-        template = environment().get_template("page.html.j2")
-        return template.render(
-            page=self, version=__version__, data=script_json(self.data()),
-            style=Markup(style_sheet()) + static("page.css"), script=static("common.js") + static("page.js"),
-            plotly=Markup(plotly.offline.get_plotlyjs()), words=words, numbers=numbers, heads=HEADS,
-            row_name=row_name, row_pieces=row_pieces, all_parts=every_part(self.views), lent_to=lent_to,
-            fewest=FEWEST, least=LEAST, times=TIMES, frame_names=FRAME_NAMES, curves_of=curves_of, grouped=grouped,
-            label=label, leakage_of=leakage_of, rho_interval=interval, unit_of=unit_of,
+        """Return the page."""
+        return rendered(
+            "page.html.j2", self.data(), "page.js", page=self, views=self.views, all_parts=every_part(self.views)
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_report` put where."""
+    """The files that `write_report` wrote, and the runs in them."""
 
     page: Path
     assets: list[Path]
@@ -96,72 +117,62 @@ class Written:
     refused: list[Refused]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak report --json` (docs/report.md)."""
-        refused = [{"run": each.name, "reason": each.reason} for each in self.refused]
+        """Return the JSON of `posleak report --json` (docs/report.md)."""
+        refused = [{"run": run.name, "reason": run.reason} for run in self.refused]
         return {
             "page": str(self.page), "bytes": self.page.stat().st_size, "assets": [str(path) for path in self.assets],
             "shown": self.shown, "partial": self.partial, "refused": refused,
         }  # fmt: skip
 
 
-def write_report(runs: Iterable[Given], out: str | Path, assets: str | Path | None = None) -> Written:
-    """Write the page of these runs to `out`, and figures and tables into `assets`.
+def write_report(runs: Iterable[RunLike], out: str | Path, assets: str | Path | None = None) -> Written:
+    """Write the page of these runs to `out`, and figures and tables into the folder `assets`.
 
-    An unfinished run is shown as partial. Runs that cannot be shown are named on the page with the reason.
+    Unfinished runs are shown as partial. Runs that cannot be shown are listed on the page with the reason.
     """
-    found, refused = gather(runs)
-    require_some(found, refused, 1, "a report")
-    place = Path(out)
-    if place.is_dir():
-        raise RunError(
-            "the page needs a file name, and this is a folder", where=str(place), remedy="use --out FILE.html"
-        )
-    made = Page.of(found, refused)
-    text = made.html()
-    remove_leftovers(place.parent, place.name[:MAX_NAME].__eq__)
-    write_atomically(place, lambda path: path.write_text(text, encoding="utf-8"))
-    files = list[Path]()
+    views, refused = gather(runs)
+    require_some(views, refused, 1, "a report")
+    path = Path(out)
+    if path.is_dir():
+        raise RunError("the page needs a file name, not a folder", where=str(path), remedy="use --out FILE.html")
+    page = Page.of(views, refused)
+    text = page.html()
+    remove_leftovers(path.parent, path.name[:MAX_NAME].__eq__)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    written = list[Path]()
     if assets is not None:
-        from .assets import write_assets
+        from .assets import write_assets  # imports matplotlib
 
-        files = write_assets(made.shown, Path(assets))
-    partial = [shown.label for shown in made.shown if shown.partial]
-    return Written(place, files, [shown.label for shown in made.shown], partial, made.refused)
-
-
-def _drawn(shown: ShownRun, most_curves: int) -> tuple[ShownRun, View, dict[str, Figure]]:
-    """A run with its view and its figures; without what stands beside it, if that is why they cannot be made."""
-    try:
-        made = view(shown, most_curves)
-        return shown, made, run_figures(made) | metric_figures(made)
-    except Exception as error:
-        if shown.alone is shown:
-            raise
-        note = f"all that stands beside the run is left out: {reason(error)}"
-        return _drawn(replace(shown.alone, notes=(*shown.notes, note)), most_curves)
+        written = write_assets(page.views, page.comparison, Path(assets))
+    partial = [view.label for view in page.views if view.partial]
+    return Written(path, written, [view.label for view in page.views], partial, page.refused)
 
 
 @checked
-def report(runs: Iterable[Given] | Given, out: str | Path, assets: str | Path | None = None) -> Path:
-    """Write one self-contained page of one run or of several; returns its path.
+def report(runs: Iterable[RunLike] | RunLike, out: str | Path, assets: str | Path | None = None) -> Path:
+    """Write one self-contained page of one run or several, and return its path.
 
-    An unfinished run is shown as partial. Runs that cannot be shown are named on the page with the reason.
+    Unfinished runs are shown as partial. Runs that cannot be shown are listed on the page with the reason.
 
-    runs        runs, traces or folders: one, or several
-    out         the page: a file name that ends in .html
-    assets      a folder for figures (PNG, SVG) and tables (CSV, Parquet); None: they are not written
+    runs        runs, traces or run folders: one, or several
+    out         path of the page, such as report.html
+    assets      folder for figures (PNG, SVG) and tables (CSV, Parquet); None: write the page only
+
+    Example: `posleak.report([run, "runs/gemma3"], "report.html", assets="figures")`
     """
-    return write_report([runs] if isinstance(runs, Given) else runs, out, assets).page
+    return write_report([runs] if isinstance(runs, RunLike) else runs, out, assets).page
 
 
-def _origin(v: View) -> dict[str, Any] | None:
-    if v.origin is None or v.pictures is None:
-        return None
-    return {**vars(v.pictures), "explained": v.origin.portrait.explained, "among": v.origin.portrait.among}
+def rendered(template: str, data: dict[str, Any], script: str, **context: Any) -> str:
+    """Return a whole page: a template with its data, and with the style and the scripts that all pages share."""
+    return environment().get_template(template).render(
+        data=script_json(data), style=Markup(style_sheet()) + static("page.css"),
+        script=static("common.js") + static(script), plotly=Markup(plotly.offline.get_plotlyjs()), **context,
+    )  # fmt: skip
 
 
 def script_json(value: Any) -> Markup:
-    """JSON that may stand inside a script element: no character of it can end the element or start another."""
+    """Return JSON in which no character can end or start a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -170,13 +181,14 @@ def script_json(value: Any) -> Markup:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Templates of the package; everything that is put into them is escaped, and a misspelt name is an error."""
-    found = jinja2.Environment(
+    """Return the package's templates: every value is escaped, and an unknown name is an error."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("posleak.reports"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    found.tests["nan"] = lambda value: math.isnan(value)
-    return found
+    made.tests["nan"] = lambda value: math.isnan(value)
+    made.globals |= TEMPLATE_NAMES
+    return made
 
 
 def static(name: str) -> Markup:

@@ -1,5 +1,4 @@
-"""What others measure, as the page shows it: the table, the reference frames, curves by depth, and the agreement of
-every metric with the leakage and its parts."""
+"""Metrics of other papers, and how they agree with the leakage and its parts in ranking heads and layers."""
 
 from __future__ import annotations
 
@@ -11,94 +10,83 @@ from numpy.typing import NDArray
 
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.axes import LAYER, PROMPT
-from posleak.leakage import FEWEST, Estimate, Jackknife
-from posleak.metrics.agreement import LEAKAGE, Agreement, Family, Sees, agreement, sees
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife
+from posleak.metrics.agreement import LEAKAGE, Agreement, Family, MetricAlignment, agreement, alignments
 from posleak.metrics.catalogue import BY_ID, Level, Looks
-from posleak.metrics.table import FrameVerdict, MetricRow, Metrics
+from posleak.metrics.table import MetricRow, Metrics
 from posleak.runs.run import Run
 
-Values = NDArray[np.float64]
+Values = dict[str, NDArray[np.float64]]
 
 TWICE = ("sink_rate_repeated",)
-"""Metrics that are made of another one's array: heads are ranked by it once."""
+"""Metrics computed from the array of another metric: they would rank the same heads a second time."""
 
 STATES = ("largest_times", "spectrum_entropy", "probe_error")
-"""Metrics of depths that are ranked over layers: each layer with the states that it reads."""
+"""Metrics of states that are ranked over layers: each layer has those of the states that it reads."""
 
 OVER = ("heads", "layers")
 
 
 @dataclass(frozen=True)
 class RelatedMetrics:
-    """The metrics of one run. `agreements`: over heads and over layers; one that cannot be made is not there."""
+    """The metrics of one run, and their rank agreement over heads and over layers where it is defined."""
 
-    rows: tuple[MetricRow, ...]
-    frame: FrameVerdict | None
-    frames: tuple[FrameVerdict, ...]
-    depths: dict[str, Estimate]
+    metrics: Metrics
     agreements: dict[str, Agreement]
 
     @classmethod
     def of(cls, run: Run, trace: Trace | None = None) -> RelatedMetrics | None:
-        """None if the run was measured without metrics."""
-        found = run.metrics
-        if found is None:
-            return None
-        return cls(found.rows, found.frame, found.frames, found.depths, agreements(run, trace))
+        """Compute the agreement; return None for a run without metrics."""
+        return None if run.metrics is None else cls(run.metrics, agreements(run, trace))
 
     @property
     def by_looks(self) -> list[tuple[str, list[MetricRow]]]:
-        """The table in groups, by what metrics look at."""
-        return [
-            (looks.value, rows) for looks in Looks if (rows := [row for row in self.rows if row.metric.looks is looks])
-        ]
+        """Rows of the table, grouped by what the metrics look at."""
+        groups = ((looks.value, [row for row in self.metrics.rows if row.metric.looks is looks]) for looks in Looks)
+        return [(title, rows) for title, rows in groups if rows]
 
     @property
-    def families(self) -> list[tuple[str, list[Sees]]]:
-        """Every metric that was ranked, by what it sees; the strongest agreement first."""
-        every = [each for found in self.agreements.values() for each in sees(found)]
-        every.sort(key=lambda each: -abs(each.most.rho) if each.most is not None else 0.0)
-        return [(family.value, [each for each in every if each.family is family]) for family in Family]
+    def families(self) -> list[tuple[str, list[MetricAlignment]]]:
+        """Ranked metrics by what they agree with most; strongest agreement first."""
+        every = [seen for ranking in self.agreements.values() for seen in alignments(ranking)]
+        every.sort(key=lambda seen: -abs(seen.most.rho) if seen.most is not None else 0.0)
+        return [(family.value, [seen for seen in every if seen.family is family]) for family in Family]
 
 
 def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
-    """How metrics rank heads, and layers, beside the leakage and its parts; with a trace also beside its sources.
+    """Compute the rank agreement of metrics with the leakage and its parts, over heads and over layers.
 
-    Metrics are of every second prompt, the leakage is of the others, and both the other way round; nothing is found
-    with fewer than four prompts.
+    Metrics of every second prompt are ranked against the leakage of the others, and vice versa. The result is empty
+    for a run without metrics or with fewer than MIN_PROMPTS prompts.
 
-    run         measured with metrics; without, nothing is found
-    trace       where its leakage comes from, or None
+    run         a run with metrics
+    trace       its trace, to rank the sources too
     """
-    if run.metrics is None or run.prompts < FEWEST:
+    if run.metrics is None or run.prompts < MIN_PROMPTS:
         return {}
-    halves = [_every_second(run, trace, first) for first in (0, 1)]
-    found = {}
+    halves = [_half(run, trace, first) for first in (0, 1)]
+    ranked = {}
     for over in OVER:
         metrics, leakage = ([half[kind][over] for half in halves] for kind in ("metrics", "leakage"))
-        there = [_defined(each, powers["total"]) for each, powers in zip(metrics, leakage, strict=True)]
-        both = [name for name in there[0] if name in there[1]]
-        if both:
-            found[over] = agreement([{name: half[name] for name in both} for half in metrics], leakage, over)
-    return found
+        first, second = (_defined(some, powers["total"]) for some, powers in zip(metrics, leakage, strict=True))
+        if names := [name for name in first if name in second]:
+            ranked[over] = agreement([{name: half[name] for name in names} for half in metrics], leakage, over)
+    return ranked
 
 
-def _every_second(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, dict[str, Values]]]:
-    """Metrics and powers, by heads and by layers, of every second prompt."""
+def _half(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, Values]]:
+    """Metrics and powers, by head and by layer, of every second prompt."""
     some = Run(run.record, run.data.isel({PROMPT: slice(first, None, 2)}))
-    prompts = Jackknife(some.prompts)
-    products = dict(some.products["all"].own)
+    prompts, metrics, products = Jackknife(some.prompts), some.metrics, dict(some.products["all"].own)
+    assert metrics is not None, "a run with metrics has them for every prompt"
     if trace is not None:
-        traced = Trace(some, Run(trace.borrowed.record, trace.borrowed.data.isel({PROMPT: slice(first, None, 2)})))
-        products |= {name: traced.products["all"].own[name] for name in SOURCES}
+        borrowed = Run(trace.borrowed.record, trace.borrowed.data.isel({PROMPT: slice(first, None, 2)}))
+        products |= {name: Trace(some, borrowed).products["all"].own[name] for name in SOURCES}
     powers = {name: products[name] for name in LEAKAGE if name in products}
-    metrics = some.metrics
-    if metrics is None:
-        raise AssertionError("a run with metrics has them for every prompt")
     return {
         "metrics": {
-            "heads": _of_heads(metrics),
-            "layers": _of_layers(metrics, tuple(some.data[LAYER].values.tolist())),
+            "heads": {name: _values(cells) for name, cells in metrics.heads.items() if name not in TWICE},
+            "layers": _of_layers(metrics, some.data[LAYER].values.tolist()),
         },
         "leakage": {
             "heads": {name: prompts.inner(sums).value for name, sums in powers.items()},
@@ -107,27 +95,23 @@ def _every_second(run: Run, trace: Trace | None, first: int) -> dict[str, dict[s
     }
 
 
-def _of_heads(found: Metrics) -> dict[str, Values]:
-    return {name: _values(cell) for name, cell in found.heads.items() if name not in TWICE}
-
-
-def _of_layers(found: Metrics, numbers: tuple[int, ...]) -> dict[str, Values]:
+def _of_layers(metrics: Metrics, layer_ids: list[int]) -> Values:
     """Metrics of layers, and of the states that layers read: layer ℓ reads those of depth ℓ."""
-    layers = {name: _values(cell) for name, cell in found.layers.items() if BY_ID[name].level is Level.LAYER}
-    states = {name: _values(found.depths[name]) for name in STATES if name in found.depths}
-    return layers | {name: x[list(numbers)] for name, x in states.items() if max(numbers) < len(x)}
+    layers = {name: _values(cells) for name, cells in metrics.layers.items() if BY_ID[name].level is Level.LAYER}
+    states = {name: _values(metrics.depths[name]) for name in STATES if name in metrics.depths}
+    return layers | {name: x[layer_ids] for name, x in states.items() if max(layer_ids) < len(x)}
 
 
-def _values(found: Estimate) -> Values:
-    return np.asarray(found.value, dtype=np.float64)
+def _values(cells: Estimate) -> NDArray[np.float64]:
+    return np.asarray(cells.value, dtype=np.float64)
 
 
-def _defined(metrics: Mapping[str, Values], total: Values) -> dict[str, Values]:
-    """Metrics that are there for at least half of what is ranked; in the order of what they look at.
+def _defined(metrics: Mapping[str, NDArray[np.float64]], total: NDArray[np.float64]) -> Values:
+    """Metrics with a value for at least half of the ranked heads or layers, ordered by what they look at.
 
-    Only heads with all numbers are ranked: a metric that few of them have would take the others away.
+    A head is ranked only if it has all values, so a metric with few of them would remove the others.
     """
-    there = np.isfinite(total)
-    chosen = {name: x for name, x in metrics.items() if 2 * (np.isfinite(x) & there).sum() >= max(there.sum(), 1)}
+    ranked = np.isfinite(total)
+    chosen = {name: x for name, x in metrics.items() if 2 * (np.isfinite(x) & ranked).sum() >= max(ranked.sum(), 1)}
     order = list(Looks)
     return dict(sorted(chosen.items(), key=lambda item: order.index(BY_ID[item[0]].looks)))

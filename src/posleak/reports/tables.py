@@ -206,7 +206,7 @@ def _agreement(shown: ShownRun) -> Iterator[Record]:
     for over, found in every.items():
         for row, metric in enumerate(found.rows):
             for name in found.columns:
-                part = found.part(row, name)
+                part = found.cell(row, name)
                 yield plain(
                     {"over": over, "metric": metric, "with": name, "value": part.rho, "low": part.low,
                      "high": part.high, "n": found.n}

@@ -30,9 +30,9 @@ from posleak.errors import (
 from posleak.files import LOCK_FILE, file_lock, sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Inputs, Prompts, prepare, repeat_notes
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.leakage import FEWEST, narrow_layers
+from posleak.leakage import MIN_PROMPTS, narrow_layers
 from posleak.leakage.dataset import Chunk
-from posleak.leakage.profile import AFTER, TIMES
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.metrics.names import parse_metrics
 from posleak.models import AnyModel, Subject
@@ -314,7 +314,7 @@ class PreparedRun:
         self, touches: list[EditEffectRecorder], placed: list[list[int]], calibration: Calibration
     ) -> tuple[EditEffect, ...]:  # fmt: skip
         """What each edit changed, tokens and positions included; an edit that changed nothing is an error."""
-        edits, few = self.spec.edits, range(min(self.spec.prompts, FEWEST))
+        edits, few = self.spec.edits, range(min(self.spec.prompts, MIN_PROMPTS))
         for edit, touch, calls in zip(edits, touches, placed, strict=True):
             if not np.array_equal(edit.prompts(self.base).batch(few), self.base.batch(few)):
                 touch.note("the tokens")
@@ -427,7 +427,7 @@ def _narrow_note(run: Run) -> list[str]:
     where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
     return [
         f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to the "
-        f"{AFTER} keys after it more than {TIMES:g} times as much as to ordinary ones; use --origin "
+        f"{KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
         f"{max(narrow.values())}"
     ]
 
@@ -522,9 +522,9 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
             f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
             "one after the other, which takes longer and changes nothing else"
         )
-    if spec.prompts < FEWEST:
+    if spec.prompts < MIN_PROMPTS:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"
         yield (
             f"too few prompts, {spec.prompts}: noise cannot be told from signal, so there are no {powers}; use "
-            f"--prompts {FEWEST} or more"
+            f"--prompts {MIN_PROMPTS} or more"
         )

@@ -20,7 +20,7 @@ from posleak.edits import require_readable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
-from posleak.leakage.dataset import ARRAYS, Chunk, require_finite
+from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
 from posleak.leakage.summary import LeakageDecomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.notebook import compact_html
@@ -32,7 +32,7 @@ from posleak.typed import plain
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, batch_path, require_unused, verify_file
 from .loop import kept_batch
 from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
-from .memory import many
+from .memory import describe_prompts
 from .record import Record, read_record
 from .spec import MeasureSpec
 
@@ -232,7 +232,7 @@ def _results(path: Path, record: Record) -> xr.Dataset:
         OFFSET: len(plan.offsets),
     }  # fmt: skip
     with translate_read_errors(path, remedy):
-        for name, axes in {**ARRAYS, "pairs": (LAYER, QUERY, OFFSET)}.items():
+        for name, axes in {**ARRAY_AXES, "pairs": (LAYER, QUERY, OFFSET)}.items():
             if data[name].dims != axes:
                 raise ValueError(f"{name} has the axes {data[name].dims}, not {axes}")
         if differing := {axis: data.sizes[axis] for axis, size in sizes.items() if data.sizes[axis] != size}:
@@ -270,7 +270,7 @@ def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
 def said(run: Run) -> str:
     """A run in one line: model, facts, total power with its interval, and where it is."""
     total, spec = run.summary.model["all"].power["total"], run.record.spec
-    facts = ", ".join([many(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
+    facts = ", ".join([describe_prompts(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
     place = "in memory" if run.path is None else str(run.path)
     return visible(f"{run.name}: {facts}; total {estimate(total)} nats²; {place}").replace("\n", "\\n")
 

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from posleak.axes import HEAD, LAYER, SAMPLE
 from posleak.edits import NamedEdit, parse_edits
-from posleak.errors import PosleakError, UnsupportedError
+from posleak.errors import PosleakError, UnsupportedError, is_recoverable
 from posleak.inputs import Prompts, TextCrops, prepare
-from posleak.metrics.glimpse import START, start_attention
-from posleak.metrics.meter import stacked
+from posleak.metrics.glimpse import START_TOKENS, start_attention
+from posleak.metrics.meter import stack_calls
 from posleak.models import Subject
 from posleak.probe import Call, Edit, attach, takes_positions
-from posleak.show.failures import is_of_the_model
 from posleak.stopwatch import stage
 from posleak.text import one_line
 
@@ -76,7 +75,7 @@ class ShortPromptMetrics:
                 try:
                     arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), make())
                 except Exception as error:
-                    if not is_of_the_model(error):
+                    if not is_recoverable(error):
                         raise
                     said = (
                         error.what if isinstance(error, PosleakError) else f"the model breaks down ({one_line(error)})"
@@ -87,7 +86,7 @@ class ShortPromptMetrics:
 
 def wanted(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Make]]:
     """(array, what it is in words, how it is made) of everything that was asked for."""
-    tokens, edits = min(START, spec.length), spec.edits
+    tokens, edits = min(START_TOKENS, spec.length), spec.edits
     ids = base.batch(range(min(SHIFTED, spec.prompts)))
 
     def natural() -> NDArray[np.float64]:
@@ -154,4 +153,4 @@ def _layers(
 
 
 def _stack(layers: Sequence[Tensor]) -> NDArray[np.float64]:
-    return stacked([layer.cpu().numpy() for layer in layers], (LAYER, HEAD))
+    return stack_calls([layer.cpu().numpy() for layer in layers], (LAYER, HEAD))

@@ -42,13 +42,15 @@ def lead(shares: Mapping[str, Estimate]) -> str:
 
 
 def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str, by: str) -> str:
-    from posleak.leakage.sampled import FEWEST
+    from posleak.leakage.sampled import MIN_PROMPTS
 
     if any(math.isnan(share.value) for share in shares.values()):
         return "shows no leakage of absolute position that is clearly above noise"
     n = next(iter(shares.values())).n
-    if n < FEWEST:
-        return f"was measured on {n} prompts, too few for intervals ({FEWEST}), so no share can be said to be largest"
+    if n < MIN_PROMPTS:
+        return (
+            f"was measured on {n} prompts, too few for intervals ({MIN_PROMPTS}), so no share can be said to be largest"
+        )
     ends = {name: _ends(share) for name, share in shares.items()}
     order = sorted(ends, key=lambda name: -float(shares[name].value))
     first, others = order[0], order[1:]

@@ -23,7 +23,7 @@ from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.contrast import QUERIES, PowerKey, model_products
 from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
-from posleak.leakage.power import pairs
+from posleak.leakage.power import prompt_pairs
 from posleak.leakage.summary import Decomposition
 from posleak.runs.balance import Balance
 from posleak.runs.loss import UNIT
@@ -100,7 +100,7 @@ class Measured:
 def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Array]:
     """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
     arrays, found = read_npz(io.BytesIO(content), path, ANEW), dict[PowerKey, Array]()
-    expected = (prompts + len(pairs(prompts)[0]),)
+    expected = (prompts + len(prompt_pairs(prompts)[0]),)
     with translate_read_errors(path, ANEW):
         for name, sums in arrays.items():
             queries, _, component = name.partition("/")

@@ -17,7 +17,7 @@ import numpy as np
 
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.axes import SCALING
-from posleak.errors import NoEffectError, PosleakError, UnsupportedError
+from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate
@@ -29,7 +29,6 @@ from posleak.runs.loss import UNIT, changes as loss_changes
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.runs.spec import PROMPTS
-from posleak.show.failures import is_of_the_model
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
 from posleak.text import one_line
@@ -251,7 +250,7 @@ def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
         except (NoEffectError, UnsupportedError) as error:
             left_out[setting.name] = _why(error)
         except Exception as error:
-            if isinstance(error, PosleakError) or not is_of_the_model(error):
+            if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
             left_out[setting.name] = f"the model breaks down under it: {one_line(error)}"
     level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))

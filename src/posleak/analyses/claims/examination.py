@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.origin.store import read_origin, write_origin
-from posleak.errors import PosleakError, RunError, warn
+from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, said
-from posleak.show.failures import is_of_the_model, unforeseen
+from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
 from posleak.stopwatch import stage
 from posleak.typed import plain
@@ -151,9 +151,9 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[ClaimRe
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
         except Exception as error:
-            if not is_of_the_model(error):
+            if not is_recoverable(error):
                 raise
-            finding = Finding.not_applicable(unforeseen(error))
+            finding = Finding.not_applicable(describe_unexpected(error))
         yield ClaimResult.about(each, finding)
 
 

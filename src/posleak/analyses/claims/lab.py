@@ -26,15 +26,7 @@ from posleak.inputs import prepare
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
-from posleak.runs.memory import (
-    FIRST_USE,
-    MemoryPlan,
-    many,
-    pass_bytes,
-    require_room,
-    state_bytes,
-    weight_count,
-)
+from posleak.runs.memory import FIRST_USE_BYTES, MemoryPlan, ModelSizes, describe_prompts, require_room
 from posleak.runs.spec import parse_bytes
 
 from .finding import ENOUGH, Edited, Kept
@@ -170,11 +162,11 @@ class Lab(Conditions):
 
     def require_float64(self, prompts: int) -> None:
         """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
-        tokens = prompts * min(self.spec.length, LAW_TOKENS)
-        states = 4 * state_bytes(self.subject, tokens, 8)  # of two passes, and rolled
-        wide = 8 * weight_count(self.subject) + pass_bytes(self.subject, tokens, 8) + states
+        sizes, tokens = ModelSizes.of(self.subject), prompts * min(self.spec.length, LAW_TOKENS)
+        states = 4 * sizes.states(tokens, 8)  # of two passes, and rolled
+        wide = 8 * sizes.parameters + sizes.forward(tokens, 8) + states
         require_room(
-            self.subject, MemoryPlan(wide, 0, FIRST_USE), parse_bytes(self.max_memory), what="a copy in float64",
-            of=f"the weights and {many(prompts, tokens // prompts)} at all depths",
+            self.subject, MemoryPlan(wide, 0, FIRST_USE_BYTES), parse_bytes(self.max_memory), what="a copy in float64",
+            of=f"the weights and {describe_prompts(prompts, tokens // prompts)} at all depths",
             remedy="use a shorter --length or a smaller model",
         )  # fmt: skip

@@ -30,7 +30,7 @@ from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
 from posleak.runs.measure import beyond_context
-from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.memory import Work, describe_prompts
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -152,17 +152,12 @@ def doctor(
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
     """How many prompts are read at once: all, or as many as fit; refused where not even one does."""
-
-    def planned(batch: int) -> MemoryPlan:
-        return doctor_plan(subject, plan, prompts, batch, short=short)
-
-    batch = fitting(subject, prompts, planned, limit)
-    require_room(
-        subject, planned(batch), limit, what="the diagnosis",
-        of=f"{many(prompts, plan.length)}, {batch} at once, and {FEW} of them under eager attention",
-        remedy="use a shorter --length or fewer --prompts",
-    )  # fmt: skip
-    return batch
+    prompts_text = describe_prompts(prompts, plan.length)
+    return Work(
+        "the diagnosis", lambda batch: doctor_plan(subject, plan, prompts, batch, short=short),
+        lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
+        "a shorter --length or fewer --prompts",
+    ).fit(subject, prompts, limit)  # fmt: skip
 
 
 def _checks(

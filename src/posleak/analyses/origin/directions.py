@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
-from posleak.leakage.power import NEIGHBOURS, pairs
+from posleak.leakage.power import NEIGHBOURS, prompt_pairs
 
 
 def unit(x: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
@@ -48,7 +48,7 @@ def pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
     """Return the mean cosine over pairs of different rows, with jackknife replicates; NaN if a row is zero."""
     u = _directions(x)
     with_others = 2 * (u @ u.sum(0) - u.square().sum(-1))
-    sides = (torch.from_numpy(side).chunk(NEIGHBOURS) for side in pairs(jackknife.prompts))
+    sides = (torch.from_numpy(side).chunk(NEIGHBOURS) for side in prompt_pairs(jackknife.prompts))
     together = torch.cat([2 * (u[first] * u[second]).sum(-1) for first, second in zip(*sides, strict=True)])
     return jackknife.of_sums(np.array(mean_cosine(u)), with_others.numpy(), together.numpy())
 

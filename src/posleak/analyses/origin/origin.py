@@ -19,7 +19,7 @@ from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
 from posleak.runs.measure import beyond_context
-from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.memory import Work, describe_prompts
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -152,18 +152,14 @@ def origin(
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
     """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
-
-    def planned(at_once: int) -> MemoryPlan:
-        return origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once)
-
-    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = at_once if batch else fitting(subject, at_once, planned, limit)
-    require_room(
-        subject, planned(at_once), limit, what="the look at position 0",
-        of=f"{many(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
-        remedy=f"use {'a smaller --batch, ' if at_once > 1 else ''}a shorter --length, fewer --prompts or --tokens",
+    work = Work(
+        "the look at position 0",
+        lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
+        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        "a shorter --length, fewer --prompts or --tokens", batched=True,
     )  # fmt: skip
-    return at_once
+    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    return work.fit(subject, at_once, limit, fixed=bool(batch))
 
 
 def _origin(

@@ -26,7 +26,7 @@ from torch import Tensor
 from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.leakage import Estimate, Jackknife
-from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, design, rescaled
+from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
 
 from .directions import random_basis
 
@@ -134,7 +134,7 @@ def _depth(
     groups = [np.flatnonzero(fold == g) for g in range(fold.max() + 1)]
     rows = [x[group].flatten(0, 1) for group in groups]
     y = [targets.repeat(len(group), 1) for group in groups]
-    whole = design(rows, y)
+    whole = ridge_problem(rows, y)
     none = basis.new_zeros(x.shape[-1], 0).double()
     out = np.empty((len(VARIANTS), *x.shape[:2], 2))
     for variant, removed in enumerate((none, basis.double(), random_basis(x.shape[-1], basis.shape[1], seed).to(x))):

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from posleak.arrays import Array
-from posleak.leakage import FEWEST, Estimate, Jackknife, combined
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
 from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
@@ -206,7 +206,7 @@ def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> t
     high   heads whose interval lies above ε or contains it
     """
     mean = jackknife.mean(at_0).estimate
-    missing = np.nan if mean.n < FEWEST else 0.0
+    missing = np.nan if mean.n < MIN_PROMPTS else 0.0
     low = (mean.low > EPSILON).sum(-1) + missing
     high = (np.isfinite(mean.value) & ~(mean.high <= EPSILON)).sum(-1) + missing
     counts = Estimate((mean.value > EPSILON).sum(-1).astype(float), low, high, mean.n)

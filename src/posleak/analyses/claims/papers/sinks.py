@@ -19,7 +19,7 @@ from posleak.analyses.claims.lab import LATER, Lab
 from posleak.arrays import Array
 from posleak.leakage import Sampled
 from posleak.leakage.across import correlated
-from posleak.metrics.table import EDGE, SINK
+from posleak.metrics.table import EDGE_THRESHOLD, SINK_THRESHOLD
 from posleak.papers import SINKS
 
 claim = partial(catalogue.claim, paper=SINKS)
@@ -109,7 +109,7 @@ def position_0(lab: Lab) -> Finding:
 def sink_rate(lab: Lab) -> float:
     """Share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3; mean over prompts."""
     heads = lab.metric("sink_start")
-    return float((heads[np.isfinite(heads)] > SINK).mean())
+    return float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
 
 
 untestable(
@@ -168,7 +168,7 @@ def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
     3, "sinks.correlate", "Frames go with sinks",
     "Reference frames correlate with the attention sink.",
     "correlation over layers of star-likeness, the largest share of queries that give one key more than "
-    f"{EDGE:g} of their attention (what the authors ask of a reference token), with the mean attention of late "
+    f"{EDGE_THRESHOLD:g} of their attention (what the authors ask of a reference token), with the mean attention of late "
     "queries to position 0; 0 is no relation. Both are read off one pattern: it says that the sink is the centre",
 )  # fmt: skip
 def frames_and_sinks(lab: Lab) -> Finding:
@@ -181,8 +181,8 @@ def frames_and_sinks(lab: Lab) -> Finding:
 
 
 def at_threshold(found: xr.DataArray) -> Float64[np.ndarray, "B layers"]:
-    """The graph with the edges that are stronger than EDGE."""
-    chosen: Array = found.sel(threshold=EDGE, method="nearest").values
+    """The graph with the edges that are stronger than EDGE_THRESHOLD."""
+    chosen: Array = found.sel(threshold=EDGE_THRESHOLD, method="nearest").values
     return chosen
 
 
