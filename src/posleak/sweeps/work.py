@@ -205,15 +205,15 @@ def _results(
     from posleak.runs.conditions import Conditions
     from posleak.runs.measure import PreparedRun
 
-    from .numbers import Measured
+    from .numbers import CellResults
 
     if cell.kind == MEASURE:
         ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(
+        return CellResults(
             ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
         )
     trace = traced(Conditions(subject, cell.spec, folder, fresh, max_memory, on_status))
-    return Measured(trace.ordinary, trace)
+    return CellResults(trace.ordinary, trace)
 
 
 def _remove_strays(folder: Path) -> None:
