@@ -19,7 +19,7 @@ import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from benchmarks import Benchmark, Result as Timed
+from benchmarks import Benchmark, BenchResult as Timed
 from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
