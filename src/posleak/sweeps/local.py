@@ -27,7 +27,7 @@ from posleak.typed import from_json, plain
 from .cells import Cell
 from .progress import Tracker
 from .storage import Storage
-from .work import Outcome, Worker, write_failure
+from .work import Outcome, Worker, worker_died
 
 PAUSE = 2.0
 """Seconds before a cell that another sweep has is checked again."""
@@ -116,16 +116,6 @@ class Local:
 
 def _threads(cell: Cell) -> int | None:
     return None if cell.resources.cpus is None else max(1, int(cell.resources.cpus))
-
-
-def worker_died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
-    """Write the failure of a cell whose workers died."""
-    times = "once" if attempts == 1 else f"{attempts} times"
-    what = (
-        f"its worker died {times} ({how}); the machine may have run out of memory: use a shorter length or a smaller "
-        "batch"
-    )
-    return write_failure(storage, cell, what, None, attempts)
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
