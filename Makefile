@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
+.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
 
 help:  ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -37,6 +37,10 @@ demo: $(READY)  ## fetch the default model once, trace its sense of position, te
 
 test: lint unit shapes real  ## everything that must pass
 
+# What is slow: long fuzzing, series of killed processes, the tutorials as they are published.
+nightly: test fuzz faults  ## everything that must pass, then what is slow; an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m nightly tests
+
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -54,7 +58,7 @@ SHAPED = tests/probe tests/edits tests/leakage tests/metrics $(wildcard tests/an
 # Unit tests use tiny random models and never the network. One thread each; a file's tests stay together, so that what they
 # share is made once, and a third worker fills the time in which others wait for processes and a browser.
 TINY = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -q \
-	-m "not real"
+	-m "not real and not nightly"
 
 # Files that take longest begin first, or one of them would be left alone at the end.
 LONGEST = $(patsubst %,tests/%.py,sweeps/test_sweep_faults reports/test_report_page runs/test_memory models/test_models_trust \
@@ -69,7 +73,7 @@ shapes: $(READY)  ## tests of probe, leakage, metrics and origin, with every sha
 # Two processes with a thread each: they use two cores better than two threads do, and hold some 4 GB. A file stays with one
 # process, so that what its tests share is made once.
 real: $(READY)  ## tests on real pretrained models, fetched once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m real \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "real and not nightly" \
 		tests/real $(shell grep -l "mark.real" tests/*/test_*.py | grep -v tests/real/)
 
 # Longer than in the tests; docs/reliability.md has the counts of such runs.

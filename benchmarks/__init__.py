@@ -8,6 +8,6 @@ contest     all of it, length by length
 """
 
 from .cases import CASES, Case
-from .contest import LENGTHS, PEERS_UP_TO, REPEATS, Benchmark, Result, bench, chosen_cases
+from .contest import LENGTHS, PEERS_UP_TO, REPEATS, Benchmark, BenchResult, bench, chosen_cases
 
-__all__ = ["CASES", "LENGTHS", "PEERS_UP_TO", "REPEATS", "Benchmark", "Case", "Result", "bench", "chosen_cases"]
+__all__ = ["CASES", "LENGTHS", "PEERS_UP_TO", "REPEATS", "BenchResult", "Benchmark", "Case", "bench", "chosen_cases"]

@@ -24,14 +24,15 @@ from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
 from posleak.edits.context import borrowed
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.leakage import LeakageObserver
 from posleak.models import Subject, exclusive, input_device
 from posleak.probe import Plan, Visibility, backbone
 from posleak.probe.native import native
-from posleak.runs.loop import observed_chunks, placements_of
-from posleak.runs.measure import PreparedRun, calibrated
+from posleak.runs.loop import Passes
+from posleak.runs.placements import placements_of
+from posleak.runs.prepared import PreparedRun, calibrated
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
-from posleak.sweeps.state import State, look
+from posleak.sweeps.state import State, status_of
 from posleak.sweeps.storage import Storage
 from posleak.sweeps.work import Worker
 
@@ -94,10 +95,10 @@ def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
     def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
         parsed = parse_edits(edits)
-        observer = LeakageObserver(plan, placements=placements_of(subject.model, ids, plan, parsed))
+        passes = Passes(subject.model, plan, parsed, placements_of(subject.model, ids, plan, parsed))
 
         def run(ids: Ids) -> Statistics:
-            (chunk,) = observed_chunks(subject.model, [ids], observer, edits=parsed)
+            (chunk,) = passes.measure([ids])
             return from_chunk(chunk)
 
         return run
@@ -156,14 +157,16 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
     spec = memory.run_spec(ids.shape[1])
-    cell = Cell(subject.identity.name, length=spec.length, prompts=spec.prompts)
+    cell = Cell(subject.identity.name, MeasureSpec(length=spec.length, prompts=spec.prompts))
 
     def run(ids: Ids) -> None:
         with tempfile.TemporaryDirectory(prefix="posleak-") as place:
             storage = Storage(place)
-            outcome = Worker.having(storage, cell, subject).run(cell)
+            worker = Worker()
+            worker.hold(cell, subject)
+            outcome = worker.run(storage, cell)
             assert outcome.state is State.finished, outcome.why
-            assert look(storage, cell).state is State.finished
+            assert status_of(storage, cell).state is State.finished
 
     return run
 

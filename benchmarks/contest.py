@@ -16,7 +16,7 @@ from posleak.errors import CheckError, InputError, did_you_mean
 from posleak.inputs import prepare
 from posleak.models import Identity, Subject, available_bytes
 from posleak.probe import default_plan
-from posleak.runs.memory import MemoryPlan, many, memory_plan, require_room
+from posleak.runs.memory import MemoryPlan, describe_prompts, memory_plan, require_room
 from posleak.runs.software import versions
 from posleak.runs.spec import MeasureSpec, parse_bytes
 from posleak.typed import plain
@@ -39,7 +39,7 @@ TOO_LARGE = 0.7
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """One contestant at one length: `ratio` to the plain forward pass, `beside` to the contestant `base`, where that is
     another; `error` says why a number is missing."""
 
@@ -73,7 +73,7 @@ class Benchmark:
     """All results, and what they were made on."""
 
     identity: Identity
-    results: list[Result]
+    results: list[BenchResult]
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
     def as_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, l
         try:
             require_room(
                 subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
-                of=f"{many(batch, length)}, beside the others", remedy="use a shorter --length",
+                of=f"{describe_prompts(batch, length)}, beside the others", remedy="use a shorter --length",
             )  # fmt: skip
         except InputError as error:
             if case.name == FORWARD:
@@ -173,7 +173,7 @@ class Heat:
     refused: dict[str, str] = field(default_factory=dict)
     limit: int | None = None
 
-    def results(self) -> list[Result]:
+    def results(self) -> list[BenchResult]:
         memory = {case.name: self._memory(case) for case in self.cases}
         if "error" in memory[FORWARD]:
             raise InputError(
@@ -229,12 +229,12 @@ class Heat:
 
     def _result(
         self, case: Case, times: dict[str, list[float | None]], memory: dict[str, Any], agreement: float | None
-    ) -> Result:
+    ) -> BenchResult:
         batch, length, name = *self.ids.shape, case.name
         spec = MeasureSpec(length=length, prompts=batch, batch=batch)
         planned = memory_plan(self.subject, spec).total / 1e6 if name == POSLEAK else None
         other = case.base != FORWARD and name in times and case.base in times
-        return Result(
+        return BenchResult(
             name, length, batch,
             spread(times[name]) if name in times else None,
             ratios(times[name], times[FORWARD]) if name in times else None,

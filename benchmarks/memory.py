@@ -9,7 +9,7 @@ from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import Subject
-from posleak.runs.memory import memory_plan, pass_bytes, square_bytes, weight_count
+from posleak.runs.memory import ModelSizes, memory_plan
 from posleak.runs.spec import MeasureSpec
 
 RUN_TOKENS = 8192
@@ -17,28 +17,27 @@ RUN_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Need:
+class CaseMemory:
     """Bytes: `kept` from when a contestant is made until the last round is over, and `running` while it runs."""
 
     kept: int
     running: int
 
 
-Needs = Callable[[Subject, int, int], Need]
+Needs = Callable[[Subject, int, int], CaseMemory]
 """(subject, prompts, tokens) -> what a contestant needs"""
 
 
-def forward(subject: Subject, prompts: int, length: int) -> Need:
-    return Need(
-        0, pass_bytes(subject, prompts * length, subject.dtype.itemsize) + _own_attention(subject, prompts, length)
-    )
+def forward(subject: Subject, prompts: int, length: int) -> CaseMemory:
+    activations = ModelSizes.of(subject).forward(prompts * length, subject.dtype.itemsize)
+    return CaseMemory(0, activations + _own_attention(subject, prompts, length))
 
 
 def posleak(*edits: str) -> Needs:
     """A measurement, calibration included."""
 
-    def needs(subject: Subject, prompts: int, length: int) -> Need:
-        return Need(
+    def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
+        return CaseMemory(
             0,
             memory_plan(
                 subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=parse_edits(edits))
@@ -51,8 +50,8 @@ def posleak(*edits: str) -> Needs:
 def run(metrics: str = "none", loss: bool = False) -> Needs:
     """A whole measurement of RUN_TOKENS tokens."""
 
-    def needs(subject: Subject, prompts: int, length: int) -> Need:
-        return Need(0, memory_plan(subject, run_spec(length, metrics, loss).resolved()).total)
+    def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
+        return CaseMemory(0, memory_plan(subject, run_spec(length, metrics, loss).resolved()).total)
 
     return needs
 
@@ -61,24 +60,24 @@ def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureS
     return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,), loss=loss)
 
 
-def two_passes(subject: Subject, prompts: int, length: int) -> Need:
+def two_passes(subject: Subject, prompts: int, length: int) -> CaseMemory:
     """The second one is twice as long, and has a mask of its own, which is kept, and added to logits as numbers."""
     longer, item = 2 * length + DONOR_MARGIN, subject.dtype.itemsize
-    return Need(longer**2, pass_bytes(subject, prompts * longer, item) + longer**2 * (4 + 2 * item))
+    return CaseMemory(longer**2, ModelSizes.of(subject).forward(prompts * longer, item) + longer**2 * (4 + 2 * item))
 
 
-def trace(subject: Subject, prompts: int, length: int) -> Need:
+def trace(subject: Subject, prompts: int, length: int) -> CaseMemory:
     return posleak(BORROWED)(subject, prompts, length)
 
 
 def patterns(copies: int, layers: bool) -> Needs:
     """Eager attention in a copy of the model; `copies` of the patterns, of all layers or of one."""
 
-    def needs(subject: Subject, prompts: int, length: int) -> Need:
-        item, identity = subject.dtype.itemsize, subject.identity
-        whole = prompts * identity.heads * length**2 * item * copies * (identity.layers if layers else 1)
-        one = pass_bytes(subject, prompts * length, item) + square_bytes(subject, prompts, length, item)
-        return Need(weight_count(subject) * item, one + whole)
+    def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
+        item, sizes = subject.dtype.itemsize, ModelSizes.of(subject)
+        whole = prompts * sizes.heads * length**2 * item * copies * (sizes.layers if layers else 1)
+        one = sizes.forward(prompts * length, item) + sizes.eager(prompts, length, item)
+        return CaseMemory(sizes.parameters * item, one + whole)
 
     return needs
 
@@ -87,5 +86,5 @@ def _own_attention(subject: Subject, prompts: int, length: int) -> int:
     """What the model's own attention holds beside the activations: all weights if it is eager, a mask for windows."""
     item = subject.dtype.itemsize
     if subject.model.config._attn_implementation == "eager":
-        return square_bytes(subject, prompts, length, item)
+        return ModelSizes.of(subject).eager(prompts, length, item)
     return 2 * (1 + item) * prompts * length**2 if subject.identity.spans else 0

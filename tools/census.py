@@ -56,7 +56,7 @@ STATUSES = (SUPPORTED, FAILS, REFUSED, NOT_BUILT)
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRow:
     """One family. `laws`: the laws of the short form that the model itself breaks, with the cause; `tried`: what the
     commands did."""
 
@@ -81,7 +81,7 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def examine_family(family: str, commands: bool = False) -> Row:
+def examine_family(family: str, commands: bool = False) -> FamilyRow:
     """Build, run alone, diagnose, and try every command if asked for; a step that does not work decides the row."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     # The one broad guard: constructors and forward passes of 183 foreign classes may raise anything, and what they
@@ -92,16 +92,18 @@ def examine_family(family: str, commands: bool = False) -> Row:
             _runs_alone(copy.deepcopy(model))  # a pass may change it
     except Exception as error:
         said = f"{type(error).__name__}: {_first_line(error)}"
-        return Row(family, name, NOT_BUILT, why=f"{INCOMPLETE[family]} ({said})" if family in INCOMPLETE else said)
+        return FamilyRow(
+            family, name, NOT_BUILT, why=f"{INCOMPLETE[family]} ({said})" if family in INCOMPLETE else said
+        )
     subject = Subject.of(model, name=family)
     try:
         with limited(SECONDS), silence_transformers():
             diagnosis = doctor(subject, length=LENGTH, prompts=PROMPTS, short=True)
             found = traits(subject, diagnosis.calibration, LENGTH, TOKEN)
     except UnsupportedError as error:
-        return Row(family, name, REFUSED, why=error.what)
+        return FamilyRow(family, name, REFUSED, why=error.what)
     except (CheckError, TimeoutError) as error:
-        return Row(family, name, FAILS, why=_first_line(error))
+        return FamilyRow(family, name, FAILS, why=_first_line(error))
     row = _judged(family, name, diagnosis, found)
     if row.status != SUPPORTED or not commands:
         return row
@@ -116,16 +118,18 @@ def _runs_alone(model: PreTrainedModel) -> None:
         backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
-def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> Row:
+def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> FamilyRow:
     broken = [check for check in diagnosis.checks if not check.ok]
     wrong = [f"{check.id}: {check.value:.2g} {check.unit}" for check in broken if check.cause is None]
     if wrong:
-        return Row(family, name, FAILS, found.positions, found.moved, found.special, why="; ".join(wrong))
+        return FamilyRow(family, name, FAILS, found.positions, found.moved, found.special, why="; ".join(wrong))
     causes: dict[str, list[str]] = {}
     for check in broken:
         causes.setdefault(str(check.cause), []).append(check.id)
     laws = tuple(f"{', '.join(ids)}: {cause}" for cause, ids in causes.items())
-    return Row(family, name, SUPPORTED, found.positions, found.moved, (*found.special, *_as_decoder(family)), laws)
+    return FamilyRow(
+        family, name, SUPPORTED, found.positions, found.moved, (*found.special, *_as_decoder(family)), laws
+    )
 
 
 def _as_decoder(family: str) -> Iterator[str]:
@@ -164,7 +168,7 @@ def _first_line(error: BaseException) -> str:
     return lines[1] if len(lines) > 1 and lines[0].startswith("Class validation error") else lines[0]
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[FamilyRow]) -> str:
     """docs/families.md."""
     counts = Counter(row.status for row in rows)
     supported = [row for row in rows if row.status == SUPPORTED]
@@ -199,7 +203,7 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _table(status: str, rows: Sequence[Row]) -> Iterator[str]:
+def _table(status: str, rows: Sequence[FamilyRow]) -> Iterator[str]:
     if status in (REFUSED, NOT_BUILT):
         yield from ("| family | class | why |", "|---|---|---|")
         yield from (f"| {row.family} | {row.model_class} | {_cell(row.why)} |" for row in rows)

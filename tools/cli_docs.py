@@ -9,9 +9,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
-import posleak.cli  # noqa: F401  every module of commands registers itself
-from posleak.cli.app import app
-from posleak.show.failures import STATUSES
+from posleak.cli.commands import app
+from posleak.cli.failures import STATUSES
 
 HEAD = """\
 # Command line

@@ -21,7 +21,7 @@ from tools.made import replaced, row
 from zoo.entropy import entropies
 from zoo.measuring import QUANTITIES
 from zoo.recipe import RECIPES
-from zoo.table import TABLE, ZOO, Comparison, Curve, ZooTable
+from zoo.table import TABLE, ZOO, TrainingCurve, VariantComparison, ZooTable
 from zoo.terminal import GROUPS
 from zoo.variants import STANDARD, VARIANTS
 from zoo.verdicts import verdicts
@@ -76,12 +76,12 @@ def _tables(table: ZooTable, inputs: str) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def _unit(found: Comparison) -> str:
+def _unit(found: VariantComparison) -> str:
     unit = QUANTITIES[found.quantity].unit
     return {"share": "%", "1": "no unit"}.get(unit, unit)
 
 
-def _cell(found: Comparison, variant: str) -> str:
+def _cell(found: VariantComparison, variant: str) -> str:
     """Mean and interval; where it differs from standard RoPE, bold."""
     mean = found.mean(variant)
     if mean is None:
@@ -152,16 +152,16 @@ def _draw(figure: Figure, table: ZooTable) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=5)
 
 
-def _losses(table: ZooTable) -> Iterator[Curve]:
+def _losses(table: ZooTable) -> Iterator[TrainingCurve]:
     for name in VARIANTS:
         own = [each for each in table.trainings if each.variant == name]
         if own:
             steps = tuple(point.step for point in own[0].held_out)
             values = tuple(zip(*([point.loss for point in each.held_out] for each in own)))
-            yield Curve(name, "loss", steps, tuple(each.seed for each in own), values)
+            yield TrainingCurve(name, "loss", steps, tuple(each.seed for each in own), values)
 
 
-def _lines(axes: Axes, curves: Sequence[Curve], colours: dict[str, tuple[float, ...]]) -> None:
+def _lines(axes: Axes, curves: Sequence[TrainingCurve], colours: dict[str, tuple[float, ...]]) -> None:
     for curve in curves:
         values = np.array(curve.values)
         axes.plot(curve.steps, values.mean(1), color=colours[curve.variant], label=curve.variant)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from zoo.jobs import Job
-    from zoo.training import Reached, Training, Watch
+    from zoo.training import OnTrainingProgress, Training, TrainingProgress
 
 app = command_line("zoo", "Train small models that differ in one setting, and measure what it does to leakage.")
 
@@ -98,7 +98,7 @@ def _trained(found: Training) -> str:
 
 
 @contextmanager
-def _progress(wanted: Sequence[Job]) -> Iterator[Watch]:
+def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
     """Loss and time left: a bar over all models on a terminal, a line a minute elsewhere."""
     before, total = dict[tuple[str, str], int](), 0
     for job in wanted:
@@ -106,11 +106,11 @@ def _progress(wanted: Sequence[Job]) -> Iterator[Watch]:
         total += job.recipe.steps
     spoken = 0.0
 
-    def which(at: Reached) -> str:
+    def which(at: TrainingProgress) -> str:
         number = list(before).index((at.data, at.name)) + 1
         return f"{at.data} {at.name}, model {number} of {len(before)}"
 
-    def say(at: Reached) -> None:
+    def say(at: TrainingProgress) -> None:
         nonlocal spoken
         if time.monotonic() - spoken > SPOKEN:
             spoken = time.monotonic()
@@ -173,7 +173,7 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
 
     Example: `python -m zoo list`
     """
-    from posleak.models.shipped import names
+    from posleak.models.builtin import shipped_names
     from zoo.jobs import trained
     from zoo.variants import VARIANTS
 
@@ -182,11 +182,12 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
             out.print(item)
         return
     found = [{"folder": str(folder), **vars(record)} for folder, record in trained(root)]
-    emit({"variants": {name: each.about for name, each in VARIANTS.items()}, "shipped": names(), "trainings": found})
+    variants = {name: each.about for name, each in VARIANTS.items()}
+    emit({"variants": variants, "shipped": shipped_names(), "trainings": found})
 
 
 def _listing(root: Path) -> Iterator[RenderableType]:
-    from posleak.models.shipped import names
+    from posleak.models.builtin import shipped_names
     from posleak.show.lines import prose
     from posleak.show.terminal import table
     from zoo.jobs import trained
@@ -201,7 +202,7 @@ def _listing(root: Path) -> Iterator[RenderableType]:
     yield made
     yield prose(
         f"below {root}, of each seed: the held-out loss in nats per token, or how far it is; –: not trained. "
-        f"Trained models that come with posleak: {', '.join(names())}", style="dim",
+        f"Trained models that come with posleak: {', '.join(shipped_names())}", style="dim",
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ _CODES[np.frombuffer(ALPHABET.encode("ascii"), dtype=np.uint8)] = np.arange(len(
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """Where some of the text came from: a package or a file, its version, and how much is left of it."""
 
     name: str
@@ -54,12 +54,12 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class CorpusText:
     """Tokens to train on and tokens that are held out, uint8; `sha256` is of both."""
 
     train: np.ndarray
     held_out: np.ndarray
-    parts: tuple[Part, ...]
+    parts: tuple[CorpusPart, ...]
 
     @property
     def sha256(self) -> str:
@@ -79,14 +79,14 @@ def encode(text: str) -> np.ndarray:
 
 
 @cache
-def read_text(path: str | None = None) -> Text:
+def read_text(path: str | None = None) -> CorpusText:
     """The documentation on this machine, or the text at `path`: a file, or a folder of files."""
     named = _documentation() if path is None else _given(path)
     seen: set[bytes] = set()
-    train, held, parts = list[str](), list[str](), list[Part]()
+    train, held, parts = list[str](), list[str](), list[CorpusPart]()
     for name, version, documents in named:
         kept = [passage for document in documents for passage in passages(document, seen)]
-        parts.append(Part(name, version, sum(map(len, kept))))
+        parts.append(CorpusPart(name, version, sum(map(len, kept))))
         for passage in kept:
             (held if _is_held_out(passage) else train).append(passage)
     for part, least in ((train, LEAST), (held, LEAST // (4 * HELD_OUT))):
@@ -97,7 +97,7 @@ def read_text(path: str | None = None) -> Text:
                 expected=f"{LEAST:,} or more, without repeated paragraphs and those that are not plain ASCII",
                 remedy="name a longer text",
             )  # fmt: skip
-    return Text(encode("\n\n".join(train)), encode("\n\n".join(held)), tuple(parts))
+    return CorpusText(encode("\n\n".join(train)), encode("\n\n".join(held)), tuple(parts))
 
 
 def passages(document: str, seen: set[bytes]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from posleak.inputs.randomness import check_seed
 
 from .recipe import RECIPES, Recipe, recipe_named
 from .tokens import tokens_for
-from .training import RECORD, Training, Watch, read_training, train, training_name
+from .training import RECORD, OnTrainingProgress, Training, read_training, train, training_name
 from .variants import VARIANTS, Variant, variant_named
 
 SEEDS = (0, 1)
@@ -66,7 +66,7 @@ def train_all(
     *,
     text: str | None = None,
     threads: int | None = None,
-    watch: Watch = lambda reached: None,
+    watch: OnTrainingProgress = lambda reached: None,
     done: Callable[[Job, Training | None], None] = lambda job, found: None,
 ) -> list[Training]:
     """Train what is not trained yet. `done` is called after each, with None where another process is at work on it."""

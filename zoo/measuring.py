@@ -88,7 +88,7 @@ QUANTITIES = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class VariantMeasurement:
     """One model at one step, on one kind of input. `numbers`: by the name of the quantity."""
 
     step: int
@@ -104,9 +104,9 @@ class Measured:
 class AllMeasured:
     """measured.json: what is known of a training's models."""
 
-    found: tuple[Measured, ...]
+    found: tuple[VariantMeasurement, ...]
 
-    def of(self, step: int, inputs: str, prompts: int) -> Measured | None:
+    def of(self, step: int, inputs: str, prompts: int) -> VariantMeasurement | None:
         """What was measured by the definitions of today."""
         key = (step, inputs, prompts, DEFINITIONS_VERSION)
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
@@ -152,7 +152,7 @@ def measure_models(
                 for expected in EXPECTED:
                     warnings.filterwarnings("ignore", expected, PosleakWarning)
                 found = numbers_of(load(path), inputs, length, prompts, seed)
-            made = Measured(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
+            made = VariantMeasurement(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
             kept = AllMeasured((*kept.found, made))
             KEPT.write(folder / MEASURED, kept)
     return kept

@@ -19,7 +19,7 @@ from posleak.typed import Number
 
 from .jobs import trained
 from .layout import Layout
-from .measuring import PROMPTS, QUANTITIES, AllMeasured, Measured, Quantity, inputs_of, read_measured
+from .measuring import PROMPTS, QUANTITIES, AllMeasured, Quantity, VariantMeasurement, inputs_of, read_measured
 from .recipe import recipe_named
 from .training import Training
 from .variants import STANDARD, VARIANTS
@@ -35,12 +35,12 @@ class Trained:
     record: Training
     measured: AllMeasured
 
-    def at_end(self, inputs: str, prompts: int) -> Measured | None:
+    def at_end(self, inputs: str, prompts: int) -> VariantMeasurement | None:
         return self.measured.of(self.record.recipe.steps, inputs, prompts)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class VariantComparison:
     """One quantity on one kind of input.
 
     variants   in order, standard RoPE first: those that can be compared;  left_out: why others cannot
@@ -73,7 +73,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainingCurve:
     """A quantity of one variant over training, on the data that it knows: values [step][seed], NaN where undefined."""
 
     variant: str
@@ -92,11 +92,11 @@ class ZooTable:
 
     data: str
     trainings: tuple[Training, ...]
-    comparisons: tuple[Comparison, ...]
-    curves: tuple[Curve, ...]
+    comparisons: tuple[VariantComparison, ...]
+    curves: tuple[TrainingCurve, ...]
     incomparable: dict[str, str]
 
-    def comparison(self, quantity: str, inputs: str | None = None) -> Comparison | None:
+    def comparison(self, quantity: str, inputs: str | None = None) -> VariantComparison | None:
         """The first of this quantity: on the data that models know, unless inputs are named."""
         chosen = [each for each in self.comparisons if each.quantity == quantity and inputs in (None, each.inputs)]
         return chosen[0] if chosen else None
@@ -148,7 +148,7 @@ def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
     return ZooTable(
         data,
         tuple(each.record for each in models),
-        tuple(each for each in found.values() if isinstance(each, Comparison)),
+        tuple(each for each in found.values() if isinstance(each, VariantComparison)),
         tuple(each for each in curves if each is not None),
         {name: why for (name, inputs), why in found.items() if inputs == kinds[0] and isinstance(why, str)},
     )
@@ -158,7 +158,7 @@ Numbers = dict[str, dict[int, Estimate]]
 """By variant and seed."""
 
 
-def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prompts: int) -> Comparison | str:
+def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prompts: int) -> VariantComparison | str:
     """The comparison, or why there is none."""
     numbers: Numbers = {}
     for each in models:
@@ -176,7 +176,7 @@ def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prom
     values = np.array([[float(each.value) for each in row] for row in found])
     layout = Layout(np.log(values) if quantity.is_power else values)
     back: Callable[[Estimate], Estimate] = _exponential if quantity.is_power else lambda same: same
-    return Comparison(
+    return VariantComparison(
         quantity.name, inputs, variants, left_out, seeds, found, back(layout.means), back(layout.differences),
         layout.freedom, quantity.is_power,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def _exponential(found: Estimate) -> Estimate:
     return Estimate(np.exp(found.value), np.exp(found.low), np.exp(found.high), found.n)
 
 
-def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int) -> Curve | None:
+def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int) -> TrainingCurve | None:
     own = [each for each in models if each.record.variant == variant]
     if not own:
         return None
@@ -216,4 +216,4 @@ def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int)
     if len(complete) < 2:
         return None
     at, values = zip(*complete)
-    return Curve(variant, quantity, at, tuple(each.record.seed for each in own), values)
+    return TrainingCurve(variant, quantity, at, tuple(each.record.seed for each in own), values)

@@ -15,7 +15,7 @@ from posleak.show.words import MARKS
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from zoo.table import Comparison, ZooTable
+    from zoo.table import VariantComparison, ZooTable
 
 GROUPS = (
     ("where it comes from", ("total", "here", "earlier", "origin")),
@@ -51,7 +51,7 @@ def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
     yield _verdicts(found)
 
 
-def _group(title: str, compared: list[Comparison]) -> FittedTable:
+def _group(title: str, compared: list[VariantComparison]) -> FittedTable:
     from zoo.measuring import QUANTITIES
 
     made = table((title, *(QUANTITIES[each.quantity].title for each in compared)))
@@ -60,7 +60,7 @@ def _group(title: str, compared: list[Comparison]) -> FittedTable:
     return made
 
 
-def _cell(found: Comparison, variant: str) -> TableCell:
+def _cell(found: VariantComparison, variant: str) -> TableCell:
     from zoo.measuring import QUANTITIES
 
     mean = found.mean(variant)

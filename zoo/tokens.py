@@ -15,7 +15,7 @@ import numpy as np
 from posleak.inputs.backcopy import CHAIN_TOKENS, BackcopyBody
 from posleak.inputs.randomness import SEED_LIMIT, draw
 
-from .corpus import ALPHABET, Part, Text, read_text
+from .corpus import ALPHABET, CorpusPart, CorpusText, read_text
 from .entropy import entropies
 from .recipe import Recipe
 
@@ -40,7 +40,7 @@ class DataFacts:
 
     data: str
     sha256: str | None
-    parts: tuple[Part, ...]
+    parts: tuple[CorpusPart, ...]
     tokens: int | None
     unigram_nats: float
     path: str | None = None
@@ -65,7 +65,7 @@ class Tokens(Protocol):
 class TextTokens:
     """Crops from random places of a text."""
 
-    text: Text
+    text: CorpusText
     path: str | None = None
 
     @cached_property

@@ -47,7 +47,7 @@ KEEP = 20.0
 
 
 @dataclass(frozen=True)
-class Point:
+class LossPoint:
     """Loss in nats per token after so many steps."""
 
     step: int
@@ -76,8 +76,8 @@ class Training:
     parameters: int
     threads: int
     versions: dict[str, str]
-    curve: tuple[Point, ...] = ()
-    held_out: tuple[Point, ...] = ()
+    curve: tuple[LossPoint, ...] = ()
+    held_out: tuple[LossPoint, ...] = ()
     seconds: float = 0.0
     finished: bool = False
 
@@ -110,7 +110,7 @@ TRAINING = Sealed("posleak training", 1, Training, "delete the folder and train 
 
 
 @dataclass(frozen=True)
-class Reached:
+class TrainingProgress:
     """Progress: so many steps are done, with this loss, and so many seconds are left, about."""
 
     data: str
@@ -121,7 +121,7 @@ class Reached:
     left: float
 
 
-Watch = Callable[[Reached], None]
+OnTrainingProgress = Callable[[TrainingProgress], None]
 
 
 @dataclass
@@ -141,7 +141,7 @@ def train(
     tokens: Tokens,
     folder: Path,
     *,
-    watch: Watch = lambda reached: None,
+    watch: OnTrainingProgress = lambda reached: None,
     threads: int | None = None,
 ) -> Training:
     """Train a model into `folder`, or go on where it was interrupted; a finished one is read back."""
@@ -154,7 +154,9 @@ def train(
             return _begun(variant, tokens, folder, work, asked, watch)
 
 
-def _begun(variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: Training, watch: Watch) -> Training:
+def _begun(
+    variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: Training, watch: OnTrainingProgress
+) -> Training:
     """Begin, or take up what is there."""
     known, record = _known(folder, asked), asked
     remove_leftovers(folder, lambda name: name in (RECORD, RESUME))
@@ -170,7 +172,7 @@ def _begun(variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: T
 
 
 def _trained(
-    variant: Variant, seed: int, tokens: Tokens, folder: Path, work: _Work, record: Training, watch: Watch
+    variant: Variant, seed: int, tokens: Tokens, folder: Path, work: _Work, record: Training, watch: OnTrainingProgress
 ) -> Training:
     recipe = record.recipe
     held = _prompts(variant, recipe, tokens.held_out(recipe.context))
@@ -179,7 +181,7 @@ def _trained(
     while True:
         spent = before + time.monotonic() - started
         if work.step in recipe.kept_steps and work.step not in {point.step for point in record.held_out}:
-            record = replace(record, held_out=(*record.held_out, Point(work.step, held_out_loss(work.model, held))))
+            record = replace(record, held_out=(*record.held_out, LossPoint(work.step, held_out_loss(work.model, held))))
             _save_checkpoint(work.model, folder / f"checkpoint-{work.step}", variant, recipe)
         if work.step == recipe.steps:
             return _finish(folder, work, replace(record, seconds=spent), variant)
@@ -191,12 +193,12 @@ def _trained(
                 remedy="lower the learning rate of the recipe",
             )  # fmt: skip
         if work.step % EVERY == 0:
-            point = Point(work.step, float(np.mean(work.losses)))
+            point = LossPoint(work.step, float(np.mean(work.losses)))
             work.losses.clear()
             record = replace(record, curve=(*record.curve, point))
             rate = (time.monotonic() - started) / (work.step - first)
             left = rate * (recipe.steps - work.step)
-            watch(Reached(recipe.data, record.name, work.step, recipe.steps, point.loss, left))
+            watch(TrainingProgress(recipe.data, record.name, work.step, recipe.steps, point.loss, left))
             if time.monotonic() - kept > KEEP:
                 _keep(folder, work, replace(record, seconds=before + time.monotonic() - started))
                 kept = time.monotonic()

@@ -11,5 +11,4 @@ from .reports.compare import compare as compare
 from .reports.page import report as report
 from .runs.measure import measure as measure
 from .runs.run import Run as Run, split as split
-from .sweeps.studies.run import study as study
 from .sweeps.sweep import sweep as sweep

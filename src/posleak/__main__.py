@@ -1,14 +1,14 @@
-"""The entry point, `posleak` and `python -m posleak`: the net is there before the command line is imported."""
+"""Entry point of `posleak` and `python -m posleak`."""
 
 from __future__ import annotations
 
-from .show.failures import net
+from .cli.failures import error_handler
 
 
 def main() -> None:
-    """Run the command line; also what goes wrong while it is imported becomes a message and an exit status."""
-    with net():
-        from .cli import main as run
+    """Run the command line. The error handler is installed first, so that it also covers the import of the commands."""
+    with error_handler():
+        from .cli.commands import main as run
 
         run()
 

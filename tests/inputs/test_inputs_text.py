@@ -126,14 +126,12 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(" ".join(tiny.WORDS[:45]), encoding="utf-8")
-    with pytest.raises(
-        InputError, match=r"got: 37 tokens\n.*expected: 60.*\n.*longer text, or use --length 37 or less"
-    ):
+    with pytest.raises(InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"):
         prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
     (tmp_path / "long.txt").unlink()
     (tmp_path / "a.txt").write_text(" ".join(tiny.WORDS[:30]), encoding="utf-8")
     usable = 30 - 2 * DROPPED_TOKENS
-    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*expected: 40.*\n.*use a longer text$"):
+    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*40 tokens.*\n.*longer text$"):
         prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)  # 22 tokens could not be measured either
     prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=usable, seed=0).batch(range(50))
     (tmp_path / "b.txt").write_text("w1 w2", encoding="utf-8")
@@ -156,17 +154,17 @@ def test_a_crop_may_fill_a_slice_of_long_words(tmp_path: Path) -> None:
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin\.txt: the file is not UTF-8 text\n  got: byte 0xf6 at 2"):
+    with pytest.raises(InputError, match=r"latin\.txt.*UTF-8.*\n  got: byte 0xf6 at .*2"):
         prepare(WORDS, f"text:{tmp_path}", length=4, seed=0)
-    with pytest.raises(InputError, match=r"no such text.*\n.*missing"):
+    with pytest.raises(InputError, match=r"got: .*missing\n"):
         prepare(WORDS, f"text:{tmp_path / 'missing'}", length=4, seed=0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"the folder holds no text.*\n.*\n.*\.txt"):
+    with pytest.raises(InputError, match=r"got: .*empty\n.*\.txt"):
         prepare(WORDS, f"text:{tmp_path / 'empty'}", length=4, seed=0)
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(InputError, match="--inputs random works without one"):
+    with pytest.raises(InputError, match=r"tokenizer(.|\n)*--inputs random"):
         prepare(tiny.subject(), "text:stdlib", length=4, seed=0)
 
 

@@ -117,18 +117,18 @@ def test_given_ids_are_used_as_they_stand() -> None:
     description = prompts.describe()
     assert (description.bos, description.source) == ("as given", "ids")
     assert description.first_token == "token 5 in every prompt, as given"
-    with pytest.raises(InputError, match="there are 2 rows"):
+    with pytest.raises(InputError, match=r"got: 2\n.*0 to 1"):
         prompts.ids(2)
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([[5, 6, 32]], "an id given is outside the model's vocabulary\n  got: 32\n  expected: 0 to 31"),
-        ([[5, -1, 3]], "got: -1"),
+        ([[5, 6, 32]], "vocabulary\n  got: .*32\n  expected: 0 to 31"),
+        ([[5, -1, 3]], "got: .*-1"),
         ([5, 6, 7], r"got: shape \(3,\)"),
         ([[0.5, 1.0, 2.0]], "dtype float64"),
-        (np.empty((0, 3), dtype=int), "B of 1 or more"),
+        (np.empty((0, 3), dtype=int), r"got: shape \(0, 3\)"),
         ([[5, 6]], "pass length=2"),
     ],
 )
@@ -151,9 +151,9 @@ def test_parse_and_text_are_inverse() -> None:
     ("text", "message"),
     [
         ("randm", "did you mean 'random'"),
-        ("random:3", "this kind of input is written otherwise"),
+        ("random:3", "got: 'random:3'\n  expected: random\n"),
         ("constant:x", "constant:42"),
-        ("constant:-1", "0 or more"),
+        ("constant:-1", "constant:ID"),
         ("text", "text:stdlib"),
         ("text:", "text:PATH"),
     ],
@@ -164,24 +164,24 @@ def test_words_that_name_no_input(text: str, message: str) -> None:
 
 
 def test_a_constant_outside_the_vocabulary() -> None:
-    with pytest.raises(InputError, match=r"the constant token is outside.*\n.*got: 32\n.*expected: 0 to 31"):
+    with pytest.raises(InputError, match=r"the constant token is outside.*\n.*got: .*32\n.*expected: 0 to 31"):
         prepare(PLAIN, "constant:32", length=4, seed=0)
 
 
 @pytest.mark.parametrize("length", [1, 0, -3, True, 2.0])
 def test_lengths_that_are_none(length: int) -> None:
-    with pytest.raises(InputError, match="2 or more tokens"):
+    with pytest.raises(InputError, match=f"length(.|\n)*got: {length!r}"):
         prepare(PLAIN, length=length, seed=0)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 0.5, True])
 def test_seeds_that_are_none(seed: int) -> None:
-    with pytest.raises(InputError, match="not a seed"):
+    with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed!r}"):
         prepare(PLAIN, length=4, seed=seed)
 
 
 def test_a_negative_index() -> None:
-    with pytest.raises(InputError, match="numbered from 0"):
+    with pytest.raises(InputError, match=r"got: -1\n.*0 to 2\*\*32 - 1"):
         prepare(PLAIN, length=4, seed=0).ids(-1)
 
 
@@ -198,5 +198,5 @@ def test_the_description_goes_through_json_and_has_the_same_keys_for_every_sourc
 
 def test_a_config_without_a_vocabulary() -> None:
     subject: Any = SimpleNamespace(model=SimpleNamespace(config=PreTrainedConfig()), tokenizer=None)
-    with pytest.raises(InputError, match="how large its vocabulary is"):
+    with pytest.raises(InputError, match="vocab_size = None"):
         prepare(subject, length=4, seed=0)

@@ -30,13 +30,12 @@ from posleak.models import (
     bounds,
     cache as caching,
     checkpoints,
-    gguf_header,
+    configs,
+    gguf_file,
     hashing,
     load,
-    manifest,
     memory,
     pretrained,
-    trust,
 )
 from posleak.models.library_errors import translate_errors
 from posleak.models.loading import _to_stderr
@@ -136,13 +135,13 @@ def test_converted_folder_with_other_files_is_refused_and_not_made_again(damage:
 
 def test_manifest_is_sealed_and_lists_every_file(gguf: Path, cache: Path) -> None:
     made = converted(gguf, cache)
-    record = manifest.read(made)
+    record = caching.read_manifest(made)
     assert record is not None
-    assert set(record.files) == {path.name for path in made.iterdir()} - {manifest.FILE}
+    assert set(record.files) == {path.name for path in made.iterdir()} - {caching.MANIFEST_FILE}
     assert record.files["config.json"].sha256 == hashing.file_sha256(made / "config.json")
-    text = (made / manifest.FILE).read_text()
-    (made / manifest.FILE).write_text(text.replace('"gguf"', '"hub"'))
-    assert manifest.read(made) is None
+    text = (made / caching.MANIFEST_FILE).read_text()
+    (made / caching.MANIFEST_FILE).write_text(text.replace('"gguf"', '"hub"'))
+    assert caching.read_manifest(made) is None
     with pytest.raises(ModelError, match=r"posleak\.json is damaged"):
         load(made, cache=cache)
     assert quietly(gguf, cache).identity.source == "gguf"  # converted again
@@ -411,7 +410,7 @@ def test_configs_inside_a_config_are_disarmed_too() -> None:
     inner: Any = transformers.LlamaConfig.from_dict({**remote, "attn_implementation": KERNEL})
     outer: Any = transformers.LlamaConfig.from_dict(remote)
     outer.deep = [{"x": inner}]
-    trust.disarm(outer, trust_remote_code=False)
+    configs.disarm(outer, trust_remote_code=False)
     assert inner._attn_implementation is None
     assert not hasattr(inner, "auto_map")
     assert not hasattr(outer, "auto_map")
@@ -552,19 +551,19 @@ def test_names_that_no_file_can_have(name: str, cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", None, 5, b"x"])
 def test_what_is_no_name(name: Any, cache: Path) -> None:
-    with pytest.raises(ModelError, match="no name of a model"):
+    with pytest.raises(ModelError, match="not the name of a model"):
         load(name, cache=cache)
 
 
 def odd_folder(tmp_path: Path) -> Path:
-    """A folder whose name is no UTF-8."""
+    """A folder whose name is not UTF-8."""
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\x1b[31m"))
     path.mkdir()
     return path
 
 
 def test_folder_whose_name_is_no_utf8(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"name is no UTF-8[\s\S]*rename the folder"):
+    with pytest.raises(ModelError, match=r"name is not UTF-8[\s\S]*rename the folder"):
         load(save(tiny(), odd_folder(tmp_path)), cache=cache)
 
 
@@ -573,22 +572,20 @@ def test_gguf_file_whose_name_is_no_utf8(tmp_path: Path, gguf: Path, cache: Path
     gguf.rename(other)
     first = quietly(other, cache).identity
     assert quietly(other, cache).identity == first
-    record = manifest.read(next((cache / "models").iterdir()))
+    record = caching.read_manifest(next((cache / "models").iterdir()))
     assert record is not None
     assert record.name == r"t\xfe.gguf"
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2), tiny])
 def test_objects_that_are_no_models(model: Any) -> None:
-    with pytest.raises(
-        ModelError, match=r"no model of transformers[\s\S]*PreTrainedModel[\s\S]*posleak\.load"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"PreTrainedModel[\s\S]*posleak\.load") as caught:
         Subject.of(model)
     assert type(model).__name__ in str(caught.value)
 
 
 def test_object_that_is_no_tokenizer() -> None:
-    with pytest.raises(ModelError, match=r"the tokenizer is none of transformers[\s\S]*str gpt2|'gpt2'"):
+    with pytest.raises(ModelError, match=r"str gpt2|'gpt2'[\s\S]*PreTrainedTokenizerBase"):
         Subject.of(tiny(), "gpt2")  # type: ignore[arg-type]
 
 
@@ -646,7 +643,7 @@ def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [(errno.ENOSPC, "free some space, or set POSLEAK_CACHE"), (errno.EROFS, "make it writable for you, or set"),
-     (errno.ENOTDIR, "in the way")],
+     (errno.ENOTDIR, "move away")],
 )  # fmt: skip
 def test_cache_that_cannot_be_written_is_named_with_what_helps(
     number: int, remedy: str, gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -654,7 +651,7 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
     def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for where in ("file_lock", "require_disk", "publish"):
+    for where in ("file_lock", "require_disk_space", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(caching, where, fail)
             with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*{remedy}") as caught:
@@ -664,7 +661,7 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
 
 def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
     cache.write_text("in the way")
-    with pytest.raises(ModelError, match=r"cannot be written[\s\S]*in the way"):
+    with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*move away the file {cache}"):
         quietly(gguf, cache)
 
 
@@ -674,9 +671,9 @@ def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
 @pytest.fixture
 def soon() -> Iterator[None]:
     """What is refused is refused before long, and without much memory."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB
 
 
@@ -700,7 +697,7 @@ def ctrl() -> transformers.PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (tiny, {"num_hidden_layers": 10**12}, "more than any model has"),
+        (tiny, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
         (tiny, {"num_hidden_layers": 1500}, "more layers than the weight files have tensors"),
         (tiny, {"layer_types": ["full_attention"] * 1500, "num_hidden_layers": 1500}, "more layers than"),
         (tiny, {"layer_types": ["full_attention"] * 10**6}, "items of layer_types = 1000000"),
@@ -789,7 +786,7 @@ def table(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes:
 )
 def test_gguf_headers_that_lie_are_refused(data: bytes, message: str, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "lie.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match=rf"not a whole GGUF file[\s\S]*({message})"):
+    with pytest.raises(ModelError, match=rf"not a complete GGUF file[\s\S]*({message})"):
         quietly(tmp_path / "lie.gguf", cache)
 
 
@@ -814,12 +811,12 @@ def test_gguf_that_describes_a_huge_model_is_refused(name: str, gguf: Path, cach
 
 
 def test_gguf_header_says_what_the_file_holds(gguf: Path) -> None:
-    header = gguf_header.read(gguf)
+    header = gguf_file.read_header(gguf)
     assert header.fields["llama.block_count"] == 3
     assert header.fields["general.architecture"] == "llama"
     assert header.fields["tokenizer.ggml.tokens"] == 97
     assert {tensor.name: tensor.shape for tensor in header.tensors}["token_embd.weight"] == (24, 97)
-    assert sum(tensor.numbers for tensor in header.tensors) == sum(p.numel() for p in tiny().parameters())
+    assert sum(tensor.elements for tensor in header.tensors) == sum(p.numel() for p in tiny().parameters())
 
 
 def safetensors_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -851,7 +848,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )  # fmt: skip
 def test_safetensors_headers_that_lie_are_refused(data: bytes, folder: Path, cache: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelError, match="not a whole safetensors file") as caught:
+    with pytest.raises(ModelError, match="not a complete safetensors file") as caught:
         load(folder, cache=cache)
     assert caught.value.where == str(folder / "model.safetensors")
 
@@ -875,8 +872,8 @@ def test_available_memory_is_within_the_limits_of_the_process(kind: str, cache: 
 
 def test_every_container_around_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own").write_text("1:cpu:/x\n0::/a/b\n")
-    monkeypatch.setattr(memory, "OWN_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "PROCESS_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path)
     for folder, limit in ((tmp_path / "a" / "b", "max"), (tmp_path / "a", "5000"), (tmp_path, "max")):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.max").write_text(limit)
@@ -887,7 +884,7 @@ def test_every_container_around_the_process_counts(tmp_path: Path, monkeypatch: 
 
 def test_small_sizes_are_not_written_as_nothing() -> None:
     with pytest.raises(TooLargeError, match=r"55 kB of weights[\s\S]*at most 3\.0 kB") as caught:
-        memory.require_memory(55_000, where="x", device="cpu", available=lambda: 3000)
+        memory.require_memory(55_000, 3000, where="x", device="cpu")
     assert "0.0" not in str(caught.value)
 
 
@@ -936,4 +933,4 @@ def test_messages_and_names_cannot_command_the_terminal(capsys: pytest.CaptureFi
 def test_bounds_leave_real_models_alone() -> None:
     deepseek = {"num_hidden_layers": 61, "n_routed_experts": 256, "max_position_embeddings": 163_840}
     quantised = {"quantization_config": {"ignore": [f"model.layers.{n}.mlp" for n in range(20_000)]}}
-    bounds.require_sane(Path("config.json"), {**deepseek, **quantised, "eos_token_id": [151_645, 262_143]})
+    bounds.require_plausible(Path("config.json"), {**deepseek, **quantised, "eos_token_id": [151_645, 262_143]})

@@ -25,8 +25,7 @@ from posleak.analyses.claims.examination import claims
 from posleak.analyses.claims.finding import Finding
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.trace.trace import SOURCES, Trace
-from posleak.cli import main  # noqa: F401  registers the commands
-from posleak.cli.app import app
+from posleak.cli.commands import app
 from posleak.errors import PosleakWarning, RunError
 from posleak.leakage import Estimate, split
 from posleak.models import Subject

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from benchmarks import Benchmark, Result as Timed
+from benchmarks import Benchmark, BenchResult as Timed
 from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
@@ -30,16 +30,20 @@ from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
-from posleak.cli.advise import advice_tables
-from posleak.cli.origin_tables import origin_page
-from posleak.cli.study import study_table
-from posleak.cli.sweep import plan_table, summary
-from posleak.cli.tables import claims_table, doctor_table, models_table, profile_table, run_tables
-from posleak.cli.trace_tables import trace_tables
+from posleak.cli.sweep_tables import balance_tables, plan_table, summary
+from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
 from posleak.reports.compare import compare
 from posleak.reports.formats import as_table
+from posleak.reports.terminal.advice import advice_tables
+from posleak.reports.terminal.claims import claims_tables
+from posleak.reports.terminal.doctor import doctor_tables
+from posleak.reports.terminal.models import models_tables
+from posleak.reports.terminal.origin import origin_tables
+from posleak.reports.terminal.profile import profile_table
+from posleak.reports.terminal.run import run_tables
+from posleak.reports.terminal.trace import trace_tables
 from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
@@ -47,10 +51,10 @@ from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
 from posleak.show.lines import broken
 from posleak.show.terminal import FittedTable, TableCell, table
-from posleak.sweeps.cells import Cell as StudyCell
+from posleak.sweeps.balance import BalanceRow, BalanceTable
+from posleak.sweeps.cells import Cell
 from posleak.sweeps.estimate import Guess
-from posleak.sweeps.state import Known, State
-from posleak.sweeps.studies.run import Row, Table
+from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep
 from support.families import tiny
 from support.report_tiny import with_sink
@@ -80,7 +84,7 @@ def of_claims() -> list[RenderableType]:
     chosen = {paper: zip(registry(paper), found, strict=False) for paper in ("position", "sinks")}
     results = {paper: [ClaimResult.about(*each) for each in some] for paper, some in chosen.items()}
     several = tuple(result for some in results.values() for result in some)
-    return [claims_table(ClaimsRun(run(), some)) for some in (tuple(results["position"]), several)]
+    return [item for some in (tuple(results["position"]), several) for item in claims_tables(ClaimsRun(run(), some))]
 
 
 def of_doctor() -> list[RenderableType]:
@@ -89,26 +93,32 @@ def of_doctor() -> list[RenderableType]:
         Check("law.L2", math.nan, 0.05, "nats", "one token everywhere leaks through the mask only"),
         Check("floor.bfloat16", 0.0123, None, "nats²", "power that rounding alone makes"),
     )
-    return [doctor_table(Diagnosis("tiny-llama", 96, 12, run().record.calibration, checks))]
+    return list(doctor_tables(Diagnosis("tiny-llama", 96, 12, run().record.calibration, checks)))
 
 
-def of_study() -> list[RenderableType]:
-    cell = StudyCell("tiny-llama", length=64, prompts=8)
+def of_balance() -> list[RenderableType]:
+    cell, spec = (
+        Cell("tiny-llama", MeasureSpec(length=64, prompts=8)),
+        MeasureSpec(edits=parse_edits("window=16"), length=64),
+    )
     removed = {"residual, all": Estimate(np.asarray(0.123), np.asarray(-0.456), np.asarray(0.789), 8)}
     balance = Balance.of(run())
-    rows = [Row(cell, run(), balance, {}), Row(replace(cell, edits=("window=16",)), run(), balance, removed)]
-    return [
-        study_table(
-            Table("knobs", "Does the rotation or the window decide?", rows, {"tiny-llama · rope=ntk:4": "nothing"})
-        )
+    rows = [
+        BalanceRow(cell, "run", "float32", None, balance, {}),
+        BalanceRow(replace(cell, spec=spec), "run", "float32", None, balance, removed),
     ]
+    return list(balance_tables(BalanceTable("Does the rotation or the window decide?", rows, {})))
 
 
 def of_sweep() -> list[RenderableType]:
-    cells = [StudyCell("tiny-llama", edits, seed=seed) for edits in ((), ("window=16",)) for seed in (0, 1)]
+    cells = [
+        Cell("tiny-llama", MeasureSpec(edits=parse_edits(edits), seed=seed))
+        for edits in ((), "window=16")
+        for seed in (0, 1)
+    ]
     states = [State.finished, State.failed, State.left_out, State.open]
     why = ["", "its worker died 3 times without a word (signal 9)", "the edit changes nothing", ""]
-    seen = [Known(*each) for each in zip(cells, states, why, strict=True)]
+    seen = [CellStatus(*each) for each in zip(cells, states, why, strict=True)]
     found = Sweep("grid", "runs/grid", seen, (cells[0].id,), {cells[3].id: "No space left on device"})
     return [*plan_table(found, {cells[3].id: Guess(3_210_000_000, 4321.0, False)}), *summary(found)]
 
@@ -141,11 +151,11 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "measure": lambda: list(run_tables(run())),
     "trace": lambda: list(trace_tables(source())),
     "claims": of_claims,
-    "origin": lambda: list(origin_page(origin(subject(), length=64, prompts=4, tokens=40))),
+    "origin": lambda: list(origin_tables(origin(subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
-    "models": lambda: [models_table(builtin.list_models())],
+    "models": lambda: list(models_tables(builtin.list_models())),
     "advise": of_advice,
-    "study": of_study,
+    "balance": of_balance,
     "sweep": of_sweep,
     "compare": lambda: [as_table(compare([run(), source().borrowed]))],
     "bench": of_bench,

@@ -16,7 +16,7 @@ from tools.census import (
     FAILS,
     NOT_BUILT,
     SUPPORTED,
-    Row,
+    FamilyRow,
     examine_family,
     families,
     limited,
@@ -82,9 +82,9 @@ def test_every_refusal_has_its_reason() -> None:
 
 def test_a_page_is_read_as_it_was_written() -> None:
     rows = [
-        Row("a", "A", SUPPORTED, "rotary", "no: why", ("x", "y | z"), ("L2: why",)),
-        Row("b", "B", NOT_BUILT, why="no timm"),
-        Row("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
+        FamilyRow("a", "A", SUPPORTED, "rotary", "no: why", ("x", "y | z"), ("L2: why",)),
+        FamilyRow("b", "B", NOT_BUILT, why="no timm"),
+        FamilyRow("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
     ]
     tried = Tried("a", {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "origin": WORKS,
                         "claims": "3 of 9", "doctor": "by design"})  # fmt: skip

@@ -14,19 +14,17 @@ from typing import Any
 import pytest
 
 import posleak as pl
-import posleak.cli  # every module of commands registers itself
 from benchmarks import bench
 from posleak.analyses.origin.origin import origin
-from posleak.cli.app import app
-from posleak.cli.profile import Profile
+from posleak.cli.commands import app
+from posleak.cli.profile import TimeProfile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.reports.collected import gather_sweep
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.estimate import Guess
-from posleak.sweeps.state import Known, State
-from posleak.sweeps.studies.cells import Study
-from posleak.sweeps.studies.run import run_study
+from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.typed import plain
 from support.documented import FREE, documented, expanded, produced
@@ -37,7 +35,7 @@ from tools import cli_docs, edit_docs
 from tools.api_docs import described
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ("measure", "trace", "doctor", "models", "claims", "advise", "origin", "study", "sweep", "collect", "bench")
+SECTIONS = ("measure", "trace", "doctor", "models", "claims", "advise", "origin", "sweep", "collect", "bench")
 
 
 @pytest.mark.parametrize(("module", "page"), [(cli_docs, "cli.md"), (edit_docs, "edits.md")])
@@ -121,7 +119,6 @@ def outputs() -> dict[str, Any]:
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),
         "advise": pl.advise(llama, "random", groups=["rope"], edits=["dtype=float32"], length=48, prompts=4).as_dict(),
         "origin": plain(origin(llama, length=48, prompts=3, tokens=16)),
-        "study": study_output(),
         **sweep_outputs(),
         "bench": bench(llama, lengths=(48,), names=("posleak",), repeats=1).as_dict(),
     }
@@ -130,18 +127,9 @@ def outputs() -> dict[str, Any]:
 def measure_output() -> dict[str, Any]:
     """With its profile, as the command prints it."""
     no_text = pytest.warns(PosleakWarning, match="natural text")  # for it has no tokenizer
-    with Profile() as spent, spent.measuring(llama := subject()), no_text:
+    with TimeProfile() as spent, spent.measuring(llama := subject()), no_text:
         run = pl.measure(llama, metrics="all", loss=True, **SPEC)
     return {**run.as_dict(), "profile": spent.as_dict(run.record.memory.total)}
-
-
-def study_output() -> dict[str, Any]:
-    """Of a tiny model in a folder: studies load their models by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        tiny("llama").save_pretrained(folder)
-        chosen = Study("tiny", "Does it work?", (Cell(folder, length=48, prompts=4),))
-        found: dict[str, Any] = plain(run_study(chosen, Path(folder) / "runs"))
-        return found
 
 
 def sweep_outputs() -> dict[str, Any]:
@@ -151,13 +139,17 @@ def sweep_outputs() -> dict[str, Any]:
         tiny("llama").save_pretrained(place / "mine")
         (place / "broken").mkdir()
         said = {**SMALL, "models": [str(place / "mine"), str(place / "broken")], "edits": ["none", "window=off"]}
-        found = sweep(said, out=root, engine=Here())
+        found = sweep({"question": "?", **said}, out=root, engine=Here())
         (root / "cells" / "unfinished").mkdir()
-        cell = Cell(str(place / "mine"), seed=5)
-        guessed = Sweep("more", str(root), [*found.cells, Known(cell, State.open)]).as_dict(
+        cell = Cell(str(place / "mine"), MeasureSpec(seed=5))
+        guessed = Sweep("more", str(root), [*found.cells, CellStatus(cell, State.open)]).as_dict(
             {cell.id: Guess(10, 1.0, False)}
         )
-        return {"sweep": plain(guessed), "collect": plain(gather_sweep(str(root)))}
+        collected = gather_sweep(str(root))
+        return {
+            "sweep": plain({**guessed, "balance": found.balance}),
+            "collect": plain({**collected.as_dict(), "balance": collected.found.balance}),
+        }
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def test_a_package_names_its_module_as_an_entry_point(folder: Path) -> None:
 
 def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_edit,no_such_plugin")
-    with pytest.raises(InputError, match="no_such_plugin: a plugin cannot be imported"):
+    with pytest.raises(InputError, match=r"no_such_plugin: .*plugin"):
         parse_edit("window=9")
 
 

@@ -27,7 +27,7 @@ MISSPELT = {
     "report": ("asset", "assets"),
     "split": ("runs", "run"),
     "origin": ("token", "tokens"),
-    "study": ("model", "models"),
+    "sweep": ("model", "models"),
 }
 PLAIN: Any = pydoc.plaintext  # type: ignore[attr-defined]
 PACKAGES = ("trace", "claims", "doctor", "origin", "report")

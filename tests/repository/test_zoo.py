@@ -23,7 +23,7 @@ from zoo.jobs import Job, jobs, train_all, trained
 from zoo.measuring import UNSEEN
 from zoo.recipe import RECIPES
 from zoo.tokens import BackcopyTokens, byte_tokenizer, tokens_for
-from zoo.training import Reached, read_training, train
+from zoo.training import TrainingProgress, read_training, train
 from zoo.variants import STANDARD, VARIANTS, ntk_base, variant_named
 
 SMALL = replace(RECIPES["backcopy"], width=16, heads=2, feedforward=24, layers=2, context=32, batch=4, steps=40)
@@ -222,7 +222,7 @@ def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
 
 def test_training_lowers_the_loss_and_keeps_its_way(tmp_path: Path) -> None:
     recipe = replace(SMALL, steps=120, rate=1e-2, warmup=10)
-    seen: list[Reached] = []
+    seen: list[TrainingProgress] = []
     found = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", watch=seen.append, threads=1)
     assert found.finished
     assert found == read_training(tmp_path / "m")
@@ -241,7 +241,7 @@ class Stopped(Exception):
 
 
 def stop_at(step: int) -> Any:
-    def watch(reached: Reached) -> None:
+    def watch(reached: TrainingProgress) -> None:
         if reached.step >= step:
             raise Stopped
 
@@ -338,7 +338,7 @@ def test_jobs_have_folders_of_their_own() -> None:
     assert names == ["rope-0", "rope-1", "nope-0", "nope-1"]
     assert [job.name for job in jobs(["rope"], steps=200)] == ["rope-0-200"]
     for seed in (-1, 2**32):
-        with pytest.raises(InputError, match="not a seed"):
+        with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed}"):
             jobs(["rope"], seeds=[seed])
     assert [job.name for job in jobs(["rope"], steps=own)] == ["rope-0"]
     assert len(jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)

@@ -34,10 +34,10 @@ from posleak.runs.folder import batch_path, read_batch, write_batch
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.sweeps.collect import collected
-from posleak.sweeps.entries import _trained_for
+from posleak.sweeps.entries import trained_steps
 from posleak.sweeps.estimate import shape_of
-from posleak.sweeps.state import CELL, FINISHED
-from posleak.sweeps.storage import CELLS
+from posleak.sweeps.state import CELL_FILE, FINISHED
+from posleak.sweeps.storage import CELLS_FOLDER
 from posleak.sweeps.sweep import sweep
 from posleak.typed import from_json
 from support.families import tiny
@@ -183,14 +183,14 @@ def test_a_batch_with_nan_is_refused(interrupted: Path, llama: Subject, name: st
 def test_numbers_that_a_model_gives_as_nan_are_refused_before_they_are_written(
     llama: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real: Any = loop.observed_chunks
+    real: Any = loop.Passes.measure
 
     def broken(*args: Any, **more: Any) -> Iterator[Chunk]:
         for chunk in real(*args, **more):
             chunk[name][0] = np.nan
             yield chunk
 
-    monkeypatch.setattr(loop, "observed_chunks", broken)
+    monkeypatch.setattr(loop.Passes, "measure", broken)
     with pytest.raises(CheckError) as error:
         pl.measure(llama, out=tmp_path / "run", loss=True, **SPEC)
     assert "prompts 0 to 1" in str(error.value.where)
@@ -280,7 +280,7 @@ def test_a_page_on_standard_output_is_the_page_alone(finished: Path, tmp_path: P
     link = tmp_path / "stdout"
     link.symlink_to("/proc/self/fd/1")
     command = [sys.executable, "-m", "posleak", "report", str(finished), "--out", str(link)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.startswith("<!doctype html>")
     assert done.stdout.rstrip().endswith("</html>")
     assert link.is_symlink()
@@ -404,11 +404,11 @@ def test_a_resealed_cell_is_named_and_the_others_are_collected(
     cells: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
     place = Path(shutil.copytree(cells, tmp_path / "sweep"))
-    folder = sorted((place / CELLS).iterdir())[0]
+    folder = sorted((place / CELLS_FOLDER).iterdir())[0]
     (folder / name).write_bytes(content)
-    record = FINISHED.read(folder / CELL)
+    record = FINISHED.read(folder / CELL_FILE)
     facts = replace(record.files[name], sha256=files.sha256_of(folder / name))
-    FINISHED.write(folder / CELL, replace(record, files={**record.files, name: facts}))
+    FINISHED.write(folder / CELL_FILE, replace(record, files={**record.files, name: facts}))
     found = collected(str(place))
     assert len(found.finished) == 2
     assert [each.name for each in found.omitted] == [folder.name]
@@ -417,7 +417,7 @@ def test_a_resealed_cell_is_named_and_the_others_are_collected(
 
 def test_a_copy_of_a_cell_is_named_and_counts_once(cells: Path, tmp_path: Path) -> None:
     place = Path(shutil.copytree(cells, tmp_path / "sweep"))
-    folder = sorted((place / CELLS).iterdir())[0]
+    folder = sorted((place / CELLS_FOLDER).iterdir())[0]
     shutil.copytree(folder, folder.with_name(folder.name + "-copy"))
     found = collected(str(place))
     assert len(found.finished) == 3
@@ -440,15 +440,15 @@ def test_other_files_of_a_model_that_are_pipes_do_not_hang(tmp_path: Path, name:
     pipe_at(tmp_path / name)
     assert isinstance(within(60, lambda: load(str(tmp_path))), ModelError)
     assert within(20, lambda: shape_of(str(tmp_path))) is None
-    assert within(20, lambda: _trained_for(tmp_path)) is None
+    assert within(20, lambda: trained_steps(tmp_path)) is None
 
 
-@pytest.mark.parametrize("name", [CELL, "error.json", "products.npz", "run.json"])
+@pytest.mark.parametrize("name", [CELL_FILE, "error.json", "products.npz", "run.json"])
 def test_a_file_of_a_cell_that_is_a_pipe_does_not_hang(cells: Path, tmp_path: Path, name: str) -> None:
     place = Path(shutil.copytree(cells, tmp_path / "sweep"))
-    folder = sorted((place / CELLS).iterdir())[0]
+    folder = sorted((place / CELLS_FOLDER).iterdir())[0]
     if name == "error.json":
-        (folder / CELL).unlink()
+        (folder / CELL_FILE).unlink()
     pipe_at(folder / name)
     found: Any = within(60, lambda: collected(str(place)))
     assert len(found.finished) == (3 if name == "run.json" else 2)

@@ -611,8 +611,8 @@ def test_remembered_hashes_are_not_believed_of_files_that_load_as_other_weights(
 ) -> None:
     """Some file systems change no time stamp at all when a file is written through a memory map."""
     folder, cache = save(tiny(), tmp_path / "m"), tmp_path / "cache"
-    kept = hashing._memory_of
-    monkeypatch.setattr(hashing, "_memory_of", lambda path, cache: kept(path.parent / "config.json", cache))
+    kept = hashing._record_of
+    monkeypatch.setattr(hashing, "_record_of", lambda path, cache: kept(path.parent / "config.json", cache))
     first = pl.load(folder, cache=cache).identity
     assert pl.load(folder, cache=cache).identity == first
     weights = folder / "model.safetensors"

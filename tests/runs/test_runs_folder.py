@@ -375,7 +375,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, whole: 
         for more in ({"out": disk / "run", "fresh": True}, {"out": disk / "new"}):
             with pytest.raises(StorageError, match="Read-only file system") as error:
                 pl.measure(llama, **more, **SPEC)
-            assert "a place with --out that you may write to" in str(error.value)
+            assert "--out" in str(error.value)
             assert "free some space" not in str(error.value)
 
 
@@ -405,7 +405,7 @@ def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
             pl.measure(llama, out=disk / "run", **SPEC)
         assert "the file cannot be written" in str(error.value)
         assert "got: No space left on device" in str(error.value)
-        assert "free some space, or choose another place with --out; what is finished is kept" in str(error.value)
+        assert "free some space, or choose another place with --out" in str(error.value)
         left = files(disk / "run")
         assert "run.json" in left
         assert [name for name in left if name.startswith("batches/")] == left[:kept]

@@ -30,8 +30,8 @@ FREE: dict[str, set[str]] = {
     },
     "claims": {*SAME, "claims[].details", "claims[].edited"},
     "origin": {*SAME, "closure", "trajectory", "portrait", "reading", "fingerprint", "position_probe"},
-    "study": {"rows[].balance", "rows[].removed"},
-    "collect": {"varied"},
+    "sweep": {"balance.rows[].balance", "balance.rows[].removed", "balance.left_out"},
+    "collect": {"varied", "balance.rows[]", "balance.left_out"},
     "bench": {"identity", "versions"},
     "zoo measure": {
         "quantities",

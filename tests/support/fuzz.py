@@ -1,4 +1,4 @@
-"""Damaged and hostile files, many of them: `python tests/fuzz.py --cases 1000 --seed 0`.
+"""Damaged and hostile files, many of them: `PYTHONPATH=tests python -m support.fuzz --cases 1000 --seed 0`.
 
 Every case is one file with a few random changes, read by the code that a user's command would call. It may be read, or
 refused with one of posleak's own errors. Anything else is a finding: another exception, more than ten seconds, or more
@@ -43,6 +43,7 @@ from support.mutate import mutated_bytes, mutated_json
 from support.runs_tiny import sealed
 
 SECONDS, MEMORY = 10, 3 * 10**9
+"""Limits of one case: CPU time of the process, so that other work on the machine does not count; address space."""
 
 CONDITION = "conditions/context-borrowed/run.json"
 
@@ -77,10 +78,10 @@ class Outcome:
 def fuzz(cases: Iterator[Case], number: int) -> Outcome:
     """Take `number` cases."""
     found = Outcome()
-    signal.signal(signal.SIGALRM, _hung)
+    signal.signal(signal.SIGPROF, _hung)
     for name, read in (next(cases) for _ in range(number)):
-        start, result = time.monotonic(), "read"
-        signal.alarm(SECONDS)
+        start, result = time.process_time(), "read"
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -91,8 +92,8 @@ def fuzz(cases: Iterator[Case], number: int) -> Outcome:
             result = "finding"
             found.findings.append(f"{name}\n{traceback.format_exc(limit=-6)}")
         finally:
-            signal.alarm(0)
-        seconds = time.monotonic() - start
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        seconds = time.process_time() - start
         found.slowest = max(found.slowest, (seconds, name))
         if seconds > SECONDS:
             found.findings.append(f"{name}: {seconds:.0f} s")

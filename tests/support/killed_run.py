@@ -1,4 +1,4 @@
-"""Work in a process of its own, to be killed: `python killed_run.py measure|claims MODEL_FOLDER OUT SECONDS`.
+"""Work in a process of its own, to be killed: `python -m support.killed_run measure|claims MODEL_FOLDER OUT SECONDS`.
 
 It prints a line after every step and then sleeps, so that whoever reads the lines can choose the moment.
 """

@@ -1,4 +1,4 @@
-"""Work that is killed at many moments and started again: `python tests/kills.py claims=40 trace=20`.
+"""Work that is killed at many moments and started again: `PYTHONPATH=tests python -m support.kills claims=40 trace=20`.
 
 Every round has a folder of its own. A child process works into it and is killed with SIGKILL at a moment of its own,
 spread over the course of the work; a second child goes on. The folder must then hold what an undisturbed one holds, to

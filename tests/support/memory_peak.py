@@ -1,6 +1,6 @@
 """A program that tests run in a process of its own: planned and peak memory of some work on a tiny or a real model.
 
-    python memory_peak.py '{"work": ["measure"], "model": "llama", "more": {}, "asked": {"length": 64}, "limit": null}'
+    python -m support.memory_peak '{"work": ["measure"], "model": "llama", "more": {}, "asked": {"length": 64}, "limit": 0}'
 
 `limit` is an address-space limit in bytes above what the process holds when its model is loaded. Prints JSON, for each
 work: `planned` and `peak` bytes, or `refused`: the message of posleak's error.
@@ -54,9 +54,7 @@ def main(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PosleakWarning)
     subject = Subject.of(tiny(model, **more), name=model) if "-" not in model else pl.load(model)
-    guard = watched(memory.require_room)
-    for name in ("posleak.runs.memory", "posleak.analyses.origin.origin", "posleak.analyses.doctor.doctor"):
-        vars(sys.modules[name])["require_room"] = guard
+    memory.require_room = watched(memory.require_room)
     read_weights(subject.model)
     if limit is not None:
         limit_address_space(limit)

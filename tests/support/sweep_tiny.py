@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from posleak.sweeps.board import Board
-from posleak.sweeps.local import Settings
+from posleak.sweeps.progress import Tracker
 from posleak.sweeps.storage import Storage
+from posleak.sweeps.work import Worker
 from support.families import tiny
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 4, "resources": {"cpus": 1}}
@@ -56,7 +56,7 @@ def _with_ctrl_c() -> None:
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
     """What the sweep printed when it ended."""
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=900)
     assert process.returncode == status, errors[-3000:] + output[-2000:]
     found: dict[str, Any] = json.loads(output)
     return found
@@ -65,7 +65,7 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
 def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> tuple[int, Path]:
     """The process that is at work in a cell which has written some batches, and the cell's folder. `not_by`: a process
     that is dead, whose lock may be there still."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for lock in root.glob("cells/*/.lock"):
             try:
@@ -95,11 +95,10 @@ def states(found: dict[str, Any]) -> list[str]:
 class Here:
     """An engine in this process: what a user would write to add one."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+    def __init__(self, **options: Any) -> None:
+        self.worker = Worker(threads=1, **options)
 
-    def run(self, storage: Storage, board: Board) -> None:
-        worker = self.settings.worker(storage, 1)
-        for cell in board.open:
-            board.started(cell)
-            board.ended(worker.run(cell, expected=cell.id))
+    def run(self, storage: Storage, tracker: Tracker) -> None:
+        for cell in tracker.open:
+            tracker.started(cell)
+            tracker.ended(self.worker.run(storage, cell, expected=cell.id))

@@ -20,8 +20,8 @@ from posleak.reports.collected import CollectedPage
 from posleak.runs.run import Run
 from posleak.sweeps.collect import TABLE, collected, estimate_of
 from posleak.sweeps.manifest import manifest
-from posleak.sweeps.state import CELL, FINISHED
-from posleak.sweeps.storage import CELLS, Storage
+from posleak.sweeps.state import CELL_FILE, FINISHED
+from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import sweep
 from support.report_tiny import HOSTILE, browser, opened
 from support.sweep_tiny import SMALL, Here, tiny_models
@@ -67,10 +67,10 @@ def test_every_cell_is_there_once_with_its_own_numbers(said: dict[str, Any], roo
     keys = ["cell", "layer", "queries", "quantity", "component"]
     assert not table.duplicated(keys).any()
     for cell in cells[::5]:
-        run = Run.load(root / CELLS / cell.folder)
+        run = Run.load(root / CELLS_FOLDER / cell.folder)
         row = whole(table, cell=cell.id[:12], quantity="power", component="total").iloc[0]
         assert row["value"] == run.summary.model["all"].power["total"].value
-        assert (row["seed"], row["length"], row["n"]) == (cell.seed, cell.length, cell.prompts)
+        assert (row["seed"], row["length"], row["n"]) == (cell.spec.seed, cell.spec.length, cell.spec.prompts)
 
 
 def test_the_file_says_the_same(root: Path, table: pd.DataFrame) -> None:
@@ -92,8 +92,8 @@ def test_the_queries_of_the_documentation_work(root: Path, table: pd.DataFrame) 
 def test_edits_are_paired_with_the_same_cell_without_them(
     said: dict[str, Any], root: Path, table: pd.DataFrame
 ) -> None:
-    cells = [cell for cell in manifest(said).cells if cell.length == 64 and cell.seed == 1]
-    by_edit = {cell.edits: Run.load(root / CELLS / cell.folder) for cell in cells}
+    cells = [cell for cell in manifest(said).cells if cell.spec.length == 64 and cell.spec.seed == 1]
+    by_edit = {cell.spec.edit_texts: Run.load(root / CELLS_FOLDER / cell.folder) for cell in cells}
     ratio = whole(table, edits="window=9", length=64, seed=1, quantity="ratio", component="mask").iloc[0]
     after, before = (
         Jackknife(4).inner(by_edit[edits].products["all"].averaged((0, 1)).own["mask"]) for edits in (("window=9",), ())
@@ -140,11 +140,11 @@ def test_what_was_measured_again_counts_once(root: Path, tmp_path: Path) -> None
 
     place = tmp_path / "sweep"
     shutil.copytree(root, place)
-    folder = next(iter(sorted((place / CELLS).iterdir())))
-    record = FINISHED.read(folder / CELL)
-    older = place / CELLS / "older-000000000000"
+    folder = next(iter(sorted((place / CELLS_FOLDER).iterdir())))
+    record = FINISHED.read(folder / CELL_FILE)
+    older = place / CELLS_FOLDER / "older-000000000000"
     shutil.copytree(folder, older)
-    FINISHED.write(older / CELL, replace(record, id="0" * 64, finished="2001-01-01T00:00:00+00:00"))
+    FINISHED.write(older / CELL_FILE, replace(record, id="0" * 64, finished="2001-01-01T00:00:00+00:00"))
     found = collected(str(place))
     assert len(found.finished) == len(collected(str(root)).finished)
     assert [each.why for each in found.omitted] == [
@@ -156,10 +156,10 @@ def test_what_was_measured_again_counts_once(root: Path, tmp_path: Path) -> None
 def test_a_damaged_cell_is_named_and_the_others_are_shown(root: Path, tmp_path: Path, name: str) -> None:
     place = tmp_path / "sweep"
     shutil.copytree(root, place)
-    folder = next(iter(sorted((place / CELLS).iterdir())))
+    folder = next(iter(sorted((place / CELLS_FOLDER).iterdir())))
     (folder / name).write_bytes(b"x" + (folder / name).read_bytes()[1:])
     found = collected(str(place))
-    assert len(found.finished) == len(list((place / CELLS).iterdir())) - 1
+    assert len(found.finished) == len(list((place / CELLS_FOLDER).iterdir())) - 1
     assert [each.name for each in found.omitted] == [folder.name]
 
 

@@ -20,19 +20,19 @@ from posleak.errors import InputError
 from posleak.files import sole_writer
 from posleak.models import load
 from posleak.runs.run import Run
-from posleak.sweeps.board import Reached
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.manifest import Manifest, manifest
-from posleak.sweeps.state import ERROR, FAILED, State, known, look
-from posleak.sweeps.storage import CELLS, Storage
-from posleak.sweeps.studies.cells import STUDIES
+from posleak.sweeps.progress import SweepProgress
+from posleak.sweeps.state import ERROR_FILE, FAILED, State, status_of, statuses
+from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker
 from support.sweep_tiny import SMALL, Here, tiny_models
 
 
 def swept(said: dict[str, Any], root: Path | str, **more: Any) -> Sweep:
-    return sweep(said, out=root, engine=Here(again=more.get("retry_failed", False)), **more)
+    return sweep(said, out=root, engine=Here(retry_failed=more.get("retry_failed", False)), **more)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,13 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 
 def test_a_cell_is_the_run_that_measure_gives(grid: dict[str, Any], whole: Path) -> None:
     for cell in manifest(grid).cells[:3]:
-        ours = Run.load(whole / CELLS / cell.folder)
-        asked: dict[str, Any] = {"edits": cell.edits, "length": cell.length, "prompts": cell.prompts}
-        alone = pl.measure(load(cell.model), seed=cell.seed, **asked)
+        ours = Run.load(whole / CELLS_FOLDER / cell.folder)
+        asked: dict[str, Any] = {
+            "edits": cell.spec.edit_texts,
+            "length": cell.spec.length,
+            "prompts": cell.spec.prompts,
+        }
+        alone = pl.measure(load(cell.model), seed=cell.spec.seed, **asked)
         assert ours.record.digest == alone.record.digest
         for name in ours.data:
             assert np.array_equal(ours.data[name].values, alone.data[name].values, equal_nan=True), name
@@ -73,8 +77,8 @@ def test_a_cell_is_the_run_that_measure_gives(grid: dict[str, Any], whole: Path)
 
 def test_its_table_says_what_its_run_says(grid: dict[str, Any], whole: Path) -> None:
     cell = manifest(grid).cells[0]
-    run = Run.load(whole / CELLS / cell.folder)
-    table = pq.read_table(whole / CELLS / cell.folder / "numbers.parquet").to_pandas()
+    run = Run.load(whole / CELLS_FOLDER / cell.folder)
+    table = pq.read_table(whole / CELLS_FOLDER / cell.folder / "numbers.parquet").to_pandas()
     row = table[table.layer.isna() & (table.queries == "all") & (table.quantity == "power")].set_index("component")
     total = run.summary.model["all"].power["total"]
     assert tuple(row.loc["total", ["value", "low", "high", "n"]]) == (total.value, total.low, total.high, total.n)
@@ -87,7 +91,7 @@ def test_losses_are_numbers_of_a_cell(models: list[str], tmp_path: Path) -> None
     plain = swept({"models": models[:1], "edits": ["none"], **SMALL}, tmp_path / "plain")
     assert plain.cells[0].cell.id not in {known.cell.id for known in found.cells}, "another cell, another measurement"
     for known_cell in found.cells:
-        folder = tmp_path / "sweep" / CELLS / known_cell.cell.folder
+        folder = tmp_path / "sweep" / CELLS_FOLDER / known_cell.cell.folder
         loss, run = pq.read_table(folder / "numbers.parquet").to_pandas().query("quantity == 'loss'"), Run.load(folder)
         assert run.loss is not None
         assert dict(zip(loss.component, loss.value)) == {k: float(v.value) for k, v in run.loss.numbers.items()}
@@ -99,7 +103,7 @@ def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> No
     found = swept(said, tmp_path)
     assert found.complete
     (record,) = found.finished
-    folder = tmp_path / CELLS / record.cell.folder
+    folder = tmp_path / CELLS_FOLDER / record.cell.folder
     trace = pl.trace(load(models[0]), length=48, prompts=4)
     table = pq.read_table(folder / "numbers.parquet").to_pandas()
     whole = table[table.layer.isna() & (table.queries == "all")].set_index(["quantity", "component"])
@@ -111,7 +115,7 @@ def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> No
 def test_a_trace_that_lost_a_record_is_made_whole(models: list[str], tmp_path: Path) -> None:
     said = {"models": models[:1], "kind": "trace", **SMALL}
     (record,) = swept(said, tmp_path).finished
-    (second,) = (tmp_path / CELLS / record.cell.folder).glob("conditions/*/run.json")
+    (second,) = (tmp_path / CELLS_FOLDER / record.cell.folder).glob("conditions/*/run.json")
     second.unlink()
     assert swept(said, tmp_path).computed == (record.id,)
 
@@ -152,8 +156,8 @@ def test_a_damaged_cell_is_measured_again_and_no_other(
     grid: dict[str, Any], whole: Path, copied: Path, name: str, damage: Any
 ) -> None:
     first = manifest(grid).cells[0]
-    damage(copied / CELLS / first.folder / name)
-    seen = look(Storage(str(copied)), first)
+    damage(copied / CELLS_FOLDER / first.folder / name)
+    seen = status_of(Storage(str(copied)), first)
     assert seen.state is State.open, "the state that is shown is true"
     if name != "cell.json" or damage is not Path.unlink:
         assert "it was finished, but" in seen.why
@@ -161,13 +165,13 @@ def test_a_damaged_cell_is_measured_again_and_no_other(
     assert found.complete
     assert found.computed == (first.id,)
     for kind in ("results.nc", "heads.parquet", "numbers.parquet"):
-        original = (whole / CELLS / first.folder / kind).read_bytes()
-        assert (copied / CELLS / first.folder / kind).read_bytes() == original
+        original = (whole / CELLS_FOLDER / first.folder / kind).read_bytes()
+        assert (copied / CELLS_FOLDER / first.folder / kind).read_bytes() == original
 
 
 def test_damage_that_looks_like_nothing_is_found_with_verify(grid: dict[str, Any], copied: Path) -> None:
     first = manifest(grid).cells[0]
-    path = copied / CELLS / first.folder / "results.nc"
+    path = copied / CELLS_FOLDER / first.folder / "results.nc"
     times = path.stat()
     flip(path)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -183,7 +187,7 @@ def test_a_changed_model_is_measured_again(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes())
     assert swept(said, root).computed == ()
     tiny_models(tmp_path, "other", "mine")  # other weights under the same name
-    seen = known(Storage(str(root)), manifest(said).cells)[0]
+    seen = statuses(Storage(str(root)), manifest(said).cells)[0]
     assert seen.state is State.open
     assert "the model's files have changed" in seen.why
     found = swept(said, root)
@@ -197,7 +201,7 @@ def test_a_model_that_is_gone_does_not_undo_what_was_measured(tmp_path: Path) ->
     assert swept(said, tmp_path / "sweep").complete
     cells = manifest(said).cells
     shutil.rmtree(model)
-    assert known(Storage(str(tmp_path / "sweep")), cells)[0].state is State.finished
+    assert statuses(Storage(str(tmp_path / "sweep")), cells)[0].state is State.finished
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -219,7 +223,7 @@ def test_a_failed_cell_keeps_its_error_and_stops_nothing(models: list[str], brok
     assert [each.state for each in found.cells] == [State.failed, State.finished]
     assert not found.complete
     failed = found.cells[0]
-    kept = FAILED.read(root / CELLS / failed.cell.folder / ERROR)
+    kept = FAILED.read(root / CELLS_FOLDER / failed.cell.folder / ERROR_FILE)
     assert kept.message
     assert kept.what in failed.why
     assert swept(said, root).computed == (), "what failed is not tried again unasked"
@@ -228,14 +232,14 @@ def test_a_failed_cell_keeps_its_error_and_stops_nothing(models: list[str], brok
     mended = swept(said, root, retry_failed=True)
     assert mended.complete
     assert mended.computed == (failed.cell.id,)
-    assert not (root / CELLS / failed.cell.folder / ERROR).exists()
+    assert not (root / CELLS_FOLDER / failed.cell.folder / ERROR_FILE).exists()
 
 
 def test_a_damaged_error_is_tried_again(models: list[str], tmp_path: Path) -> None:
     said = {"models": models[:1], "edits": "window=off", **SMALL}
     cell = swept(said, tmp_path).cells[0].cell
-    cut(tmp_path / CELLS / cell.folder / ERROR)
-    seen = look(Storage(str(tmp_path)), cell)
+    cut(tmp_path / CELLS_FOLDER / cell.folder / ERROR_FILE)
+    seen = status_of(Storage(str(tmp_path)), cell)
     assert seen.state is State.open
     assert seen.why.startswith("it failed, but")
     assert swept(said, tmp_path).cells[0].state is State.left_out
@@ -247,7 +251,7 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(
     def crash(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("of all things")
 
-    monkeypatch.setattr("posleak.sweeps.work._work", crash)
+    monkeypatch.setattr("posleak.sweeps.work._results", crash)
     found = swept({"models": models[:1], **SMALL}, tmp_path)
     error = found.cells[0].error
     assert error is not None
@@ -268,22 +272,24 @@ def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_
     cell = manifest({"models": models[:1], **SMALL}).cells[0]
     storage = Storage(str(tmp_path))
     found = list[Any]()
-    with sole_writer(tmp_path / CELLS / cell.folder):
-        other = threading.Thread(target=lambda: found.extend([Worker(storage).run(cell), look(storage, cell).state]))
+    with sole_writer(tmp_path / CELLS_FOLDER / cell.folder):
+        other = threading.Thread(
+            target=lambda: found.extend([Worker().run(storage, cell), status_of(storage, cell).state])
+        )
         other.start()
         other.join()
     outcome, state = found
     assert outcome.busy
     assert outcome.state is None
     assert state is State.running
-    assert look(storage, cell).state is State.open
+    assert status_of(storage, cell).state is State.open
 
 
 def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Path) -> None:
     cell = manifest({"models": models[:1], **SMALL}).cells[0]
-    outcome = Worker(Storage(str(tmp_path))).run(cell, expected="0" * 64)
+    outcome = Worker().run(Storage(str(tmp_path)), cell, expected="0" * 64)
     assert outcome.state is State.failed
-    assert "its software or its texts differ" in outcome.why
+    assert "software or texts differ" in outcome.why
 
 
 def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:
@@ -301,7 +307,9 @@ def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:
     assert [record.cell.name for record in found.finished] == ["tiny@main", "tiny@step100"]
     assert len({record.model.weights_sha256 for record in found.finished}) == 2
     (repo / "refs" / "main").write_text(commits["step100"])  # the branch has moved on
-    assert known(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+    assert (
+        statuses(Storage(str(tmp_path / "sweep")), manifest({**SMALL, "models": [entry]}).cells)[0].state is State.open
+    )
 
 
 # -- other places than a disk ----------------------------------------------------------------------------------------
@@ -335,7 +343,7 @@ def test_a_damaged_object_is_measured_again(grid: dict[str, Any], memory: str) -
     said = {**grid, "seed": 0, "edits": "none"}
     first = swept(said, memory).finished[0]
     store = fsspec.filesystem("memory")
-    path = f"/bucket/sweep/{CELLS}/{first.cell.folder}/{first.place}results.nc"
+    path = f"/bucket/sweep/{CELLS_FOLDER}/{first.cell.folder}/{first.place}results.nc"
     store.pipe_file(path, store.cat_file(path)[:-3])
     found = swept(said, memory)
     assert found.computed == (first.id,)
@@ -367,12 +375,12 @@ def test_engines_and_options_are_checked_first(grid: dict[str, Any], tmp_path: P
         sweep(grid, out=tmp_path, engine="locl")
     with pytest.raises(InputError, match="use --engine ray"):
         sweep(grid, out=tmp_path, workers=2)
-    with pytest.raises(InputError, match="this is no manifest"):
+    with pytest.raises(InputError, match="not a manifest"):
         sweep(3, out=tmp_path)  # type: ignore[arg-type]
 
 
 def test_progress_is_told_and_adds_up(models: list[str], broken: Path, tmp_path: Path) -> None:
-    seen = list[Reached]()
+    seen = list[SweepProgress]()
     said = {"models": [models[0], str(broken)], "edits": ["none", "window=off"], **SMALL}
     swept(said, tmp_path / "sweep", progress=seen.append)
     assert seen[0].done == 0
@@ -393,25 +401,16 @@ def test_the_json_of_a_sweep_and_of_its_dry_run(grid: dict[str, Any], whole: Pat
     assert json.dumps(found["cells"][0]["label"])
 
 
-def test_studies_are_sweeps_too() -> None:
-    from posleak.cli.sweep import _manifest
-
-    for name, study in STUDIES.items():
-        found = _manifest(name)
-        assert found.cells == study.cells
-        assert len({cell.id for cell in found.cells}) == len(found.cells)
-
-
 def test_guesses_are_near_what_is_planned() -> None:
     """Memory without loading the model, against the plan that is made once it is loaded."""
-    from posleak.runs.memory import memory_plan, weight_bytes
-    from posleak.runs.sizes import LIBRARIES
+    from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
     from posleak.sweeps.estimate import memory_of
 
+    specs: list[Any] = [{"length": 128}, {"length": 192, "prompts": 64}, {"length": 64, "edits": ("window=9",)}]
     for name in ("zoo-text-rope", "zoo-backcopy-rope"):
         subject = load(name)
-        for cell in (Cell(name, length=128), Cell(name, length=192, prompts=64), Cell(name, ("window=9",), length=64)):
-            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARIES
+        for cell in [Cell(name, MeasureSpec(**each)) for each in specs]:
+            planned = memory_plan(subject, cell.spec.resolved()).total + weight_bytes(subject) + LIBRARY_BYTES
             guessed = memory_of(cell)
             assert guessed is not None
             assert 0.5 < guessed / planned < 2, (cell, guessed, planned)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posleak.sweeps.manifest import read_manifest
-from posleak.sweeps.state import State, known
+from posleak.sweeps.state import State, statuses
 from posleak.sweeps.storage import Storage
 from support.sweep_tiny import SLOW, SMALL, ended, numbers, started, states, tiny_models, worker_at_work, written
 
@@ -42,7 +42,7 @@ def undisturbed(slow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def seen(manifest: Path, root: Path) -> list[State]:
-    return [each.state for each in known(Storage(str(root)), read_manifest(manifest).cells)]
+    return [each.state for each in statuses(Storage(str(root)), read_manifest(manifest).cells)]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -78,7 +78,7 @@ def test_a_killed_worker_and_a_killed_driver_cost_nothing_that_was_finished(
 
 def settled(manifest: Path, root: Path) -> list[State]:
     """States once the workers of a dead driver have ended, as they do by themselves; their locks are none then."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while State.running in (found := seen(manifest, root)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert State.running not in found, "a lock whose owner died is none"
@@ -87,7 +87,7 @@ def settled(manifest: Path, root: Path) -> list[State]:
 
 def gone(pid: int) -> None:
     """A worker whose driver is dead ends by itself."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_cleanly(slow: Path, tmp_path: Path) -> None:
     process = started(slow, root)
     worker, _ = worker_at_work(root)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "what is finished is kept" in errors
     gone(worker)
@@ -186,9 +186,9 @@ def test_a_full_disk_loses_nothing_and_the_rest_is_done_when_there_is_room(
 def test_what_no_machine_has_is_refused_before_anything_starts(models: list[str], tmp_path: Path) -> None:
     asked = {**SMALL, "resources": {"cpus": 1, "gpus": 64}}
     process = started(written(tmp_path / "m.yaml", models=models[:1], **asked), tmp_path / "sweep", *ENGINES["ray"])
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 2
-    assert "no machine of the cluster has what these cells ask for" in errors
+    assert "no machine of the cluster" in errors
     assert "64 GPUs" in errors
 
 
@@ -197,6 +197,6 @@ def test_a_cluster_that_is_not_there_is_said_so(models: list[str], tmp_path: Pat
         written(tmp_path / "m.yaml", models=models[:1], **SMALL), tmp_path / "sweep", "--engine", "ray", "--address",
         "127.0.0.1:1",
     )  # fmt: skip
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 2
     assert "cannot be reached" in errors

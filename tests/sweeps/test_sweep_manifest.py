@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from typing import Any
 
 import pytest
 
+from posleak.edits import parse_edits
 from posleak.errors import InputError, PosleakError
+from posleak.runs.software import DEFINITIONS_VERSION
+from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell, Resources
-from posleak.sweeps.manifest import manifest, read_manifest
+from posleak.sweeps.manifest import manifest, named_manifests, read_manifest
+from posleak.typed import from_json, plain
 from support.sweep_tiny import tiny_models, written
 
 
@@ -22,27 +27,32 @@ def test_every_list_is_an_axis() -> None:
         {"models": ["a/b", "c/d"], "edits": ["none", "window=9", ["window=9", "bos=zero"]], "seed": [0, 1]}
     )
     assert len(found.cells) == 2 * 3 * 2
-    assert [cell.edits for cell in found.cells[:6:2]] == [(), ("window=9",), ("bos=zero", "window=9")]
+    assert [cell.spec.edit_texts for cell in found.cells[:6:2]] == [(), ("window=9",), ("bos=zero", "window=9")]
     assert {cell.model for cell in found.cells} == {"a/b", "c/d"}
     assert len({cell.id for cell in found.cells}) == 12
 
 
 def test_grids_take_the_keys_above_them_and_their_own() -> None:
     found = manifest({"models": "a/b", "prompts": 8, "grids": [{"length": 64}, {"kind": "trace", "prompts": 6}]})
-    assert [(cell.kind, cell.length, cell.prompts) for cell in found.cells] == [("measure", 64, 8), ("trace", 256, 6)]
+    assert [(cell.kind, cell.spec.length, cell.spec.prompts) for cell in found.cells] == [
+        ("measure", 64, 8),
+        ("trace", 256, 6),
+    ]
 
 
 def test_a_cell_that_two_grids_have_is_one() -> None:
     found = manifest({"models": "a/b", "grids": [{"seed": [0, 1]}, {"seed": [1, 2]}]})
-    assert [cell.seed for cell in found.cells] == [0, 1, 2]
+    assert [cell.spec.seed for cell in found.cells] == [0, 1, 2]
 
 
 def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one two three " * 50)
-    cell = Cell("a/b", inputs=f"text:{text}")
+    cell = Cell("a/b", MeasureSpec(f"text:{text}"))
     assert replace(cell, title="other", series="s", step=3, resources=Resources(2, 1, 10**9)).id == cell.id
-    for change in ({"seed": 1}, {"length": 64}, {"edits": ("window=9",)}, {"dtype": "bfloat16"}, {"model": "a/c"}):
+    loaded: list[Any] = [{"dtype": "bfloat16"}, {"model": "a/c"}, {"kind": "trace"}]
+    measured: list[Any] = [{"seed": 1}, {"length": 64}, {"edits": ("window=9",)}]
+    for change in (*loaded, *({"spec": replace(cell.spec, **each)} for each in measured)):
         assert replace(cell, **change).id != cell.id, change
     before = cell.id
     text.write_text("other words " * 50)
@@ -50,6 +60,23 @@ def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path
 
     text_hash.cache_clear()
     assert replace(cell).id != before
+
+
+def test_ids_and_records_of_earlier_versions_stay_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash worked out before cells had a spec, and the flat JSON of that time."""
+    monkeypatch.setattr("posleak.sweeps.cells.versions", lambda: {"posleak": "1", "torch": "2", "transformers": "3"})
+    cell = Cell("a/b", MeasureSpec(edits=parse_edits("window=9"), length=64), dtype="bfloat16", resources=Resources(1))
+    asked = {
+        "model": "a/b", "edits": ["window=9"], "length": 64, "prompts": 16, "seed": 0, "inputs": "random",
+        "bos": "auto", "dtype": "bfloat16", "kind": "measure", "origin": 4, "density": 1, "batch": 0, "metrics": [], "device": None,
+        "device_map": None,
+    }  # fmt: skip
+    software = {"posleak": "1", "torch": "2", "transformers": "3"}
+    text = json.dumps([DEFINITIONS_VERSION, asked, software, None], sort_keys=True)
+    assert cell.id == hashlib.sha256(text.encode()).hexdigest()
+    shown = {"title": None, "series": None, "step": None, "resources": {"cpus": 1, "gpus": 0, "memory": None}}
+    assert plain(cell) == {**asked, **shown, "loss": False}
+    assert from_json(Cell, json.dumps(plain(cell))) == cell
 
 
 def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +126,13 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("models: [a/b]\nseed: 1\nseed: 2\n", "stands twice"),
-        ("models: [a/b\n", "this is no YAML"),
-        ("models: !!python/object/apply:os.system ['true']\n", "this is no YAML"),
+        ("models: [a/b]\nseed: 1\nseed: 2\n", "twice"),
+        ("models: [a/b\n", "YAML"),
+        ("models: !!python/object/apply:os.system ['true']\n", "YAML"),
         (LAUGHS, "no such key"),
-        ("models: " + "[" * 500 + "]" * 500, "have keys|no YAML"),
+        ("models: " + "[" * 500 + "]" * 500, "have keys|not valid YAML|either `model`"),
         ("models: [" + "a/b," * 400_000 + "]", "too large"),
-        ("\x00", "no YAML"),
+        ("\x00", "YAML"),
     ],
 )  # fmt: skip
 def test_hostile_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -118,7 +145,7 @@ def test_hostile_files_are_refused(tmp_path: Path, text: str, expected: str) -> 
 def test_anchors_and_merged_keys_work(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text("prompts: 4\ngrids:\n  - &first {models: [a/b], length: 64}\n  - {<<: *first, length: 96}\n")
-    assert [cell.length for cell in read_manifest(path).cells] == [64, 96]
+    assert [cell.spec.length for cell in read_manifest(path).cells] == [64, 96]
 
 
 def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
@@ -173,7 +200,7 @@ def test_texts_are_named_by_whole_paths(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some words " * 100)
     found = manifest({"models": ["a/b"], "inputs": ["text:a.txt", "text:stdlib"]}).cells
-    assert [cell.inputs for cell in found] == [f"text:{tmp_path / 'a.txt'}", "text:stdlib"]
+    assert [cell.spec.inputs for cell in found] == [f"text:{tmp_path / 'a.txt'}", "text:stdlib"]
 
 
 def test_a_relative_path_means_the_same_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +217,7 @@ def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:
         tmp_path / "m.yaml", models=["zoo-text-rope", "zoo-backcopy-rope"], length=[64, 96], seed=list(range(250))
     )
     said = (
-        "import sys\nfrom posleak.cli.app import app\nimport posleak.cli\n"
+        "import sys\nfrom posleak.cli.commands import app\n"
         f"app({['sweep', str(path), '--dry-run', '--json', '--out', str(tmp_path / 'out')]!r}, standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
@@ -198,3 +225,37 @@ def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:
     found = json.loads(output)
     assert found["counts"]["open"] == 1000
     assert all(cell["guess"]["memory"] > 0 and cell["guess"]["seconds"] > 0 for cell in found["cells"])
+
+
+# -- named manifests -------------------------------------------------------------------------------------------------
+
+
+def test_named_manifests_are_well_formed() -> None:
+    assert set(named_manifests()) == {"architectures", "knobs", "lengths", "first-token", "dtypes"}
+    for name in named_manifests():
+        named = read_manifest(name)
+        assert named.name == name
+        assert named.question
+        assert len({cell.label + str(cell.spec.length) for cell in named.cells}) == len(named.cells)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'architectures'"):
+        read_manifest("architecture")
+
+
+def test_a_file_comes_before_a_manifest_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "knobs").write_text("models: a/b")
+    assert [cell.model for cell in read_manifest("knobs").cells] == ["a/b"]
+
+
+def test_models_and_sizes_can_be_changed() -> None:
+    other = read_manifest("architectures").changed(["a", "b", "c"], length=64)
+    assert [(cell.model, cell.spec.length) for cell in other.cells] == [("a", 64), ("b", 64), ("c", 64)]
+    assert [cell.model for cell in read_manifest("architectures").changed(["a"]).cells] == ["a"]
+    assert len(read_manifest("lengths").changed(length=64).cells) == 1, "cells that became the same are one"
+    series = manifest({"models": [{"model": "org/name", "revisions": ["step1", "step2"]}]})
+    assert [cell.name for cell in series.changed(["a", "b"], seed=3).cells] == ["a", "b"]
+    with pytest.raises(InputError, match="fewer models"):
+        read_manifest("dtypes").changed(["a", "b"])

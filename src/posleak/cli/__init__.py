@@ -1,14 +1,8 @@
-"""The command line. Modules of commands register themselves on the app when they are imported, in the order of help."""
+"""The command line: each command parses its options, calls the public function of the same name and prints the result.
 
-from . import measure as _measure  # noqa: F401  isort: skip
-from . import trace as _trace  # noqa: F401  isort: skip
-from . import claims as _claims  # noqa: F401  isort: skip
-from . import origin as _origin  # noqa: F401  isort: skip
-from . import advise as _advise  # noqa: F401  isort: skip
-from . import study as _study  # noqa: F401  isort: skip
-from . import sweep as _sweep  # noqa: F401  isort: skip
-from . import report as _report  # noqa: F401  isort: skip
-from . import moved as _moved  # noqa: F401  isort: skip
-from .app import main
+Importing this package imports no command: `cli.commands` does, after the error handler (`cli.failures`) is in place.
+"""
 
-__all__ = ["main"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, submod_attrs={"commands": ["main"]})

@@ -1,7 +1,6 @@
-"""The app, where it prints, and how it shows work, errors and warnings. torch is imported only when a model is loaded.
+"""The typer app, its consoles, and the display of status lines, errors and warnings.
 
-Exit statuses are in `posleak.show.failures`: 0 success, 1 a check failed, 2 a call that cannot work, 3 a law that the
-model breaks on purpose, 70 an error that nobody foresaw, 130 stopped with Ctrl-C, 141 nobody reads the output any more.
+torch is imported only when a model is loaded. Exit statuses: `cli.failures.STATUSES`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,19 +18,27 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from posleak import defaults
 from posleak._version import __version__
 from posleak.errors import PosleakWarning
 from posleak.show.console import PlainConsole
-from posleak.show.failures import STATUSES, Passed, net
 from posleak.show.streams import OUT, is_unicode, writing_to
 from posleak.text import visible, visible_json
 
+from .failures import STATUSES, CarriedError, error_handler
+
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""typer does not export it, and it is click's or typer's own copy of click's, by typer's version."""
+"""typer does not export it; depending on typer's version it is click's or a copy of click's."""
+
+RUNS = Path(defaults.RUNS)
+FILE_WIDTH = 120
+"""Columns of output to a file or a pipe, unless COLUMNS is set."""
+
+LABEL_STYLES = {"error": "bold red", "warning": "bold yellow"}
 
 
 class Commands(TyperGroup):
-    """All commands. What typer would end the process for without a word reaches the net of `main`."""
+    """A group of commands in which errors that typer would swallow reach the error handler of `run`."""
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         with _not_swallowed():
@@ -47,7 +54,7 @@ def _not_swallowed() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, EOFError, OSError) as error:
-        raise Passed(error) from error
+        raise CarriedError(error) from error
     except UsageError as error:  # its message quotes the arguments
         error.message = visible(str(error.message))  # type: ignore[attr-defined]
         raise
@@ -62,31 +69,21 @@ def command_line(name: str, help: str) -> typer.Typer:
     )  # fmt: skip
 
 
-app = command_line("posleak", "Where does a decoder-only language model's sense of absolute position come from?")
-RUNS = Path("runs")
-"""Where runs are kept unless `--out` says otherwise."""
-
-err = PlainConsole(stderr=True)
-FILE_WIDTH = 120
-"""Columns of what is written into a file or a pipe, unless COLUMNS says otherwise."""
-
-
 def _width() -> int | None:
-    """Columns of standard output; None: as many as the terminal has."""
-    asked = os.environ.get("COLUMNS", "")
-    if asked.isdecimal() and int(asked):
-        return int(asked)
+    """Return the columns of standard output, None for the width of the terminal."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
     return None if sys.stdout is not None and sys.stdout.isatty() else FILE_WIDTH
 
 
-out = PlainConsole(width=_width())
-
-STYLES = {"error": "bold red", "warning": "bold yellow"}
+app = command_line("posleak", "Measure how absolute position leaks into the attention of decoder-only language models.")
+out, err = PlainConsole(width=_width()), PlainConsole(stderr=True)
 
 
 def run(commands: typer.Typer) -> None:
     """Run a command line. Every error becomes a message and an exit status, never a traceback."""
-    with net(_last_words):
+    with error_handler(_show_failure):
         commands()
 
 
@@ -95,20 +92,20 @@ def main() -> None:
     run(app)
 
 
-def _last_words(word: str, message: str) -> None:
-    err.show_cursor(True)  # a line of status that was interrupted while it began would leave it hidden
-    tell(word, message)
+def _show_failure(label: str, message: str) -> None:
+    err.show_cursor(True)  # an interrupted status line may have hidden it
+    tell(label, message)
 
 
-def tell(word: str, message: str) -> None:
-    """A message on standard error after `error`, `warning` or nothing; as it is, in lines as long as they are."""
-    head = Text(f"{word} ", style=STYLES.get(word, "")) if word else Text()
+def tell(label: str, message: str) -> None:
+    """Print a message on standard error, without wrapping, after the label `error` or `warning` or none."""
+    head = Text(f"{label} ", style=LABEL_STYLES.get(label, "")) if label else Text()
     err.print(Text.assemble(head, visible(message)), soft_wrap=True)
 
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """A line of status on standard error while something takes long; gives a function that changes its text."""
+    """Show a status line on standard error; yield a function that changes its text."""
     status = err.status(Text(visible(text)), spinner="dots" if is_unicode(err.file) else "line")
     try:
         status.start()
@@ -117,8 +114,23 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         status.stop()
 
 
+def present(
+    result: Any, tables: Callable[[Any], Iterable[Any]], as_json: bool, profile: dict[str, Any] | None = None
+) -> None:
+    """Print a result and the profile of the command, if there is one, as JSON or as tables."""
+    if as_json:
+        emit(result.as_dict() | ({} if profile is None else {"profile": profile}))
+        return
+    for item in tables(result):
+        out.print(item)
+    if profile is not None:
+        from posleak.reports.terminal.profile import profile_table
+
+        out.print(profile_table(profile))
+
+
 def emit(value: Any) -> None:
-    """JSON on standard output, and nothing else there; null for what is not a finite number."""
+    """Print JSON on standard output. NaN and infinity become null."""
     from posleak.typed import plain
 
     text = json.dumps(plain(value), indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False)
@@ -127,26 +139,26 @@ def emit(value: Any) -> None:
 
 
 def emit_text(text: str) -> None:
-    """Text for a document on standard output, in lines as long as they are."""
+    """Print a document on standard output, without wrapping."""
     with writing_to(OUT):
         sys.stdout.write(visible(text))
 
 
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
-    """posleak's warnings as one line each on standard error."""
+    """Print each warning of posleak as one line on standard error."""
     with warnings.catch_warnings():
-        warnings.showwarning = _speak  # type: ignore[assignment]
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
         warnings.simplefilter("always", PosleakWarning)
         yield
 
 
-def _speak(message: Warning | str, category: type[Warning], *_: Any) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     if issubclass(category, PosleakWarning):
         tell("warning", str(message))
 
 
-def version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         out.print(f"posleak {__version__}")
         raise typer.Exit
@@ -154,6 +166,8 @@ def version(value: bool) -> None:
 
 @app.callback()
 def common(
-    _: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Where does a decoder-only language model's sense of absolute position come from?"""
+    """Measure how absolute position leaks into the attention of decoder-only language models."""

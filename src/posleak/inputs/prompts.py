@@ -1,8 +1,8 @@
-"""`prepare` checks everything about the input before any model runs; `Prompts` is the answer."""
+"""Prompts of a run. `prepare` checks all input settings before the model runs, and returns `Prompts`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,27 +11,34 @@ import numpy as np
 from posleak.errors import InputError
 from posleak.inputs.bodies import FIRST_DONOR, Body, ConstantBody, DonorGivenBody, GivenBody, given_body
 from posleak.inputs.bos import AS_GIVEN, FirstToken, named_bos, resolve_first_token
+from posleak.inputs.crops import CropBody
 from posleak.inputs.given import GivenPrompts, ReadableSubject, check_length
 from posleak.inputs.randomness import SAMPLING_METHOD, SEED_LIMIT, check_seed
 from posleak.inputs.source import Source, parse
 from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
 
 DONOR_MARGIN = 64
-"""A donor is so much longer than its prompt: its first tokens, the sinks among them, are never lent."""
+"""A donor is longer than its prompt by this many tokens. Its first tokens, which may be sinks, are never lent."""
+
+CHECKED_PROMPTS = 1000
+"""Maximum number of prompts that are compared."""
+
+OVERLAP_THRESHOLD = 0.25
+"""Share of the tokens that occur in several prompts above which a warning is issued."""
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """What a result must say about its input; None where a fact does not apply.
+    """Facts about the inputs that results record; None if a fact does not apply.
 
-    bos, bos_id, bos_token   the policy, and the token that it put at position 0
-    first_token              the same as a sentence
-    vocabulary_…             how many tokens it has, how many of them are special, and a hash of the ordinary ids
-    method                   how random numbers become tokens
+    bos, bos_id, bos_token   the BOS policy, and the token that it put at position 0
+    first_token              a sentence about the token at position 0
+    vocabulary_…             number of tokens, number of special tokens, hash of the ordinary ids
+    method                   how random words are converted to tokens
     ids_sha256               hash of prompts that were given as ids
-    context                  tokens of another document before each prompt
-    text_…                   of the text that crops are taken from: hash, size, and the Python version of `text:stdlib`
-    other                    what a user-defined source says about itself
+    context                  number of donor tokens before each prompt
+    text_…                   hash and size of the text of crops, and the Python version of `text:stdlib`
+    other                    facts that a user-defined source reports
     """
 
     source: str
@@ -56,7 +63,7 @@ class InputFacts:
     other: dict[str, Any] = field(default_factory=dict)
 
     def same_tokens(self, other: InputFacts) -> bool:
-        """Are the prompts the same, apart from position 0 and from what stands before them?"""
+        """Return whether the prompts are equal except for position 0 and for donors before them."""
         return replace(self, **NO_BOS) == replace(other, **NO_BOS)
 
 
@@ -66,9 +73,12 @@ NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_t
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """As many prompts as one asks for; prompt b depends on (seed, b) alone, not on how many are made or in what order.
+    """An unlimited sequence of prompts. Prompt b depends only on (seed, b).
 
-    A longer random prompt begins with the shorter one, and another BOS policy changes place 0 only.
+    A longer random prompt begins with the shorter one. Another BOS policy changes only position 0.
+
+    length   T, including the first token
+    donor    generator of the documents before the prompts; None: no donors
     """
 
     source: str
@@ -76,32 +86,27 @@ class Prompts:
     vocabulary: Vocabulary
     body: Body
     length: int
-    """T, the first token included."""
     seed: int
     donor: Body | None = None
-    """What the documents before the prompts are made of; None: nothing stands before them."""
 
     def ids(self, index: int) -> np.ndarray:
-        """int64 [T]"""
+        """Return one prompt, int64 [T]."""
         if not 0 <= index < SEED_LIMIT:
-            raise InputError("prompts are numbered from 0 to 2**32 - 1", where="inputs", got=index)
-        ids = self.body.ids(self.seed, index, self.length)
-        if self.first.id is not None:
-            ids[0] = self.first.id
-        return ids
+            raise InputError("prompt index out of range", where="inputs", got=index, expected="0 to 2**32 - 1")
+        return self._with_first(self.body.ids(self.seed, index, self.length))
 
     def batch(self, indices: Iterable[int]) -> np.ndarray:
-        """int64 [B, context + T]"""
+        """Return several prompts, each after its donor, int64 [B, context + T]."""
         rows = [np.concatenate([self._before(index), self.ids(index)]) for index in indices]
         return np.stack(rows) if rows else np.empty((0, self.context + self.length), dtype=np.int64)
 
     @property
     def context(self) -> int:
-        """How many tokens of another document stand before each prompt."""
+        """The number of donor tokens before each prompt."""
         return 0 if self.donor is None else self.length + DONOR_MARGIN
 
     def after_donors(self) -> Prompts:
-        """The same prompts, each after a document of the same kind with a first token of its own."""
+        """Return the same prompts, each after a donor from the same source. The BOS policy applies to donors too."""
         body: Body
         if isinstance(self.body, GivenBody):
             body = DonorGivenBody(self.body.table)
@@ -112,19 +117,21 @@ class Prompts:
     def _before(self, index: int) -> np.ndarray:
         if self.donor is None:
             return np.empty(0, dtype=np.int64)
-        ids = self.donor.ids(self.seed, FIRST_DONOR + index, self.context)
+        return self._with_first(self.donor.ids(self.seed, FIRST_DONOR + index, self.context))
+
+    def _with_first(self, ids: np.ndarray) -> np.ndarray:
         if self.first.id is not None:
             ids[0] = self.first.id
         return ids
 
     @property
     def available(self) -> int | None:
-        """How many prompts there are; None: as many as one asks for."""
+        """The number of given prompts; None: unlimited."""
         return len(self.body.table) if isinstance(self.body, GivenBody) else None
 
     @property
     def policy(self) -> str | int:
-        """The BOS policy under which other prompts begin as these do."""
+        """The BOS policy under which other prompts begin with the same token as these."""
         if self.first.policy != AS_GIVEN or not isinstance(self.body, GivenBody):
             return self.first.policy
         starts = np.unique(self.body.table[:, 0])
@@ -132,31 +139,31 @@ class Prompts:
 
     @property
     def caution(self) -> str | None:
-        """What is to be known of numbers from prompts that were given; None for others, which are stationary."""
+        """A warning about given prompts, which need not be stationary; None for prompts from a source."""
         if not isinstance(self.body, GivenBody):
             return None
         B, T = self.body.table.shape
         alike = int((self.body.table[:, 1:] == self.body.table[:1, 1:]).all(0).sum()) if B > 1 else 0
-        same = f" (the same token in every prompt at {alike} of {T - 1} places after the first)" if alike else ""
+        same = f" ({alike} of the {T - 1} positions after the first have equal tokens in all prompts)" if alike else ""
         return (
-            "the prompts were given: what their texts have at fixed places, such as a template or the start of a "
-            f"document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) have no such places"
+            "the prompts were given and may not be stationary: content at fixed positions, such as a template or the "
+            f"start of a document{same}, counts as leakage of position; inputs='random' and crops (text:PATH) are "
+            "stationary"
         )
 
     def describe(self) -> InputFacts:
-        """What a result must say about its input."""
-        said = self.body.describe()
-        known = {name: said[name] for name in InputFacts.__dataclass_fields__ if name in said}
+        """Return the facts about these prompts that results record."""
+        facts = self.body.describe()
+        known = {name: facts[name] for name in InputFacts.__dataclass_fields__ if name in facts}
         return InputFacts(
             source=self.source, length=self.length, seed=self.seed, bos=self.first.policy, bos_id=self.first.id,
             bos_token=self.first.token, first_token=self._first_token(), vocabulary_size=self.vocabulary.size,
             vocabulary_excluded=self.vocabulary.excluded, vocabulary_sha256=self.vocabulary.sha256,
             method=None if isinstance(self.body, GivenBody) else SAMPLING_METHOD, context=self.context, **known,
-            other={name: value for name, value in said.items() if name not in known},
+            other={name: value for name, value in facts.items() if name not in known},
         )  # fmt: skip
 
     def _first_token(self) -> str:
-        """A sentence: which token stood at position 0."""
         if self.first.id is not None:
             return f"{self._name(self.first.id)} in every prompt, by BOS policy {self.first.policy!r}"
         if isinstance(self.body, ConstantBody):
@@ -180,9 +187,11 @@ def prepare(
     length: int,
     seed: int,
 ) -> Prompts:
-    """Prompts of `length` tokens, BOS included, or an InputError that says what to change.
+    """Return prompts of `length` tokens, including the BOS. Raise InputError for invalid settings.
 
-    `inputs` is what `parse` reads, its result, or prompts that were given: a table of ids [B, T] is used as it stands.
+    inputs: the name of a source, a source, given prompts, or a table of ids [B, T], which is used unchanged
+    bos: BOS policy (`resolve_first_token`)
+    seed: random seed for the prompts
     """
     length, seed = check_length(length), check_seed(seed)
     configs = text_configs(subject.model.config)
@@ -196,9 +205,54 @@ def prepare(
 
 
 def bos_outside_vocabulary(subject: ReadableSubject) -> str | None:
-    """What is wrong with the BOS that the config names, where the model cannot embed it; else None."""
+    """Return a sentence if the BOS id in the config is outside the vocabulary; None otherwise."""
     configs = text_configs(subject.model.config)
     vocabulary, token = read_vocabulary(configs, subject.tokenizer), named_bos(configs)
     if token is None or vocabulary.has(token):
         return None
-    return f"the config names BOS {token}, and the vocabulary has {vocabulary.rows} tokens"
+    return f"the BOS id in the config is {token}, but the vocabulary has {vocabulary.rows} tokens"
+
+
+def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
+    """Yield warnings about the first `count` prompts: some are equal, or crops overlap."""
+    checked = min(count, CHECKED_PROMPTS)
+    ids = prompts.batch(range(checked))[:, -prompts.length :]
+    different = len(np.unique(ids, axis=0))
+    if different < checked:
+        which = (
+            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
+        )
+        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
+    if isinstance(prompts.body, CropBody) and different > 1:
+        yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, checked)
+
+
+def _remedy(prompts: Prompts) -> str:
+    if isinstance(prompts.body, ConstantBody):
+        return "this is expected of a constant token; use --inputs random or text:PATH for valid intervals"
+    if isinstance(prompts.body, GivenBody):
+        return "remove the copies"
+    text = isinstance(prompts.body, CropBody)
+    return "use a longer or more varied text" if text else "use inputs with more variety"
+
+
+def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterator[str]:
+    spans, tokens = body.spans(seed, count, length)
+    shared, repeated = overlap(spans)
+    if shared > OVERLAP_THRESHOLD:
+        yield (
+            f"prompts overlap, so that intervals are too narrow: the text has about {tokens:,} tokens, {count} prompts "
+            f"of {length} use {count * length:,}, and {shared:.0%} of these occur in another prompt too "
+            f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
+            "--length"
+        )
+
+
+def overlap(spans: np.ndarray) -> tuple[float, float]:
+    """Return the share of spans [B, 2] that another span covers too, and the share of the text [0, 1] that is."""
+    edges = np.concatenate([spans[:, 0], spans[:, 1]])
+    steps = np.repeat([1, -1], len(spans))
+    order = np.argsort(edges, kind="stable")
+    depth, width = np.cumsum(steps[order])[:-1], np.diff(edges[order])
+    read = float((depth * width).sum())
+    return float((depth * width)[depth > 1].sum()) / read, float(width[depth > 1].sum())

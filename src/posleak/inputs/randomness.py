@@ -17,7 +17,7 @@ from posleak.errors import InputError
 
 SAMPLING_METHOD = "floor(u * n / 2**64), u from numpy PCG64(SeedSequence([seed, index])).random_raw"
 SEED_LIMIT = 2**32
-"""Upper limit of seeds and prompt indices: larger ones take two words of the seed sequence, and streams could repeat."""
+"""Upper limit of seeds and prompt indices: larger ones take two words of the seed sequence: streams could repeat."""
 
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)

@@ -91,7 +91,7 @@ def read_vocabulary(configs: list[Any], tokenizer: Any) -> Vocabulary:
         raise InputError(
             "all tokens of the vocabulary are special tokens", where="inputs", got=f"{size} special tokens",
             expected="at least one ordinary token",
-            remedy="correct bos_token_id, eos_token_id and pad_token_id in the config, or the tokenizer's special tokens",
+            remedy="correct bos_token_id, eos_token_id and pad_token_id in the config, or the special tokens",
         )  # fmt: skip
     return Vocabulary(rows, size, ordinary, tokenizer)
 

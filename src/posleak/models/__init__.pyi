@@ -7,10 +7,9 @@ from .builtin import (
     fetch as fetch,
     list_models as list_models,
 )
-from .given import AnyModel as AnyModel, subject_of as subject_of
 from .hold import exclusive as exclusive
 from .identity import Identity as Identity, input_device as input_device
-from .loading import load as load
+from .loading import AnyModel as AnyModel, load as load, subject_of as subject_of
 from .memory import available_bytes as available_bytes, read_weights as read_weights
 from .sources import checkpoints as checkpoints
 from .subject import Subject as Subject

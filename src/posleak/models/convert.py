@@ -1,7 +1,7 @@
-"""GGUF -> a safetensors folder in the cache, once. The first load takes half a minute, the next under a second.
+"""Convert GGUF to a safetensors folder in the cache, once. The first load takes half a minute, the next under a second.
 
-The way is the same for built-in models and for the user's own files: lock, obtain the GGUF, convert in a workspace,
-reload and compare, write the manifest, publish by one rename. Whatever fails on the way leaves nothing behind.
+Built-in models and the user's own files take the same steps: lock, obtain the GGUF, convert in a workspace, reload and
+compare, write the manifest, publish by one rename. A failure leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,146 +17,141 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakWarning
-from posleak.models import (
-    bounds,
-    cache as caching,
-    gguf_facts,
-    hashing,
-    manifest,
-    memory,
-    pretrained,
-    tokenizer as words,
-    weights,
-)
-from posleak.models.library_errors import disk_is_full, escape_surrogates, translate_errors
-from posleak.models.manifest import ConversionManifest
+from posleak.models import cache as caching, gguf_file, hashing, memory, pretrained
+from posleak.models.bounds import require_backed_by_files
+from posleak.models.builtin import OnStatus
+from posleak.models.configs import parse_config
+from posleak.models.library_errors import escape_surrogates, is_disk_full, translate_errors
+from posleak.models.tokenizer import prepended_ids
+from posleak.models.weights import weight_files
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Say = Callable[[str], None]
 TOLERANCE = 1e-5
-"""Largest |Δlogit| / max|logit| between the GGUF and the reloaded model. The weights must be equal to the bit; kernels
-may still round differently where memory is aligned differently."""
+"""Largest |Δlogit| / max|logit| between the GGUF and the reloaded model. The weights must be bit-identical; kernels may
+still round differently where memory is aligned differently."""
+COMPARED_KEYS = ("rope_parameters", "layer_types", "sliding_window", "max_position_embeddings", "bos_token_id")
 
 
 @dataclass(frozen=True)
 class ConversionOrder:
-    """What to convert: `key` names the folder, `obtain(workspace, say)` brings the GGUF file, whose hash is known."""
+    """What to convert: `key` names the folder, and `obtain(workspace, on_status)` returns the GGUF file."""
 
     key: str
     name: str
     source: str
     gguf_sha256: str
-    obtain: Callable[[Path, Say], Path]
-    need_bytes: int
+    obtain: Callable[[Path, OnStatus], Path]
+    disk_bytes: int
     packages: tuple[str, ...] = ()
     licence: str | None = None
 
 
-def ensure(order: ConversionOrder, cache: Path, say: Say) -> Path:
-    """The converted folder; made now if it is not there. Safe to call from many processes."""
-    final = caching.model_folder(cache, order.key)
-    with caching.writing(cache), caching.lock(cache, order.key):
-        if manifest.find(final, order.gguf_sha256) is not None:
-            return final
-        caching.require_disk(cache, order.need_bytes, order.name)
-        with caching.workspace(cache, order.key) as workspace:
-            finished = _make(order, workspace, say)
-            caching.publish(finished, final, workspace / "replaced")
-    return final
+def convert_once(order: ConversionOrder, cache: Path, on_status: OnStatus) -> Path:
+    """Return the converted folder; convert if it is not in the cache. Safe to call from several processes."""
+    target = caching.model_folder(cache, order.key)
+    with caching.translate_write_errors(cache), caching.lock(cache, order.key):
+        if caching.find_manifest(target, order.gguf_sha256) is None:
+            caching.require_disk_space(cache, order.disk_bytes, order.name)
+            with caching.workspace(cache, order.key) as workspace:
+                finished = _convert_in(workspace, order, on_status)
+                caching.publish(finished, target, workspace / "replaced")
+    return target
 
 
-def _make(order: ConversionOrder, workspace: Path, say: Say) -> Path:
-    gguf = order.obtain(workspace, say)
-    facts = gguf_facts.read(gguf)
-    need = 4 * facts.elements
-    memory.require_memory(need, where=str(gguf), device="cpu", available=lambda: memory.available_bytes("cpu"))
-    say(f"{order.name}: converting {facts.quantisation}, once")
+def convert_file(path: Path, cache: Path, on_status: OnStatus, *, verify: bool = False) -> Path:
+    """Return the converted folder of a GGUF file of the user, keyed by its sha256 (hashed again if `verify`)."""
+    disk_bytes = 4 * gguf_file.read_header(path).elements  # before hashing, which takes half a minute for 10 GB
+    digest = hashing.file_sha256(path, None if verify else cache)
+    order = ConversionOrder(f"gguf-{digest[:24]}", path.name, "gguf", digest, lambda *_: path, disk_bytes)
+    folder = caching.model_folder(cache, order.key)
+    return folder if caching.find_manifest(folder, digest) is not None else convert_once(order, cache, on_status)
+
+
+def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) -> Path:
+    gguf = order.obtain(workspace, on_status)
+    header = gguf_file.read_header(gguf)
+    memory.require_memory(4 * header.elements, memory.available_bytes("cpu"), where=str(gguf), device="cpu")
+    on_status(f"{order.name}: converting {header.quantisation}, once")
     finished = workspace / "finished"
-    _convert(facts, _alone(gguf, workspace), finished)
+    _convert(header, _isolated(gguf, workspace), finished)
     if gguf.is_relative_to(workspace):
         gguf.unlink()
-    _write_manifest(order, facts, finished)
-    say(f"{order.name}: ready")
+    files, stated = caching.file_contents(finished), header.fields.get("general.license")
+    record = caching.ConversionManifest(
+        name=escape_surrogates(order.name),
+        source=order.source,
+        packages=order.packages,
+        gguf_sha256=order.gguf_sha256,
+        quantisation=header.quantisation,
+        licence=order.licence or (None if stated is None else str(stated)),
+        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weight_files(finished)}),
+        files=files,
+    )
+    caching.MANIFEST.write(finished / caching.MANIFEST_FILE, record)
+    on_status(f"{order.name}: ready")
     return finished
 
 
-def _alone(gguf: Path, workspace: Path) -> Path:
-    """The file in a folder of its own: transformers would also read what lies beside it, and might run it."""
+def _isolated(gguf: Path, workspace: Path) -> Path:
+    """Return the file alone in a folder: transformers would also read its neighbours, and might run them."""
     alone = workspace / "alone" / "model.gguf"
     alone.parent.mkdir()
-    for put in (os.symlink, os.link):
+    for link in (os.symlink, os.link):
         with contextlib.suppress(OSError, NotImplementedError):
-            put(gguf.resolve(), alone)
+            link(gguf.resolve(), alone)
             return alone
     shutil.copyfile(gguf, alone)
     return alone
 
 
-def _write_manifest(order: ConversionOrder, facts: gguf_facts.Facts, finished: Path) -> None:
-    files = manifest.contents(finished)
-    record = ConversionManifest(
-        name=escape_surrogates(order.name),
-        source=order.source,
-        packages=order.packages,
-        gguf_sha256=order.gguf_sha256,
-        quantisation=facts.quantisation,
-        licence=order.licence or facts.licence,
-        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weights.files(finished)}),
-        files=files,
-    )
-    manifest.write(finished, record)
-
-
-def _convert(facts: gguf_facts.Facts, gguf: Path, finished: Path) -> None:
-    """Load, save, reload, compare. `gguf` is the file of `facts`, in a folder of its own."""
+def _convert(header: gguf_file.GGUFHeader, gguf: Path, finished: Path) -> None:
+    """Load, save, reload and compare. `gguf` is the file of `header`, alone in a folder."""
     import torch
 
-    with _about(facts):
-        config = pretrained.read_config(gguf.parent, gguf_file=gguf.name)
-        bounds.require_held(facts.path, memory.needed(config), facts.elements, spare=0)
-        gguf_facts.require_positions_kept(facts, config)
+    with _errors_about(header):
+        config = parse_config(gguf.parent, gguf_file=gguf.name)
+        require_backed_by_files(header.path, memory.memory_need(config), header.elements, extra=0)
+        gguf_file.require_positions_kept(header, config)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF bar even if bars are off
             model = pretrained.read_model(gguf.parent, config, dtype=torch.float32, gguf_file=gguf.name)
-        savable, before = _savable(model), _Portrait.of(model)
-    _report_dropped(facts, model)
+        savable, before = _savable(model), _ModelState.of(model)
+    _warn_of_dropped(header, model)
     with pretrained.silence_transformers():
         savable.save_pretrained(str(finished))
-    del model, savable  # two copies of a large model need not be in memory at once
-    _save_tokenizer(facts, gguf, finished)
-    with _about(facts):
-        again = pretrained.read_model(finished, pretrained.read_config(finished), dtype=torch.float32)
-        before.require_same(_Portrait.of(again), finished)
+    del model, savable  # so that only one copy of a large model is in memory
+    _save_tokenizer(header, gguf, finished)
+    with _errors_about(header):
+        again = pretrained.read_model(finished, parse_config(finished), dtype=torch.float32)
+        before.require_same(_ModelState.of(again), finished)
 
 
 @contextlib.contextmanager
-def _about(facts: gguf_facts.Facts) -> Iterator[None]:
+def _errors_about(header: gguf_file.GGUFHeader) -> Iterator[None]:
     """Name the user's file in errors about its copy in the workspace."""
     try:
-        with translate_errors("transformers cannot load the GGUF file", facts.path, pretrained.REMEDY):
+        with translate_errors("transformers cannot load the GGUF file", header.path, pretrained.REMEDY):
             yield
     except ModelError as error:
         raise type(error)(
-            error.what, where=str(facts.path), got=error.got, expected=error.expected, remedy=error.remedy
+            error.what, where=str(header.path), got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
 
 
-def _report_dropped(facts: gguf_facts.Facts, model: PreTrainedModel) -> None:
-    """Warn of numbers in the file that the model has no place for, such as heads for speculative decoding."""
+def _warn_of_dropped(header: gguf_file.GGUFHeader, model: PreTrainedModel) -> None:
+    """Warn of elements in the file that the model does not use, such as heads for speculative decoding."""
     kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
-    if facts.elements > kept:
-        message = (
-            f"{facts.path}: {facts.elements - kept} of {facts.elements} numbers in the file have no place in the model"
-        )
+    if header.elements > kept:
+        message = f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements"
         warnings.warn(message, PosleakWarning, stacklevel=2)
 
 
 def _savable(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that came from GGUF refuses to be saved; a fresh one of the same config with its tensors does not.
+    """Return a fresh model with the same tensors: transformers refuses to save one that came from GGUF.
 
-    It also refuses tensors of other shapes than the config says, which transformers takes from GGUF without a word.
+    Loading is strict about shapes, unlike transformers when it reads a GGUF file.
     """
     import torch
 
@@ -168,17 +163,17 @@ def _savable(model: PreTrainedModel) -> PreTrainedModel:
     return fresh
 
 
-def _save_tokenizer(facts: gguf_facts.Facts, gguf: Path, folder: Path) -> None:
-    """Save the file's tokenizer; warn if transformers cannot read it: random tokens can still be measured."""
-    if not facts.has_tokenizer:
+def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> None:
+    """Save the file's tokenizer. Warn if transformers cannot read it: random tokens can still be measured."""
+    if "tokenizer.ggml.model" not in header.fields:
         return
     try:
-        with translate_errors("its tokenizer cannot be read", facts.path, pretrained.REMEDY):
+        with translate_errors("its tokenizer cannot be read", header.path, pretrained.REMEDY):
             saved = _saved_tokenizer(gguf)
     except ModelError as error:
-        if disk_is_full(error):
+        if is_disk_full(error):
             raise
-        message = f"{facts.path}: {error.what} ({error.got}); text inputs will not be possible"
+        message = f"{header.path}: {error.what} ({error.got}); text inputs will not be possible"
         warnings.warn(message, PosleakWarning, stacklevel=2)
         return
     for path in saved.iterdir():
@@ -186,58 +181,46 @@ def _save_tokenizer(facts: gguf_facts.Facts, gguf: Path, folder: Path) -> None:
 
 
 def _saved_tokenizer(gguf: Path) -> Path:
-    """The tokenizer of a GGUF file, saved in a folder of its own."""
+    """Save the tokenizer of a GGUF file in a folder of its own, and return the folder."""
     from transformers import AutoTokenizer
 
     with pretrained.offline_transformers():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
         )
-    words.prepended(tokenizer)
-    for circumstance in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
-        tokenizer.init_kwargs.pop(circumstance, None)
+    prepended_ids(tokenizer)
+    for key in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
+        tokenizer.init_kwargs.pop(key, None)
     saved = gguf.parent / "tokenizer"
     tokenizer.save_pretrained(str(saved))
     return saved
 
 
 @dataclass(frozen=True)
-class _Portrait:
-    """What conversion must not change: every bit of the weights, the config fields about positions, the logits."""
+class _ModelState:
+    """What conversion must not change: every bit of the weights, the config keys about positions, the logits."""
 
     weights: str
     config: dict[str, object]
     logits: torch.Tensor
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> _Portrait:
+    def of(cls, model: PreTrainedModel) -> _ModelState:
         import torch
 
         ids = torch.linspace(0, model.config.vocab_size - 1, 24).long().unsqueeze(0)
         with torch.no_grad():
             logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        names = ("rope_parameters", "layer_types", "sliding_window", "max_position_embeddings", "bos_token_id")
-        config = {name: getattr(model.config, name, None) for name in names}
+        config = {name: getattr(model.config, name, None) for name in COMPARED_KEYS}
         return cls(hashing.model_sha256(model), config, logits)
 
-    def require_same(self, other: _Portrait, folder: Path) -> None:
+    def require_same(self, other: _ModelState, folder: Path) -> None:
         gap = ((self.logits - other.logits).abs().max() / self.logits.abs().max()).item()
         if self.weights == other.weights and self.config == other.config and gap <= TOLERANCE:
             return
         raise ModelError(
-            "conversion from GGUF changed the model, so it is not kept",
-            where=str(folder),
+            "conversion from GGUF changed the model, so it is not kept", where=str(folder),
             got=f"weights equal: {self.weights == other.weights}, {other.config}, relative logit gap {gap:.2g}",
             expected=f"equal weights, {self.config}, gap at most {TOLERANCE}",
             remedy="report this with the file's name; meanwhile use the original safetensors",
-        )
-
-
-def user_gguf(path: Path, cache: Path, say: Say, *, verify: bool = False) -> Path:
-    """The converted folder of a GGUF file of the user's, keyed by the file's sha256, taken afresh if `verify`."""
-    need = 4 * gguf_facts.read(path).elements  # before the hash: a header takes a moment, and 10 GB half a minute
-    digest = hashing.file_sha256(path, None if verify else cache)
-    key = f"gguf-{digest[:24]}"
-    if manifest.find(caching.model_folder(cache, key), digest) is not None:
-        return caching.model_folder(cache, key)
-    return ensure(ConversionOrder(key, path.name, "gguf", digest, lambda _workspace, _say: path, need), cache, say)
+        )  # fmt: skip

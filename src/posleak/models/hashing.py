@@ -1,27 +1,25 @@
-"""What a model is: hashes that travel with every result, so that two runs can be known to be of one model.
+"""Compute the hashes that identify a model in every result.
 
 Folders:     sha256 over (relative path, content) of the files, sorted by path: the weight files, the tokenizer's files
              and, if it was run, the code. It does not depend on the dtype of loading.
 Objects:     sha256 over (name, dtype, shape, bytes) of every parameter and buffer, in the order of the modules.
              Offloaded weights are read where they are stored. Packed weights (torchao, bitsandbytes) are hashed as
              they are packed. `state_dict()` is not called: some quantised modules change their weights when it is.
-Checksum:    xxh3 over the same bytes, twenty times as fast. It says whether the weights in memory are still those that
-             a hash was taken of. All bytes are read: version counters of tensors miss changes through `.data`.
+Checksum:    xxh3 over the same bytes, twenty times as fast. It detects changes of weights in memory since they were
+             hashed. All bytes are read: version counters of tensors miss changes through `.data`.
 
 The hash of a folder and of the object loaded from it differ by construction; each is stable in itself.
 
-What is read when:
-
 Converted models (built-in or GGUF): every file is hashed at every load and compared with posleak.json.
-Folders and GGUF files of the user's: small files are hashed at every load. Weights are hashed once and then remembered
-    in <cache>/hashes under their path, size, inode, time of writing and time of change; a program can set the time of
-    writing back, but not the time of change. A file is flushed to the disk before it is hashed: a page that another
-    process has mapped and written to is then clean, and its next change sets both times. Where a file system does not
-    do that (tmpfs), the weights in memory tell: if files with these hashes have loaded as others before, they are
-    hashed again (`confirmed`), and so they are with `load(..., verify=True)`.
+Other folders and GGUF files: small files are hashed at every load. Hashes of weights are cached in <cache>/hashes under
+    path, size, inode, mtime and ctime; a program can set mtime back, but not ctime. A file is flushed to disk before it
+    is hashed: a page that another process has mapped and written to is then clean, and its next change updates both
+    times. Some file systems (tmpfs) do not update them. So the checksum of the loaded weights is cached as well: if
+    files with the same hashes have loaded as other weights before, they are hashed again (`confirm_hashes`).
+    `load(..., verify=True)` always hashes them again.
 
-What is not defended: whoever can write to the cache can also write a matching posleak.json or a wrong memory, and a
-file that is changed while it is loaded may be hashed before the change and read after it.
+Not covered: a program that can write to the cache can also forge posleak.json or a cached hash, and a file that changes
+while it is loaded may be hashed before the change and read after it.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,130 +43,115 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 1 << 24
-"""Bytes hashed at once: large, since between two chunks a thread waits for its turn among Python's threads."""
-HEX = frozenset("0123456789abcdef")
+"""Bytes hashed at once: large, since between two chunks a thread waits for the interpreter lock."""
+HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def file_sha256(path: Path, cache: Path | None = None, go_on: Callable[[], bool] = lambda: True) -> str:
-    """sha256 of one file; taken from the memory in `cache` if the file is the same as when it was hashed.
+def file_sha256(path: Path, cache: Path | None = None, keep_going: Callable[[], bool] = lambda: True) -> str:
+    """Return the sha256 of a file; from `cache` if the file is unchanged since it was hashed.
 
-    `go_on` is asked now and then; if it says no, the hash is not finished, and of no use.
+    `keep_going` is called between chunks. If it returns False, the result is incomplete and must not be used.
     """
+    record = None
     if cache is not None:
-        _flushed(path)
-    known = None if cache is None else _memory_of(path.resolve(), cache)
-    remembered = None if known is None else _recall(known)
-    if remembered is not None:
-        return remembered
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.fsync(file.fileno())  # writes pages that are mapped and changed, as far as the system allows it
+        record = _record_of(path.resolve(), cache)
+        if (cached := _read_hash(record)) is not None:
+            return cached
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(CHUNK, max(path.stat().st_size, 1))))
     with path.open("rb", buffering=0) as file:
-        while go_on() and (count := file.readinto(buffer)):
+        while keep_going() and (count := file.readinto(buffer)):
             digest.update(buffer[:count])
-    if cache is not None and known == _memory_of(path.resolve(), cache) and go_on():
-        _remember(known, path.resolve(), digest.hexdigest())
+    if cache is not None and record == _record_of(path.resolve(), cache) and keep_going():
+        _write_hash(record, path.resolve(), digest.hexdigest())
     return digest.hexdigest()
 
 
-def _flushed(path: Path) -> None:
-    """Write pages of the file that are mapped and changed to the disk, as far as the system allows it."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def joined_sha256(hashes: Mapping[str, str]) -> str:
-    """One hash of many files, from their relative paths and their hashes."""
+    """Return one hash of many files, from their relative paths and their hashes."""
     digest = hashlib.sha256()
     for name in sorted(hashes):
         digest.update(os.fsencode(name) + f"\0{hashes[name]}\n".encode())
     return digest.hexdigest()
 
 
-class Background:
-    """Files of a folder, hashed in a thread while the caller imports libraries and reads the model.
+class BackgroundHashes:
+    """Hashes of files in a folder, computed in a thread while the caller imports libraries and reads the model.
 
-    Use as a context: whoever leaves it early, because the model was refused, does not wait for the thread.
+    Use it as a context manager. Leaving it early, because the model was rejected, does not wait for the thread.
     """
 
     def __init__(self, folder: Path, names: Iterable[str], cache: Path | None = None) -> None:
         self.folder, self._names, self._cache = folder, list(names), cache
-        self._left = threading.Event()
-        self._hashes: dict[str, str] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="posleak-sha256", daemon=True)
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(1, "posleak-sha256")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._future = self._pool.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._stopped.set()
+        self._pool.shutdown(wait=False)
 
-    def _run(self) -> None:
-        try:
-            for name in self._names:
-                self._hashes[name] = file_sha256(self.folder / name, self._cache, lambda: not self._left.is_set())
-        except BaseException as error:
-            self._error = error
+    def _run(self) -> dict[str, str]:
+        paths = {name: self.folder / name for name in self._names}
+        return {name: file_sha256(paths[name], self._cache, lambda: not self._stopped.is_set()) for name in paths}
 
     def result(self) -> dict[str, str]:
-        """The hashes by name, once they are all there."""
-        self._thread.join()
+        """Wait for the thread, and return the hashes by name."""
         with translate_errors("a file of the model cannot be read", self.folder, "make it readable for you"):
-            if self._error is not None:
-                raise self._error
-        return self._hashes
+            return self._future.result()
 
 
-def confirmed(hashes: Background, cache: Path, loaded: str, how: str) -> dict[str, str]:
-    """Return the hashes of the files, taken anew if files with these hashes have loaded as other weights before.
+def confirm_hashes(hashes: BackgroundHashes, cache: Path, checksum: str, conditions: str) -> dict[str, str]:
+    """Return the hashes of the files, computed again if files with these hashes have loaded as other weights before.
 
-    Not every file system changes the times of a file that is written through a memory map. `loaded` is the checksum of
-    the weights in memory, and `how` is all else that decides it: dtype, config, versions of libraries.
+    `checksum` is that of the weights in memory, and `conditions` is all else that determines it: dtype, config,
+    versions of libraries.
     """
-    found, seen = hashes.result(), hashlib.sha256(loaded.encode()).hexdigest()
-    if _recall(_loads_as(found, how, cache)) not in (None, seen):
-        found = {name: file_sha256(hashes.folder / name) for name in found}
-    _remember(_loads_as(found, how, cache), hashes.folder, seen)
-    return found
+    names, seen = hashes.result(), hashlib.sha256(checksum.encode()).hexdigest()
+
+    def record() -> Path:
+        key = hashlib.sha256(f"{joined_sha256(names)} {conditions}".encode()).hexdigest()
+        return cache / "loaded" / f"{key}.json"
+
+    if _read_hash(record()) not in (None, seen):
+        names = {name: file_sha256(hashes.folder / name) for name in names}
+    _write_hash(record(), hashes.folder, seen)
+    return names
 
 
-def _loads_as(hashes: Mapping[str, str], how: str, cache: Path) -> Path:
-    """Where it is remembered as which weights the files with these hashes load."""
-    return cache / "loaded" / f"{hashlib.sha256(f'{joined_sha256(hashes)} {how}'.encode()).hexdigest()}.json"
-
-
-# -- the memory of hashes -------------------------------------------------------------------------------------------
-
-
-def _memory_of(path: Path, cache: Path) -> Path:
-    """Where the hash of this file, in its present state, is remembered."""
+def _record_of(path: Path, cache: Path) -> Path:
+    """Return the file in the cache for the hash of `path` in its present state."""
     stat = path.stat()
     state = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
     key = os.fsencode(path) + "".join(f"\0{number}" for number in state).encode()
     return cache / "hashes" / f"{hashlib.sha256(key).hexdigest()}.json"
 
 
-def _recall(known: Path) -> str | None:
-    """What is remembered; None if there is nothing, or nothing that can be read as a hash."""
+def _read_hash(record: Path) -> str | None:
+    """Return a cached hash; None if there is none, or none that is valid."""
     try:
-        found = json.loads(read_regular(known))
+        fields = json.loads(read_regular(record))
     except (OSError, ValueError, RecursionError):
         return None
-    digest = found.get("sha256") if isinstance(found, dict) else None
-    return digest if isinstance(digest, str) and len(digest) == 64 and HEX.issuperset(digest) else None
+    digest = fields.get("sha256") if isinstance(fields, dict) else None
+    return digest if isinstance(digest, str) and len(digest) == 64 and HEX_DIGITS.issuperset(digest) else None
 
 
-def _remember(known: Path, path: Path, digest: str) -> None:
-    """A cache that cannot be written costs time at the next load, nothing else."""
+def _write_hash(record: Path, path: Path, digest: str) -> None:
+    """Cache a hash. If that fails, the next load only takes longer."""
     text = json.dumps({"path": str(path), "sha256": digest})
     with contextlib.suppress(StorageError, OSError):
-        write_atomically(known, lambda temporary: temporary.write_text(text + "\n", encoding="ascii"))
-        for left in known.parent.glob("tmp*.part"):  # of versions of posleak that wrote otherwise
-            left.unlink()
+        write_atomically(record, lambda temporary: temporary.write_text(text + "\n", encoding="ascii"))
+        for leftover in record.parent.glob("tmp*.part"):  # of earlier versions of posleak
+            leftover.unlink()
 
 
 # -- objects in memory ----------------------------------------------------------------------------------------------
@@ -189,12 +173,11 @@ def _digested(model: torch.nn.Module, digest: Any) -> str:
     for name, tensor in tensors(model):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         _update(digest, tensor)
-    found: str = digest.hexdigest()
-    return found
+    return str(digest.hexdigest())
 
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:
-    """Feed a tensor's bytes, whatever its dtype: numpy has no bfloat16, but every dtype can be viewed as bytes."""
+    """Feed the bytes of a tensor of any dtype: numpy has no bfloat16, but every dtype can be viewed as bytes."""
     import torch
 
     tensor = tensor.dequantize() if tensor.is_quantized else tensor
@@ -208,67 +191,67 @@ def _update(digest: Any, tensor: torch.Tensor) -> None:
 def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer by name, as the plain tensors that hold its data; tied parameters once."""
     seen = set[int]()
-    for place, module in model.named_modules():
-        own = [(name, tensor) for name, tensor in module._parameters.items() if id(tensor) not in seen]
-        seen |= {id(tensor) for _, tensor in own}
-        for name, tensor in (*own, *module._buffers.items()):
+    for prefix, module in model.named_modules():
+        parameters = [(name, tensor) for name, tensor in module._parameters.items() if id(tensor) not in seen]
+        seen |= {id(tensor) for _, tensor in parameters}
+        for name, tensor in (*parameters, *module._buffers.items()):
             if tensor is not None:
-                yield from _plain(f"{place}.{name}".lstrip("."), _stored(module, place, name, tensor))
+                yield from _plain_tensors(f"{prefix}.{name}".lstrip("."), _stored(module, prefix, name, tensor))
         if hasattr(module, "_weight_bias"):  # torch.ao's eager quantisation keeps weights in an opaque object
             weight, bias = module._weight_bias()
-            yield f"{place}.weight", weight.dequantize()
-            yield from () if bias is None else [(f"{place}.bias", bias)]
+            yield f"{prefix}.weight", weight.dequantize()
+            yield from () if bias is None else [(f"{prefix}.bias", bias)]
 
 
-def _stored(module: torch.nn.Module, place: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a parameter that accelerate has offloaded; any other tensor as it is."""
+def _stored(module: torch.nn.Module, prefix: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of a parameter that accelerate has offloaded; any other tensor unchanged."""
     if not tensor.is_meta:
         return tensor
     hook = getattr(module, "_hf_hook", None)
-    for each in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
+    for inner in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
         with contextlib.suppress(KeyError, TypeError):  # TypeError: this hook has no map
-            found: torch.Tensor = getattr(each, "weights_map", None)[name]  # type: ignore[index]
-            return found
+            data: torch.Tensor = getattr(inner, "weights_map", None)[name]  # type: ignore[index]
+            return data
     raise ModelError(
-        "the model's weights are not in memory, so they cannot be identified", where=f"{place}.{name}",
+        "the model's weights are not in memory, so they cannot be identified", where=f"{prefix}.{name}",
         got="a tensor on the meta device, without a hook of accelerate that knows where its data is",
         remedy="pass a model whose weights are loaded, or offloaded by accelerate",
     )  # fmt: skip
 
 
-def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensor itself, or those that a wrapper such as torchao's is made of; then the tensors that are attached
-    to it, such as the scales of bitsandbytes."""
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensor, or the components of a wrapper such as torchao's; then the tensors attached to it, such as
+    the scales of bitsandbytes."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = {key: getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]}
     else:
         yield name, tensor
         inner = vars(tensor) if is_packed(tensor) else {}
-    yield from _attached(name, inner)
+    yield from _attached_tensors(name, inner)
 
 
-def _attached(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _attached_tensors(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     for key, value in values.items():
         if isinstance(value, torch.Tensor):
-            yield from _plain(f"{name}.{key}", value)
+            yield from _plain_tensors(f"{name}.{key}", value)
         elif type(value).__name__ == "QuantState":  # of bitsandbytes: its scales may have scales of their own
-            yield from _attached(f"{name}.{key}", vars(value))
+            yield from _attached_tensors(f"{name}.{key}", vars(value))
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Is this a tensor of a subclass that packs or wraps its data, as quantised weights do?"""
+    """Return whether a tensor is of a subclass that packs or wraps its data, as quantised weights are."""
     import torch
 
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """sha256 of a tokenizer in memory: all that its backend would save, or else its vocabulary, and special tokens."""
+    """Return the sha256 of a tokenizer in memory: its serialised backend (else its vocabulary) and special tokens."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
-    return hashlib.sha256(f"{words}\0{special}".encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(f"{vocabulary}\0{special}".encode("utf-8", "surrogatepass")).hexdigest()

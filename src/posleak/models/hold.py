@@ -1,16 +1,16 @@
-"""Exclusive use of a model: one thread at a time, in evaluation mode, and given back as it was.
+"""Reserve a model for one thread, in evaluation mode, and restore it afterwards.
 
     with exclusive(model):
-        ...             # its weights, its attention and its outputs are its own; attach(model) is allowed inside
+        ...             # its weights, attention and outputs are its own; attach(model) is allowed inside
 
-Attaching changes a model, its config, and for some edits its weights. Another thread that wants the same model waits.
-The thread that has it attached would wait for itself, so that it is refused. Models that were built from one config
-object share it, and count as one.
+Attaching changes a model, its config and, for some edits, its weights. Another thread that wants the same model waits.
+The thread that has it attached would wait for itself, so that it gets an error instead. Models that were built from one
+config object share it, and count as one.
 
 While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
-an error, every module has its own mode again. `preserve_random_state` does the same for the random state of torch, for
-models that were seen to draw random numbers: the state belongs to all threads, and one that trains something else must not get
-the same numbers twice.
+an error, every module has its own mode again. `preserve_random_state` does the same for torch's random state, but only
+for models that draw random numbers: the state is shared by all threads, and restoring it while another thread trains
+would give that thread the same numbers twice.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from transformers import PreTrainedModel
 
 from posleak.errors import RunError
 
-PATIENCE = 1.0
-"""Seconds between two looks at whether the thread that is waited for still lives."""
+POLL_SECONDS = 1.0
+"""How often a waiting thread checks that the holder is still alive."""
 
 
 @dataclass(eq=False, repr=False)
 class Hold:
-    """A model in somebody's hands: the thread, and all configs of the model. `attached`: its attention is ours.
+    """A reservation of a model by a thread, with all configs of the model. `attached`: posleak replaces its attention.
 
-    cleanup: what gives the model back, kept here because the garbage collector, when it closes a generator, empties the
-    weak references that are reachable only through it, and torch's handles of hooks are such: they would not be removed
+    `cleanup` restores the model. It is kept here because the garbage collector, when it closes a generator, clears weak
+    references that are reachable only through it. torch's handles of hooks are such, and would not be removed.
     """
 
     model: PreTrainedModel
@@ -57,42 +57,42 @@ class Hold:
 
 
 _holds: dict[int, list[Hold]] = {}
-"""By the id of each config: who holds it, the innermost last. It keeps its configs alive, so that ids stay theirs."""
+"""Holds by the id of each config, the innermost last. They keep the configs alive, so that ids stay unique."""
 
 _changed = threading.Condition()
-"""Guards `_holds`. Its lock can be taken twice: the garbage collector may close a generator, which lets go of a model,
-at any line of any thread, those below included."""
+"""Guards `_holds`. Its lock is reentrant: the garbage collector may close a generator, which releases a model, at any
+line of any thread, those below included."""
 
 
 def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Every config that says which attention some part of the model uses, each once."""
-    found: dict[int, Any] = {}
-    todo = [module.config for module in model.modules() if "config" in vars(module) or hasattr(type(module), "config")]
-    while todo:
-        config = todo.pop()
-        if id(config) not in found:
-            found[id(config)] = config
+    """Return every config that selects the attention of a part of the model, each once."""
+    configs: dict[int, Any] = {}
+    pending = [m.config for m in model.modules() if "config" in vars(m) or hasattr(type(m), "config")]
+    while pending:
+        config = pending.pop()
+        if id(config) not in configs:
+            configs[id(config)] = config
             inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-            todo += [each for each in inner if each is not None]
-    return tuple(found.values())
+            pending += [sub for sub in inner if sub is not None]
+    return tuple(configs.values())
 
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Reserve the model for this thread, with its own attention; others wait. The same thread may take it again."""
+    """Reserve the model for this thread, with its own attention; others wait. The same thread may enter again."""
     with holding(Hold.of(model, attached=False)), preserve_random_state(model):
         yield
 
 
 @contextmanager
 def holding(hold: Hold) -> Iterator[None]:
-    """Wait for the model and hold it; refused where this thread, or one that has ended, has it attached."""
+    """Wait for the model and hold it. Raise if this thread, or one that has ended, has it attached."""
     try:
-        _take(hold)
+        _acquire(hold)
         with evaluation_mode(hold.model):
             yield
     finally:
-        _let_go(hold)
+        _release(hold)
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_random_state(model: torch.nn.Module) -> Iterator[None]:
-    """Restore torch's random state on exit if the model draws random numbers (`random_models`)."""
+    """Restore torch's random state on exit if the model is in `random_models`."""
     if model not in random_models:
         yield
         return
@@ -119,7 +119,7 @@ def preserve_random_state(model: torch.nn.Module) -> Iterator[None]:
 
 
 random_models: WeakSet[torch.nn.Module] = WeakSet()
-"""Models that were seen to draw random numbers in a forward pass."""
+"""Models that have drawn random numbers in a forward pass."""
 
 
 def cuda_devices(model: torch.nn.Module) -> list[int]:
@@ -132,40 +132,38 @@ def random_states(model: torch.nn.Module) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices(model))]
 
 
-def _take(hold: Hold) -> None:
+def _acquire(hold: Hold) -> None:
     for last_try in (False, True):
         with _changed:
-            while (other := _in_the_way(hold)) is not None and not other.is_mine and other.thread.is_alive():
-                _changed.wait(PATIENCE)
+            while (other := _conflict(hold)) is not None and not other.is_mine and other.thread.is_alive():
+                _changed.wait(POLL_SECONDS)
             if other is None:
                 for config in hold.configs:
                     _holds.setdefault(id(config), []).append(hold)
                 return
         if last_try:
-            raise _measured_already(hold, other)
-        gc.collect()  # closes generators that were given up, but are still held by a circle of references
+            raise _already_attached(hold, other)
+        gc.collect()  # closes abandoned generators that a reference cycle keeps alive
 
 
-def _in_the_way(hold: Hold) -> Hold | None:
-    """A hold of another thread, or an attachment of this one."""
+def _conflict(hold: Hold) -> Hold | None:
+    """Return a hold of another thread, or an attachment of this one."""
     others = [other for config in hold.configs for other in tuple(_holds.get(id(config), ()))]
     return next((other for other in others if other.attached or other.thread is not hold.thread), None)
 
 
-def _let_go(hold: Hold) -> None:
-    """May be called from any thread, and for a hold that was never taken."""
+def _release(hold: Hold) -> None:
+    """Release a hold. May be called from any thread, and for a hold that was never acquired."""
     with _changed:
         for config in hold.configs:
-            left = [other for other in _holds.get(id(config), ()) if other is not hold]
+            left = [other for other in _holds.pop(id(config), ()) if other is not hold]
             if left:
                 _holds[id(config)] = left
-            else:
-                _holds.pop(id(config), None)
         _changed.notify_all()
 
 
-def _measured_already(hold: Hold, other: Hold) -> RunError:
-    shared = "" if other.model is hold.model else ", or rather another one that shares its config"
+def _already_attached(hold: Hold, other: Hold) -> RunError:
+    shared = "" if other.model is hold.model else ", or another one that shares its config"
     who = "by this thread, which would wait for itself" if other.is_mine else f"by {other.thread.name}, which has ended"
     return RunError(
         f"the model is being measured already{shared}", where=type(hold.model).__name__, got=f"attached {who}",
@@ -175,7 +173,7 @@ def _measured_already(hold: Hold, other: Hold) -> RunError:
 
 
 def wrong_thread_error(hold: Hold) -> RunError:
-    """For a forward pass in another thread than the one that measures."""
+    """Return the error for a forward pass in another thread than the one that measures."""
     return RunError(
         "the model is being measured in another thread, where this forward pass would be counted",
         where=type(hold.model).__name__,
@@ -185,11 +183,11 @@ def wrong_thread_error(hold: Hold) -> RunError:
 
 
 def this_thread_only(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A module hook that is deaf to forward passes of other threads."""
+    """Return a module hook that ignores forward passes of other threads."""
     thread = threading.get_ident()
 
     @functools.wraps(hook)
-    def heard(*args: Any, **kwargs: Any) -> Any:
+    def filtered(*args: Any, **kwargs: Any) -> Any:
         return hook(*args, **kwargs) if threading.get_ident() == thread else None
 
-    return heard
+    return filtered

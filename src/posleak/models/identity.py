@@ -1,7 +1,7 @@
-"""What a model is, in fields that a result can carry: enough to know years later what was measured.
+"""Describe a model in fields that a result can carry: enough to know years later what was measured.
 
-Read from the model's own config, not from its name. Configs differ between families (nested text configs, per-layer
-lists, old and new spellings), so that each field has one small function that says which spellings it knows.
+All fields are read from the model's own config, not from its name. Configs differ between families (nested text
+configs, lists per layer, old and new keys), so that each field has one small function that knows their keys.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ if TYPE_CHECKING:
 
 
 SIBLING_MODEL_TYPE = "posleak_llama"
-"""The architecture of siblings.py, which transformers does not have."""
+"""The `model_type` of siblings.py, which transformers does not have."""
+OUTPUT_KEYS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
+"""Keys of a config that change what a forward pass returns, but no value in it."""
+WINDOW_KEYS = {
+    "sliding_attention": ("sliding_window", "kept_window"),
+    "chunked_attention": ("attention_chunk_size",),
+    "local": ("window_size",),
+}
+"""Keys of a config that limit what a layer type may see; the first that is set counts."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights came from: the part of an identity that the model object itself does not know.
+    """Where the weights came from: the part of an identity that the model object does not know.
 
-    `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was taken.
+    `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was computed.
     """
 
     name: str
@@ -46,17 +54,17 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Identity:
-    """One model, as measured.
+    """The identity of a model, as measured.
 
-    heads, kv_heads and head_dim are the largest over the layers, and 0 where the family has no such thing.
-    windows[l] is the number of keys that layer l may see, or None where it sees them all (or is no attention layer:
-    `layer_types` says so). `rotary` is the config's `rope_parameters`, nested per layer type in some families.
-    `bos` has config_id (the token that the config names), tokenizer_id (that the tokenizer names) and
-    tokenizer_prepends (the ids that the tokenizer puts first by itself, found by encoding a text; often none).
-    `tokenizer_sha256` is of the tokenizer's files or, for an object, of what it would save; `code_sha256` is of the
-    folder's *.py files, if trust_remote_code let them run. `adapters` are the active adapters of PEFT, and `hooks` the
-    forward hooks and replaced forward methods of its modules. `fingerprint` are outputs of the model's own forward pass
-    on a fixed prompt (probe/fingerprint.py); None until the model is measured.
+    heads, kv_heads and head_dim are the largest over the layers, and 0 if the family has no such thing.
+    windows[l] is the number of keys that a query of layer l may see, or None if it sees them all (or if the layer has
+    no attention, as `layer_types` shows). `rotary` is the config's `rope_parameters`, nested by layer type in some
+    families. `bos` has config_id and tokenizer_id (the BOS tokens of the config and of the tokenizer) and
+    tokenizer_prepends (the ids that the tokenizer puts before a text by itself; often none). `tokenizer_sha256` is of
+    the tokenizer's files or, for an object, of what it would save; `code_sha256` is of the folder's *.py files if
+    trust_remote_code let them run. `adapters` are the active adapters of PEFT, and `hooks` the forward hooks and
+    replaced forward methods of the modules. `fingerprint` holds outputs of the model's own forward pass on a fixed
+    prompt (probe/fingerprint.py); None until the model is measured.
     """
 
     name: str
@@ -89,63 +97,57 @@ class Identity:
 
     @property
     def spans(self) -> list[int]:
-        """The sizes of its windows, each once."""
+        """The distinct sizes of its windows."""
         return sorted({window for window in self.windows if window is not None})
 
     @property
     def facts(self) -> list[str]:
-        """What a reader of results must know about the model besides its name, in words."""
+        """What a reader of results must know about the model besides its name."""
         windows = f"window {', '.join(map(str, self.spans))}" if self.spans else None
         size = f"{self.layers} layers × {self.heads} heads"
         return [fact for fact in (self.architecture, size, windows, self.dtype, self.quantisation) if fact]
 
     def short(self) -> str:
-        """One line for people."""
+        """Return the identity as one line of text."""
         line = f"{self.name}: {', '.join(self.facts)}, on {self.device}, sha256 {self.weights_sha256[:12]}"
         return visible(line).replace("\n", "\\n")
 
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """Return the identity of a model in memory, without its fingerprint."""
-    with translate_errors(
-        "the model cannot be described", provenance.name, "correct its config, or fetch the files again"
-    ):
-        return _described(model, tokenizer, provenance)
-
-
-def _described(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
-    config = model.config
-    text = config.get_text_config(decoder=True)
-    return Identity(
-        name=escape_surrogates(provenance.name),
-        architecture=str(config.model_type),
-        model_class=type(model).__name__,
-        layers=_largest(text, "num_hidden_layers"),
-        heads=_largest(text, "num_attention_heads"),
-        kv_heads=_largest(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads"),
-        head_dim=_head_dim(text),
-        width=_largest(text, "hidden_size"),
-        vocab=int(text.vocab_size),
-        context=_context(text),
-        rotary={}
-        if getattr(text, "learned_positions", False)
-        else _plain(getattr(text, "rope_parameters", None) or {}),
-        windows=windows(text, provenance.name),
-        layer_types=_layer_types(text),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(input_device(model)),
-        quantisation=provenance.quantisation or _quantisation(config),
-        weights_sha256=provenance.weights_sha256,
-        config_sha256=config_sha256(config),
-        source=provenance.source,
-        revision=None if provenance.revision is None else escape_surrogates(provenance.revision),
-        bos=_bos(config, text, tokenizer),
-        licence=provenance.licence,
-        tokenizer_sha256=provenance.tokenizer_sha256,
-        code_sha256=provenance.code_sha256,
-        adapters=_adapters(model),
-        hooks=_hooks(model),
-    )
+    remedy = "correct its config, or fetch the files again"
+    with translate_errors("the model cannot be described", provenance.name, remedy):
+        config = model.config
+        text = config.get_text_config(decoder=True)
+        rotary = {} if getattr(text, "learned_positions", False) else getattr(text, "rope_parameters", None) or {}
+        return Identity(
+            name=escape_surrogates(provenance.name),
+            architecture=str(config.model_type),
+            model_class=type(model).__name__,
+            layers=_largest(text, "num_hidden_layers"),
+            heads=_largest(text, "num_attention_heads"),
+            kv_heads=_largest(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads"),
+            head_dim=_head_dim(text),
+            width=_largest(text, "hidden_size"),
+            vocab=int(text.vocab_size),
+            context=_context(text),
+            rotary=_json_ready(rotary),
+            windows=windows(text, provenance.name),
+            layer_types=_layer_types(text),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(input_device(model)),
+            quantisation=provenance.quantisation or _quantisation(config),
+            weights_sha256=provenance.weights_sha256,
+            config_sha256=config_sha256(config),
+            source=provenance.source,
+            revision=None if provenance.revision is None else escape_surrogates(provenance.revision),
+            bos=_bos(config, text, tokenizer),
+            licence=provenance.licence,
+            tokenizer_sha256=provenance.tokenizer_sha256,
+            code_sha256=provenance.code_sha256,
+            adapters=_adapters(model),
+            hooks=_hooks(model),
+        )
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -154,60 +156,59 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def module_device(module: torch.nn.Module) -> torch.device:
-    """Return the device of the module's weights; where accelerate has offloaded them, the one that it computes on."""
+    """Return the device of the module's weights, or the execution device if accelerate has offloaded them."""
     import torch
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
     hook = getattr(module, "_hf_hook", None)
-    found = [getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,))]
-    return torch.device(next((place for place in found if place is not None), "meta"))
+    devices = [getattr(inner, "execution_device", None) for inner in getattr(hook, "hooks", (hook,))]
+    return torch.device(next((device for device in devices if device is not None), "meta"))
+
+
+# -- code around the weights ----------------------------------------------------------------------------------------
 
 
 def _adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the adapters that act, in PEFT's layers; merged ones are weights, and are named as merged."""
-    found, layers = set[str](), list[Any](model.modules())
+    """Return the names of PEFT's active adapters; merged ones are part of the weights, and are marked as merged."""
+    names, layers = set[str](), list[Any](model.modules())
     for layer in layers:
         if isinstance(getattr(type(layer), "active_adapters", None), property):  # a layer of PEFT
-            found |= set() if layer.disable_adapters else set(map(str, layer.active_adapters))
-            found |= {f"{name} (merged)" for name in getattr(layer, "merged_adapters", ())}
-    return tuple(sorted(found))
+            names |= set() if layer.disable_adapters else set(map(str, layer.active_adapters))
+            names |= {f"{name} (merged)" for name in getattr(layer, "merged_adapters", ())}
+    return tuple(sorted(names))
 
 
 def _hooks(model: PreTrainedModel) -> tuple[str, ...]:
     """Return what runs in addition to the modules' own code: forward hooks, and forward methods that were replaced.
 
-    Left out: hooks by which transformers records outputs once it was asked to, and methods that accelerate replaces to
-    move weights. Neither changes a number.
+    Excluded, since they change no value: hooks by which transformers records outputs, and methods that accelerate
+    replaces to move weights.
     """
-    found = [f"every module: {_qualified(hook)}" for hook in _global_hooks()]
+    from torch.nn.modules import module as torch_module
+
+    every = [*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values()]
+    names = [f"every module: {_qualified(hook)}" for hook in every]
     for name, module in model.named_modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        hooks = [hook for hook in hooks if not _is_recorder(hook)] + _replaced(module)
-        found += [f"{name or 'model'}: {_qualified(hook)}" for hook in hooks]
-    return tuple(found)
+        hooks = [hook for hook in hooks if not _is_recorder(hook)] + _replaced_forward(module)
+        names += [f"{name or 'model'}: {_qualified(hook)}" for hook in hooks]
+    return tuple(names)
 
 
-def _replaced(module: torch.nn.Module) -> list[Any]:
-    """Return the function that replaces the module's forward method, if there is one; accelerate's calls the method."""
+def _replaced_forward(module: torch.nn.Module) -> list[Any]:
+    """Return the function that replaces the module's forward method, if any; accelerate's wrapper is looked through."""
     forward = vars(module).get("forward")
     if getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks":
         forward = vars(module).get("_old_forward")
     return [] if forward is None or getattr(forward, "__func__", None) is type(module).forward else [forward]
 
 
-def _global_hooks() -> list[Any]:
-    """Return the forward hooks that torch calls for every module."""
-    from torch.nn.modules import module
-
-    return [*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values()]
-
-
 def _is_recorder(hook: Any) -> bool:
-    """Return whether the code of a hook is of transformers or posleak; decorators may copy the name of a module."""
-    home = str(getattr(hook, "__globals__", {}).get("__name__"))
-    return home.startswith(("transformers.", "posleak.")) and not hasattr(hook, "__wrapped__")
+    """Return whether a hook is code of transformers or posleak; decorators may copy the name of a module."""
+    module = str(getattr(hook, "__globals__", {}).get("__name__"))
+    return module.startswith(("transformers.", "posleak.")) and not hasattr(hook, "__wrapped__")
 
 
 def _qualified(function: Any) -> str:
@@ -216,60 +217,50 @@ def _qualified(function: Any) -> str:
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
-OUTPUTS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
-"""Keys of a config that change what a forward pass returns, and no number in it."""
+# -- configs --------------------------------------------------------------------------------------------------------
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
-    """sha256 of the config: equal weights under another scaling, activation or window are another model.
+    """Return the sha256 of the config: equal weights with another scaling, activation or window are another model.
 
-    Left out: where it was loaded from, the version of transformers, the dtype, which the identity has by itself, and
+    Excluded are the path it was loaded from, the version of transformers, the dtype, which is a field of its own, and
     what a forward pass returns.
     """
     fields = json.loads(config.to_json_string(use_diff=False))
-    apart = ("transformers_version", "dtype", "architectures", *OUTPUTS)
-    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in apart}
+    excluded = ("transformers_version", "dtype", "architectures", *OUTPUT_KEYS)
+    kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in excluded}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-SPANS = {
-    "sliding_attention": ("sliding_window", "kept_window"),
-    "chunked_attention": ("attention_chunk_size",),
-    "local": ("window_size",),
-}
-"""Keys of a config that limit what a kind of layer may see; the first that is set counts."""
-
-
 def windows(text: PreTrainedConfig, where: str) -> tuple[int | None, ...]:
-    """Return per layer how many keys a query may see, None for all of them; `where` is named in errors."""
+    """Return for each layer how many keys a query may see, None for all; `where` is the path for error messages."""
     types = _layer_types(text)
     if types is None:
         types = ("sliding_attention",) * _largest(text, "num_hidden_layers")
-    return tuple(_span(text, kind, where) for kind in types)
+    return tuple(_window(text, layer_type, where) for layer_type in types)
 
 
-def _span(text: PreTrainedConfig, kind: str, where: str) -> int | None:
-    """Return the window of one kind of layer; reject one that leaves a query no key, not even its own."""
-    if kind == "sliding_attention" and getattr(text, "use_sliding_window", True) is False:
+def _window(text: PreTrainedConfig, layer_type: str, where: str) -> int | None:
+    """Return the window of a layer type. Reject one that leaves a query no key, not even its own."""
+    if layer_type == "sliding_attention" and getattr(text, "use_sliding_window", True) is False:
         return None
-    stated = ((name, getattr(text, name, None)) for name in SPANS.get(kind, ()))
-    name, span = next(((name, span) for name, span in stated if span), ("", None))  # 0 hides nothing in most families
-    if span is None or (type(span) is int and span > 0):
-        return span
+    stated = ((name, getattr(text, name, None)) for name in WINDOW_KEYS.get(layer_type, ()))
+    name, window = next(((name, value) for name, value in stated if value), ("", None))  # 0 mostly means no window
+    if window is None or (type(window) is int and window > 0):
+        return window
     raise ModelError(
-        "the config states a window that no model can have", where=where, got=f"{name} = {span!r:.80}",
-        expected="a whole number, 1 or more, or null where a layer sees all keys", remedy=f"correct {name}",
+        "the config states a window that no model can have", where=where, got=f"{name} = {window!r:.80}",
+        expected="an integer of 1 or more, or null if a layer sees all keys", remedy=f"correct {name}",
     )  # fmt: skip
 
 
 def _layer_types(text: PreTrainedConfig) -> tuple[str, ...] | None:
-    """The kind of each layer, where the config says; `attention_layers` is GPT-Neo's older spelling."""
-    types = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    types = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)  # the latter of GPT-Neo
     return None if types is None else tuple(map(str, types))
 
 
 def _largest(text: PreTrainedConfig, *names: str) -> int:
-    """The first of `names` that the config has: one number, or a list with one per layer (None: not attention)."""
+    """Return the first of `names` that the config has; the maximum of a list with one value per layer."""
     for name in names:
         value = _per_layer(text, name)
         if value is not None:
@@ -278,7 +269,7 @@ def _largest(text: PreTrainedConfig, *names: str) -> int:
 
 
 def _per_layer(text: PreTrainedConfig, name: str) -> Any:
-    """A config's value; one per layer where layers differ, since transformers then refuses to read a common one."""
+    """Return a value of the config, or one per layer where layers differ: transformers then has no common value."""
     if name != "num_hidden_layers" and getattr(text, "is_heterogeneous", False):
         return [getattr(layer, name, None) for layer in text.per_layer_config]
     return getattr(text, name, None)
@@ -290,13 +281,12 @@ def _head_dim(text: PreTrainedConfig) -> int:
 
 
 def _context(text: PreTrainedConfig) -> int | None:
-    """Some configs say −1 for "as many as you like"."""
     context = getattr(text, "max_position_embeddings", None)
-    return None if context is None or int(context) < 1 else int(context)
+    return None if context is None or int(context) < 1 else int(context)  # some configs say −1 for "unlimited"
 
 
 def _quantisation(config: PreTrainedConfig) -> str | None:
-    """What the config says about quantised weights (bitsandbytes, GPTQ, FP8, MXFP4 …)."""
+    """Return the quantisation method of the config (bitsandbytes, GPTQ, FP8, MXFP4 …)."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -305,19 +295,19 @@ def _quantisation(config: PreTrainedConfig) -> str | None:
 
 
 def _bos(config: PreTrainedConfig, text: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    from posleak.models.tokenizer import prepended
+    from posleak.models.tokenizer import prepended_ids
 
     stated = getattr(text, "bos_token_id", None)
     return {
         "config_id": getattr(config, "bos_token_id", None) if stated is None else stated,
         "tokenizer_id": None if tokenizer is None else tokenizer.bos_token_id,
-        "tokenizer_prepends": None if tokenizer is None else list(prepended(tokenizer)),
+        "tokenizer_prepends": None if tokenizer is None else list(prepended_ids(tokenizer)),
     }
 
 
-def _plain(value: Any) -> Any:
+def _json_ready(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_ready(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

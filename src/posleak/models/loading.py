@@ -1,4 +1,4 @@
-"""`load`: a name -> a `Subject`. Refusals come before the weights are read, but for hashes, which are taken then."""
+"""`load`: a name -> a `Subject`. Models are rejected before their weights are read; hashing starts earlier."""
 
 from __future__ import annotations
 
@@ -8,92 +8,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posleak.errors import ModelError
-from posleak.models import (
-    bounds,
-    cache as caching,
-    hashing,
-    manifest,
-    memory,
-    pretrained,
-    refusals,
-    sources,
-    tokenizer,
-    trust,
-    weights,
-)
+from posleak.models import bounds, cache as caching, configs, hashing, memory, pretrained, sources, weights
+from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.library_errors import translate_errors
-from posleak.models.sources import split_revision
+from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.models.subject import Subject, stable_checksum
+from posleak.models.tokenizer import read_tokenizer, tokenizer_files
 from posleak.signatures import checked
 from posleak.text import visible
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from posleak.models.convert import Say
-
-
-@dataclass(frozen=True)
-class _Allowed:
-    """What the caller allows, and where hashes are remembered."""
-
-    cache: Path
-    trust_remote_code: bool
-    allow_pickle: bool
-    verify: bool
-
-    def hashing(self, located: sources.Located) -> hashing.Background:
-        """Begin to hash the weights of a folder; the small files of a converted model are compared at once."""
-        with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
-            names = weights.files(located.folder, allow_pickle=self.allow_pickle)
-            if located.record is not None:
-                manifest.require_small(located.folder, located.record, names)
-        fresh = self.verify or located.record is not None
-        return hashing.Background(located.folder, names, None if fresh else self.cache)
-
-
-@dataclass(frozen=True)
-class _Target:
-    """On which device, and in which dtype, the weights will be in memory."""
-
-    device: str
-    dtype: torch.dtype | str
-    device_map: str | dict[str, Any] | None
-
-    @property
-    def placement(self) -> str | dict[str, Any] | None:
-        """For from_pretrained: straight onto the accelerator, without a copy in main memory first."""
-        return self.device_map or (None if self.device == "cpu" else {"": self.device})
-
-    def cast(self, config: PreTrainedConfig) -> torch.dtype | None:
-        """The dtype that the weights will have; None if that is decided file by file."""
-        import torch
-
-        chosen = config.dtype if self.dtype == "auto" else self.dtype
-        return chosen if isinstance(chosen, torch.dtype) else None
-
-    def bytes(self, config: PreTrainedConfig, need: memory.MemoryNeed) -> int:
-        """What a model takes in memory, at least: how far quantised weights are packed is not known."""
-        import torch
-
-        if getattr(config, "quantization_config", None) is not None:
-            return need.numbers // 8 + need.tables
-        return need.bytes_as(self.cast(config) or torch.float32)
-
-    def require(self, need: int, where: str) -> None:
-        """Refuse what does not fit on the device or, with a device map, on the whole machine."""
-        spread = self.device_map is not None
-        memory.require_memory(
-            need,
-            where=where,
-            device="this machine" if spread else self.device,
-            available=memory.machine_bytes if spread else lambda: memory.available_bytes(self.device),
-        )
+    AnyModel: TypeAlias = Subject | PreTrainedModel | str | os.PathLike[str]
+else:  # transformers is imported only when a model is used
+    AnyModel = Any
+"""A subject, a model of transformers, or what `load` takes: a built-in name, a folder, a .gguf file or a hub id."""
 
 
 @checked
@@ -108,130 +43,186 @@ def load(
     allow_pickle: bool = False,
     verify: bool = False,
     cache: str | os.PathLike[str] | None = None,
-    progress: Say | None = None,
-    notice: Say | None = None,
+    progress: OnStatus | None = None,
+    notice: OnStatus | None = None,
 ) -> Subject:
     """Load a built-in model, a folder, a GGUF file or a hub id.
 
-    name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id, which may
-                       name its revision: org/name@revision
-    device             where it computes: the accelerator if there is one, else the CPU
-    dtype              of its weights: float32 on a CPU, and as stored elsewhere
-    device_map         how transformers shall spread it over devices, instead of `device`
-    revision           of a hub id: a branch, a tag or a commit
-    trust_remote_code  let code run that comes with the model; it is refused otherwise
-    allow_pickle       read weights that are pickles, which can run code; they are refused otherwise
-    verify             hash all weights again, instead of trusting what is remembered of files that look unchanged
-    cache              a folder for what is fetched and converted, instead of the platform's cache
-    progress           called with each step while a built-in model is fetched; by default it prints to stderr
-    notice             called with the terms of use of a built-in model; by default it prints to stderr
+    name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id, optionally
+                       with its revision: org/name@revision
+    device             device to compute on; the default is the accelerator if there is one, else the CPU
+    dtype              dtype of the weights; the default is float32 on a CPU, and the stored dtype elsewhere
+    device_map         how transformers spreads the model over devices, instead of `device`
+    revision           branch, tag or commit of a hub id
+    trust_remote_code  run code that comes with the model, which is rejected otherwise
+    allow_pickle       read weights that are pickles, which can run code, and are rejected otherwise
+    verify             hash all weights again, instead of using cached hashes of files that look unchanged
+    cache              folder for fetched and converted models, instead of the platform's cache
+    progress           callback that receives a status line while a model is fetched; the default prints to stderr
+    notice             callback that receives the terms of use of a built-in model; the default prints to stderr
     """
     pretrained.require_docstrings()
-    text, pinned = split_revision(_name(name))
+    full_name = _name(name)
+    text, pinned = sources.split_revision(full_name)
     if pinned is not None and revision not in (None, pinned):
-        raise ModelError("two revisions are asked for", where=text, got=f"{pinned} and {revision}", remedy="name one")
+        raise ModelError("two revisions are given", where=text, got=f"{pinned} and {revision}", remedy="name one")
     revision = pinned or revision
-    if revision is not None and text in sources.known_names():
-        raise sources.no_revisions(text, revision, "this model")
+    if revision is not None and text in known_names():
+        raise sources.no_revisions_error(text, revision, "this model")
     pretrained.require_dtype(dtype)
-    sources.require_path(text)
-    asked = _Allowed(caching.cache_folder(cache), trust_remote_code, allow_pickle, verify)
+    sources.require_existing_path(text)
+    options = LoadOptions(
+        caching.cache_folder(cache), revision, trust_remote_code, allow_pickle, verify,
+        progress or _to_stderr, notice or _to_stderr,
+    )  # fmt: skip
     with ExitStack() as stack:
-        located = sources.at_hand(text, asked.cache)
+        located = sources.locate_offline(text, options.cache)
         if located is not None:  # hashed while torch is imported
-            hashes = stack.enter_context(asked.hashing(located))
-        target = _target(device, dtype, device_map)
+            hashes = stack.enter_context(_hashing(located, options))
+        target = _Target.of(device, dtype, device_map)
         if located is None:
-            located = sources.resolve(text, _wish(text, asked, target, revision, progress, notice))
-            hashes = stack.enter_context(asked.hashing(located))
+            located = sources.resolve(text, options, lambda config: target.require_fit(config, text, options))
+            hashes = stack.enter_context(_hashing(located, options))
         with translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY):
-            return _read(_name(name), located, target, asked, hashes)
+            return _read(full_name, located, target, options, hashes)
+
+
+def subject_of(model: AnyModel) -> Subject:
+    """Return a subject unchanged, load a name as `load` does, and wrap a model in memory without a tokenizer."""
+    if isinstance(model, Subject):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return load(model)
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return Subject.of(model)
+    raise ModelError(
+        "this cannot be measured", where="subject", got=f"{type(model).__name__} {visible(repr(model)):.80}",
+        expected="a Subject, a model of transformers, or the name of a model",
+        remedy='pass posleak.load("smollm2-135m"), Subject.of(model, tokenizer), or the name itself',
+    )  # fmt: skip
 
 
 def _name(name: str | os.PathLike[str]) -> str:
     if isinstance(name, str | os.PathLike) and os.fspath(name):
         return os.fsdecode(name)
     raise ModelError(
-        "this is no name of a model", where="load", got=f"{name!r:.80}",
+        "this is not the name of a model", where="load", got=f"{name!r:.80}",
         expected="a built-in name, a folder, a .gguf file or a hub id",
         remedy="pass a model that is in memory to Subject.of",
     )  # fmt: skip
-
-
-def _wish(
-    name: str, asked: _Allowed, target: _Target, revision: str | None, progress: Say | None, notice: Say | None
-) -> sources.Wish:
-    def fits(config: PreTrainedConfig) -> None:
-        target.require(target.bytes(config, memory.needed(config, trust_remote_code=asked.trust_remote_code)), name)
-
-    return sources.Wish(
-        cache=asked.cache,
-        revision=revision,
-        trust_remote_code=asked.trust_remote_code,
-        allow_pickle=asked.allow_pickle,
-        verify=asked.verify,
-        fits=fits,
-        progress=progress or _to_stderr,
-        notice=notice or _to_stderr,
-    )
 
 
 def _to_stderr(message: str) -> None:
     print(f"posleak: {visible(message)}", file=sys.stderr, flush=True)
 
 
-def _target(
-    device: str | torch.device | None, dtype: str | torch.dtype | None, device_map: str | dict[str, Any] | None
-) -> _Target:
-    if device is not None and device_map is not None:
-        raise ModelError(
-            "device and device_map exclude each other", got=f"{device} and {device_map}", remedy="pass one"
-        )
-    chosen = pretrained.pick_device(device)
-    return _Target(chosen, pretrained.pick_dtype(dtype, chosen), device_map)
+def _hashing(located: LocatedModel, options: LoadOptions) -> hashing.BackgroundHashes:
+    """Return the hashes of the weights, not started yet; compare the small files of a converted model at once."""
+    with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
+        names = weights.weight_files(located.folder, allow_pickle=options.allow_pickle)
+        if located.record is not None:
+            caching.require_unchanged(located.folder, located.record, names)
+    use_cache = located.record is None and not options.verify
+    return hashing.BackgroundHashes(located.folder, names, options.cache if use_cache else None)
 
 
-def _read(name: str, located: sources.Located, target: _Target, asked: _Allowed, hashes: hashing.Background) -> Subject:
-    config = refusals.read_config(located.folder, trust_remote_code=asked.trust_remote_code)
-    _require_room(located.folder, config, target, asked)
+@dataclass(frozen=True)
+class _Target:
+    """The device and the dtype that the weights will have in memory."""
+
+    device: str
+    dtype: torch.dtype | str
+    device_map: str | dict[str, Any] | None
+
+    @classmethod
+    def of(
+        cls, device: str | torch.device | None, dtype: str | torch.dtype | None, device_map: str | dict[str, Any] | None
+    ) -> _Target:
+        if device is not None and device_map is not None:
+            got = f"{device} and {device_map}"
+            raise ModelError("device and device_map exclude each other", got=got, remedy="pass one")
+        chosen = pretrained.choose_device(device)
+        return cls(chosen, pretrained.choose_dtype(dtype, chosen), device_map)
+
+    @property
+    def placement(self) -> str | dict[str, Any] | None:
+        """The device_map for from_pretrained: directly onto the accelerator, without a copy in main memory first."""
+        return self.device_map or (None if self.device == "cpu" else {"": self.device})
+
+    def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
+        """Return the dtype that the weights will have; None if it is that of each file."""
+        import torch
+
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
+        return dtype if isinstance(dtype, torch.dtype) else None
+
+    def bytes(self, config: PreTrainedConfig, need: memory.MemoryNeed) -> int:
+        """Return a lower bound on the bytes of a model: how densely quantised weights are packed is not known."""
+        import torch
+
+        if _is_quantised(config):
+            return need.parameters // 8 + need.buffer_bytes
+        return need.bytes_as(self.loaded_dtype(config) or torch.float32)
+
+    def require_fit(self, config: PreTrainedConfig, name: str, options: LoadOptions) -> None:
+        """Reject a config whose model does not fit."""
+        need = memory.memory_need(config, trust_remote_code=options.trust_remote_code)
+        self.require_memory(self.bytes(config, need), name)
+
+    def require_memory(self, need: int, where: str) -> None:
+        """Reject what does not fit on the device or, with a device map, on the whole machine."""
+        spread = self.device_map is not None
+        available = memory.machine_bytes() if spread else memory.available_bytes(self.device)
+        memory.require_memory(need, available, where=where, device="this machine" if spread else self.device)
+
+
+def _is_quantised(config: PreTrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _read(
+    name: str, located: LocatedModel, target: _Target, options: LoadOptions, hashes: hashing.BackgroundHashes
+) -> Subject:
+    folder, trusted = located.folder, options.trust_remote_code
+    config = configs.read_config(folder, trust_remote_code=trusted)
+    _require_consistent(folder, config, target, options)
     model = pretrained.read_model(
-        located.folder,
-        config,
-        dtype=target.dtype,
-        device_map=target.placement,
-        trust_remote_code=asked.trust_remote_code,
-        allow_pickle=asked.allow_pickle,
-    )
-    words = tokenizer.read(located.folder, config, trust_remote_code=asked.trust_remote_code)
-    checksum, config_hash = stable_checksum(model), config_sha256(model.config)
-    how = f"{model.dtype} {config_hash} {version('torch')} {version('transformers')}"
-    found = hashing.confirmed(hashes, asked.cache, checksum, how)
+        folder, config, dtype=target.dtype, device_map=target.placement, trust_remote_code=trusted,
+        allow_pickle=options.allow_pickle,
+    )  # fmt: skip
+    tokenizer = read_tokenizer(folder, config, trust_remote_code=trusted)
+    checksum = stable_checksum(model)
+    conditions = f"{model.dtype} {config_sha256(model.config)} {version('torch')} {version('transformers')}"
+    confirmed = hashing.confirm_hashes(hashes, options.cache, checksum, conditions)
     if located.record is not None:
-        manifest.require_same(located.folder, located.record, found)
+        caching.require_hashes(folder, located.record, confirmed)
     provenance = Provenance(
         name=name,
         source=located.source,
-        weights_sha256=hashing.joined_sha256(found),
+        weights_sha256=hashing.joined_sha256(confirmed),
         checksum=checksum,
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,
-        tokenizer_sha256=None if words is None else _sha256(located.folder, tokenizer.files(located.folder)),
-        code_sha256=_sha256(located.folder, trust.code(located.folder)) if trust.ran_code(model, words) else None,
+        tokenizer_sha256=None if tokenizer is None else _sha256(folder, tokenizer_files(folder)),
+        code_sha256=_sha256(folder, configs.code_files(folder)) if configs.ran_local_code(model, tokenizer) else None,
     )
-    return Subject(model, words, describe(model, words, provenance), provenance)
+    return Subject(model, tokenizer, describe(model, tokenizer, provenance), provenance)
 
 
 def _sha256(folder: Path, names: list[str]) -> str:
-    """One hash of small files, which are never taken from memory."""
+    """Return one hash of small files, without the cache of hashes."""
     return hashing.joined_sha256({name: hashing.file_sha256(folder / name) for name in names})
 
 
-def _require_room(folder: Path, config: PreTrainedConfig, target: _Target, asked: _Allowed) -> None:
-    """Refuse a model that its files cannot hold, or that memory cannot."""
-    held = weights.read_headers(folder, allow_pickle=asked.allow_pickle)
-    bounds.require_layers(folder, config, held)
-    need = memory.needed(config, trust_remote_code=asked.trust_remote_code)
-    packed = getattr(config, "quantization_config", None) is not None
-    bounds.require_held(folder / "config.json", need, 8 * held.bytes if packed else held.elements)
-    target.require(max(held.bytes_as(target.cast(config)), target.bytes(config, need)), str(folder))
+def _require_consistent(folder: Path, config: PreTrainedConfig, target: _Target, options: LoadOptions) -> None:
+    """Reject a model that is larger than its files, or than the memory."""
+    stored = weights.read_headers(folder, allow_pickle=options.allow_pickle)
+    bounds.require_tensors_for_layers(folder, config, stored)
+    need = memory.memory_need(config, trust_remote_code=options.trust_remote_code)
+    elements = 8 * stored.bytes if _is_quantised(config) else stored.elements
+    bounds.require_backed_by_files(folder / "config.json", need, elements)
+    need_bytes = max(stored.bytes_as(target.loaded_dtype(config)), target.bytes(config, need))
+    target.require_memory(need_bytes, str(folder))

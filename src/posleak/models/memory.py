@@ -1,8 +1,7 @@
-"""Whether a model fits, asked before its weights are read: a machine that swaps gives neither result nor message."""
+"""Check that a model fits into memory before its weights are read: a machine that swaps never finishes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,54 +15,53 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-CGROUP, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-PAGE = 4096
-"""Bytes of the smallest memory page: reading one byte brings at least so many into memory."""
-
+CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+PAGE_BYTES = 4096
+"""The smallest memory page: reading one byte maps at least this many."""
 UNLIMITED = 1 << 62
 
 
 def available_bytes(device: str | torch.device = "cpu") -> int:
-    """Bytes that can still be allocated on `device`: free memory, within what the process and its container may use."""
+    """Return how many bytes can still be allocated on `device`, within the limits of the process and its container."""
     import torch
 
-    kind = torch.device(device)
-    if kind.type == "cuda":
-        return int(torch.cuda.mem_get_info(kind)[0])
-    if kind.type == "mps":
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     import psutil
 
-    limits = [int(psutil.virtual_memory().available), _process_bytes(), *map(_container_bytes, _containers())]
+    limits = [int(psutil.virtual_memory().available), _process_bytes(), *map(_cgroup_bytes, _cgroups())]
     return max(min(limits), 0)
 
 
 def _process_bytes() -> int:
-    """What `ulimit -v` and `ulimit -d` still allow this process; a huge number without such limits."""
+    """Return what `ulimit -v` and `ulimit -d` still allow this process."""
     try:
         import resource
     except ModuleNotFoundError:  # not POSIX
         return UNLIMITED
     import psutil
 
-    held = psutil.Process().memory_info()
-    limits = ((resource.RLIMIT_AS, held.vms), (resource.RLIMIT_DATA, getattr(held, "data", 0)))
+    used = psutil.Process().memory_info()
+    limits = ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0)))
     allowed = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits]
     return min((limit - taken for limit, taken in allowed if limit != resource.RLIM_INFINITY), default=UNLIMITED)
 
 
-def _containers() -> list[Path]:
-    """The cgroup (v2) of this process and all that it is in: each may have a limit."""
+def _cgroups() -> list[Path]:
+    """Return the cgroup (v2) of this process and all that contain it: each may have a limit."""
     try:
-        own = next(line[4:] for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::/"))
+        name = next(line[4:] for line in PROCESS_CGROUP.read_text().splitlines() if line.startswith("0::/"))
     except (OSError, StopIteration):
-        own = ""
-    folder = CGROUP / own
-    return [folder, *(above for above in folder.parents if above.is_relative_to(CGROUP))]
+        name = ""
+    folder = CGROUP_ROOT / name
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(CGROUP_ROOT))]
 
 
-def _container_bytes(cgroup: Path) -> int:
-    """What the container still allows (cgroup v2), page cache counted as free; a huge number if it has no limit."""
+def _cgroup_bytes(cgroup: Path) -> int:
+    """Return what a cgroup (v2) still allows, with the page cache counted as free."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
@@ -75,36 +73,35 @@ def _container_bytes(cgroup: Path) -> int:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
+def machine_bytes() -> int:
+    """Return the free memory that a device map can use: main memory and every CUDA device."""
+    import torch
+
+    return sum(map(available_bytes, ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]))
+
+
 def read_weights(model: PreTrainedModel) -> None:
-    """Read every weight once: weights in main memory are mapped from their file, and come in when they are used."""
+    """Read every weight in main memory once: weights are mapped from their file, and enter memory on first use."""
     import torch
 
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
-            parameter.detach().flatten().view(torch.uint8)[::PAGE].sum()
-
-
-def machine_bytes() -> int:
-    """Everything that a device map can spread a model over: main memory and every CUDA device."""
-    import torch
-
-    accelerators = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return sum(available_bytes(device) for device in ["cpu", *accelerators])
+            parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What the model of a config takes: how many numbers its parameters have, and bytes of tables beside them."""
+    """The size of a model that was not loaded: its number of parameters, and the bytes of its buffers."""
 
-    numbers: int
-    tables: int
+    parameters: int
+    buffer_bytes: int
 
     def bytes_as(self, dtype: torch.dtype) -> int:
-        return self.numbers * dtype.itemsize + self.tables
+        return self.parameters * dtype.itemsize + self.buffer_bytes
 
 
-def needed(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MemoryNeed:
-    """What the model of this config takes: it is built without storage, and counted."""
+def memory_need(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MemoryNeed:
+    """Return the size of the model of this config, which is built without storage."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -112,17 +109,12 @@ def needed(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> Memo
     with about, pretrained.offline_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are counted once
-    return MemoryNeed(parameters, sum(table.numel() * table.itemsize for table in model.buffers()))
+    return MemoryNeed(parameters, sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()))
 
 
-def require_memory(need: int, *, where: str, device: str, available: Callable[[], int]) -> None:
-    """Refuse a model that is larger than what `available()` says there is."""
-    have = available()
-    if need > have:
-        raise TooLargeError(
-            f"the model's weights do not fit in the memory of {device}",
-            where=where,
-            got=f"{format_bytes(need)} of weights",
-            expected=f"at most {format_bytes(have)}",
-            remedy=USE_LESS_MEMORY,
-        )
+def require_memory(need: int, available: int, *, where: str, device: str) -> None:
+    """Reject a model of `need` bytes if fewer are `available`."""
+    if need > available:
+        got, expected = f"{format_bytes(need)} of weights", f"at most {format_bytes(available)}"
+        what = f"the model's weights do not fit in the memory of {device}"
+        raise TooLargeError(what, where=where, got=got, expected=expected, remedy=USE_LESS_MEMORY)

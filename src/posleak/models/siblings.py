@@ -1,10 +1,10 @@
-"""Two siblings of Llama that transformers has no class for, each one step away from it. The zoo trains and ships them.
+"""Two variants of Llama that transformers has no class for. The zoo trains them, and posleak ships them.
 
-kept_window        a query sees its nearest W − 1 keys and position 0: W keys, as many as under a window of W
-learned_positions  a learned vector for each position is added to the token's; queries and keys are not rotated
+kept_window        a query sees its nearest W − 1 keys and position 0: W keys, as many as with a window of W
+learned_positions  a learned vector per position is added to the token embedding; queries and keys are not rotated
 
-Everything else, attention included, is Llama's own code, so that the probe serves them like any other model. Importing
-this module makes them known to transformers' Auto classes.
+Everything else, attention included, is Llama's own code, so that the probe works as for any other model. Importing
+this module registers the classes with transformers' Auto classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posleak.models.identity import SIBLING_MODEL_TYPE
 
 @strict
 class SiblingConfig(LlamaConfig):
-    """Llama's config, with what the siblings differ in."""
+    """Llama's config with the keys of the two variants."""
 
     model_type = SIBLING_MODEL_TYPE
 
@@ -31,7 +31,7 @@ class SiblingConfig(LlamaConfig):
 
 
 class Unrotated(nn.Module):
-    """In the place of rotary embeddings: angles of 0."""
+    """Rotary embeddings with all angles 0."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         shape = (*position_ids.shape, 1)  # broadcast over the dimensions of a head
@@ -39,7 +39,7 @@ class Unrotated(nn.Module):
 
 
 def nearest_and_first(window: int) -> Any:
-    """A mask function: the nearest `window` − 1 keys, and position 0."""
+    """Return a mask function that shows the nearest `window` − 1 keys, and position 0."""
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query - key < window - 1) | (key == 0)

@@ -1,4 +1,4 @@
-"""The value that every later stage takes: a model, its tokenizer if it has one, and its identity."""
+"""The model under test: `Subject` holds a model, its tokenizer if it has one, and its identity."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 RUN_IN_TRANSFORMERS = "run it once in transformers, without posleak, to see the cause"
-CHANGED = ", then changed in memory"
-"""Follows the source of a model whose weights are no longer those that were loaded."""
+CHANGED_SUFFIX = ", then changed in memory"
+"""Appended to the source of a model whose weights have changed since they were loaded."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Subject:
-    """A model that can be measured. Nothing in posleak changes it; edits are applied around a forward pass.
+    """A model that can be measured. posleak does not change it; edits are applied around a forward pass.
 
-    `identity` describes the model at the time when it was taken. Every measurement takes it again (`current`, which
-    `probe.fingerprint.identified` completes by a fingerprint). `attributes` are those of its modules at that time.
+    `identity` describes the model when it was last identified. Every measurement identifies it again (`current`; then
+    `probe.fingerprint.identified` adds a fingerprint). `attributes` are those of its modules at that time.
     """
 
     model: PreTrainedModel
@@ -41,7 +41,7 @@ class Subject:
     ) -> Subject:
         """Return a subject for a model in memory. It is measured in evaluation mode, and its own modes are restored."""
         _require_objects(model, tokenizer)
-        _require_whole(model, name)
+        _require_unsharded(model, name)
         provenance = Provenance(
             name=name,
             source="object",
@@ -56,18 +56,19 @@ class Subject:
 
         All weights are read. If they have changed since they were hashed, they are hashed again.
         """
-        _require_whole(self.model, self.identity.name)
+        _require_unsharded(self.model, self.identity.name)
         provenance = self.provenance
         if (checksum := hashing.checksum(self.model)) != provenance.checksum:
+            suffix = "" if provenance.source == "object" else CHANGED_SUFFIX
             provenance = replace(
                 provenance, checksum=checksum, weights_sha256=hashing.model_sha256(self.model), revision=None,
-                source=provenance.source.removesuffix(CHANGED) + ("" if provenance.source == "object" else CHANGED),
+                source=provenance.source.removesuffix(CHANGED_SUFFIX) + suffix,
             )  # fmt: skip
         identity = replace(describe(self.model, self.tokenizer, provenance), fingerprint=fingerprint)
         return Subject(self.model, self.tokenizer, identity, provenance)
 
     def is_unchanged(self) -> bool:
-        """Return whether weights, config and attributes of all modules are those of when the subject was identified."""
+        """Return whether weights, config and attributes of all modules are as they were when it was identified."""
         from posleak.models.hold import exclusive
 
         with exclusive(self.model):
@@ -77,25 +78,25 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where input ids must be put."""
+        """The device that input ids must be on."""
         return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights, whatever an edit makes of them for the time of a pass."""
+        """The dtype of its weights, even while an edit computes in another."""
         import torch
 
-        found: torch.dtype = getattr(torch, self.identity.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.identity.dtype)
+        return dtype
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this number can be embedded."""
+        """The number of ids that can be embedded."""
         return self.identity.vocab
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for, if its config says."""
+        """The number of positions that the model was made for, if its config states it."""
         return self.identity.context
 
     def __repr__(self) -> str:
@@ -103,10 +104,10 @@ class Subject:
 
 
 def module_attributes(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return the attributes of all modules, hooks included, in a form that can be compared at another time.
+    """Return the attributes of all modules, hooks included, in a form that can be compared later.
 
-    A simple value stands for itself, a container for its items, and anything else for which object it is. Parameters
-    and buffers are left to the checksum.
+    A simple value represents itself, a container its items, and any other object its id. Parameters and buffers are
+    covered by the checksum.
     """
     import torch
 
@@ -130,7 +131,7 @@ def module_attributes(model: PreTrainedModel) -> tuple[Any, ...]:
 def stable_checksum(model: PreTrainedModel) -> str:
     """Return the checksum of the model's weights.
 
-    Some quantised modules pack their weights anew in their first forward pass. It is run before the checksum is taken.
+    Some quantised modules repack their weights in their first forward pass, so that one is run before.
     """
     if any(hashing.is_packed(parameter) for parameter in model.parameters()):
         import torch
@@ -138,45 +139,36 @@ def stable_checksum(model: PreTrainedModel) -> str:
         from posleak.models.hold import exclusive
 
         ids = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
-        with (
-            translate_errors("the model cannot be run", type(model).__name__, RUN_IN_TRANSFORMERS),
-            exclusive(model),
-            torch.no_grad(),
-        ):
+        about = translate_errors("the model cannot be run", type(model).__name__, RUN_IN_TRANSFORMERS)
+        with about, exclusive(model), torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return hashing.checksum(model)
 
 
-def _require_whole(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model of which this process holds only a part."""
+def _require_unsharded(model: PreTrainedModel, name: str) -> None:
+    """Reject a model of which this process holds only a part."""
     sharded = next((where for where, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
     parallel = getattr(model, "_tp_size", None) or 1
     if sharded is None and parallel == 1:
         return
     raise UnsupportedError(
         "the model is spread over several processes (tensor parallel or FSDP): each would measure only its own part",
-        where=name,
-        got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
-        expected="a model whose weights are whole in this process",
+        where=name, got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
+        expected="a model whose weights are complete in this process",
         remedy="load it in one process, with device_map='auto' if it needs several devices",
     )  # fmt: skip
 
 
 def _require_objects(model: object, tokenizer: object) -> None:
-    """A model and a tokenizer as transformers makes them; the annotations are not checked when code runs."""
+    """Reject objects that are not a model and a tokenizer of transformers."""
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    if not isinstance(model, PreTrainedModel):
-        raise _not_an_object("the model is no model of transformers", model, "a PreTrainedModel with a config")
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise _not_an_object("the tokenizer is none of transformers", tokenizer, "a PreTrainedTokenizerBase, or None")
-
-
-def _not_an_object(what: str, given: object, expected: str) -> ModelError:
-    return ModelError(
-        what,
-        where="Subject.of",
-        got=f"{type(given).__name__} {visible(repr(given)):.80}",
-        expected=expected,
-        remedy="load a name, a folder or a file with posleak.load",
-    )
+    checks: list[tuple[str, object, type]] = [("model", model, PreTrainedModel)]
+    checks.append(("tokenizer", tokenizer, PreTrainedTokenizerBase))
+    for what, given, kind in checks[: 1 if tokenizer is None else 2]:
+        if not isinstance(given, kind):
+            raise ModelError(
+                f"this is not a {what} of transformers", where="Subject.of",
+                got=f"{type(given).__name__} {visible(repr(given)):.80}", expected=f"a {kind.__name__}",
+                remedy="load a name, a folder or a file with posleak.load",
+            )  # fmt: skip

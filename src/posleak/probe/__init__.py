@@ -1,6 +1,6 @@
-"""Stage 3, listening: the one attention function, the plan of rows, attaching and detaching, calibration.
+"""The probe: the attention function with its observers and edits, the plan of rows, placements, and calibration.
 
-Plans and the seam of edits need no torch: what is asked for is checked before it is imported.
+Plans and the base class of edits do not import torch, so that requests are checked before it is loaded.
 """
 
 import lazy_loader

@@ -1,12 +1,12 @@
-"""Listening to a model: one attention function, registered with its mask, that observers look at and edits change.
+"""Attachment of a probe to a model: one attention function that observers watch and edits change.
 
     with attach(model, observers=[rows]) as probe:
         probe.forward(ids)
 
-Any model on transformers' attention interface is served by the same function; nothing here knows a model by name. What
-a model computes off the interface is seen while it is computed, and handed to that function too (tracer.py).
-On exit, also after an exception, the model has its own attention back and the registries are as they were. A model is
-attached once at a time: another thread waits, and the same thread is refused (hold.py).
+All models that use transformers' attention interface are supported by the same function; no model family is treated
+specially. Attention that a model computes itself is traced and passed to that function (tracer.py). On exit, also after
+an exception, the model has its own attention again and transformers' registries are unchanged. A model has one
+attachment at a time: other threads wait, and the same thread gets an error (models/hold.py).
 """
 
 from __future__ import annotations
@@ -29,52 +29,45 @@ from posleak.models.hold import Hold, configs_of, holding, preserve_random_state
 from posleak.stopwatch import stage
 
 from .call import Call
-from .edit import Edit
-from .edit_effect import EditEffectRecorder
-from .experts import runnable_experts
+from .edit import Edit, EditEffectRecorder
 from .kernel import attend
-from .rotary import own_rotation
+from .native import backbone, own_rotation, runnable_experts
 from .stream import StreamObserver, streaming
 from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
 
-HARMLESS = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     {
-        "is_causal",  # the visibility says it
-        "sliding_window",  # likewise
-        "position_ids",  # already in the rotation
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "deterministic",  # about the backward pass
-        "training",
-        "layer_idx",
+        "is_causal", "sliding_window",  # contained in the visibility
+        "position_ids", "cache_position",  # contained in the rotation
+        "use_cache", "output_attentions", "output_hidden_states", "return_dict", "training", "layer_idx",
+        "deterministic",  # of the backward pass
     }
-)
-"""Arguments that do not enter the softmax. Any other that is set is refused by name."""
+)  # fmt: skip
+"""Arguments of the attention function that do not affect the softmax. Any other unknown argument is rejected."""
 
-_numbers = itertools.count()
-"""Of attachments: each has a name of its own in transformers' registries."""
+_attachment_numbers = itertools.count()
+"""Each attachment has a unique name in transformers' registries."""
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Looks at every attention call; `out` is what the model goes on with. One that has a method `stream` is shown the
-    residual stream too (stream.py)."""
+    """Receives every attention call. An observer with a method `stream` also receives the residual stream."""
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        """Called once for each attention call of a forward pass, in order, after edits; it must change neither."""
+        """Receive a call after all edits, and its output. Called in call order; must change neither."""
         ...
 
 
 @dataclass
 class Probe:
-    """An attachment: counts the calls of each forward pass and hands them to observers and edits, in call order.
+    """An attachment to a model, which passes the attention calls of forward passes to edits and observers.
 
-    Passes of one thread only: of the one that attached the model, or that last called `forward`. layers: by the id of a
-    module, the layer that it is part of.
+    Only passes of one thread are accepted: the thread that attached the model, or that last called `forward`.
+
+    calls, modules   number of attention calls of the current pass, and their modules
+    layers           by the id of a module: the index of its layer
+    effects          by the id of an edit: what it has changed
     """
 
     model: PreTrainedModel
@@ -102,15 +95,15 @@ class Probe:
         indices: Int[Tensor, "... chosen"] | None = None,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B T H Ev"], None]:
-        """The one attention function, in the form that transformers calls; other keys than T are refused by name."""
+        """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _refuse_unknown(where, query, key, dropout, kwargs)
-        _refuse_selection(where, key, indices)
+        _reject_unknown_arguments(where, query, key, dropout, kwargs)
+        _reject_key_selection(where, key, indices)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
-            raise UnsupportedError("logits are both soft-capped and biased, in an unknown order", where=where)
+            raise UnsupportedError("logits have both a soft-cap and a bias, in an unknown order", where=where)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         layer = self.layers.get(id(module))
         call = Call(
@@ -131,14 +124,14 @@ class Probe:
         return out.transpose(1, 2).contiguous(), None
 
     def effect_of(self, edit: Edit) -> EditEffectRecorder:
-        """What this edit has changed so far; edits note here what they change besides attention calls."""
+        """Return the recorder of an edit's changes, in which edits note changes outside attention calls."""
         return self.effects.setdefault(id(edit), EditEffectRecorder())
 
     def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
-        """The model's body on ids, without the head: its logits are B × T × vocabulary and nobody asked.
+        """Run the backbone of the model on ids, without the language-model head.
 
-        The 2-D mask is always passed: without it, transformers guesses packed documents from the position ids.
-        Position ids are passed only where an edit or the caller gives some: not every model takes them.
+        The 2-D mask is always passed: without it, transformers infers packed documents from position ids. Position ids
+        are passed only if an edit or the caller sets them, since some models do not accept them.
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -150,22 +143,22 @@ class Probe:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
-            with torch.no_grad():  # not in inference mode, see native.by_itself
+            with torch.no_grad():  # not inference mode, see native.unmodified
                 return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager
     def side_pass(self, observer: Observer) -> Iterator[None]:
-        """A pass on the side: only this observer looks, and no edit changes attention calls."""
-        kept = self.observers, self.edits
+        """Run auxiliary passes with only this observer, and without edits of attention calls."""
+        before = self.observers, self.edits
         self.observers, self.edits = (observer,), tuple(PositionsOnly(edit) for edit in self.edits)
         try:
             yield
         finally:
-            self.observers, self.edits = kept
+            self.observers, self.edits = before
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
-        """The attachment belongs to the thread that makes a pass: a generator may be taken up by another one."""
+        """Make the attachment belong to the current thread: a generator may be continued by another thread."""
         if not self._passing.acquire(blocking=False):
             raise wrong_thread_error(self.hold)
         try:
@@ -186,7 +179,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class PositionsOnly(Edit):
-    """An edit's position ids, without its changes of attention calls."""
+    """An edit restricted to its changes of position ids."""
 
     inner: Edit
 
@@ -194,25 +187,20 @@ class PositionsOnly(Edit):
         return self.inner.positions(positions)
 
 
-def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its language-model head."""
-    return model.base_model
-
-
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a module is part of, in the model's own counting: the first number in its name."""
+    """Return the index of the layer to which a module belongs: the first number in its name."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Can position ids be given to the model? Some count tokens themselves."""
+    """Return whether the model accepts position ids. Some models count tokens themselves."""
     return "position_ids" in inspect.signature(backbone(model).forward).parameters
 
 
 @contextmanager
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
-    """Let the probe compute the model's attention, and give everything back on exit."""
-    hold, name = Hold.of(model, attached=True), f"posleak_{next(_numbers)}"
+    """Replace the model's attention by a probe. Restore the model on exit."""
+    hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
     layers = {id(module): layer_of(name) for name, module in model.named_modules()}
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.cleanup as stack:
@@ -227,13 +215,13 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
             stack.enter_context(streaming(model, backbone(model), lambda: probe.observers))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
-        stack.enter_context(runnable_experts(model))  # of the dtype that edits have made
+        stack.enter_context(runnable_experts(model))  # after edits, which may change the dtype
         yield probe
 
 
 @contextmanager
 def registered(name: str, attention: Callable[..., Any]) -> Iterator[None]:
-    """transformers knows the attention function, and the mask function beside it, by this name."""
+    """Register an attention function and posleak's mask function with transformers under this name."""
     try:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, visibility_mask)
@@ -245,9 +233,10 @@ def registered(name: str, attention: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model use the attention of this name, and its own again on exit. Hold it (`exclusive`) meanwhile.
+    """Let the model use the attention function of this name, and restore its own on exit.
 
-    A model that keeps its own attention has at most an eager and a fused form of it, and looks up which it is to use.
+    The caller must hold the model (`exclusive`). A model that computes its own attention has at most an eager and a
+    fused form, and reads from its config which one to use.
     """
     before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
     try:
@@ -262,57 +251,57 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _refuse_unknown(
+def _reject_unknown_arguments(
     where: str,
     query: Float[Tensor, "B H T E"],
     key: Float[Tensor, "B K keys E"],
     dropout: float,
     kwargs: dict[str, Any],
 ) -> None:
-    unknown = {name: value for name, value in kwargs.items() if name not in HARMLESS and _is_set(value)}
+    unknown = {name: value for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and _is_set(value)}
     if unknown:
         raise UnsupportedError(
-            f"the attention is called with arguments that posleak does not understand: {', '.join(sorted(unknown))}",
-            where=where,
+            f"unknown arguments of the attention function: {', '.join(sorted(unknown))}", where=where,
             expected="query, key, value, mask, scaling, softcap, s_aux, position_bias",
-            remedy="this architecture cannot be measured by this version; please report it",
-        )
+            remedy="this version does not support this architecture; please report it",
+        )  # fmt: skip
     if dropout:
-        raise UnsupportedError("attention dropout is on", where=where, got=dropout, remedy="call model.eval()")
+        raise UnsupportedError("attention dropout is active", where=where, got=dropout, remedy="call model.eval()")
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(
-            "queries and keys have different lengths: keys are compressed, or come from elsewhere than the prompt",
-            where=where, got=(query.shape[2], key.shape[2]),
-            remedy="offsets between a query and such keys are not defined, so the model cannot be measured",
+            "the numbers of queries and keys differ: keys are compressed, or do not come from the prompt",
+            where=where, got=f"{query.shape[2]} queries, {key.shape[2]} keys", expected="one key per query",
+            remedy="this model cannot be measured: offsets between such queries and keys are not defined",
         )  # fmt: skip
 
 
-def _refuse_selection(where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None) -> None:
-    """Sparse attention with an indexer: exact as long as the selection takes every key."""
+def _reject_key_selection(
+    where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None
+) -> None:
+    """Raise UnsupportedError if sparse attention with an indexer does not select all keys."""
     if indices is not None and indices.shape[-1] < key.shape[2]:
         raise UnsupportedError(
-            "queries read only some keys, selected by content: not their nearest ones, so offsets have gaps",
+            "queries attend to keys selected by content, so that offsets have gaps",
             where=where, got=f"{indices.shape[-1]} of {key.shape[2]} keys",
-            remedy=shorter_prompts(indices.shape[-1], ", where every key is selected"),
+            remedy=shorter_prompts(indices.shape[-1], ", for which all keys are selected"),
         )  # fmt: skip
 
 
 def _visible(
     where: str, mask: Shaped[Tensor, "#B #H T keys"] | None
 ) -> tuple[Visibility, Float[Tensor, "#B #H T keys"] | None]:
-    """V(i), and what the mask adds to visible logits, if the model made a mask of its own out of ours."""
+    """Return the visibility, and the bias that a mask contains if the model derived it from posleak's mask."""
     if isinstance(mask, Visibility):
         return mask, None
-    found = None if mask is None else read_mask(mask)
-    if found is not None:
-        return found
+    read = None if mask is None else read_mask(mask)
+    if read is not None:
+        return read
     raise UnsupportedError(
-        "the attention was given no mask, so it would see the future" if mask is None
-        else "the heads of one layer see different keys",
-        where=where,
-        got="no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}",
-        expected="the mask that posleak's mask function returned, or one made of it",
-        remedy="the model builds its mask off transformers' mask interface and cannot be measured",
+        "attention was called without a mask, so that it is not causal" if mask is None
+        else "the visible keys differ between heads of one layer",
+        where=where, got="no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}",
+        expected="the mask that posleak's mask function returned, or one derived from it",
+        remedy="this model cannot be measured: it does not build its mask through transformers' mask interface",
     )  # fmt: skip
 
 

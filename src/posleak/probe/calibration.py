@@ -1,12 +1,12 @@
-"""Is the probe telling the truth about this model? Asked at every attachment, on a short input, before any long work.
+"""Calibration: checks at every attachment, on a short input, that the probe measures this model correctly.
 
-calls     every module of a kind that calls the attention function does so, equally often
-future    weight that the kernel itself puts on keys after the query: exactly 0
-parity    the model's output under the probe against its output under its own attention
-partition the rows' log Z against the log Z that the kernel itself used
+calls     every module of a class that calls the attention function does so, equally often
+future    weight that the kernel puts on keys after the query: exactly 0
+parity    output of the model under the probe compared with its output under its own attention
+partition log Z of the rows compared with the log Z that the kernel used
 
-The kernel's weights are read without touching it: attention is linear in the values, so values that are indicators of
-chosen keys make it return its own weights on them. That works for any path, any device, fused or not.
+The kernel's weights are obtained without changing it: attention is linear in the values, so that it returns its own
+weights if the values are indicators of chosen keys. This works for every implementation and device, fused or not.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from .rows import check_finite
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found, and by what it is judged; stored with every result.
+    """The results and bounds of all checks, as stored with every result.
 
-    layers: how many attention calls a forward pass makes;  by call, numbers: its layer, as the model counts layers;
-    heads: its query heads;  biases: what is added to its logits;  modules, windows;  unmeasured: other attention that
-    ran
+    layers                    number of attention calls of a forward pass
+    numbers, heads            by call: the index of its layer, and the number of its query heads
+    biases, modules, windows  by call: the kind of bias, the name of its module, and the size of its window
+    unmeasured                other attention modules that ran
     """
 
     length: int
@@ -66,23 +67,27 @@ class Calibration:
         return {**asdict(self), "ok": self.ok}
 
     def require(self, name: str) -> Calibration:
-        """Itself, or an error that says which check failed."""
+        """Return self, or raise CheckError with the first check that failed."""
         for what, value, bound in (
-            ("the attention kernel puts weight on future keys", self.future, 0.0),
-            ("the model's output under the probe differs from its own attention's", self.parity, self.parity_bound),
-            ("the sampled rows do not have the kernel's denominator", self.partition, self.partition_bound),
+            ("the attention kernel puts weight on later keys", self.future, 0.0),
+            (
+                "the model's output under the probe differs from its output under its own attention",
+                self.parity,
+                self.parity_bound,
+            ),
+            ("the denominators of the sampled rows differ from the kernel's", self.partition, self.partition_bound),
         ):
             if not value <= bound:
                 raise CheckError(
                     what, where=f"{name}: calibration", got=f"{value:.3g}", expected=f"at most {bound:.3g}",
-                    remedy="numbers from this model would be wrong; `posleak doctor` shows the details",
+                    remedy="results for this model would be wrong; `posleak doctor` shows details",
                 )  # fmt: skip
         return self
 
 
 @dataclass
 class KernelObserver:
-    """Reads the kernel's own weights on a few keys, and compares them with the rows of logits."""
+    """Compares the kernel's weights on a few keys with the rows of logits, and collects facts about every call."""
 
     future: float = 0.0
     partition: float = 0.0
@@ -114,7 +119,7 @@ class KernelObserver:
 def kernel_weights(
     call: Call, keys: Int[Tensor, "chosen"]
 ) -> tuple[Float[Tensor, "B H T chosen"], Float[Tensor, "B H T chosen"]]:
-    """The kernel's own weights: on each chosen key, and on that key and all after it together."""
+    """Return the kernel's weights on each chosen key, and their sums over that key and all later ones."""
     B, K, T, width = call.value.shape
     positions, X = torch.arange(T, device=keys.device)[:, None], len(keys)
     indicator = call.value.new_zeros(B, K, T, width)
@@ -125,7 +130,7 @@ def kernel_weights(
 
 
 def partition_gap(call: Call, keys: Int[Tensor, "chosen"], weights: Float[Tensor, "B H T chosen"]) -> float:
-    """max |log Z of the rows − (s_ij − log a_ij) of the kernel|, at its heaviest key, over the row's max |s|."""
+    """Return max |log Z − (s_ij − log a_ij)| of rows and kernel at its heaviest key, relative to max |s| of a row."""
     rows = torch.arange(0, call.query.shape[2], max(1, call.query.shape[2] // 16), device=call.query.device)
     s = call.logits(rows).double()
     seen = call.visibility.rows(rows)
@@ -134,56 +139,46 @@ def partition_gap(call: Call, keys: Int[Tensor, "chosen"], weights: Float[Tensor
         visible = torch.cat([visible, call.s_aux.to(visible).view(1, -1, 1, 1).expand(*s.shape[:3], 1)], dim=-1)
     heaviest, where = weights[:, :, rows].double().max(-1, keepdim=True)
     kernel = s.gather(-1, keys[where])[..., 0] - heaviest[..., 0].log()
-    # A logit of 2000, as biased keys make them, is itself rounded to 1e-4: the gap is relative to what is rounded.
+    # The gap is relative to the size of logits: a logit of 2000, which biased keys produce, is itself rounded to 1e-4.
     size = s.abs().masked_fill(~seen, 0).amax(-1).clamp(min=1)
     gap = (visible.logsumexp(-1) - kernel).abs() / size
-    # A weight near the smallest that its dtype resolves says nothing about the denominator.
+    # Weights near the resolution of the dtype do not determine the denominator.
     resolved = heaviest[..., 0] > 1e-3
     return float(gap[resolved].max()) if bool(resolved.any()) else 0.0
 
 
 def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
-    """All checks on ids; the caller decides what a failure means (`Calibration.require`)."""
-    with exclusive(model):  # its own pass must be its own
-        return _calibrate(model, ids)
-
-
-def _calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
+    """Run all checks on ids. Failures are reported in the result; `Calibration.require` raises them."""
     observer = KernelObserver()
-    named = str(model.config._attn_implementation)
-    expected = native(model, ids)[0]
-    with attach(model, [observer]) as probe, executed_modules(model) as ran:
-        found = probe.forward(ids)[0]
-        layers, modules, unmeasured = _account(model, probe, ran)
-    return Calibration(
-        length=ids.shape[1],
-        layers=layers,
-        numbers=observer.numbers,
-        heads=observer.heads,
-        biases=observer.biases,
-        modules=modules,
-        windows=observer.windows,
-        unmeasured=unmeasured,
-        learned_sinks=observer.learned_sinks,
-        future=observer.future,
-        parity=relative_difference(found, expected),
-        parity_bound=PARITY.of(model.dtype),
-        partition=observer.partition,
-        partition_bound=PARTITION.of(model.dtype),
-        native=named,
-    )
+    with exclusive(model):  # the two passes must see the same model
+        named = str(model.config._attn_implementation)
+        expected = native(model, ids)[0]
+        with attach(model, [observer]) as probe, executed_modules(model) as ran:
+            output = probe.forward(ids)[0]
+            layers, modules, unmeasured = _account(model, probe, ran)
+        return Calibration(
+            **vars(observer),
+            length=ids.shape[1],
+            layers=layers,
+            modules=modules,
+            unmeasured=unmeasured,
+            parity=relative_difference(output, expected),
+            parity_bound=PARITY.of(model.dtype),
+            partition_bound=PARTITION.of(model.dtype),
+            native=named,
+        )
 
 
-def relative_difference(found: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
-    """max |found − expected| / max |expected|; two zeros agree, and NaN counts as infinite."""
-    gap = (found.double() - expected.double()).abs().max()
+def relative_difference(output: Float[Tensor, "*shape"], expected: Float[Tensor, "*shape"]) -> float:
+    """Return max |output − expected| / max |expected|: 0 if both are 0, infinite for NaN."""
+    gap = (output.double() - expected.double()).abs().max()
     relative = gap / expected.double().abs().max() if float(gap) != 0 else gap
     return float(relative) if torch.isfinite(relative) else float("inf")
 
 
 @contextmanager
 def executed_modules(model: PreTrainedModel) -> Iterator[list[torch.nn.Module]]:
-    """Every module that runs, in order."""
+    """Collect the modules that run, in order."""
     ran: list[torch.nn.Module] = []
     remember = this_thread_only(lambda module, _: ran.append(module))
     handles = [module.register_forward_pre_hook(remember) for module in model.modules()]
@@ -197,26 +192,24 @@ def executed_modules(model: PreTrainedModel) -> Iterator[list[torch.nn.Module]]:
 def _account(
     model: PreTrainedModel, probe: Probe, ran: list[torch.nn.Module]
 ) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Number of calls, names of their modules, and other attention modules that ran; a missing call is an error."""
+    """Return the number of calls, their module names, and other attention modules that ran; raise for missing calls."""
     names = {id(module): name for name, module in model.named_modules()}
     made, runs = Counter(map(id, probe.modules)), Counter(map(id, ran))
     kinds = {type(module) for module in probe.modules}
     if not probe.calls:
         raise UnsupportedError(
-            "the model never called the attention function: it has no attention, or not on transformers' interface",
-            where=type(model).__name__,
-            remedy="this family cannot be measured",
-        )
+            "the model did not call the attention function: it has no attention, or not through transformers",
+            where=type(model).__name__, remedy="this model cannot be measured",
+        )  # fmt: skip
     per_run = {made[key] / runs[key] for key in made}
     skipped = [names[id(m)] for m in ran if type(m) in kinds and id(m) not in made]
     if skipped or len(per_run) > 1:
         raise CheckError(
-            "some attention layers ran without calling the probe, so their rows would be missing",
-            where=f"{type(model).__name__}: calibration",
+            "some attention layers did not call the probe", where=f"{type(model).__name__}: calibration",
             got=f"{probe.calls} calls; missing: {', '.join(skipped) or 'calls per run differ between layers'}",
-            expected=f"every {'/'.join(sorted(k.__name__ for k in kinds))} that runs calls it",
-            remedy="check that every layer has the same attention implementation",
-        )
+            expected=f"a call of every {'/'.join(sorted(k.__name__ for k in kinds))} that runs",
+            remedy="check that all layers have the same attention implementation",
+        )  # fmt: skip
     callers = {id(parent) for module in probe.modules for parent in _ancestors(model, module)}
     other = {
         names[id(m)]: None for m in ran

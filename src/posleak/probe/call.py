@@ -1,4 +1,4 @@
-"""One attention call of one layer: what the model handed over, and the rows of logits that can be read from it."""
+"""One attention call: the arguments of the attention function, and the logits computed from them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from .visibility import Visibility
 
 ALIBI, BIAS = "ALiBi", "other bias"
 
-EQUAL = 1e-3
-"""Steps of a bias that differ by less than this, relative to the largest, are equal."""
+EQUAL_STEPS = 1e-3
+"""A bias is linear if its steps differ by at most this, relative to the largest step."""
 
 
 @dataclass(frozen=True)
 class Call:
     """Everything that enters the softmax of one attention call.
 
-    query and key arrive after rotation and normalisation; K divides H, and head h reads the key head h // (H / K).
-    s_aux: a learned logit without a value, in every row's denominator. bias: what the model itself adds to the logits
-    (ALiBi, learned relative positions).
+    index        number of the call in the forward pass
+    layer        index of the layer in the model; hybrid models have layers without attention, and some layers make two
+                 calls
+    query, key   after rotation and normalisation; K divides H, and head h uses key head h // (H / K)
+    s_aux        learned sink logit of a head, which adds e^{s_aux} to the denominator of every row
+    bias         added to the logits by the model (ALiBi, learned relative positions)
 
-    The last three are for edits, and stay as they are where `among` and `select_heads` cut the rest. Of queries after
-    position 0, unread: heads that may not read it; frozen: the share that they read there instead of their own (NaN:
-    their own). start: where the prompt begins, after a borrowed context.
+    The following fields are set by edits. `slice_positions` and `select_heads` do not change them.
 
-    index counts the calls of a forward pass; layer is the number that the model itself gives to the layer of this call:
-    a hybrid has attention in some of its layers only, and some layers make two calls.
+    unread       heads in which queries after position 0 cannot attend to position 0
+    frozen       share of attention that queries after position 0 pay to position 0; NaN: unchanged
+    start        position of the first token of the prompt, after a donor
     """
 
     index: int
@@ -49,22 +51,22 @@ class Call:
 
     @property
     def bias_kind(self) -> str | None:
-        """What kind of bias is added to the logits: linear in the key's position, or another; None: nothing."""
+        """`ALiBi` if the bias is linear in the key position, `other bias`, or None without a bias."""
         if self.bias is None:
             return None
         last = torch.tensor([self.query.shape[2] - 1], device=self.query.device)
         steps = self.bias[:, :, -1].double()[..., self.visibility.rows(last)[0, 0, 0]].diff(dim=-1)
         size = float(steps.abs().max()) if steps.shape[-1] else 0.0
-        straight = size > 0 and float((steps - steps.mean(-1, keepdim=True)).abs().max()) <= EQUAL * size
-        return ALIBI if straight else BIAS
+        linear = size > 0 and float((steps - steps.mean(-1, keepdim=True)).abs().max()) <= EQUAL_STEPS * size
+        return ALIBI if linear else BIAS
 
     @property
     def heads(self) -> int:
-        """How many query heads it has."""
+        """The number of query heads."""
         return self.query.shape[1]
 
     def slice_positions(self, start: int, stop: int) -> Call:
-        """Queries and keys start … stop − 1, among themselves."""
+        """Return the call restricted to the queries and keys start … stop − 1."""
         at = slice(start, stop)
         return replace(
             self,
@@ -76,7 +78,7 @@ class Call:
         )
 
     def select_heads(self, chosen: Bool[Tensor, "H"]) -> Call:
-        """Only the heads with chosen true, each with its own key head."""
+        """Return the call restricted to the chosen heads, each with its own copy of its key head."""
         if bool(chosen.all()):
             return self
         heads = chosen.nonzero().flatten()
@@ -91,24 +93,24 @@ class Call:
         )
 
     def logits(self, rows: Int[Tensor, "P"] | slice, keys: slice = slice(None)) -> Float[Tensor, "B H P keys"]:
-        """s_ij of the chosen queries: scaled, soft-capped and biased, not masked; at least float32.
-
-        The query heads of one key head are stacked along the rows, so that one matmul serves them and no key is copied.
-        """
+        """Compute s_ij of the chosen queries in at least float32: scaled, soft-capped and biased, but not masked."""
         q, k = self.query[:, :, rows], self.key[:, :, keys]
         wide = torch.promote_types(q.dtype, torch.float32)
         s = self.soft_capped(grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2)))
         return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
 
     def soft_capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
-        """Scaled products of queries and keys, soft-capped in place if the model does that."""
+        """Apply the model's soft-cap, if it has one, to scaled products of queries and keys, in place."""
         return s if self.softcap is None else torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
 
 
 def grouped_matmul(
     rows: Float[Tensor, "B H P inner"], shared: Float[Tensor, "B K inner outer"]
 ) -> Float[Tensor, "B H P outer"]:
-    """rows @ shared, where H / K consecutive heads share one of the K."""
+    """Compute rows @ shared, where H / K consecutive heads share one of the K matrices.
+
+    The heads of a group are stacked along the rows: one matmul serves all of them, and nothing is copied per head.
+    """
     B, H, R, X = rows.shape
     K = shared.shape[1]
     return (rows.reshape(B, K, (H // K) * R, X) @ shared).view(B, H, R, shared.shape[-1])

@@ -1,7 +1,7 @@
-"""What a model does, in a few numbers: outputs of its own forward pass on a fixed prompt of a few tokens.
+"""Fingerprint of a model: some logits of its own forward pass on a fixed prompt of a few tokens.
 
-A fingerprint sees what a hash of the weights cannot: an adapter that is switched off, a hook, a replaced function,
-autocast. It does not see what acts only on other tokens or on longer prompts.
+A fingerprint detects changes that a hash of the weights does not: a disabled adapter, a hook, a replaced function,
+autocast. It does not detect changes that affect only other tokens or longer prompts.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ from posleak.models.library_errors import translate_errors
 from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 
-from .native import by_itself, native
+from .native import native, unmodified
 
 FINGERPRINT_TOKENS, FINGERPRINT_LOGITS = 8, 16
-"""Tokens of the fixed prompt, and logits that are read at its end."""
+"""Number of tokens of the fixed prompt, and number of logits that are read at its end."""
 
 HIDDEN_LOGIT = 1e3
-"""Logits beyond this hide tokens, if they do not change."""
+"""Logits beyond this size hide tokens, if they do not change."""
 
 
 def fingerprint(subject: Subject) -> tuple[float, ...]:
-    """Return FINGERPRINT_LOGITS logits at the last of FINGERPRINT_TOKENS positions of the fixed prompt, and log Σ exp(logits) there.
+    """Return FINGERPRINT_LOGITS logits at the last position of the fixed prompt, and log Σ exp(logits) there.
 
-    The tokens of the prompt, and those whose logits are read, are spread evenly over the vocabulary. Where a model has
-    no logits at each position, its last state takes their place.
+    The tokens of the prompt and of the logits are spread evenly over the vocabulary. If the model has no logits at each
+    position, its last hidden state is used instead.
     """
-    with by_itself(subject.model):
+    with unmodified(subject.model):
         return _fingerprint(subject)
 
 
 def _fingerprint(subject: Subject) -> tuple[float, ...]:
     model, embedding = subject.model, subject.model.get_input_embeddings()
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)  # the identity may be out of date
-    ids = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary))).to(
-        subject.device
-    )[None]
-    with translate_errors("the model cannot be run", subject.identity.name, RUN_IN_TRANSFORMERS):
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)  # subject.identity may be outdated
+    tokens = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary)))
+    ids = tokens.to(subject.device)[None]
+    with translate_errors("cannot run the model", subject.identity.name, RUN_IN_TRANSFORMERS):
         before = random_states(model)
         outputs = _outputs(model, ids)
         if not all(map(torch.equal, before, random_states(model))):
             _require_fixed(subject, ids, outputs, before)
     read = _spread(FINGERPRINT_LOGITS, outputs.shape[-1]).to(outputs.device)
-    found: list[float] = torch.cat([outputs[read], outputs.logsumexp(-1)[None]]).tolist()
-    return tuple(found)
+    values: list[float] = torch.cat([outputs[read], outputs.logsumexp(-1)[None]]).tolist()
+    return tuple(values)
 
 
 def _spread(count: int, over: int) -> torch.Tensor:
@@ -63,11 +62,11 @@ def _spread(count: int, over: int) -> torch.Tensor:
 
 
 def _outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits at the last position; models that can leave out the others do."""
-    asked = {"attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
+    """Return the logits at the last position; other positions are omitted if the model supports it."""
+    options = {"attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
     known = signature(model.forward).parameters
-    found = model(input_ids=ids, **{name: value for name, value in asked.items() if name in known})
-    logits = found.get("logits") if isinstance(found, Mapping) else found[0]
+    output = model(input_ids=ids, **{name: value for name, value in options.items() if name in known})
+    logits = output.get("logits") if isinstance(output, Mapping) else output[0]
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
         logits = native(model, ids)[0]
     outputs: torch.Tensor = logits[0, -1].double()
@@ -75,20 +74,20 @@ def _outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 class _Draws(TorchDispatchMode):
-    """Notices whether this thread draws random numbers; others may, meanwhile."""
+    """Detects whether this thread draws random numbers; other threads may draw some at the same time."""
 
     seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         random = torch.Tag.nondeterministic_seeded in func.tags
-        self.seen |= random and "attention" not in func.name()  # whose dropout is refused where it is on
+        self.seen |= random and "attention" not in func.name()  # attention dropout is rejected elsewhere
         return func(*args, **(kwargs or {}))
 
 
 def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, states: list[torch.Tensor]) -> None:
-    """Refuse a model that uses random numbers: every pass would be one of another function.
+    """Raise UnsupportedError if the output is random, so that every pass would be of another function.
 
-    One that draws them and does not use them is remembered, and the random `states` are set back.
+    A model that draws random numbers without using them is remembered, and the random `states` are restored.
     """
     with _Draws() as draws:  # type: ignore[no-untyped-call]
         second = _outputs(subject.model, ids)
@@ -101,61 +100,61 @@ def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, sta
     if not torch.equal(first, second):
         raise UnsupportedError(
             "the model's output is random, even in evaluation mode", where=subject.identity.name,
-            got=f"outputs that differ by up to {float((first - second).abs().max()):.3g} in two passes over one prompt",
-            remedy="switch off what draws random numbers in its forward pass, such as dropout that is always on",
+            got=f"differences of up to {float((first - second).abs().max()):.3g} between two passes over one prompt",
+            remedy="disable random operations in its forward pass, such as dropout that ignores evaluation mode",
         )  # fmt: skip
 
 
 def identified(subject: Subject) -> Subject:
-    """Return the subject with the identity that the model has now; the same object if that is its identity already."""
+    """Return the subject with the current identity of its model; the same object if the identity is unchanged."""
     with exclusive(subject.model):
-        with by_itself(subject.model):
-            now = subject.current(_fingerprint(subject))  # the pass comes first: it may pack quantised weights anew
+        with unmodified(subject.model):
+            now = subject.current(_fingerprint(subject))  # after the pass, which may repack quantised weights
         if difference(subject.identity, now.identity) is None:
             return subject
         return replace(now, attributes=module_attributes(now.model))
 
 
 def changed(subject: Subject) -> str | None:
-    """Return a sentence if the model is no longer what it was when the subject was identified; None otherwise.
+    """Return a sentence if the model has changed since the subject was identified; None otherwise.
 
-    A model whose weights and attributes are all the same need not run again: it computes the same.
+    A model whose weights and attributes are unchanged is not run again.
     """
     now = subject if subject.is_unchanged() else identified(subject)
     if now is subject:
         return None
     return (
-        f"the model changed while it was measured, so that the numbers belong to no single model "
+        f"the model changed while it was measured, so that the results are not of a single model "
         f"({difference(subject.identity, now.identity)}, before and after)"
     )
 
 
 def behaviour_difference(one: Identity, other: Identity) -> str | None:
-    """Return how two identities differ in more than the bytes of their weights: a buffer may count passes."""
+    """Return how two identities differ, ignoring the hash of the weights: a buffer may count passes."""
     return difference(one, replace(other, weights_sha256=one.weights_sha256, source=one.source, revision=one.revision))
 
 
 def difference(one: Identity, other: Identity) -> str | None:
-    """Return how two identities differ, each field with both values; None if they agree, fingerprints up to rounding.
+    """Return the fields in which two identities differ, with both values; None if they agree.
 
-    Another machine, or another number of threads, sums in another order.
+    Fingerprints are compared up to rounding: other machines and numbers of threads sum in another order.
     """
     names = [field.name for field in fields(Identity) if field.name != "fingerprint"]
-    found = [
+    changes = [
         f"{name} {before!r} and {after!r}"
         for name in names
         if (before := getattr(one, name)) != (after := getattr(other, name))
     ]
-    return "; ".join([*found, *fingerprint_difference(one, other)]) or None
+    return "; ".join([*changes, *fingerprint_difference(one, other)]) or None
 
 
 def fingerprint_difference(one: Identity, other: Identity) -> list[str]:
     """Return both values of the output that differs most; empty if all agree within PARITY of the largest logit.
 
-    Logits that hide a token are as low as the dtype allows, and are left out of that scale.
+    Logits that hide a token are as low as the dtype allows, and are excluded from that scale.
     """
     if one.fingerprint is None or other.fingerprint is None:
-        missing = "fingerprint missing in one of them, which an earlier version of posleak wrote"
+        missing = "fingerprint missing in one of them, written by an earlier version of posleak"
         return [] if one.fingerprint is other.fingerprint else [missing]
     a, b = np.array(one.fingerprint), np.array(other.fingerprint)
     if a.shape != b.shape:

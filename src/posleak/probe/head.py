@@ -1,8 +1,8 @@
-"""Next-token loss at chosen positions: the model's own head, with all that it does to logits, on a few states at once.
+"""Next-token loss at chosen positions, computed by the model's own language-model head on a few states at a time.
 
-What stands between the last state and the logits (scales, soft caps, biases) differs between families and is written in
-each one's forward method. So the model's own method runs, with a stand-in for its body that hands out states already
-there. Logits of the whole vocabulary exist for a few positions at a time only.
+The operations between the last hidden state and the logits (scales, soft-caps, biases) differ between families and are
+part of each family's forward method. Therefore the model's own forward method runs, with its backbone replaced by a
+stand-in that returns states computed earlier. Logits of the whole vocabulary exist for only a few positions at a time.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 
 LOGIT_BYTES = 128 * 10**6
-"""Of logits in float32 that are held at once; one position of every prompt, if that is more."""
+"""Maximum size of float32 logits held at once, but at least one position of every prompt."""
 
 
 def token_losses(
     model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Sequence[int]
 ) -> Float[Tensor, "B P"]:
-    """−log p(token i + 1 | tokens up to i) in nats at positions i, from what the model's body gave for ids."""
+    """Compute −log p(token i + 1 | tokens up to i) in nats at positions i from the backbone's output for ids."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     at_once = max(1, LOGIT_BYTES // (4 * len(ids) * vocabulary))
-    found = []
+    losses = []
     with torch.inference_mode():
         for first in range(0, len(positions), at_once):
             some = torch.as_tensor(positions[first : first + at_once], device=ids.device)
             logits = logits_of(model, output, ids, some).float()
-            wanted = ids[:, some + 1].to(logits.device)
-            found.append(logits.logsumexp(-1) - logits.gather(-1, wanted[..., None])[..., 0])
-    return torch.cat(found, dim=1)
+            targets = ids[:, some + 1].to(logits.device)
+            losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0])
+    return torch.cat(losses, dim=1)
 
 
 def logits_of(
     model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Int[Tensor, " P"]
 ) -> Float[Tensor, "B P V"]:
-    """Logits at these positions, as the model itself makes them from its body's output."""
-    if "logits" in output:  # the body has a head of its own: the logits are there
-        there: Tensor = output.logits[:, positions]
-        return there
+    """Compute the logits at these positions with the model's own head from the backbone's output."""
+    if "logits" in output:  # the backbone has its own head
+        own: Tensor = output.logits[:, positions]
+        return own
     states, read = output.last_hidden_state[:, positions], ids[:, positions]
     answer = type(output)(**{**dict(output.items()), "last_hidden_state": states})
-    with _standing_in(model, answer):
+    with _replaced_backbone(model, answer):
         logits: Tensor = model(input_ids=read, attention_mask=torch.ones_like(read), use_cache=False).logits
     if logits.shape[:2] != states.shape[:2]:
         raise UnsupportedError(
-            "the model's head does not give logits for each state", where=type(model).__name__,
+            "the model's head does not return logits for each state", where=type(model).__name__,
             got=tuple(logits.shape), expected=f"{tuple(states.shape[:2])} and the vocabulary",
-            remedy="measure it without --loss",
+            remedy="omit --loss",
         )  # fmt: skip
     return logits
 
 
-class _Answer(torch.nn.Module):
-    """In the place of a model's body: gives an answer that is there already; all else is the body's own.
+class _StandIn(torch.nn.Module):
+    """Stand-in for a model's backbone that returns a given output; all other attributes are those of the backbone.
 
-    Some heads call a part of the body that is a model itself, as `self.model.decoder`: that gives the same answer.
+    Some heads call a submodel of the backbone, such as `self.model.decoder`: it returns the same output.
     """
 
     def __init__(self, inner: torch.nn.Module, answer: Any, given: list[bool]) -> None:
@@ -78,28 +78,27 @@ class _Answer(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(object.__getattribute__(self, "inner"), name)
-        return _Answer(found, self.answer, self.given) if isinstance(found, PreTrainedModel) else found
+            inner = getattr(object.__getattribute__(self, "inner"), name)
+        return _StandIn(inner, self.answer, self.given) if isinstance(inner, PreTrainedModel) else inner
 
 
 @contextmanager
-def _standing_in(model: PreTrainedModel, answer: Any) -> Iterator[None]:
-    """While it lasts, the body gives this answer; a head that does not ask for it would have run on something else."""
+def _replaced_backbone(model: PreTrainedModel, answer: Any) -> Iterator[None]:
+    """Replace the backbone by a stand-in. Raise UnsupportedError if the model's head did not use its output."""
     name = model.base_model_prefix
     inner = model._modules.get(name)
     if inner is None or inner is not model.base_model:
-        raise UnsupportedError(
-            "the model has no head apart from its body, so that its loss at chosen positions cannot be had",
-            where=type(model).__name__, remedy="measure it without --loss",
-        )  # fmt: skip
+        raise _no_loss(model, "has no language-model head separate from its backbone")
     given = list[bool]()
-    model._modules[name] = _Answer(inner, answer, given)
+    model._modules[name] = _StandIn(inner, answer, given)
     try:
         yield
     finally:
         model._modules[name] = inner
     if not given:
-        raise UnsupportedError(
-            "the model's head does not read what its body gives, so that its loss at chosen positions cannot be had",
-            where=type(model).__name__, remedy="measure it without --loss",
-        )  # fmt: skip
+        raise _no_loss(model, "has a language-model head that does not use the output of its backbone")
+
+
+def _no_loss(model: PreTrainedModel, why: str) -> UnsupportedError:
+    what = f"the loss at chosen positions cannot be computed: the model {why}"
+    return UnsupportedError(what, where=type(model).__name__, remedy="omit --loss")

@@ -1,6 +1,6 @@
-"""What the model's attention returns: the fused kernel where that is exact, else an exact path in blocks of queries.
+"""The attention computation: the fused kernel where it is exact, else an exact computation in blocks of queries.
 
-Neither path holds more than (block × T) weights per head, so memory grows with T, not with T².
+Neither holds more than (block × T) weights per head, so memory grows with T, not with T².
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUERY_BLOCK = 256
 
 
 def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
-    """softmax(s) v, in the dtype of the values; edits of it in closed form."""
+    """Compute softmax(s) v in the dtype of the values, under the edits `unread` and `frozen` of the call."""
     return _with_first_key_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
 
 
@@ -31,10 +31,10 @@ def _attend(call: Call) -> Float[Tensor, "B H T Ev"]:
 
 
 def _with_first_key_edited(call: Call) -> Float[Tensor, "B H T Ev"]:
-    """Position 0 left out of the softmax of later queries, by leaving it out of the keys.
+    """Remove position 0 from the softmax of later queries by removing it from the keys, then mix in its share.
 
-    Exact, and at the cost of the plain kernel: a head goes through it once, with position 0 or without. Taking a_i0 v_0
-    out of the finished output, (out − a_i0 v_0) / (1 − a_i0), loses its digits where a head reads little else.
+    This is exact and costs one kernel call per head, with or without position 0. Correcting the finished output,
+    (out − a_i0 v_0) / (1 − a_i0), would lose digits in heads that attend to little else.
     """
     B, H, T, _ = call.query.shape
     share = call.value.new_full((B, H), torch.nan) if call.frozen is None else call.frozen.to(call.value)
@@ -46,13 +46,10 @@ def _with_first_key_edited(call: Call) -> Float[Tensor, "B H T Ev"]:
         out[:, own] = _attend(call.select_heads(own))
     if bool((edited := ~kept.all(0)).any()):
         some = call.select_heads(edited)
-        body, share, kept = (
-            _attend(some.slice_positions(1, T)),
-            share[:, edited, None, None],
-            kept[:, edited, None, None],
-        )
+        body = _attend(some.slice_positions(1, T))
+        share, kept = share[:, edited, None, None], kept[:, edited, None, None]
         first = some.value[:, :, :1].repeat_interleave(some.heads // some.value.shape[1], dim=1)
-        # Where the share is 0 the body is left as it is, to the bit.
+        # Where the share is 0, the result is bit-identical to the body.
         later = torch.where(share == 0, body, share * first + (1 - share) * body)
         later = torch.where(kept, out[:, edited, 1:], later)
         out[:, edited] = torch.cat([_attend(some.slice_positions(0, 1)), later], dim=2)
@@ -66,14 +63,17 @@ def _fused(
     mask: Bool[Tensor, "#B 1 P keys"] | None,
     scaling: float,
 ) -> Float[Tensor, "B H P Ev"]:
-    grouped, wide = query.shape[1] != key.shape[1], value.to(query.dtype)  # some models multiply in float32 only
+    grouped, wide = (
+        query.shape[1] != key.shape[1],
+        value.to(query.dtype),
+    )  # the values of some models are narrower than their queries
     return F.scaled_dot_product_attention(
         query, key, wide, attn_mask=mask, scale=scaling, is_causal=mask is None, enable_gqa=grouped
     ).to(value.dtype)
 
 
 def _blocks(call: Call, attend_block: Callable[[Call, slice, slice, Tensor], Tensor]) -> Float[Tensor, "B H T Ev"]:
-    """Blocks of queries against the span of keys that any of them sees; a query that sees nothing returns zeros."""
+    """Compute blocks of queries against the span of keys visible to any of them. Without visible keys, return 0."""
     B, H, T, _ = call.query.shape
     out = call.value.new_zeros(B, H, T, call.value.shape[-1])
     for start, stop, low, high in call.visibility.spans(QUERY_BLOCK):
@@ -91,7 +91,7 @@ def _fused_block(
 
 
 def _explicit(call: Call, queries: slice, keys: slice, seen: Bool[Tensor, "#B 1 P keys"]) -> Float[Tensor, "B H P Ev"]:
-    """The softmax written out, for soft-caps, learned sink logits and biases, which fused kernels do not all take."""
+    """Compute an explicit softmax, for soft-caps, learned sink logits and biases, which fused kernels lack."""
     s = call.logits(queries, keys).masked_fill_(~seen, -torch.inf)
     if call.s_aux is not None:
         aux = call.s_aux.to(s).view(1, -1, 1, 1).expand(s.shape[0], -1, s.shape[2], 1)

@@ -1,23 +1,23 @@
-"""What its place does to a query or a key, read off the model: how a key can be moved, and how queries are scaled.
+"""Placements: the effect of positions on queries and keys, read from the model's own computation.
 
-A token that is alone in its sequence has the same states wherever it stands, so that its queries and keys show what the
-position id alone does to them, in every layer:
+A token that is alone in its sequence has the same states at every position. Its queries and keys therefore show the
+effect of the position id alone, in every layer:
 
-    k_p = R(p) c        a rotation: pairs of dimensions turn by angles φ(p), and the others stay
-    q_p = t_p R(p) c    t_p: a scale by absolute position, as in Llama 4; 1 in most models
+    k_p = R(p) c        a rotation: pairs of dimensions turn by angles φ(p), the other dimensions do not change
+    q_p = t_p R(p) c    t_p: a scale that depends on absolute position, as in Llama 4; 1 in most models
 
-A few tokens are put at the positions of interest. Two dimensions turn together if the sum of their squares stays as it
-is while each of them changes: that shows whether halves or neighbours are paired, and φ(p) is the angle that they have
-turned since position 0. A key j is moved from j to j + (r − i) by the angles φ(r) − φ(i), in products with the query r:
+Two dimensions form a pair if the sum of their squares is constant over positions while each of them changes: this shows
+whether halves or neighbours are paired. φ(p) is the angle by which the pair has turned since position 0. In products
+with query r, key j is moved from j to j + (r − i) by φ(r) − φ(i):
 
-    s̃_rj = scaling · Σ_pairs [ (q·k) cos(φ_r − φ_i) − (q×k) sin(φ_r − φ_i) ] + Σ_others q k,   then soft-cap, and the
-           bias that r's own row has at the new place
+    s̃_rj = scaling · Σ_pairs [ (q·k) cos(φ_r − φ_i) − (q×k) sin(φ_r − φ_i) ] + Σ_others q k,   then the soft-cap, and
+           the bias of row r at the new position
 
-Another token, and places that were not read, check it. Where the check fails (a norm after the rotation), or states
-differ by position before any attention (learned positions), the key cannot be moved, and `stays` says why.
+The rotation is checked with another token, and at other positions. If the check fails (a norm after the rotation), or
+if states differ by position before any attention (learned positions), keys cannot be moved; `stays` gives the reason.
 
-A model that counts its tokens for itself, beside using position ids or instead of it, is given the whole prompt of one
-token repeated, in which all states are equal too, unless a learned sink logit or a recurrent layer makes them differ.
+A model that counts its tokens itself, in addition to or instead of using position ids, is given a whole prompt of one
+repeated token. All states are equal there too, unless a learned sink logit or a recurrent layer makes them differ.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from .edit import Edit
 from .plan import Plan
 from .tracer import AttentionTracer
 
-ABSOLUTE_STATES = "its states depend on absolute position before any attention, so a key cannot be told from its place"
-CHANGED_AFTER_ROTATION = (
-    "something acts on keys after their rotation that does not turn with it, such as a norm with weights"
-)
+ABSOLUTE_STATES = "states depend on absolute position before any attention, so content and position are not separable"
+CHANGED_AFTER_ROTATION = "keys are changed after their rotation by an operation such as a norm with weights"
 
 STAYS = "stays"
 
 MATCH = 1e-2
-"""Two dimensions turn together if the sum of their squares varies by less than this share of what each varies."""
+"""Two dimensions form a pair if the sum of their squares varies by less than this share of their own variation."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Which dimensions of a key turn together, and by how much at the plan's rows; 0 pairs: none turns."""
+    """Pairs of dimensions (first, second) of a key, and their angles at the plan's rows; without rotation, 0 pairs."""
 
     first: Int[Tensor, "pairs"]
     second: Int[Tensor, "pairs"]
@@ -67,20 +65,20 @@ class Rotation:
 
     @cached_property
     def others(self) -> Int[Tensor, "still"]:
-        """Dimensions that do not turn."""
+        """The dimensions that do not turn."""
         still = torch.ones(self.width, dtype=torch.bool, device=self.first.device)
         still[self.first] = still[self.second] = False
         return still.nonzero().flatten()
 
-    def turn(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "R Q twice"]:
-        """Cosines, then negative sines, of each reference's angles minus each query's; kept for all passes."""
+    def turn_factors(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "R Q twice"]:
+        """Return cosines, then negative sines, of φ_r − φ_i for all references and queries; cached for all passes."""
         if dtype not in self._turns:
             by = self.angles[queries:, None] - self.angles[:queries]  # [R, Q, pairs]
             self._turns[dtype] = torch.cat([by.cos(), -by.sin()], dim=-1).to(dtype)
         return self._turns[dtype]
 
     def turned(self, x: Float64[Tensor, "*rows E"], by: Float64[Tensor, "*#rows pairs"]) -> Float64[Tensor, "*rows E"]:
-        """Vectors turned by these angles."""
+        """Rotate vectors by these angles."""
         a, b, out = x[..., self.first], x[..., self.second], x.clone()
         out[..., self.first], out[..., self.second] = a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()
         return out
@@ -88,12 +86,12 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Placement:
-    """What positions do in one attention call.
+    """The effect of positions in one attention call.
 
-    rotation      how a key is moved; None: it stays where it is, and `stays` says why
-    gap           the largest error, relative to the largest key, of keys that were predicted by it
-    temperature   t_p of the plan's rows; None: queries are not scaled by position, or it cannot be told
-    unevenness    the largest relative difference of norms between positions of a head that no common factor explains
+    rotation      how keys are moved; None: they cannot be moved, and `stays` gives the reason
+    gap           largest error of keys predicted by the rotation, relative to the largest key
+    temperature   t_p at the plan's rows; None: queries are not scaled by position, or the scale cannot be determined
+    unevenness    largest relative change of a norm between positions that no common factor t_p explains
     """
 
     rotation: Rotation | None
@@ -103,8 +101,10 @@ class Placement:
     unevenness: float = 0.0
 
     def differs(self, other: Placement) -> bool:
-        """Do positions do something else in the other one? Where states depend on position before any attention, what
-        keys do cannot be told, and it is taken for different."""
+        """Return whether the effect of positions differs.
+
+        If states depend on position before any attention, the effect on keys is unknown, and counts as different.
+        """
         one, two = self.rotation, other.rotation
         if one is None or two is None:
             return one is not two or self.gap != other.gap or self.stays == ABSOLUTE_STATES
@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def moves(self) -> str:
-        """In a word: how the origin is moved in this call."""
+        """How origin keys are moved in this call: `rotation`, `no rotation` or `stays`."""
         if self.rotation is None:
             return STAYS
         return "rotation" if len(self.rotation.first) else "no rotation"
@@ -121,10 +121,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Motion:
-    """How the origin was moved, as results carry it.
+    """How origin keys were moved, as stored in results.
 
-    layers   by call: "rotation", "no rotation", or "stays" where it cannot be moved, and `why` says why not
-    gap      the largest error of a predicted key, relative to the largest key;  bound: what it is judged by
+    layers   by call: "rotation", "no rotation", or "stays" if keys cannot be moved;  why: the reason
+    gap      largest error of a predicted key, relative to the largest key;  bound: its upper bound
     """
 
     layers: tuple[str, ...]
@@ -134,27 +134,31 @@ class Motion:
 
     @classmethod
     def of(cls, placements: Sequence[Placement], plan: Plan, dtype: torch.dtype) -> Motion:
-        moved = [place.gap for place in placements if place.rotation is not None]
-        why = next((place.stays for place in placements if place.stays is not None), None)
+        """Summarise the placements of all calls."""
+        moved = [placement.gap for placement in placements if placement.rotation is not None]
+        why = next((placement.stays for placement in placements if placement.stays is not None), None)
         return cls(
             tuple(p.moves for p in placements), why, max(moved, default=0.0), PlacementPositions.of(plan).bound(dtype)
         )
 
     @property
     def stays(self) -> tuple[int, ...]:
-        """Layers in which the origin cannot be moved."""
+        """The calls in which origin keys cannot be moved."""
         return tuple(layer for layer, how in enumerate(self.layers) if how == STAYS)
 
 
 @dataclass(frozen=True)
 class PlacementPositions:
-    """Positions to look at: 0, the plan's rows, and some to check with: a source moved by r − i must be its target."""
+    """The positions at which tokens are evaluated: 0, the plan's rows, and positions for checks.
+
+    sources, targets   a key at a source, moved by r − i, must equal the key at the target
+    pairs              (i, r) of each check, as indices of the plan's rows
+    """
 
     plan: Plan
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
-    """(i, r) as indices of the plan's rows."""
 
     @classmethod
     def of(cls, plan: Plan) -> PlacementPositions:
@@ -169,28 +173,28 @@ class PlacementPositions:
         return (0, *self.plan.rows, *self.sources, *self.targets)
 
     def bound(self, dtype: torch.dtype) -> float:
-        """How far a predicted key may be off: models compute angles, position × frequency, in float32."""
+        """Return the bound of `Placement.gap`: models compute angles, position × frequency, in float32."""
         return 16 * (torch.finfo(dtype).eps + self.plan.length * torch.finfo(torch.float32).eps)
 
 
 @dataclass
 class PlacementObserver:
-    """Placements of every call of a pass in which one token, without others, stands at each of the places.
+    """Computes the placement of every call of a pass in which each token is evaluated alone at each position.
 
-    Tokens are the first axis [X, places]; the last of them only checks. `along`: places are positions of one sequence,
-    not sequences of one token.
+    Batches are [X tokens, places]; the last token is used only for checks.
+    along: the places are positions of one sequence, instead of sequences of one token
     """
 
     places: PlacementPositions
     tokens: int
     along: bool
-    found: list[Placement] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         query, key, value = (self._by_place(x) for x in (call.query, call.key, call.value))
-        rounding = CONSTANT.of(call.value.dtype)  # that of states; queries and keys may be wider
+        rounding = CONSTANT.of(call.value.dtype)  # of states; queries and keys may have a wider dtype
         if float((value - value[:, :1]).abs().max()) > rounding * float(value.abs().max()):
-            self.found.append(Placement(None, ABSOLUTE_STATES))
+            self.placements.append(Placement(None, ABSOLUTE_STATES))
             return
         rows = slice(1, 1 + len(self.places.plan.rows))
         common, query_gap = common_factor(query)
@@ -201,7 +205,9 @@ class PlacementObserver:
         gap = self._gap(rotation, key[-1])
         at = replace(rotation, angles=rotation.angles[rows])
         moved = gap <= self.places.bound(call.value.dtype)
-        self.found.append(Placement(at if moved else None, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
+        self.placements.append(
+            Placement(at if moved else None, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven)
+        )
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()
@@ -210,7 +216,7 @@ class PlacementObserver:
         return x[:, :, 0].reshape(self.tokens, -1, x.shape[1], x.shape[-1])
 
     def _gap(self, rotation: Rotation, key: Float64[Tensor, "places K E"]) -> float:
-        """Keys of another token: those at the rows from the one at 0, and the targets from their sources."""
+        """Return the error of predicted keys of the check token: rows from position 0, targets from sources."""
         P, X = len(self.places.plan.rows), len(self.places.sources)
         phi = rotation.angles[1 : 1 + P]
         i, r = torch.tensor(self.places.pairs, device=key.device).T
@@ -225,7 +231,7 @@ class PlacementObserver:
 
 
 def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> Rotation:
-    """Pairs of dimensions that turn, and their angles at every place since the first."""
+    """Find the pairs of dimensions that turn, and their angles at every place relative to the first."""
     x = key.transpose(1, 2).flatten(0, 1)  # [X·K, places, E]
     x = x / x[:, :1].norm(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     turning = (x - x[:, :1]).abs().amax((0, 1)) > 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -237,16 +243,18 @@ def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> R
     best, partner = misfit.min(-1)
     dimension = torch.arange(len(own), device=own.device)
     mutual = (partner[partner] == dimension) & (best < MATCH) & (dimension < partner)
-    first, second = laid_out(dimension[mutual], partner[mutual], turning)
+    first, second = complete_layout(dimension[mutual], partner[mutual], turning)
     z = torch.complex(x[..., first], x[..., second])
     return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle(), x.shape[-1])
 
 
-def laid_out(
+def complete_layout(
     first: Int[Tensor, "plain"], second: Int[Tensor, "plain"], turning: Bool[Tensor, "E"]
 ) -> tuple[Int[Tensor, "pairs"], Int[Tensor, "pairs"]]:
-    """All pairs of a layout, halves or neighbours, from those that are plain to see: slow ones turn by little more than
-    rounding, and find no partner by themselves."""
+    """Return all pairs of the layout (halves or neighbours) that the unambiguous pairs show.
+
+    Slow pairs turn by little more than rounding, so that their partner cannot be determined from their values.
+    """
     if not len(first):
         return first, second
     step, low = int((second - first).mode().values), int(turning.nonzero()[0])
@@ -256,7 +264,7 @@ def laid_out(
 
 
 def common_factor(x: Float64[Tensor, "X places H E"], factor: bool = True) -> tuple[Float64[Tensor, "places"], float]:
-    """The mean over heads and tokens of ‖x_p‖ / ‖x_0‖, and how far one is from it (without: from 1)."""
+    """Return the mean of ‖x_p‖ / ‖x_0‖ over heads and tokens (factor=False: 1), and the largest deviation from it."""
     norms = x.norm(dim=-1).transpose(1, 2).flatten(0, 1)  # [X·H, places]
     ratios = norms / norms[:, :1].clamp(min=torch.finfo(torch.float64).tiny)
     ratios = ratios[norms[:, 0] > 0] if bool((norms[:, 0] > 0).any()) else torch.ones_like(ratios)
@@ -265,32 +273,32 @@ def common_factor(x: Float64[Tensor, "X places H E"], factor: bool = True) -> tu
 
 
 COUNTS = (torch.arange, torch.linspace, torch.range, torch.cumsum, Tensor.cumsum)
-"""With what a model can make positions out of nothing but the number of its tokens."""
+"""Functions with which a model can compute positions from the number of its tokens."""
 
-ELSE = ("transformers.integrations.moe", "transformers.modeling_rope_utils")
-"""Count too, but not positions: tokens to send them to experts, and dimensions to make frequencies for them."""
+NOT_POSITIONS = ("transformers.integrations.moe", "transformers.modeling_rope_utils")
+"""Modules that use these functions for other purposes: routing to experts, and frequencies of dimensions."""
 
 
 class PositionCounting(TorchFunctionMode):
-    """Does anything but posleak make positions of its own while this is on?"""
+    """Detects whether the model computes positions itself while this mode is active."""
 
-    found = False
+    detected = False
 
-    @no_type_check  # or the check of its types, in the tests, would be the caller that it sees
+    @no_type_check  # type checks in tests would appear as the caller
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in COUNTS:
             frame = sys._getframe(1)
             if frame.f_code is AttentionTracer.__torch_function__.__code__ and frame.f_back is not None:
-                frame = frame.f_back  # a watch stands between
+                frame = frame.f_back  # an attention tracer is active too
             caller = frame.f_globals.get("__name__", "")
-            self.found |= caller not in ELSE and not caller.startswith("posleak.")
+            self.detected |= caller not in NOT_POSITIONS and not caller.startswith("posleak.")
         return func(*args, **(kwargs or {}))
 
 
 def read_placements(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], plan: Plan, edits: Sequence[Edit] = (), start: int = 0
 ) -> list[Placement]:
-    """The placement of every call, at the plan's rows after `start`; edits that place queries and keys are in force."""
+    """Return the placement of every call at the plan's rows, shifted by `start`, with all placing edits active."""
     places, placing = PlacementPositions.of(plan), [edit for edit in edits if edit.placing]
     apart: list[Placement] = []
     if takes_positions(model):
@@ -300,32 +308,38 @@ def read_placements(
         for edit in placing:
             positions = edit.positions(positions)
         at = positions[0, torch.tensor(places.all, device=ids.device) + start].repeat(len(tokens))[:, None]
-        look = PlacementObserver(places, len(tokens), along=False)
-        with attach(model, [look], [_InstalledOnly(edit) for edit in placing]) as probe, PositionCounting() as counting:
+        observer = PlacementObserver(places, len(tokens), along=False)
+        with (
+            attach(model, [observer], [_InstalledOnly(edit) for edit in placing]) as probe,
+            PositionCounting() as counting,
+        ):
             probe.forward(alone, position_ids=at)
-        if not counting.found:
-            return look.found
-        apart = look.found
+        if not counting.detected:
+            return observer.placements
+        apart = observer.placements
     tokens = _tokens(model, ids, 2)
-    look = PlacementObserver(places, len(tokens), along=True)
-    with attach(model, [look], placing) as probe:
+    observer = PlacementObserver(places, len(tokens), along=True)
+    with attach(model, [observer], placing) as probe:
         probe.forward(tokens[:, None].expand(-1, plan.length).contiguous())
     if not apart:
-        return look.found
+        return observer.placements
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
-    return [_either(one, other, rotary) for one, other in zip(look.found, apart, strict=True)]
+    return [_choose(one, other, rotary) for one, other in zip(observer.placements, apart, strict=True)]
 
 
-def _either(along: Placement, apart: Placement, rotary: bool) -> Placement:
-    """Where a state that is carried along makes equal tokens differ, tokens in sequences of their own still show the
-    rotation, if there is one to be seen or none to be missed. How queries are scaled cannot be told from them."""
+def _choose(along: Placement, apart: Placement, rotary: bool) -> Placement:
+    """Choose between a whole sequence of equal tokens and single tokens.
+
+    If a recurrent state makes equal tokens differ, single tokens still show the rotation, if they show one or the model
+    has none. The scale of queries cannot be determined from them.
+    """
     seen = apart.rotation is not None and (len(apart.rotation.first) > 0 or not rotary)
     return replace(apart, temperature=None) if along.stays == ABSOLUTE_STATES and seen else along
 
 
 @dataclass(frozen=True)
 class _InstalledOnly(Edit):
-    """An edit that is installed, without its own position ids."""
+    """An edit without its changes of position ids and attention calls."""
 
     inner: Edit
 
@@ -334,19 +348,19 @@ class _InstalledOnly(Edit):
 
 
 def _tokens(model: PreTrainedModel, ids: Int[Tensor, "B T"], count: int) -> Int[Tensor, "X"]:
-    """That many different tokens, of the prompt where it has them."""
-    found = list(dict.fromkeys(ids[0].flip(0).tolist()))[:count]
+    """Return `count` different tokens, of the prompt if it has enough."""
+    own = list(dict.fromkeys(ids[0].flip(0).tolist()))[:count]
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    others = (token for token in range(vocabulary) if token not in found)
-    return torch.tensor([*found, *(next(others) for _ in range(count - len(found)))], device=ids.device)
+    others = (token for token in range(vocabulary) if token not in own)
+    return torch.tensor([*own, *(next(others) for _ in range(count - len(own)))], device=ids.device)
 
 
 def moved_logits(
     call: Call, placement: Placement | None, plan: Plan, start: int = 0
 ) -> Float[Tensor, "B H R Q m"] | None:
-    """s̃_rj: the logits of the references with the origin's keys moved to where each measured query has them.
+    """Compute s̃_rj: the logits of references with origin keys at their offsets from each measured query.
 
-    None: the keys stay where they are.
+    Return None if keys cannot be moved.
     """
     if placement is None or placement.rotation is None:
         return None
@@ -365,7 +379,7 @@ def moved_logits(
     if len(first):
         (qa, qb), (ka, kb) = ((x[..., first], x[..., second]) for x in (q[:, :, :, None], k[:, :, None]))
         products = torch.cat([qa * ka + qb * kb, qa * kb - qb * ka], dim=-1)  # [B, H, R, m, 2 pairs]
-        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn(Q, wide))
+        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn_factors(Q, wide))
     s = call.soft_capped(s.contiguous())
     if call.bias is not None:
         new = references[:, None, None] - rows[:Q, None] + torch.arange(m, device=device)  # [R, Q, m]

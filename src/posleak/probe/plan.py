@@ -1,6 +1,6 @@
-"""Which rows of the logit matrix are looked at: measured queries, late reference queries, and the offsets between.
+"""The rows of the logit matrix that are sampled: measured queries, late reference queries, and offsets.
 
-The default plan is part of the definition of the numbers (docs/definitions.md) and is recorded with every result.
+The default plan is part of the definition of the results (docs/definitions.md), and is recorded with every result.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import MIN_LENGTH
+from posleak.defaults import DEFAULT_ORIGIN as DEFAULT_ORIGIN
 from posleak.errors import InputError
 
-DEFAULT_ORIGIN = 4
-"""How many first tokens are the origin unless one says otherwise: as many as StreamingLLM keeps."""
-
 MAX_LENGTH, MAX_DENSITY = 2**24, 64
-"""Above these no prompt of any model and no plan of any use can be meant."""
+"""Upper limits against mistyped values."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sampled positions of one prompt of `length` tokens.
+    """Sampled positions of prompts of `length` tokens.
 
-    queries     measured positions i, all before the reference quarter
-    references  late positions r, the last quarter
+    queries     measured positions i, all before the last quarter
+    references  late positions r, in the last quarter
     offsets     δ at which log-attention is compared
-    origin      m: the first m tokens are the origin, and the keys from m on are the body
+    origin      m: number of leading tokens treated as the origin
     """
 
     length: int
@@ -40,15 +38,14 @@ class Plan:
         rows = self.rows
         if self.origin < 1 or list(rows) != sorted(set(rows)) or rows[0] < self.origin or rows[-1] >= self.length:
             raise InputError(
-                "the plan's rows must be increasing positions after the origin, queries before references",
-                where="plan",
-                got=f"queries {self.queries}, references {self.references}, origin {self.origin}",
+                "the rows of a plan must be increasing positions after the origin, queries before references",
+                where="plan", got=f"queries {self.queries}, references {self.references}, origin {self.origin}",
                 expected=f"positions {self.origin} … {self.length - 1}",
-            )
+            )  # fmt: skip
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """All sampled positions, increasing: queries, then references."""
+        """All sampled positions in increasing order: queries, then references."""
         return (*self.queries, *self.references)
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,28 +53,29 @@ class Plan:
 
 
 def default_plan(length: int, density: int = 1, origin: int = DEFAULT_ORIGIN) -> Plan:
-    """Queries m+1, m+3, … below 16 and 20 log-spaced up to 3N/4 − 1; 15 references in the last quarter; two offsets an
-    octave below N/2.
+    """Return the default plan for prompts of `length` tokens.
 
-    `density` multiplies the numbers of log-spaced queries, of references and of offsets per octave.
+    queries m + 1, m + 3, … below 16 and 20 log-spaced ones up to 3N/4 − 1; 15 references in the last quarter; two
+    offsets per octave below N/2
+
+    density: multiplies the number of log-spaced queries, of references, and of offsets per octave
+    origin: number of leading tokens treated as the origin
     """
     for name, value, most in (("length", length, MAX_LENGTH), ("density", density, MAX_DENSITY)):
         if value > most:
-            raise InputError(f"{name} is too large", where="plan", got=value, expected=f"at most {most:,}")
+            raise InputError(f"{name} is too large", where=name, got=value, expected=f"at most {most:,}")
     if density < 1:
-        raise InputError("density is too small", where="plan", got=density, expected="at least 1")
+        raise InputError("density is too small", where="density", got=density, expected="at least 1")
     if length < MIN_LENGTH:
         raise InputError(
-            "the prompt is too short: its last quarter must hold reference queries later than every measured one",
-            where="plan",
-            got=f"length {length}",
-            expected=f"at least {MIN_LENGTH} tokens",
-            remedy=f"use --length {MIN_LENGTH} or more; 256 and above give stable numbers",
-        )
+            "the prompt is too short: its last quarter must contain the reference queries",
+            where="length", got=f"length {length}", expected=f"at least {MIN_LENGTH} tokens",
+            remedy=f"use --length {MIN_LENGTH} or more; results are stable from about 256 on",
+        )  # fmt: skip
     if not 1 <= origin <= length // 4:
         raise InputError(
-            "the origin must be at least one token, and leave room for queries after it", where="--origin",
-            got=origin, expected=f"1 to {length // 4}, a quarter of the prompt",
+            "invalid number of origin tokens", where="--origin", got=origin,
+            expected=f"1 to {length // 4}, a quarter of the prompt",
         )  # fmt: skip
     quarter = 3 * length // 4
     spaced = np.rint(np.geomspace(max(16, origin + 1), quarter - 1, 20 * density)).astype(int)
@@ -92,7 +90,7 @@ def default_plan(length: int, density: int = 1, origin: int = DEFAULT_ORIGIN) ->
 
 
 def _offsets(below: int, density: int) -> tuple[int, ...]:
-    """0, 1, 2, 3, 4, 6, 8, 12, 16, 24, …: every octave 2^a cut into 2·density equal steps where it has room."""
+    """Return 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, …: each octave 2^a is divided into 2·density steps where it has room."""
     offsets, octave = {0, 1}, 2
     while octave < below:
         offsets.update(octave + (octave * step) // (2 * density) for step in range(2 * density))

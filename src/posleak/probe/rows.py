@@ -1,12 +1,12 @@
-"""Sampled rows of logits -> the few numbers per row that everything later is computed from.
+"""Reduction of sampled rows of logits to the few numbers per row from which all components are computed.
 
-    log R_n = log( Σ_{δ<n} e^{s(δ)} + e^{s_aux} )    a row cut to its nearest n body keys
-    log S   = log Σ over visible origin keys of e^s
+    log R_n = log( Σ_{δ<n} e^{s(δ)} + e^{s_aux} )    a row restricted to its nearest n body keys
+    log S   = log Σ e^s over visible origin keys
     log Z   = log( R_{n_p} + S )
-    log k   = log Σ over origin keys that i sees of e^{s̃_rj}, the logit of r with the key moved to where i has it
+    log k   = log Σ e^{s̃_rj} over the origin keys visible to i, moved to their offsets from i
 
-Sums in float64, always in log space. `References` are the late rows, which can be cut to any length; `Rows` are those
-and the measured queries together.
+All sums are computed in log space and float64. `References` are the late rows, which can be restricted to any length;
+`Rows` contains them and the measured queries.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .placement import Placement, moved_logits
 from .plan import Plan
 
 LOG_ZERO = -torch.inf
-"""log 0: a key that is not there."""
+"""log 0: the logit of a key that does not exist or is not visible."""
 
 PROFILE_POSITIONS = 16
-"""Of so many first positions, and of as many after the origin, it is kept how much the references attend to them."""
+"""The mean attention of references is kept for the origin and for this number of positions after it."""
 
 MATMUL_LENGTHS = 96
-"""Lengths that are summed up at once by a product with indicators; more are read off a running sum."""
+"""Up to this number of lengths, sums are computed by one product with indicators; else by a running sum."""
 
 UNDERFLOW = 1e-24
-"""Sums below this are made in log space: a term counts for 1e-38 of its row's peak at least, and a row has up to a
-million of them, which is then 1e-8 of the sum."""
+"""Smaller sums are computed in log space. Terms are at least 1e-38 of the peak of their row, and a row has up to a
+million of them: 1e-32 in total, which is 1e-8 of this."""
 
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """What rows may see: body = n_p, the number of visible body keys; origin: which of its keys (to each head)."""
+    """Visible keys of rows. body: n_p, the number of visible body keys;  origin: the visible origin keys (by head)"""
 
     body: Int[Tensor, "P"]
     origin: Bool[Tensor, "P m"] | Bool[Tensor, "H P m"]
@@ -50,7 +50,7 @@ class VisibleKeys:
         return VisibleKeys(self.body[rows], self.origin[..., rows, :])
 
     def without_first(self, unread: Bool[Tensor, "H"] | None) -> VisibleKeys:
-        """The same where the heads with unread true may not see key 0."""
+        """Return the visible keys if key 0 is hidden from the heads in `unread`."""
         if unread is None:
             return self
         origin = self.origin.expand(len(unread), *self.origin.shape).clone()
@@ -59,14 +59,14 @@ class VisibleKeys:
 
     @property
     def count(self) -> Int[Tensor, "P"] | Int[Tensor, "H P"]:
-        """m_p: how many origin keys are seen."""
+        """m_p: the number of visible origin keys."""
         return self.origin.sum(-1)
 
 
 def visible_keys(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], origin: int) -> VisibleKeys:
-    """Read n_p and the sight of the origin off visible, and refuse a shape that offsets cannot describe.
+    """Return n_p and the visible origin keys. Raise UnsupportedError unless body keys are the nearest, without gaps.
 
-    The visible body keys of a row must be its nearest ones, without a gap: true for causal attention, windows, chunks.
+    Causal attention, sliding windows and chunks satisfy this.
     """
     body = visible[:, origin:].sum(-1)
     keys = torch.arange(visible.shape[1], device=visible.device)
@@ -75,23 +75,22 @@ def visible_keys(visible: Bool[Tensor, "P T"], positions: Int[Tensor, "P"], orig
         row = int(positions[(nearest[:, origin:] != visible[:, origin:]).any(-1)][0])
         future = bool(visible[positions == row][:, row + 1 :].any())
         raise UnsupportedError(
-            "a query sees keys after itself" if future else "a query does not see its nearest keys without a gap",
-            where=f"query {row}",
-            expected="causal attention, whole, windowed or chunked",
-            remedy="leakage at equal offsets is not defined for this attention pattern",
-        )
+            "a query attends to later keys" if future else "the keys visible to a query have gaps",
+            where=f"query {row}", expected="causal attention: full, windowed or chunked",
+            remedy="this model cannot be measured: leakage at equal offsets is not defined for this attention pattern",
+        )  # fmt: skip
     return VisibleKeys(body, visible[:, :origin])
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What the plan's rows see under one mask: the same for all layers that share the mask, and made once for them.
+    """The visible keys of the plan's rows under one mask. Layers with the same mask share one instance.
 
-    sight     n_p and the sight of the origin, [P]
-    visible   keys that the references see
-    summed    body keys that are added up, measured queries over what they see and references over all before them,
-              since they are cut later;  unsummed: −inf elsewhere
-    lengths   numbers of body keys that references will be cut to, increasing
+    seen      n_p and the visible origin keys, [P]
+    visible   the keys visible to references
+    summed    the body keys that are summed: the visible ones of queries, and all earlier ones of references, which are
+              restricted later;  unsummed: 0 for these keys, −inf for all others
+    lengths   the numbers of body keys to which references will be restricted, increasing
     """
 
     plan: Plan
@@ -105,7 +104,7 @@ class Frame:
 
     @classmethod
     def of(cls, visible: Bool[Tensor, "P T"], plan: Plan) -> Frame:
-        """From the keys that the plan's rows may see."""
+        """Compute the frame from the keys visible to the plan's rows."""
         positions = torch.tensor(plan.rows, device=visible.device)
         keys, Q = torch.arange(visible.shape[-1], device=visible.device), len(plan.queries)
         summed = torch.cat([visible[:Q], keys <= positions[Q:, None]]) & (keys >= plan.origin)
@@ -113,29 +112,21 @@ class Frame:
         n_i, n_r, m_i = seen.body[:Q], seen.body[Q:], seen.count[:Q]
         windowed = n_r[n_r != positions[Q:] - plan.origin + 1]
         lengths = torch.cat([n_i, torch.minimum(n_i + m_i, n_r[:, None]).flatten(), windowed]).unique()
-        return cls(
-            plan,
-            positions,
-            torch.tensor(plan.offsets, device=visible.device),
-            seen,
-            visible[Q:],
-            summed,
-            torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, LOG_ZERO),
-            lengths,
-        )
+        offsets = torch.tensor(plan.offsets, device=visible.device)
+        unsummed = torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, LOG_ZERO)
+        return cls(plan, positions, offsets, seen, visible[Q:], summed, unsummed, lengths)
 
 
 @dataclass(frozen=True)
 class References:
-    """The late rows r of one layer.
+    """The reference rows r of one layer.
 
-    logits    as they are
-    weights   e^{s − peak} of body keys, 0 elsewhere
+    weights   e^{s − peak} of body keys, 0 for all others
     whole     log of the sum over all body keys up to r
-    sight     n_r and the sight of the origin, [R]
-    first     logits of the origin's keys (−inf where they are out of sight)
-    visible   keys that are seen
-    lengths   numbers of body keys that rows will be cut to, increasing
+    seen      n_r and the visible origin keys, [R]
+    first     logits of origin keys (−inf if not visible)
+    visible   the visible keys
+    lengths   the numbers of body keys to which rows will be restricted, increasing
     """
 
     positions: Int[Tensor, "R"]
@@ -151,12 +142,12 @@ class References:
 
     @property
     def origin(self) -> int:
-        """m"""
+        """m: the origin width."""
         return self.first.shape[-1]
 
     @cached_property
     def keys(self) -> Float64[Tensor, "B H R"]:
-        """log R_{n_r} without s_aux: what its visible body keys weigh."""
+        """log R_{n_r} without s_aux: the sum over visible body keys."""
         if torch.equal(self.seen.body, self.positions - self.origin + 1):
             return self.whole
         return torch.diagonal(self._sums(self.seen.body), dim1=-2, dim2=-1)
@@ -172,12 +163,12 @@ class References:
         return add(self.body, self.first.logsumexp(-1))
 
     def cut(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
-        """log R_n of every row for lengths n; R_{n_r} itself, to the bit, where n = n_r."""
+        """Compute log R_n of every row for lengths n; bit-identical to log R_{n_r} where n = n_r."""
         cut = add(self._sums(n), _wider(self.s_aux))
         return torch.where(n == self.seen.body[:, None], self.body[..., None], cut)
 
     def _sums(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
-        """The same without s_aux; the lengths that are known beforehand are summed up at once."""
+        """Compute log R_n without s_aux. The lengths of the frame are computed together, once."""
         at = torch.searchsorted(self.lengths, n).clamp(max=len(self.lengths) - 1)
         return self._known[..., at] if torch.equal(self.lengths[at], n) else self._sum(n)
 
@@ -191,16 +182,18 @@ class References:
             sums = nearest_sums(self.weights, self.positions, lengths)  # [B, H, R, lengths]
             if float(sums[..., 0].min()) >= UNDERFLOW:
                 return (sums.log() + self.peak)[..., where]
-        partition = log_partition(by_offset(self.logits, self.positions, self.origin))
-        return take(partition, n - 1)
+        offsets = torch.arange(self.logits.shape[-1], device=self.logits.device)
+        return log_partition(_by_offset(self.logits, self.positions, offsets, self.origin))[..., n - 1]
 
     def at_offsets(self, offsets: Int[Tensor, "D"]) -> Float64[Tensor, "B H R D"]:
-        """s_r(δ); −inf past the start of the body."""
+        """Return s_r(δ); −inf before the start of the body."""
         return gather_offsets(self.logits, self.positions, offsets, self.origin)
 
     def without_sink(self, seen: VisibleKeys) -> Float64[Tensor, "B H R Q"]:
-        """The mask's part if the origin's keys were ordinary body keys: log of what r sees, with as many more keys of
-        the mean weight, over its nearest n_i + m_i body keys."""
+        """Compute the mask part as if origin keys were ordinary body keys.
+
+        log of the sum over visible body keys, extended by m_r keys of mean weight, minus log R_{n_i + m_i}
+        """
         n_r, ordinary = self.seen.body, self.seen.count.double() / self.seen.body
         full = add(self.keys + ordinary.log1p(), self.s_aux)[..., None]
         n = torch.minimum((seen.body + seen.count)[..., None, :], n_r[:, None])  # [R, Q] or [H, R, Q]
@@ -213,7 +206,7 @@ class References:
 
     @cached_property
     def profile(self) -> Float64[Tensor, "B H first"]:
-        """Mean attention of the references to each of the first positions."""
+        """The mean attention of references to each of the first positions."""
         shown = min(self.logits.shape[-1], PROFILE_POSITIONS + self.origin)
         later = slice(self.origin, shown)
         s = torch.cat([self.first, self.logits[..., later].double().masked_fill(~self.visible[:, later], LOG_ZERO)], -1)
@@ -221,7 +214,7 @@ class References:
 
     @cached_property
     def ordinary(self) -> Float64[Tensor, "B H"]:
-        """Mean attention of the references to one key of the prompt's second quarter; NaN if they see none of it."""
+        """The mean attention of references to a key of the second quarter of the prompt; NaN if none is visible."""
         N = self.logits.shape[-1]
         far = slice(max(N // 4, self.origin), N // 2)
         seen = self.visible[:, far]
@@ -231,13 +224,13 @@ class References:
 
 @dataclass(frozen=True)
 class Rows:
-    """The sampled rows of one layer: measured queries i and the references that they are compared with.
+    """The sampled rows of one layer: measured queries i, and the references with which they are compared.
 
-    sight    n_i and the sight of the origin, [Q]
-    s        logits by offset (−inf past the start of the body)
-    first    logits of the origin's keys;  body: log B_i, s_aux included
-    moved    s̃_rj, the logits of the references with the origin's keys moved to where i has them (−inf: unseen by i)
-    lent     log of what keys of a borrowed context weigh in the queries' rows, then the references'; None without one
+    seen     n_i and the visible origin keys, [Q]
+    s        logits by offset (−inf before the start of the body)
+    first    logits of origin keys;  body: log B_i, including s_aux
+    moved    s̃_rj: logits of references with origin keys at their offsets from i (−inf: not visible to i)
+    lent     log Σ e^s over lent keys, for queries and then references; None without a donor
     """
 
     offsets: Int[Tensor, "D"]
@@ -251,7 +244,7 @@ class Rows:
 
     @cached_property
     def log_z(self) -> Float64[Tensor, "B H Q"]:
-        """log Z_i, lent keys not included."""
+        """log Z_i, without lent keys."""
         return add(self.body, self.first.logsumexp(-1))
 
     @cached_property
@@ -261,11 +254,11 @@ class Rows:
 
     @cached_property
     def crop(self) -> Float64[Tensor, "B H R Q"]:
-        """log(R_{n_i} + k): the denominator of r in the crop; Z_r itself, to the bit, where nothing is hidden."""
+        """log(R_{n_i} + k): the denominator of r in the crop; bit-identical to log Z_r where nothing is hidden."""
         return add(self.cut, self.moved.logsumexp(-1))
 
     def reading(self, share: Float[Tensor, "B H"]) -> Rows:
-        """The same where every row reads this share of its attention from key 0; NaN leaves a head as it is."""
+        """Return rows that pay this share of their attention to key 0; NaN leaves a head unchanged."""
         late = self.references
 
         def first(own: Float64[Tensor, "B H *rows m"], body: Float64[Tensor, "B H *rows"]) -> Tensor:
@@ -283,24 +276,25 @@ class Rows:
 
 
 def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | None = None) -> Rows:
-    """One matmul for a call's sampled rows, then their reduction; `start` skips left padding. Errors name the layer.
+    """Compute the sampled rows of a call: one matmul, then their reduction. Errors name the layer.
 
-    Without a placement, keys of the origin stay where they are. A borrowed context is left out of the rows, and what
-    its keys weigh is added as `lent`.
+    start: number of left padding tokens
+    placement: how origin keys are moved; None: they are not moved
+
+    Rows do not include a donor; the sum over its visible keys is `Rows.lent`.
     """
     start += call.start
     rows = torch.tensor(plan.rows, device=call.query.device) + start
     try:
         frame = call.visibility.cached(("frame", plan, start), lambda: _frame(call, plan, rows, start))
         logits, moved = call.logits(rows, slice(start, None)), moved_logits(call, placement, plan, start)
-        found = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
-        return found if not call.start else replace(found, lent=_lent(call, rows))
+        reduced = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
+        return reduced if not call.start else replace(reduced, lent=_lent(call, rows))
     except (CheckError, UnsupportedError) as error:
         raise error.at(f"layer {call.layer}") from error
 
 
 def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
-    """log Σ of e^s over the visible keys before the prompt."""
     seen = call.visibility.rows(rows, slice(0, call.start))
     low = int(seen.any(2).flatten().nonzero()[0]) if bool(seen.any()) else call.start
     s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], LOG_ZERO)
@@ -310,7 +304,9 @@ def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
 def _frame(call: Call, plan: Plan, rows: Int[Tensor, "P"], start: int) -> Frame:
     visible = call.visibility.rows(rows)[:, 0, :, start:]
     if not bool((visible == visible[:1]).all()):
-        raise UnsupportedError("prompts of one batch see different keys", remedy="batch prompts of equal length")
+        raise UnsupportedError(
+            "the visible keys differ between prompts of one batch", remedy="use batches of prompts of equal length"
+        )
     return Frame.of(visible[0], plan)
 
 
@@ -321,9 +317,9 @@ def reduce_rows(
     s_aux: Float[Tensor, "H"] | None = None,
     moved: Float[Tensor, "B H R Q m"] | None = None,
 ) -> Rows:
-    """The logits of the plan's rows, and the keys that they may see -> Rows. P runs over `plan.rows`.
+    """Reduce the logits of the plan's rows (P = `plan.rows`), given the visible keys.
 
-    moved: s̃_rj, the logits of the references with the origin's keys at the measured queries' offsets; None: they stay.
+    moved: s̃_rj, the logits of references with moved origin keys; None: origin keys are not moved
     """
     return _reduce(logits, Frame.of(visible, plan), s_aux, moved)
 
@@ -336,7 +332,7 @@ def _reduce(
     unread: Bool[Tensor, "H"] | None = None,
     frozen: Float[Tensor, "B H"] | None = None,
 ) -> Rows:
-    """unread, frozen: what edits do at position 0 (see Call)."""
+    """Reduce logits under the edits `unread` and `frozen` of `Call`."""
     check_finite(logits)
     positions, Q, m = frame.positions, len(frame.plan.queries), frame.plan.origin
     query, late = slice(0, Q), slice(Q, None)
@@ -374,10 +370,10 @@ def _reduce(
 def scaled_weights(
     logits: Float[Tensor, "B H P T"], frame: Frame
 ) -> tuple[Float[Tensor, "B H P T"], Float64[Tensor, "B H P 1"]]:
-    """e^{s − peak} of the keys that are summed, 0 elsewhere, and peak.
+    """Compute e^{s − peak} of the summed keys, 0 for all others, and the peak.
 
-    Exponents are kept above underflow, where exp is ten times slower, and what must be 0 is multiplied by 0. Terms so
-    small do not matter in a sum that has e^0 in it; sums over fewer keys are checked against UNDERFLOW.
+    Exponents are clamped above underflow, where exp is ten times slower; keys that are not summed are multiplied by 0.
+    The clamped terms are negligible in a sum that contains e^0. Sums over fewer keys are checked against UNDERFLOW.
     """
     weights = logits + frame.unsummed.to(logits.dtype)
     peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
@@ -388,19 +384,25 @@ def scaled_weights(
 def gather_offsets(
     logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"], origin: int
 ) -> Float64[Tensor, "B H P D"]:
-    """s_p(δ) = s_{p, p−δ}; −inf where the key would be one of the origin's, or before."""
+    """Return s_p(δ) = s_{p, p−δ} in float64; −inf before the start of the body."""
+    return _by_offset(logits, positions, offsets, origin).double()
+
+
+def _by_offset(
+    logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"], origin: int
+) -> Float[Tensor, "B H P D"]:
     key = positions[:, None] - offsets
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.double().masked_fill_(key < origin, LOG_ZERO)
+    return s.masked_fill_(key < origin, LOG_ZERO)
 
 
 def nearest_sums(
     weights: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], lengths: Int[Tensor, "lengths"]
 ) -> Float64[Tensor, "B H P lengths"]:
-    """Σ_{δ<n} of the weights for increasing lengths n.
+    """Compute Σ_{δ<n} of the weights for increasing lengths n.
 
-    Keys fall into the segments between two lengths, which one product with their indicators adds up; the segments are
-    positive, so that adding them up from the nearest on keeps every digit.
+    One product with indicators sums the keys between consecutive lengths. These sums are positive, so that their
+    cumulative sum, which begins with the nearest keys, loses no digits.
     """
     B, H, P, T = weights.shape
     member = segments(tuple(positions.tolist()), T, tuple(lengths.tolist()), weights.device, weights.dtype)
@@ -412,25 +414,18 @@ def nearest_sums(
 def segments(
     positions: tuple[int, ...], keys: int, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, "P T lengths"]:
-    """Indicators: key j of row p lies at an offset from one length up to the next. Kept: all layers ask."""
+    """Return indicators of keys whose offset from row p lies between consecutive lengths; cached for all layers."""
     offset = torch.tensor(positions)[:, None] - torch.arange(keys)
     segment = torch.searchsorted(torch.tensor(lengths), offset, right=True)
     member = (segment[..., None] == torch.arange(len(lengths))) & (offset >= 0)[..., None]
     return member.to(device, dtype)
 
 
-def by_offset(logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], origin: int) -> Float[Tensor, "B H P T"]:
-    """s_p(δ) for all δ = 0 … T−1, in the dtype of the logits: for sums over every length at once."""
-    key = positions[:, None] - torch.arange(logits.shape[-1], device=logits.device)
-    s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
-    return s.masked_fill_(key < origin, LOG_ZERO)
-
-
 def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
-    """log Σ_{δ'≤δ} e^{s(δ')}: terms in the dtype of the logits, the running sum in float64.
+    """Compute log Σ_{δ'≤δ} e^{s(δ')}: terms in the dtype of the logits, the cumulative sum in float64.
 
-    A running sum of positive terms keeps its relative precision however small its first terms are, as long as they do
-    not underflow; where a row spans so many nats that they would, the slower sum in log space takes over.
+    A cumulative sum of positive terms keeps its relative precision as long as the first terms do not underflow. If they
+    would, the slower sum in log space is used.
     """
     peak = s.amax(-1, keepdim=True)
     total = (s - peak).exp_().cumsum(-1, dtype=torch.float64)
@@ -439,13 +434,8 @@ def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
     return total.log_().add_(peak)
 
 
-def take(s: Float[Tensor, "*rows T"], index: Int[Tensor, "Q"]) -> Float64[Tensor, "*rows Q"]:
-    """s at an index along the last axis."""
-    return s[..., index].double()
-
-
 def add(log_x: Float[Tensor, "*#rows"], log_y: Float[Tensor, "*#rows"] | None) -> Float[Tensor, "*rows"]:
-    """log(x + y); y may be absent."""
+    """Compute log(x + y); log_y = None stands for y = 0."""
     return log_x if log_y is None else torch.logaddexp(log_x, log_y)
 
 
@@ -454,10 +444,8 @@ def _wider(aux: Float[Tensor, "*rows"] | None) -> Float[Tensor, "*rows 1"] | Non
 
 
 def check_finite(logits: Float[Tensor, "B H ..."]) -> None:
-    """Refuse logits that are no numbers, naming the heads."""
-    if all(
-        bool(torch.isfinite(extreme)) for extreme in torch.aminmax(logits)
-    ):  # NaN comes through, and is cheap to see
+    """Raise CheckError with the heads and prompts whose logits are NaN or infinite."""
+    if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(logits)):  # cheap, and NaN propagates
         return
     bad = ~torch.isfinite(logits).flatten(2).all(-1)
     if bool(bad.any()):

@@ -1,9 +1,9 @@
-"""The residual stream as it passes by: what enters each decoder layer, and what leaves the last one.
+"""Observation of the residual stream: the input of each decoder layer, and the output of the last one.
 
-Observers that have a method `stream` are shown it while the forward pass runs, one depth after the other, so that no
-more than one of them is held. Depth 0 is the embedding, depth d the stream after d layers. The layers are found as the
-list of modules with the most parameters: nothing here knows a model by name. Where they take or give anything but one
-tensor [B, T, W] (several streams, for example), nothing is shown, and observers see no depth at all.
+Observers with a method `stream` receive it during the forward pass, one depth at a time, so that only one is in memory.
+Depth 0 is the embedding, depth d the output of d layers. The decoder layers are the module list with the most
+parameters, so that no model family is treated specially. If layers exchange anything but one tensor [B, T, W] (several
+streams, for example), observers receive nothing.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from posleak.models.hold import this_thread_only
 
 @runtime_checkable
 class StreamObserver(Protocol):
-    """Looks at the residual stream."""
+    """An observer of the residual stream."""
 
     def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
-        """Called once for each depth of a forward pass, in order; it must not change x."""
+        """Receive the stream at one depth. Called once per depth and forward pass, in order; must not change x."""
         ...
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The list of modules in the decoder that has the most parameters; empty if there is none.
+    """Return the module list of the decoder that has the most parameters; empty if there is none.
 
-    A model that also sees or hears has a decoder among its parts, which transformers knows.
+    transformers knows the text decoder of a multimodal model.
     """
     decoder = model.get_decoder()
     lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList)]
-    size = {id(found): sum(parameter.numel() for parameter in found.parameters()) for found in lists}
-    return list(max(lists, key=lambda found: size[id(found)], default=()))
+    size = {id(layers): sum(parameter.numel() for parameter in layers.parameters()) for layers in lists}
+    return list(max(lists, key=lambda layers: size[id(layers)], default=()))
 
 
 @contextmanager
 def streaming(
     model: PreTrainedModel, body: torch.nn.Module, observers: Callable[[], Sequence[Any]]
 ) -> Iterator[None]:  # fmt: skip
-    """Show the stream of every forward pass of the model's body to those observers that want it."""
+    """Pass the residual stream of every forward pass of the backbone to the observers that have a method `stream`."""
     depth, last = 0, None
 
     def show(x: Tensor | None) -> None:
@@ -80,6 +80,6 @@ def streaming(
 
 
 def one_stream(given: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
-    """The first tensor, if it is the stream of one token after the other; else None."""
+    """Return the first tensor if it is a residual stream [B, T, W]; else None."""
     first = next((x for x in given if isinstance(x, Tensor)), None)
     return first if first is not None and first.ndim == 3 and first.is_floating_point() else None

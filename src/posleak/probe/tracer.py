@@ -1,10 +1,10 @@
-"""Attention that a model computes by itself, off transformers' attention interface: seen while it is computed.
+"""Tracing of attention that a model computes itself instead of through transformers' attention interface.
 
-A watch is on during one forward pass of such a model. It sees every function of torch that the model calls, follows
-what becomes of products of queries and keys (traced_logits.py), and knows an attention call by its end: weights from a softmax
-over such a product, multiplied with values; or torch's own fused attention. What it was made of is handed to the one
-attention function, and what that returns takes the place of the product of weights and values. Nothing here knows a
-model by name. A pattern that does not fit is refused, with what the model did.
+An `AttentionTracer` is active during one forward pass. It intercepts every torch function that the model calls, follows
+products of queries and keys (traced_logits.py), and recognises the end of an attention call: softmax weights of such a
+product multiplied with values, or torch's fused attention. The operands are passed to posleak's attention function,
+whose result replaces the product of weights and values. No model family is treated specially. Any other pattern is
+rejected with a description of what the model did.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ OPERANDS = {
     "rmatmul": ("other", "input"),
     BIASED: ("batch1", "batch2"),
 }
-"""What the two factors of a product are called; of `rmatmul`, a matrix times self, the second comes first."""
+"""Argument names of the two factors of a product. In `rmatmul` (other @ self) they are exchanged."""
 
-CANNOT = "this family cannot be measured: posleak follows softmax(scaling · q kᵀ + bias) v, causal, and nothing else"
+UNSUPPORTED = "this model cannot be measured: only causal softmax(scaling · q kᵀ + bias) v is supported"
 
 
 def computes_own_attention(model: PreTrainedModel) -> bool:
-    """Does the model compute its attention itself, so that no other can be set? transformers reads it off its code."""
+    """Return whether the model computes its attention itself, so that no other attention function can be set."""
     return not model._can_set_attn_implementation()
 
 
 class AttentionTracer(TorchFunctionMode):
-    """One forward pass over `prompts` × `length` tokens; `attention` is called as transformers calls it."""
+    """Traces one forward pass over `prompts` × `length` tokens, and calls `attention` as transformers would.
+
+    unfinished: number of softmaxes whose weights have not been multiplied with values yet
+    """
 
     def __init__(self, attention: Callable[..., Any], model: PreTrainedModel, prompts: int, length: int) -> None:
         super().__init__()
         self.attention, self.model, self.prompts, self.length = attention, model, prompts, length
         self.running: list[torch.nn.Module] = []
-        self.trails = WeakIdKeyDictionary()
+        self.forms = WeakIdKeyDictionary()
         self.masks: list[tuple[Tensor, Visibility]] = []
-        self.calls = 0
-        self.open = 0
-        """Softmaxes whose weights have not been multiplied with values yet."""
+        self.calls = self.unfinished = 0
 
-    @no_type_check  # or the check of its types, in the tests, would stand between the model and whoever asks who calls
+    @no_type_check  # type checks in tests would add a stack frame between the model and code that inspects its caller
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
@@ -70,103 +71,97 @@ class AttentionTracer(TorchFunctionMode):
             self.follow(name, args, kwargs, out)
         return out
 
-    # -- from products to weights -------------------------------------------------------------------------------------
-
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        """Remember what a result was made of."""
-        tracked = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg in self.trails]
-        found: TracedLogits | None = None
+        """Store the form of a result."""
+        tracked = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg in self.forms]
+        form: TracedLogits | None = None
         if name in OPERANDS:
-            found = self._product(name, args, kwargs)
+            form = self._product(name, args, kwargs)
         elif name == "softmax":
-            found = self._softmax(args, kwargs, out)
+            form = self._softmax(args, kwargs, out)
         elif tracked:
-            trail: TracedLogits = self.trails[tracked[0]]
-            found = trail.after(name, tracked[0], args, kwargs, out)
-            if found is not None and len(tracked) > 1 and name not in SAME:
-                found = replace(found, unknown=f"{name} of two products")
-        if found is not None:
-            self.trails[out] = found
+            before: TracedLogits = self.forms[tracked[0]]
+            form = before.after(name, tracked[0], args, kwargs, out)
+            if form is not None and len(tracked) > 1 and name not in SAME:
+                form = replace(form, unknown=f"{name} of two products")
+        if form is not None:
+            self.forms[out] = form
         elif tracked:
-            self.trails.pop(out, None)
+            self.forms.pop(out, None)
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedLogits | None:
         given = _given(name, args, kwargs)
         query, key = (given[operand] for operand in OPERANDS[name])
         if not self._has_heads(query) or not self._has_heads(key) or query.ndim != key.ndim:
             return None
-        trail = TracedLogits(
+        form = TracedLogits(
             query, key.transpose(-1, -2), self.prompts, float(given.get("alpha", 1)), apart=query.ndim == 4
         )
         beta = float(given.get("beta", 1))
-        return trail if name != BIASED or beta == 0 else trail.plus(beta * given["input"], query.ndim)
+        return form if name != BIASED or beta == 0 else form.plus(beta * given["input"], query.ndim)
 
     def _has_heads(self, x: Tensor) -> bool:
-        """[B, H, …] or [B·H, …]"""
+        """Return whether x has the shape [B, H, …] or [B·H, …]."""
         return len(x) == self.prompts if x.ndim == 4 else x.ndim == 3 and len(x) % self.prompts == 0
 
     def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> TracedLogits | None:
         x = args[0] if args else kwargs["input"]
-        trail: TracedLogits | None = self.trails.get(x)
-        if trail is None or trail.weights:
+        form: TracedLogits | None = self.forms.get(x)
+        if form is None or form.weights:
             if x.ndim in (3, 4) and x.shape[-2] == self.length > 1 and (x.ndim == 4 or x.shape[-1] == self.length):
-                raise self._refusal("its softmax over keys is not of one product of queries and keys")
+                raise self._unsupported("a softmax over keys is not applied to one product of queries and keys")
             return None
         if (args[1] if len(args) > 1 else kwargs.get("dim")) not in (-1, x.ndim - 1):
-            trail = replace(trail, unknown=trail.unknown or "a softmax along queries")
-        if trail.unknown is not None:
-            raise self._refusal(f"it applies {trail.unknown!r} to products of queries and keys")
-        if not trail.apart and self.prompts > 1:
-            raise self._refusal(
-                "prompts and heads are folded into one axis, in an order that cannot be told", remedy="use --batch 1"
-            )
-        self._require_read(trail, trail.heads(x), trail.heads(out))
-        self.open += 1
-        return replace(trail, weights=True)
+            form = replace(form, unknown=form.unknown or "a softmax over queries")
+        if form.unknown is not None:
+            raise self._unsupported(f"{form.unknown!r} is applied to products of queries and keys")
+        if not form.apart and self.prompts > 1:
+            raise self._unsupported("prompts and heads share one axis in an unknown order", remedy="use --batch 1")
+        self._require_read(form, form.heads(x), form.heads(out))
+        self.unfinished += 1
+        return replace(form, weights=True)
 
     def _require_read(
-        self, trail: TracedLogits, logits: Float[Tensor, "B H T keys"], weights: Float[Tensor, "B H T keys"]
+        self, form: TracedLogits, logits: Float[Tensor, "B H T keys"], weights: Float[Tensor, "B H T keys"]
     ) -> None:
-        """Some rows of the model's logits against those that were read off it: nothing was missed in between."""
-        T, _ = trail.lengths
+        """Check some rows: the model's logits equal those of the traced form, and hidden keys have weight 0."""
+        T, _ = form.lengths
         rows = torch.tensor(sorted({0, T // 2, T - 1}), device=logits.device)
-        key = trail.heads(trail.key).transpose(-1, -2).to(logits.dtype)
-        read = trail.heads(trail.query)[:, :, rows].to(logits.dtype) @ key * trail.scaling
-        if trail.bias is not None:
-            read = read + trail.over(trail.bias)[:, :, rows]
+        key = form.heads(form.key).transpose(-1, -2).to(logits.dtype)
+        read = form.heads(form.query)[:, :, rows].to(logits.dtype) @ key * form.scaling
+        if form.bias is not None:
+            read = read + form.over(form.bias)[:, :, rows]
         hidden = torch.zeros_like(read, dtype=torch.bool)
-        if trail.hidden is not None:
-            hidden = hidden | trail.over(trail.hidden)[:, :, rows]
+        if form.hidden is not None:
+            hidden = hidden | form.over(form.hidden)[:, :, rows]
         size = read.abs().masked_fill(hidden, 0).amax(-1, keepdim=True).clamp(min=1)
         gap = float(((logits[:, :, rows] - read) / size).masked_fill(hidden, 0).abs().max())
-        if not gap <= PARTITION.of(trail.query.dtype):
-            raise self._refusal("its logits are not those that were read off it", got=f"a difference of {gap:.2g}")
-        blind = hidden.all(-1, keepdim=True)  # its weights mean nothing
+        if not gap <= PARTITION.of(form.query.dtype):
+            raise self._unsupported("the traced logits differ from the model's", got=f"a difference of {gap:.2g}")
+        blind = hidden.all(-1, keepdim=True)  # rows without visible keys have arbitrary weights
         left = float(weights[:, :, rows].masked_fill(~hidden | blind, 0).max())
         if left:
-            raise self._refusal("keys are hidden only in part", got=f"a weight of {left:.2g}")
-
-    # -- from weights to a call ---------------------------------------------------------------------------------------
+            raise self._unsupported("hidden keys have a weight above 0", got=f"a weight of {left:.2g}")
 
     def ending(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What takes the place of the last product of an attention call; None: this is none."""
+        """Return the replacement of the last product of an attention call; None for any other function."""
         if name == FUSED:
             return self._fused(*args, **kwargs)
         if name not in OPERANDS or name == BIASED:
             return None
         given = _given(name, args, kwargs)
         weights, value = (given[operand] for operand in OPERANDS[name])
-        trail: TracedLogits | None = self.trails.get(weights)
-        if trail is None or not trail.weights:
+        form: TracedLogits | None = self.forms.get(weights)
+        if form is None or not form.weights:
             return None
-        if trail.unknown == "dropout":
-            raise self._refusal("attention dropout is on", remedy="call model.eval()")
-        if trail.unknown is not None or value.ndim != weights.ndim:
-            raise self._refusal(f"it applies {trail.unknown or 'a broadcast'!r} to attention weights")
-        self.open -= 1
-        hidden, bias = (None if x is None else trail.over(x) for x in (trail.hidden, trail.bias))
-        query, key = trail.heads(trail.query), trail.heads(trail.key)
-        out = self._call(query, key, trail.heads(value), None if hidden is None else ~hidden, trail.scaling, bias)
+        if form.unknown == "dropout":
+            raise self._unsupported("attention dropout is on", remedy="call model.eval()")
+        if form.unknown is not None or value.ndim != weights.ndim:
+            raise self._unsupported(f"{form.unknown or 'a broadcast'!r} is applied to attention weights")
+        self.unfinished -= 1
+        hidden, bias = (None if x is None else form.over(x) for x in (form.hidden, form.bias))
+        query, key = form.heads(form.query), form.heads(form.key)
+        out = self._call(query, key, form.heads(value), None if hidden is None else ~hidden, form.scaling, bias)
         return out.reshape(*weights.shape[:-1], value.shape[-1])
 
     def _fused(
@@ -180,9 +175,11 @@ class AttentionTracer(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Float[Tensor, "B H T Ev"]:
-        """torch's own fused attention, which says what it does."""
+        """Handle torch's fused attention."""
         if query.ndim != 4 or len(query) != self.prompts:
-            raise self._refusal("its fused attention is not over prompts and heads", got=tuple(query.shape))
+            raise self._unsupported(
+                "fused attention is called without separate axes for prompts and heads", got=tuple(query.shape)
+            )
         lengths, mask, bias = (query.shape[2], key.shape[2]), None, None
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
@@ -202,8 +199,8 @@ class AttentionTracer(TorchFunctionMode):
         dropout: float = 0.0,
     ) -> Float[Tensor, "B H T Ev"]:
         if query.shape[2] != self.length:
-            raise self._refusal(
-                "its queries are not the tokens of the prompt", got=f"{query.shape[2]} queries for {self.length} tokens"
+            raise self._unsupported(
+                "queries are not the tokens of the prompt", got=f"{query.shape[2]} queries for {self.length} tokens"
             )
         if mask is None and query.shape[2] == key.shape[2] == 1:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
@@ -211,59 +208,59 @@ class AttentionTracer(TorchFunctionMode):
         module = self.running[-1] if self.running else self.model
         out, _ = self.attention(module, query, key, value, seen, scaling=scaling, dropout=dropout, position_bias=bias)
         self.calls += 1
-        found: Tensor = out.transpose(1, 2)
-        return found
+        by_head: Tensor = out.transpose(1, 2)
+        return by_head
 
     def _visibility(self, mask: Bool[Tensor, "B #H T keys"]) -> Shaped[Tensor, "B #H T keys"]:
-        """One visibility for all calls that see the same keys, since what follows from it is computed once; the mask
-        itself where it has none."""
+        """Return the visibility of a mask, or the mask itself if no visibility can represent it.
+
+        Calls with equal masks share one visibility, so that values derived from it are computed once.
+        """
         for other, known in self.masks:
             if other.shape == mask.shape and torch.equal(other, mask):
                 return known
         if torch.equal(mask, torch.ones_like(mask).tril()):
-            found = Visibility((len(mask), 1, *mask.shape[2:]), causal=True, device=mask.device)
+            visibility = Visibility((len(mask), 1, *mask.shape[2:]), causal=True, device=mask.device)
         elif (read := read_mask(mask)) is not None:
-            found = read[0]
+            visibility = read[0]
         else:
             return mask
-        self.masks.append((mask, found))
-        return found
-
-    # -- the pass -----------------------------------------------------------------------------------------------------
+        self.masks.append((mask, visibility))
+        return visibility
 
     def require_complete(self) -> None:
-        """Refuse a pass in which no attention was seen, or only the beginning of it."""
-        if self.open:
-            raise self._refusal("it has weights from queries and keys that are not multiplied with values")
+        """Raise UnsupportedError after a pass without attention, or with an incomplete attention call."""
+        if self.unfinished:
+            raise self._unsupported("attention weights are not multiplied with values")
         if not self.calls:
             raise UnsupportedError(
-                "no attention was seen in a forward pass: the model has none, or none that is softmax(q kᵀ) v",
-                where=type(self.model).__name__, remedy=CANNOT,
+                "no attention found in a forward pass: the model has none, or none of the form softmax(q kᵀ) v",
+                where=type(self.model).__name__, remedy=UNSUPPORTED,
             )  # fmt: skip
 
-    def _refusal(self, what: str, remedy: str = CANNOT, got: Any = None) -> UnsupportedError:
+    def _unsupported(self, what: str, remedy: str = UNSUPPORTED, got: Any = None) -> UnsupportedError:
         inside = f" ({type(self.running[-1]).__name__})" if self.running else ""
         return UnsupportedError(
-            f"the model computes its attention itself, in a way that cannot be followed: {what}",
+            f"the model computes its own attention in an unsupported way: {what}",
             where=f"{type(self.model).__name__}, attention call {self.calls}{inside}", got=got, remedy=remedy,
         )  # fmt: skip
 
 
 @contextmanager
 def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: Callable[..., Any]) -> Iterator[None]:
-    """Every forward pass of the body is watched, in whatever thread it runs; on exit it is as it was."""
+    """Trace every forward pass of the backbone, in any thread. Restore its forward method on exit."""
     own, forward = vars(body).get("forward"), body.forward
 
     @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: Any, **kwargs: Any) -> Any:
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        watch = AttentionTracer(attention, model, *ids.shape[:2])
-        with innermost(watch.running, body), watch:
+        tracer = AttentionTracer(attention, model, *ids.shape[:2])
+        with innermost(tracer.running, body), tracer:
             out = forward(*args, **kwargs)
-        watch.require_complete()
+        tracer.require_complete()
         return out
 
-    body.forward = watched
+    body.forward = traced
     try:
         yield
     finally:
@@ -275,7 +272,7 @@ def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: 
 
 @contextmanager
 def innermost(running: list[torch.nn.Module], body: torch.nn.Module) -> Iterator[None]:
-    """Keep the modules that are running, the innermost last."""
+    """Maintain the list of running modules, the innermost last."""
 
     def begins(module: torch.nn.Module, args: Any) -> None:
         running.append(module)
@@ -286,7 +283,7 @@ def innermost(running: list[torch.nn.Module], body: torch.nn.Module) -> Iterator
     handles = []
     try:
         for module in body.modules():
-            if module is not body:  # its hooks have been called, and its forward is what is watched
+            if module is not body:  # its pre-hooks have run already
                 handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
         yield
     finally:
@@ -295,6 +292,6 @@ def innermost(running: list[torch.nn.Module], body: torch.nn.Module) -> Iterator
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a product by their names; `self` of a method comes first."""
+    """Return the arguments of a product by name; `self` of a method comes first."""
     names = ("input", *OPERANDS[name]) if name == BIASED else ("input", *(set(OPERANDS[name]) - {"input"}))
     return dict(zip(names, args, strict=False)) | kwargs

@@ -1,9 +1,9 @@
-"""V(i): which keys a query may see, as a rule that is asked for rows and never laid out as an N×N tensor.
+"""Visible keys V(i) of queries, as a rule that is evaluated for single rows instead of an N×N tensor.
 
-transformers builds its masks by calling a mask function under the same name as the attention function. posleak's
-returns a `Visibility`: to the model it is a boolean tensor of shape (B, 1, T, T) that it passes on; in memory it is the
-rule itself. A model that computes with its mask gets the real tensor (correct, at that model's own cost), and what it
-made of it comes back through `read_mask`.
+transformers builds masks with a mask function that is registered under the name of the attention function. posleak's
+mask function returns a `Visibility`: for the model a boolean tensor of shape (B, 1, T, T) that it passes on, in memory
+only the rule. A model that computes with its mask gets the dense tensor (correct, at that model's own cost), and
+`read_mask` converts the result back.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from transformers.masking_utils import and_masks, causal_mask_function, padding_
 Cached = TypeVar("Cached")
 
 Rule = Callable[..., Any]
-"""(batch, head, query, key) index tensors -> bool, broadcast; the form that transformers' mask functions have."""
-
+"""(batch, head, query, key) index tensors -> bool, broadcast, like the mask functions of transformers."""
 
 MOVES = (torch.ops.aten._to_copy, torch.ops.aten.to)
-"""What `.to(device)` becomes."""
+"""Operations that `.to(device)` dispatches to."""
 
 
 class Visibility(torch.Tensor):
     """The visible keys of every query: `rule`, restricted to the keys that `padding` keeps.
 
-    `causal` says that the rule is the plain causal one without padding, for which kernels need no mask at all.
+    causal: the rule is plain causal attention without padding, for which kernels need no mask
     """
 
     rule: Rule
@@ -39,14 +38,7 @@ class Visibility(torch.Tensor):
     _cache: dict[object, Any]
 
     @staticmethod
-    def __new__(
-        cls,
-        shape: Sequence[int],
-        rule: Rule = causal_mask_function,
-        padding: Bool[Tensor, "B keys"] | None = None,
-        causal: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> Visibility:
+    def __new__(cls, shape: Sequence[int], *_: Any, device: torch.device | str = "cpu", **__: Any) -> Visibility:
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=torch.device(device))
 
     def __init__(
@@ -55,6 +47,7 @@ class Visibility(torch.Tensor):
         rule: Rule = causal_mask_function,
         padding: Bool[Tensor, "B keys"] | None = None,
         causal: bool = False,
+        *,
         device: torch.device | str = "cpu",
     ) -> None:
         self.rule, self.padding, self.causal, self._cache = rule, padding, causal, {}
@@ -64,7 +57,7 @@ class Visibility(torch.Tensor):
         return f"Visibility({kind}, shape={tuple(self.shape)}, padded={self.padding is not None})"
 
     def rows(self, queries: Int[Tensor, "P"], keys: slice = slice(None)) -> Bool[Tensor, "#B 1 P keys"]:
-        """The keys that the queries at these positions may see, of all keys or a span."""
+        """Return which keys, of all or of a span, are visible to the queries at these positions."""
         batch = self.shape[0]
         rule = self.rule if self.padding is None else and_masks(self.rule, padding_mask_function(self.padding))
         b = torch.arange(batch if self.padding is not None else 1, device=self.device)[:, None, None, None]
@@ -74,14 +67,14 @@ class Visibility(torch.Tensor):
         return seen.expand(-1 if seen.ndim == 4 else 1, 1, len(queries), len(j))
 
     def cached(self, name: object, make: Callable[[], Cached]) -> Cached:
-        """What follows from the visibility alone, made once per name, since all layers of a pass ask for it."""
+        """Return a value that depends only on the visibility; it is computed once per name for all layers of a pass."""
         if name not in self._cache:
             self._cache[name] = make()
-        found: Cached = self._cache[name]
-        return found
+        value: Cached = self._cache[name]
+        return value
 
     def spans(self, block: int) -> list[tuple[int, int, int, int]]:
-        """(first query, end, first key, end): blocks of queries and the keys that any of them sees."""
+        """Return blocks of queries and the span of keys visible to any of them: (first query, end, first key, end)."""
         return self.cached(("spans", block), lambda: [self._span(at, block) for at in range(0, self.shape[2], block)])
 
     def _span(self, start: int, block: int) -> tuple[int, int, int, int]:
@@ -91,12 +84,12 @@ class Visibility(torch.Tensor):
         return start, stop, low, high
 
     def with_rule(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
-        """The same queries, keys and padding under another rule."""
+        """Return the visibility of the same queries, keys and padding under another rule, cached by name."""
         plain = causal and self.padding is None
         return self.cached(name, lambda: Visibility(self.shape, rule, self.padding, plain, device=self.device))
 
     def slice_positions(self, start: int, stop: int) -> Visibility:
-        """Queries and keys start … stop − 1, among themselves."""
+        """Return the visibility restricted to the queries and keys start … stop − 1."""
         padding = None if self.padding is None else self.padding[:, start:stop]
         shape = (self.shape[0], 1, stop - start, stop - start)
 
@@ -108,37 +101,37 @@ class Visibility(torch.Tensor):
         )
 
     def to_device(self, device: torch.device | str) -> Visibility:
-        """The same rule on another device: models that are spread over several hand their mask from one to the next."""
+        """Return the same rule on another device: models on several devices pass their mask from one to the next."""
         if torch.device(device) == self.device:
             return self
         padding = None if self.padding is None else self.padding.to(device)
         return self.cached(
             ("moved", torch.device(device)),
-            lambda: Visibility(self.shape, self.rule, padding, self.causal, device),
+            lambda: Visibility(self.shape, self.rule, padding, self.causal, device=device),
         )
 
     def dense(self) -> Bool[Tensor, "B 1 T keys"]:
-        """The real boolean tensor, for models that compute with their mask."""
+        """Return the dense boolean tensor, for models that compute with their mask."""
         return self.rows(torch.arange(self.shape[2])).expand(self.shape[0], 1, -1, -1)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        asked = (*args[1:], *(kwargs or {}).values())
-        dtypes = [value for value in asked if isinstance(value, torch.dtype)]
+        values = (*args[1:], *(kwargs or {}).values())
+        dtypes = [value for value in values if isinstance(value, torch.dtype)]
         if func.overloadpacket in MOVES and isinstance(args[0], Visibility) and set(dtypes) <= {torch.bool}:
             return args[0].to_device(
-                next((value for value in asked if isinstance(value, torch.device)), args[0].device)
+                next((value for value in values if isinstance(value, torch.device)), args[0].device)
             )
         plain = tree_map(lambda value: value.dense() if isinstance(value, Visibility) else value, (args, kwargs or {}))
         return func(*plain[0], **plain[1])
 
 
 def split_mask(mask: Shaped[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."] | None]:
-    """What a mask lets be seen, and what it adds to the logits of visible keys (None: nothing).
+    """Return the visible keys of a mask, and the bias that it adds to their logits (None: no bias).
 
-    Boolean: visible or not. Floating: the dtype's lowest number hides a key, and anything else is a bias.
+    In a floating-point mask, the lowest number of the dtype hides a key, and all other values are biases.
     """
     if mask.dtype == torch.bool:
         return mask, None
@@ -150,16 +143,16 @@ def split_mask(mask: Shaped[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[
 def read_mask(
     mask: Shaped[Tensor, "B #H T keys"],
 ) -> tuple[Visibility, Float[Tensor, "B #H T keys"] | None] | None:
-    """A mask that the model computed, one or one per head: the visible keys, and what it adds to the logits of others.
+    """Convert a mask that the model computed to a visibility, and the bias that it adds to visible logits.
 
-    None where heads of one layer see different keys, which has no rule.
+    Return None if the visible keys differ between heads, which no `Visibility` can represent.
     """
     seen, bias = split_mask(mask)
     if not bool((seen == seen[:, :1]).all()):
         return None
     seen = seen[:, 0]
     B, T, keys = seen.shape
-    everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # padded or not: each prompt has its own rule
+    everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # makes rows() evaluate every prompt
     return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b, q, k], everyone, device=mask.device), bias
 
 
@@ -176,7 +169,7 @@ def visibility_mask(
     device: torch.device | str = "cpu",
     **ignored: Any,
 ) -> Visibility:
-    """The mask function that is registered beside the attention function: same contract as transformers' own."""
+    """Return a `Visibility`. This is the mask function that is registered with transformers, with its signature."""
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     local = local_size is not None and kv_length > local_size
     plain = allow_is_causal_skip and padding is None and not local and q_length == kv_length and kv_offset == 0

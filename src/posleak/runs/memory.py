@@ -1,75 +1,86 @@
-"""How much memory work on a model will hold, computed before it starts, and the one guard that refuses too much.
+"""The one memory planner: bytes that work on a model will hold, computed before it starts, checked against limits.
 
-A plan is meant as an upper bound of the memory above the loaded model; `--profile` shows it beside what was used. That
-of a measurement is linear in the number of tokens per batch, as posleak's memory is. Families that compute their
-attention themselves hold tokens² numbers per head under any tool, which the plan includes (`own_bytes`). Those that
-only compute with a full mask hold tokens² per prompt, which it does not.
+    sizes = ModelSizes.of(subject)                     dimensions of the model -> bytes of the tensors that work holds
+    plan = MemoryPlan(activations, rows, results)      what a piece of work holds at the same time
+    batch = Work("the measurement", plan_of_batch, ...).fit(subject, batch, limit)
 
-memory_plan    of a measurement; origin, doctor and bench have plans of their own, made of the same pieces
-require_room   the guard: a plan against --max-memory and what the machine has free
-fitting        the largest batch that stays within --max-memory
+A plan is an upper bound of the memory above the loaded model; `--profile` shows it next to the measured peak. The plan
+of a measurement is linear in the number of tokens per batch, as posleak's memory is. Model families that compute their
+attention themselves hold tokens² numbers per head under any tool; the plan includes them (`own_attention`). Families
+that compute with a full mask also hold tokens² numbers per prompt; the plan does not include those.
+
+Importing this module does not import torch: sweeps estimate the memory of models that are not loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from posleak.errors import InputError
-from posleak.leakage.power import NEIGHBOURS
-from posleak.metrics.glimpse import FULL_LENGTH
-from posleak.models import Subject, available_bytes, exclusive
-from posleak.probe import Plan, takes_positions
-from posleak.probe.head import LOGIT_BYTES
-from posleak.probe.kernel import QUERY_BLOCK
-from posleak.probe.rows import PROFILE_POSITIONS
-from posleak.probe.tracer import computes_own_attention
+from posleak.models import available_bytes
 from posleak.text import format_bytes
 
-from .sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
 from .spec import MeasureSpec
 
-EXPLICIT = 3
-"""Blocks of logits at the same time, where the softmax is written out; of whole matrices, in eager attention."""
+if TYPE_CHECKING:
+    from posleak.models import Subject
+    from posleak.probe import Plan
 
-GLIMPSES = 5
-"""Copies of the rows that meters look at: logits, masked, attention, and two in between."""
+STATE_COPIES, HEAD_COPIES, INNER_COPIES = 6, 5, 4
+"""Tensors per token that a decoder layer holds at the same time, at most: as wide as the residual stream, as all heads
+together, and as the inside of the feed-forward part."""
 
-GRAPHS = 6
-"""Copies, in float64, of attention averaged over heads, while graphs are made of it."""
+SLACK = 1.5
+"""Factor for memory that the allocator keeps between tensors; 1.4 was measured with many small tensors."""
 
-LOGITS = 4
-"""Copies of the logits of a few positions, while their loss is taken: as they are, in float32, and two in between."""
+ROW_COPIES = 3
+"""Copies of the sampled rows at the same time: logits, their exponentials, and one intermediate. Models that scale
+their queries by position hold twice as many, which is small compared with the slack of their activations."""
 
-MOVED = 6
-"""Copies, in float64, of the logits of moved keys."""
+EXPLICIT_COPIES = 3
+"""Copies of a block of logits where the softmax is computed explicitly; of a whole matrix in eager attention."""
 
-KEPT = 3
+GLIMPSE_COPIES, GRAPH_COPIES = 5, 6
+"""Copies of the rows that meters read (logits, masked logits, attention, two intermediates), and copies in float64 of
+attention averaged over heads while graphs are built from it."""
+
+LOGIT_COPIES = 4
+"""Copies of the logits of a few positions while their loss is computed: model dtype, float32, two intermediates."""
+
+MOVED_COPIES = 6
+"""Copies in float64 of the logits of moved keys."""
+
+RESULT_COPIES = 3
 """Copies of the results: in batches, joined, and as they are written."""
 
-COMPONENTS, BETWEEN = 8, 3
-"""Components of the leakage that are laid out at every pair at the same time, and arrays of that size in between."""
+COMPONENT_COPIES = 8 + 3
+"""Components of the leakage that are computed at every pair at the same time, and intermediates of the same size."""
 
 PRODUCTS = 2 * 14 + 1
-"""Products of prompts (leakage/power.py) of all components and shares, for early and all queries, and one between."""
+"""Products of prompts (leakage/power.py): of all components and shares, for early and all queries; one intermediate."""
 
 REPLICATES = 5 * 9
-"""Numbers per prompt that the interval of one number holds at the same time: nine replicates per prompt, five times."""
+"""Numbers per prompt that one interval holds at the same time: five copies of nine replicates."""
 
-RECORDS = 32 * 1000
-"""Bytes of one head's numbers as records of a table."""
+TABLE_BYTES = 32 * 1000
+"""Bytes of the table rows of one head."""
 
-FIRST_USE = 64 * 10**6
-"""What libraries take when they are first used: to write files, and for small tensors of any kind."""
+FIRST_USE_BYTES = 64 * 10**6
+"""Bytes that libraries allocate when they are first used, for writing files and for small tensors."""
+
+LIBRARY_BYTES = 500 * 10**6
+"""Bytes of a Python process with torch and transformers imported, without weights."""
 
 CALIBRATION_LENGTH, LONGEST_WINDOW = 96, 1024
-"""Tokens of calibration, which goes past windows up to this one."""
+"""Tokens that calibration reads, and the longest sliding window that it reads past."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes above the loaded model: activations of a batch (with weights that are copied), sampled rows, and the
-    results of all prompts."""
+    """Bytes above the loaded model: activations of a batch and copies of weights, sampled rows, results of all
+    prompts."""
 
     activations: int
     rows: int
@@ -83,81 +94,96 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
 
-# -- pieces of plans --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ModelSizes:
+    """Dimensions of a model. Methods return the bytes of tensors; `item` is the bytes per number.
+
+    inner            feed-forward width per token; in a mixture of experts, of all experts that a token passes
+    all_heads        width of all heads of a layer together
+    explicit         the softmax is computed explicitly in blocks of queries, since no fused kernel supports it
+    own_attention    the model computes its attention itself, with logits and weights of all pairs
+    """
+
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+    all_heads: int
+    inner: int
+    explicit: bool = False
+    own_attention: bool = False
+
+    @classmethod
+    def of(cls, subject: Subject) -> ModelSizes:
+        from posleak.probe.tracer import computes_own_attention
+
+        identity, own = subject.identity, computes_own_attention(subject.model)
+        parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+        return cls(
+            parameters, identity.layers, identity.width, identity.heads, identity.heads * identity.head_dim,
+            _inner_width(subject), explicit=own or _is_explicit(subject), own_attention=own,
+        )  # fmt: skip
+
+    def forward(self, tokens: int, item: int) -> int:
+        """Return the activations of one forward pass."""
+        per_token = STATE_COPIES * self.width + HEAD_COPIES * self.all_heads + INNER_COPIES * self.inner
+        return int(SLACK * tokens * per_token * item)
+
+    def states(self, tokens: int, item: int) -> int:
+        """Return the residual stream at all depths."""
+        return (self.layers + 1) * tokens * self.width * item
+
+    def logits(self, tokens: int, rows: int, item: int, copies: int = ROW_COPIES) -> int:
+        """Return the sampled rows of logits of one layer."""
+        return tokens * self.heads * rows * copies * max(4, item)
+
+    def sampled(self, plan: Plan, prompts: int, length: int, item: int, copies: int = ROW_COPIES) -> int:
+        """Return the plan's rows of one layer, and the masks that all layers share."""
+        from posleak.probe.kernel import QUERY_BLOCK
+
+        tokens, R, Q = prompts * length, len(plan.references), len(plan.queries)
+        block = self.logits(tokens, QUERY_BLOCK, item, EXPLICIT_COPIES) if self.explicit else 0
+        moved = int(SLACK * prompts * self.heads * R * Q * plan.origin * MOVED_COPIES * 8)
+        shared = plan.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # masks, and keys to sum
+        return self.logits(tokens, len(plan.rows), item, copies) + block + moved + shared
+
+    def glimpses(self, prompts: int, length: int, item: int) -> int:
+        """Return the rows of one layer that meters read."""
+        from posleak.metrics.glimpse import FULL_LENGTH
+
+        rows = min(FULL_LENGTH, length)
+        return self.logits(prompts * length, rows, item, GLIMPSE_COPIES) + prompts * rows * length * 8 * GRAPH_COPIES
+
+    def eager(self, prompts: int, length: int, item: int) -> int:
+        """Return all attention weights of one layer, as eager attention computes them, and its mask."""
+        return prompts * (self.heads * EXPLICIT_COPIES + 2) * length**2 * max(4, item)
+
+    def own_pairs(self, prompts: int, length: int, item: int) -> int:
+        """Return the logits and weights of all pairs in a model that computes its attention itself; otherwise 0."""
+        return self.eager(prompts, length, item) if self.own_attention else 0
+
+    def results(self, plan: Plan, prompts: int, layers: int | None = None) -> int:
+        """Return the results of all prompts, and what is computed from those of `layers` layers, by default all:
+        components at every pair, products of prompts, jackknife replicates, and table rows."""
+        from posleak.leakage.power import NEIGHBOURS
+        from posleak.probe.rows import PROFILE_POSITIONS
+
+        Q, D, first = len(plan.queries), len(plan.offsets), PROFILE_POSITIONS + plan.origin
+        stored = RESULT_COPIES * (Q * D + 6 * Q + D + first)
+        products = PRODUCTS * (1 + min(NEIGHBOURS, prompts // 2))
+        work = max(COMPONENT_COPIES * Q * D, REPLICATES * first) + products
+        summed = self.heads * (self.layers if layers is None else layers)
+        numbers = self.layers * self.heads * stored + summed * work
+        return 8 * prompts * numbers + summed * TABLE_BYTES + FIRST_USE_BYTES
 
 
-def weight_count(subject: Subject) -> int:
-    return sum(parameter.numel() for parameter in subject.model.parameters())
-
-
-def weight_bytes(subject: Subject) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
-
-
-def pass_bytes(subject: Subject, tokens: int, item: int) -> int:
-    """The activations of one forward pass over so many tokens."""
-    identity = subject.identity
-    per_token = STATES * identity.width + HEADS * identity.heads * identity.head_dim + INNER * _inner_width(subject)
-    return int(SLACK * tokens * per_token * item)
-
-
-def state_bytes(subject: Subject, tokens: int, item: int) -> int:
-    """The residual stream of so many tokens, at all depths."""
-    return (subject.identity.layers + 1) * tokens * subject.identity.width * item
-
-
-def row_bytes(subject: Subject, plan: Plan, prompts: int, length: int, item: int, copies: int = ROWS) -> int:
-    """The plan's rows of one layer, for so many prompts of so many tokens, and what all layers share of them."""
-    identity, tokens = subject.identity, prompts * length
-    R, Q = len(plan.references), len(plan.queries)
-    block = 0 if not _explicit(subject) else tokens * identity.heads * QUERY_BLOCK * EXPLICIT
-    rows = (tokens * identity.heads * len(plan.rows) * copies + block) * max(4, item)
-    moved = int(SLACK * prompts * identity.heads * R * Q * plan.origin * MOVED * 8)
-    shared = plan.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # what rows see, and which keys are summed
-    return rows + moved + shared
-
-
-def glimpse_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """The rows of one layer that meters look at, at most FULL_LENGTH of them."""
-    rows = min(FULL_LENGTH, length)
-    attention = prompts * subject.identity.heads * rows * length * max(4, item) * GLIMPSES
-    return attention + prompts * rows * length * 8 * GRAPHS
-
-
-def square_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """All attention weights of one layer, as eager attention makes them, and its mask."""
-    return prompts * (subject.identity.heads * EXPLICIT + 2) * length**2 * max(4, item)
-
-
-def own_bytes(subject: Subject, prompts: int, length: int, item: int) -> int:
-    """What a model that computes its attention itself holds beside posleak's: logits and weights of all pairs."""
-    return square_bytes(subject, prompts, length, item) if computes_own_attention(subject.model) else 0
-
-
-def result_bytes(subject: Subject, plan: Plan, prompts: int, layers: int | None = None) -> int:
-    """The results of all prompts, and of some layers or all what is made of them: components at every pair, products of
-    prompts with each other, numbers without each prompt, and records."""
-    Q, D, first = len(plan.queries), len(plan.offsets), PROFILE_POSITIONS + plan.origin
-    depth, H = subject.identity.layers, subject.identity.heads
-    kept = KEPT * (Q * D + 6 * Q + D + first)
-    products = PRODUCTS * (1 + min(NEIGHBOURS, prompts // 2))
-    work = max((COMPONENTS + BETWEEN) * Q * D, REPLICATES * first) + products
-    summed = H * (depth if layers is None else layers)
-    return 8 * prompts * (depth * H * kept + summed * work) + summed * RECORDS + FIRST_USE
-
-
-def _explicit(subject: Subject) -> bool:
-    """Is the softmax computed explicitly, in blocks of queries, because no fused kernel supports it? What a model that
-    computes its attention itself adds to logits is not known before it runs."""
-    if computes_own_attention(subject.model):
-        return True
+def _is_explicit(subject: Subject) -> bool:
     capped = getattr(subject.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in subject.model.named_parameters())
 
 
 def _inner_width(subject: Subject) -> int:
-    """The feed-forward width of one token; of a mixture of experts, of all experts that a token goes through."""
-    config = subject.model.config.get_text_config()
+    config: Any = subject.model.config.get_text_config()
     inner = getattr(config, "intermediate_size", None)
     inner = max(inner) if isinstance(inner, (list, tuple)) and inner else inner  # some families have one per layer
     inner = inner if isinstance(inner, int) and inner else 4 * subject.identity.width
@@ -165,78 +191,61 @@ def _inner_width(subject: Subject) -> int:
     return int(max(inner, experts * (getattr(config, "moe_intermediate_size", None) or inner)))
 
 
-# -- a measurement ----------------------------------------------------------------------------------------------------
+def weight_bytes(subject: Subject) -> int:
+    """Return the bytes of a model's parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
 
 
-def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
-    """What `spec.batch` prompts at once will hold; an upper bound for decoders as they are built today."""
-    read, own = spec.borrowed + spec.length, subject.dtype.itemsize
-    edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
-    item = edited[-1].itemsize if edited else own
-    weights = weight_count(subject) * item if edited else 0
-    # Of a model that takes no position ids, two prompts of one token each show what positions do.
-    at_once = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
-    pairs = max(own_bytes(subject, spec.batch, read, item), own_bytes(subject, 2, spec.length, item))
-    rows = row_bytes(subject, spec.plan, spec.batch, read, item, ROWS if not spec.edits else 2 * ROWS)
-    if spec.metrics:
-        rows += glimpse_bytes(subject, spec.batch, read, item)
-        weights += 2 * weight_count(subject) if "shift" in spec.metrics else 0  # a copy in bfloat16
-    if spec.loss:
-        rows += LOGITS * max(LOGIT_BYTES, 4 * spec.batch * subject.identity.vocab)
-    return MemoryPlan(
-        pass_bytes(subject, at_once, item) + pairs + weights,
-        max(rows, square_bytes(subject, 1, min(calibration_length(subject), read), own)),
-        result_bytes(subject, spec.plan, spec.prompts),
-    )
+# -- the check against limits -----------------------------------------------------------------------------------------
 
 
-def calibration_length(subject: Subject) -> int:
-    """Tokens that calibration reads, where there are so many: past every window that is not too long for that."""
-    windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= LONGEST_WINDOW]
-    return max([CALIBRATION_LENGTH, *windows])
+@dataclass(frozen=True)
+class Work:
+    """A piece of work whose memory must fit.
 
-
-def within_memory(spec: MeasureSpec, subject: Subject, limit: int | None) -> MeasureSpec:
-    """The spec, resolved, with a batch that fits.
-
-    The batch size depends on the limit and the model, never on what else the machine does. It affects the last bits, so
-    it is part of the digest, and a run that is started again must find its own folder.
+    name         what does not fit, in error messages: "the measurement"
+    plan         batch size -> its memory plan
+    contents     batch size -> what the memory is for, in words
+    remedy       options that reduce the memory
+    batched      a smaller --batch is a remedy, too
     """
-    resolved = spec.resolved()
-    if not spec.batch:
-        most = fitting(subject, resolved.batch, lambda b: memory_plan(subject, replace(resolved, batch=b)), limit)
-        resolved = replace(resolved, batch=most)
-    smaller = "a smaller --batch, " if resolved.batch > 1 else ""
-    require_room(
-        subject, memory_plan(subject, resolved), limit, what="the measurement",
-        of=f"{many(resolved.batch, resolved.length)} at once",
-        remedy=f"use {smaller}fewer --prompts or a shorter --length",
-    )  # fmt: skip
-    return resolved
 
+    name: str
+    plan: Callable[[int], MemoryPlan]
+    contents: Callable[[int], str]
+    remedy: str
+    batched: bool = False
 
-# -- the guard --------------------------------------------------------------------------------------------------------
+    def fit(self, subject: Subject, batch: int, limit: int | None, *, fixed: bool = False) -> int:
+        """Return `batch`, halved until its plan is within the limit; raise an InputError if no batch fits.
 
+        The batch depends on the limit and the model, never on the free memory of the machine: it affects the last bits
+        of the results and is part of a run's digest, and a run that is started again must find its own folder.
 
-def fitting(subject: Subject, batch: int, plan: Callable[[int], MemoryPlan], limit: int | None) -> int:
-    """The batch, halved until its plan stays within the limit; as it is without a limit."""
-    if limit is None:
+        limit        of the whole process in bytes; None: no limit, and the batch is not reduced
+        fixed        do not reduce the batch
+        """
+        if limit is not None and not fixed:
+            room = _room(subject, limit)
+            while batch > 1 and self.plan(batch).total > room:
+                batch //= 2
+        smaller = "a smaller --batch, " if self.batched and batch > 1 else ""
+        require_room(
+            subject, self.plan(batch), limit, what=self.name, of=self.contents(batch),
+            remedy=f"use {smaller}{self.remedy}",
+        )  # fmt: skip
         return batch
-    room = _within(subject, limit)
-    while batch > 1 and plan(batch).total > room:
-        batch //= 2
-    return batch
 
 
 def require_room(
     subject: Subject, plan: MemoryPlan, limit: int | None, *, what: str, of: str, remedy: str
 ) -> None:  # fmt: skip
-    """Refuse work that would hold more than --max-memory allows (`limit`, None without one) or the machine has free.
+    """Raise an InputError if a plan exceeds --max-memory (`limit`, None: no limit) or the free memory of the machine.
 
-    what: that is refused;  of: what the memory is for;  remedy: how less would do
+    what: the work;  of: what the memory is for;  remedy: how to need less
     """
     free = available_bytes(subject.device)
-    allowed = free if limit is None else _within(subject, limit)
+    allowed = free if limit is None else _room(subject, limit)
     have, need = min(free, allowed), plan.total
     if need <= have:
         return
@@ -245,22 +254,68 @@ def require_room(
         taken = format_bytes(limit - allowed)
         whose = "--max-memory allows"
         larger = f", or a larger --max-memory: the model and its libraries take {taken} of it"
-    shown = (
-        [format_bytes(need), format_bytes(have)]
-        if format_bytes(need) != format_bytes(have)
-        else [f"{need:,} bytes", f"{have:,} bytes"]
-    )
+    shown = [format_bytes(need), format_bytes(have)]
+    if shown[0] == shown[1]:
+        shown = [f"{need:,} bytes", f"{have:,} bytes"]
     raise InputError(
         f"{what} needs more memory than {whose}", where=subject.identity.name, got=f"{shown[0]} for {of}",
         expected=f"at most {shown[1]} above the loaded model", remedy=remedy + larger,
     )  # fmt: skip
 
 
-def many(prompts: int, length: int) -> str:
+def describe_prompts(prompts: int, length: int) -> str:
+    """Return, for example, `3 prompts of 64 tokens`."""
     return f"{prompts} prompt{'s' if prompts != 1 else ''} of {length} tokens"
 
 
-def _within(subject: Subject, limit: int) -> int:
-    """What a limit on the whole process leaves for work."""
+def _room(subject: Subject, limit: int) -> int:
+    """Return what a limit of the whole process leaves for work."""
+    from posleak.models import exclusive
+
     with exclusive(subject.model):  # an edit of another thread may have changed the size of its weights
-        return limit - weight_bytes(subject) - LIBRARIES
+        return limit - weight_bytes(subject) - LIBRARY_BYTES
+
+
+# -- a measurement ----------------------------------------------------------------------------------------------------
+
+
+def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
+    """Return the plan of a measurement with batches of `spec.batch` prompts."""
+    from posleak.probe import takes_positions
+    from posleak.probe.head import LOGIT_BYTES
+
+    sizes, read, own = ModelSizes.of(subject), spec.borrowed + spec.length, subject.dtype.itemsize
+    edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
+    item = edited[-1].itemsize if edited else own
+    weights = sizes.parameters * item if edited else 0
+    # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.
+    tokens = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
+    pairs = max(sizes.own_pairs(spec.batch, read, item), sizes.own_pairs(2, spec.length, item))
+    rows = sizes.sampled(spec.plan, spec.batch, read, item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
+    if spec.metrics:
+        rows += sizes.glimpses(spec.batch, read, item)
+        weights += 2 * sizes.parameters if "shift" in spec.metrics else 0  # a copy in bfloat16
+    if spec.loss:
+        rows += LOGIT_COPIES * max(LOGIT_BYTES, 4 * spec.batch * subject.identity.vocab)
+    return MemoryPlan(
+        sizes.forward(tokens, item) + pairs + weights,
+        max(rows, sizes.eager(1, min(calibration_length(subject), read), own)),
+        sizes.results(spec.plan, spec.prompts),
+    )
+
+
+def calibration_length(subject: Subject) -> int:
+    """Return how many tokens calibration reads: past every sliding window of at most LONGEST_WINDOW tokens."""
+    windows = [w * 5 // 4 for w in subject.identity.windows if w is not None and w <= LONGEST_WINDOW]
+    return max([CALIBRATION_LENGTH, *windows])
+
+
+def within_memory(spec: MeasureSpec, subject: Subject, limit: int | None) -> MeasureSpec:
+    """Return the spec with defaults filled in and a batch that fits; raise an InputError if none does."""
+    resolved = spec.resolved()
+    work = Work(
+        "the measurement", lambda batch: memory_plan(subject, replace(resolved, batch=batch)),
+        lambda batch: f"{describe_prompts(batch, resolved.length)} at once", "fewer --prompts or a shorter --length",
+        batched=True,
+    )  # fmt: skip
+    return replace(resolved, batch=work.fit(subject, resolved.batch, limit, fixed=bool(spec.batch)))

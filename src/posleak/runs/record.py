@@ -6,8 +6,6 @@ This is the one place that writes and reads run.json. All other code uses the fi
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,7 +24,7 @@ from posleak.typed import plain
 
 from .folder import RECORD_FILE, remove_run, require_unused
 from .memory import MemoryPlan
-from .software import COMPUTED_WITH, DEFINITIONS_VERSION, now, versions
+from .software import COMPUTED_WITH, DEFINITIONS_VERSION, measurement_hash, now, versions
 from .spec import MeasureSpec
 
 FORMAT_VERSION = 5
@@ -131,13 +129,7 @@ def digest(
     """
     subject = {name: getattr(identity, name) for name in SUBJECT}
     bits = {name: computed_with[name] for name in COMPUTED_WITH}
-    asked: dict[str, Any] = plain(spec)
-    if not spec.metrics:
-        del asked["metrics"]  # runs without metrics keep the digest that they had before there were any
-    if not spec.loss:
-        del asked["loss"]  # the same
-    text = json.dumps(plain([DEFINITIONS_VERSION, asked, subject, inputs, bits]), sort_keys=True)
-    return hashlib.sha256((text + once).encode()).hexdigest()
+    return measurement_hash(spec.identifying, subject, inputs, bits, salt=once)
 
 
 def read_record(folder: Path) -> Record:

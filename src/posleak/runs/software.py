@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import re
 from functools import cache
 from importlib.metadata import version
+from typing import Any
+
+from posleak.typed import plain
 
 DEFINITIONS_VERSION = 2
 """Increased when the mathematics changes: runs with different versions cannot be compared."""
@@ -24,6 +28,12 @@ def versions() -> dict[str, str]:
 def _version(name: str) -> str:
     """Reading it off a package's metadata takes a millisecond, and every cell of a sweep asks."""
     return version(name)
+
+
+def measurement_hash(*parts: Any, salt: str = "") -> str:
+    """Return the sha256 that identifies a measurement: of the version of the definitions and of `parts`, as JSON."""
+    text = json.dumps(plain([DEFINITIONS_VERSION, *parts]), sort_keys=True)
+    return hashlib.sha256((text + salt).encode()).hexdigest()
 
 
 def now() -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from posleak.defaults import LENGTH as LENGTH, PROMPTS as PROMPTS, TRACED as TRACED
 from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
@@ -17,9 +18,7 @@ from posleak.inputs.randomness import SEED_LIMIT
 from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
-
-LENGTH, PROMPTS, TRACED = 512, 16, 256
-"""Tokens of a prompt, and prompts, unless one says otherwise; and tokens where two passes are made of each."""
+from posleak.typed import plain
 
 GIVEN = "given"
 """In the place of `inputs`: the prompts were handed over as ids."""
@@ -75,8 +74,20 @@ class MeasureSpec:
                 remedy="measure it without the edit",
             )  # fmt: skip
         _ = self.plan  # refuses a length that is too short or too long
+
+    def require_effect(self) -> None:
+        """Raise NoEffectError if an edit changes nothing in prompts of this length, whatever the model."""
         for edit in self.edits:
             edit.require_length(self.length)
+
+    @property
+    def identifying(self) -> dict[str, Any]:
+        """The fields as JSON, for the hashes of runs and of cells.
+
+        Metrics and loss are left out where they are not measured: hashes from before they existed stay valid.
+        """
+        request: dict[str, Any] = plain(self)
+        return {name: value for name, value in request.items() if value or name not in ("metrics", "loss")}
 
     @cached_property
     def plan(self) -> Plan:

@@ -1,39 +1,33 @@
-"""A cell: one run as it is asked for, before any model is loaded. Its id is a hash of all that decides its numbers and
-can be known beforehand: what is asked of which model, on which text, with which software.
+"""A cell: one measurement of a sweep, described before any model is loaded.
 
-What the model's files hold is not part of the id, for it would have to be read: a finished cell remembers it, and is
-not finished any more when the files have changed (posleak.sweeps.state).
+A finished cell also records what the model's files contained. If they have changed since, the cell counts as open again
+(posleak.sweeps.state).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from posleak.axes import MIN_LENGTH
-from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs.corpus import STDLIB
-from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.runs.software import COMPUTED_WITH, DEFINITIONS_VERSION, slug, versions
-from posleak.runs.spec import LENGTH, PROMPTS, MeasureSpec
-from posleak.typed import plain
+from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
+from posleak.runs.spec import MeasureSpec
+from posleak.typed import from_json, plain
 
 MEASURE, TRACE = "measure", "trace"
 KINDS = (MEASURE, TRACE)
 TEXT = "text:"
 
-GROUPED = ("model", "dtype", "device", "device_map")
-"""What decides which model is in memory: cells that agree in these follow one another without loading it again."""
-
 
 @dataclass(frozen=True)
 class Resources:
-    """What a worker is given while it has the model in memory; None: as the engine decides. `memory` in bytes."""
+    """Resources of a worker that runs the cell; None leaves the choice to the engine. `memory` is in bytes."""
 
     cpus: float | None = None
     gpus: float = 0
@@ -42,26 +36,19 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `dtype` None: as `load` chooses. The fields after `loss` say where it computes and how it is shown;
-    of them, device and device map decide its numbers.
+    """One measurement of one model.
 
-    title   what people call the model;  series, step: whose checkpoint it is, and after how many steps
+    model       what `load` takes;  dtype, device, device_map: how it is loaded, None: as `load` chooses
+    spec        the measurement;  kind: `measure`, or `trace`, which takes no edits
+    title       display name of the model
+    series      the training run that the model is a checkpoint of;  step: the number of training steps
+    resources   of the worker
     """
 
     model: str
-    edits: tuple[str, ...] = ()
-    length: int = LENGTH
-    prompts: int = PROMPTS
-    seed: int = 0
-    inputs: str = "random"
-    bos: str | int = "auto"
-    dtype: str | None = None
+    spec: MeasureSpec = MeasureSpec()
     kind: str = MEASURE
-    origin: int = DEFAULT_ORIGIN
-    density: int = 1
-    batch: int = 0
-    metrics: tuple[str, ...] = ()
-    loss: bool = False
+    dtype: str | None = None
     device: str | None = None
     device_map: str | None = None
     title: str | None = None
@@ -72,74 +59,98 @@ class Cell:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError("no such kind of run", where="kind", got=self.kind, remedy=did_you_mean(self.kind, KINDS))
-        if self.kind == TRACE and self.edits:
+        if self.kind == TRACE and self.spec.edits:
             raise InputError(
-                "a trace takes no edits: it is itself an intervention", where=self.label, got=", ".join(self.edits),
-                remedy="use kind: measure for cells with edits, in a grid of their own",
+                "a trace takes no edits: it is itself an intervention", where=self.label,
+                got=", ".join(self.spec.edit_texts), remedy="use kind: measure for cells with edits, in a grid of their own",
             )  # fmt: skip
 
-    @cached_property
-    def spec(self) -> MeasureSpec:
-        """The measurement; refused here if it cannot be made with any model."""
-        return MeasureSpec(
-            self.inputs, self.bos, self.length, self.prompts, self.seed, self.batch, self.density, self.origin,
-            parse_edits(self.edits), self.metrics, self.loss,
-        )  # fmt: skip
+    @property
+    def loading(self) -> dict[str, str | None]:
+        """The arguments of `load`."""
+        return {"dtype": self.dtype, "device": self.device, "device_map": self.device_map}
 
     @property
     def group(self) -> tuple[str | None, ...]:
-        return tuple(getattr(self, name) for name in GROUPED)
+        """Identifies the model in memory: consecutive cells of one group load it once."""
+        return self.model, self.dtype, self.device, self.device_map
+
+    @cached_property
+    def id(self) -> str:
+        """The hash that identifies the measurement before its model is loaded: `measurement_hash` of the same
+        serialised spec as in the digest of a run (`posleak.runs.record.digest`), with what is known so far.
+
+        It covers the model's name and how it is loaded, the software and, for texts, their content. The digest has
+        the model's weights and the tokens instead, which are only known after loading. Display names and resources
+        are not part of it.
+        """
+        request = {"metrics": [], **self.spec.identifying, "model": self.model, "kind": self.kind, **self.loading}
+        installed = versions()
+        inputs = self.spec.inputs
+        text = text_hash(inputs.removeprefix(TEXT)) if inputs.startswith(TEXT) else None
+        return measurement_hash(request, {name: installed[name] for name in COMPUTED_WITH}, text)
+
+    @property
+    def folder(self) -> str:
+        """The name of the cell's folder in a sweep."""
+        return f"{slug(self._base, 60)}-{self.id[:12]}"
 
     @property
     def name(self) -> str:
-        """What people call the model."""
+        """The display name of the model."""
         return self.title or self._base
 
     @property
+    def _base(self) -> str:
+        """The last part of an absolute path; any other name unchanged."""
+        return Path(self.model).name if Path(self.model).is_absolute() else self.model
+
+    @property
     def label(self) -> str:
-        """What tells it from other cells, apart from length and seed."""
-        extra = [*self.edits, *([self.inputs] if self.inputs != "random" else [])]
-        extra += [f"bos {self.bos}"] if self.bos != "auto" else []
+        """A description without length and seed: `smollm2-135m · window=64 · bos none`."""
+        spec = self.spec
+        extra = [*spec.edit_texts, *([spec.inputs] if spec.inputs != "random" else [])]
+        extra += [f"bos {spec.bos}"] if spec.bos != "auto" else []
         return " · ".join([self.name, *extra])
 
     @property
     def details(self) -> str:
-        """The label with everything that a grid varies."""
-        dtype = [] if self.dtype is None else [self.dtype]
-        return ", ".join([self.kind, self.label, f"{self.length} tokens", f"seed {self.seed}", *dtype])
-
-    @cached_property
-    def id(self) -> str:
-        """A sha256 over everything that decides the numbers and is known before the model is loaded."""
-        asked = {field.name: getattr(self, field.name) for field in fields(self)}
-        for shown in ("title", "series", "step", "resources", *([] if self.loss else ["loss"])):
-            del asked[shown]  # cells without loss keep the id that they had before there was any
-        used = versions()
-        with_what = {name: used[name] for name in COMPUTED_WITH}
-        text = text_hash(self.inputs.removeprefix(TEXT)) if self.inputs.startswith(TEXT) else None
-        known = json.dumps(plain([DEFINITIONS_VERSION, asked, with_what, text]), sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()
-
-    @property
-    def folder(self) -> str:
-        """The name of its folder: the same cell finds the same folder."""
-        return f"{slug(self._base, 60)}-{self.id[:12]}"
-
-    @property
-    def _base(self) -> str:
-        """The last part of a path, or the name as it is. In a manifest, paths are whole ones."""
-        return Path(self.model).name if Path(self.model).is_absolute() else self.model
+        """A description with every field that a grid varies."""
+        size = [f"{self.spec.length} tokens", f"seed {self.spec.seed}"]
+        return ", ".join([self.kind, self.label, *size, *([] if self.dtype is None else [self.dtype])])
 
     @property
     def work(self) -> int:
-        """Tokens that go through the model, for guessing how long it takes."""
-        tokens = self.prompts * max(self.length, MIN_LENGTH)
+        """Tokens that go through the model, for estimates of time."""
+        tokens = self.spec.prompts * max(self.spec.length, MIN_LENGTH)
         return 3 * tokens if self.kind == TRACE else tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON, with those of the spec on the same level."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
+        return {**own, "resources": asdict(self.resources), **plain(self.spec)}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Read what `as_dict` writes."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(_with_spec, handler(source))
+
+
+def _with_spec(value: Any) -> Any:
+    """Move the fields of the spec into one."""
+    if not isinstance(value, dict):
+        return value
+    own = {field.name for field in fields(Cell)}
+    spec = {name: field for name, field in value.items() if name not in own}
+    kept = {name: field for name, field in value.items() if name in own}
+    return {**kept, "spec": from_json(MeasureSpec, json.dumps(spec))}
 
 
 @lru_cache(maxsize=64)
 def text_hash(path: str) -> str:
-    """What a text says, as a hash; that of the standard library depends on the Python alone."""
+    """Return a hash of a text; the standard library's documentation is identified by the version of Python."""
     if path == STDLIB:
         return f"Python {platform.python_version()}"
     from posleak.inputs.corpus import read_corpus

@@ -25,11 +25,12 @@ from posleak.leakage import Estimate
 from posleak.leakage.contrast import PowerKey, contrasts
 from posleak.leakage.number import SHARE_UNIT, LabelledEstimate
 
-from .cells import Cell
+from .balance import BalanceTable, balance_table
+from .cells import Cell, Resources
 from .numbers import PRODUCTS, read_numbers, read_products
-from .state import CELL, ERROR, FAILED, FINISHED, NUMBERS, Failed, Finished, read_sealed
-from .storage import CELLS, Storage
-from .work import said
+from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, NUMBERS_FILE, Failed, Finished, read_sealed
+from .storage import CELLS_FOLDER, Storage
+from .work import error_line
 
 TABLE, PAGE = "collected.parquet", "collected.html"
 
@@ -87,6 +88,12 @@ class Collected:
         ]
         return pd.DataFrame(rows, columns=[*apart, "seeds", "value", "low", "high", "n"])
 
+    @cached_property
+    def balance(self) -> BalanceTable:
+        """Mask, drift and sink in every finished cell, read from the runs."""
+        left_out = {error.cell.label: error.what for error in self.left_out}
+        return balance_table(Storage(self.root), self.finished, left_out)
+
     def varied(self) -> dict[str, list[Any]]:
         """Knobs in which the cells differ, with their values in order."""
         cells = [knobs(record) for record in self.finished]
@@ -114,29 +121,29 @@ def collected(root: str) -> Collected:
     storage = Storage(root)
     finished, failed, omitted = list[Finished](), list[Failed](), list[Omitted]()
     tables, products = dict[str, pd.DataFrame](), dict[str, Products]()
-    names = storage.names()
+    names = storage.cell_folders()
     if not names:
         raise RunError(
             "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` makes it",
             remedy="give the folder of a sweep (its --out)",
         )  # fmt: skip
     records = dict[str, Finished]()
-    now = storage.snapshot([f"{CELLS}/{name}/{file}" for name in names for file in (CELL, ERROR)])
+    now = storage.snapshot([f"{CELLS_FOLDER}/{name}/{file}" for name in names for file in (CELL_FILE, ERROR_FILE)])
     for name in names:
         with _omitting(name, omitted):
-            record = read_sealed(now, FINISHED, f"{CELLS}/{name}/{CELL}")
+            record = read_sealed(now, FINISHED, f"{CELLS_FOLDER}/{name}/{CELL_FILE}")
             if record is None:
                 failed += _failure(now, name, omitted)
             else:
                 records[name] = record
-    files = [f"{CELLS}/{name}/{record.place}" for name, record in records.items()]
-    now = storage.snapshot([place + file for place in files for file in (NUMBERS, PRODUCTS)])
+    files = [f"{CELLS_FOLDER}/{name}/{record.place}" for name, record in records.items()]
+    now = storage.snapshot([place + file for place in files for file in (NUMBERS_FILE, PRODUCTS)])
     for name, record in records.items():
         with _omitting(name, omitted):
             if any(other[:12] == record.id[:12] for other in tables):
                 raise RunError("its record is that of another cell", remedy="delete this folder")
-            tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS))
-            products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.prompts)
+            tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS_FILE))
+            products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.spec.prompts)
             finished.append(record)
     finished, older = _newest(sorted(finished, key=lambda record: _place(record.cell)))
     omitted += older
@@ -148,11 +155,11 @@ def collected(root: str) -> Collected:
 
 def knobs(record: Finished) -> dict[str, Any]:
     """What a finished cell was, by the names of the columns; the dtype is the one that it had."""
-    cell = record.cell
+    cell, spec = record.cell, record.cell.spec
     return {
-        "model": cell.name, "kind": cell.kind, "edits": " + ".join(cell.edits) or NO_EDITS, "inputs": cell.inputs,
-        "bos": str(cell.bos), "length": cell.length, "prompts": cell.prompts, "origin": cell.origin,
-        "density": cell.density, "dtype": record.model.dtype,
+        "model": cell.name, "kind": cell.kind, "edits": " + ".join(spec.edit_texts) or NO_EDITS, "inputs": spec.inputs,
+        "bos": str(spec.bos), "length": spec.length, "prompts": spec.prompts, "origin": spec.origin,
+        "density": spec.density, "dtype": record.model.dtype,
     }  # fmt: skip
 
 
@@ -164,13 +171,13 @@ def _tidy(
     columns = [*CELL_COLUMNS, *NUMBER]
     if not finished:
         return pd.DataFrame(columns=columns)
-    first = {_apart(record, "edits"): record for record in finished if not record.cell.edits}
+    first = {_without_edits(record): record for record in finished if not record.cell.spec.edits}
     found = dict[str, pd.DataFrame]()
     for record in finished:
         own = tables[record.id]
-        base = first.get(_apart(record, "edits"))
-        if base is not None and record.cell.edits and base.inputs.same_tokens(record.inputs):
-            rows = _ratios(products[record.id], products[base.id], record.cell.prompts)
+        base = first.get(_without_edits(record))
+        if base is not None and record.cell.spec.edits and base.inputs.same_tokens(record.inputs):
+            rows = _ratios(products[record.id], products[base.id], record.cell.spec.prompts)
             own = pd.concat([own, pd.DataFrame(list(rows), columns=own.columns).astype(own.dtypes)])
         found[record.id[:12]] = own
     about = pd.DataFrame([_about(storage, record) for record in finished], columns=CELL_COLUMNS)
@@ -183,8 +190,8 @@ def _about(storage: Storage, record: Finished) -> dict[str, Any]:
     """The columns of a cell."""
     return {
         "cell": record.id[:12], **knobs(record), "series": record.cell.series, "step": record.cell.step,
-        "seed": record.cell.seed, "device": record.model.device, "architecture": record.model.architecture,
-        "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS}/{record.cell.folder}"),
+        "seed": record.cell.spec.seed, "device": record.model.device, "architecture": record.model.architecture,
+        "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS_FOLDER}/{record.cell.folder}"),
     }  # fmt: skip
 
 
@@ -194,17 +201,18 @@ def _ratios(after: Products, before: Products, prompts: int) -> Iterator[dict[st
         yield LabelledEstimate(contrast.ratio.estimate, labels).as_row(NUMBER)
 
 
-def _apart(record: Finished, *without: str) -> Any:
-    """What a cell is, apart from some fields and from how it is shown."""
-    cell: Any = replace(record.cell, resources=Cell("").resources, title=None, series=None, step=None)
-    return (record.model.weights_sha256, *(value for name, value in vars(cell).items() if name not in without))
+def _without_edits(record: Finished) -> tuple[str, Cell]:
+    """Return what identifies the measurement without its edits."""
+    spec = replace(record.cell.spec, edits=())
+    cell = replace(record.cell, spec=spec, resources=Resources(), title=None, series=None, step=None)
+    return record.model.weights_sha256, cell
 
 
 def _newest(finished: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]:
     """One of each: what was measured again, with other versions or of a changed model, counts once, the newest."""
     found: dict[Any, Finished] = {}
     for record in sorted(finished, key=lambda each: each.finished):
-        found[tuple(vars(replace(record.cell, resources=Cell("").resources)).items())] = record
+        found[replace(record.cell, resources=Resources())] = record
     kept = {record.id for record in found.values()}
     why = "it was measured again later, with other versions of posleak, torch or transformers"
     older = [Omitted(r.cell.folder, r.cell.details, why) for r in finished if r.id not in kept]
@@ -217,12 +225,12 @@ def _omitting(name: str, omitted: list[Omitted]) -> Iterator[None]:
     try:
         yield
     except (PosleakError, MemoryError) as error:
-        omitted.append(Omitted(name, name, said(error)))
+        omitted.append(Omitted(name, name, error_line(error)))
 
 
 def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:
     """The error of a cell that has one; without, it is not finished, and named."""
-    error = read_sealed(storage, FAILED, f"{CELLS}/{name}/{ERROR}")
+    error = read_sealed(storage, FAILED, f"{CELLS_FOLDER}/{name}/{ERROR_FILE}")
     if error is None:
         omitted.append(Omitted(name, name, "it is not finished; start the sweep again: it goes on"))
     return [] if error is None else [error]
@@ -230,7 +238,7 @@ def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed
 
 def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[bytes, str]:
     """Return a cell's file, if it is what was written, and its path."""
-    place = f"{CELLS}/{folder}/{record.place}{name}"
+    place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
     found, facts = storage.read(place, MOST_NUMBERS), record.files.get(name)
     if found is None or facts is None or hashlib.sha256(found).hexdigest() != facts.sha256:
         raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(place), remedy=MEND)
@@ -240,7 +248,8 @@ def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[b
 def _place(cell: Cell) -> Any:
     """Where a cell stands in a table: checkpoints in the order of training, then edits, lengths and seeds."""
     step = -1 if cell.step is None else cell.step
-    return cell.kind, cell.series or cell.name, step, cell.name, cell.inputs, cell.edits, cell.length, cell.seed
+    spec = cell.spec
+    return cell.kind, cell.series or cell.name, step, cell.name, spec.inputs, spec.edit_texts, spec.length, spec.seed
 
 
 def estimate_of(row: Mapping[Any, Any]) -> Estimate:

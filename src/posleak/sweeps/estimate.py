@@ -18,9 +18,9 @@ from typing import Any
 
 from posleak.errors import PosleakError
 from posleak.files import read_regular
-from posleak.models import builtin, shipped, weights
+from posleak.models import builtin, weights
 from posleak.models.sources import snapshot_folder, split_revision
-from posleak.runs.sizes import HEADS, INNER, LIBRARIES, ROWS, SLACK, STATES
+from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.spec import TOKENS_AT_ONCE
 
 from .cells import TRACE, Cell
@@ -33,17 +33,6 @@ EXTRA, LOADING = 0.5, 5.0
 """Seconds of a cell, and of the first one of a model, that do not grow with its tokens."""
 
 BITS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's size, as its files say: parameters, layers, width, heads, and the inside of the feed-forward part."""
-
-    numbers: int
-    layers: int
-    width: int
-    heads: int
-    inner: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ def _guess(cell: Cell, rates: list[float] | None, speed: float, loading: float) 
     shape = shape_of(cell.model)
     if shape is None:
         return Guess(memory, None, False)
-    return Guess(memory, loading + EXTRA + 2 * shape.numbers * cell.work / (RATE * speed), False)
+    return Guess(memory, loading + EXTRA + 2 * shape.parameters * cell.work / (RATE * speed), False)
 
 
 def memory_of(cell: Cell) -> int | None:
@@ -83,17 +72,17 @@ def memory_of(cell: Cell) -> int | None:
     if shape is None:
         return None
     item = BITS.get(cell.dtype or "float32", 4)
-    read = cell.length * (3 if cell.kind == TRACE or any("context=" in edit for edit in cell.edits) else 1)
-    batch = min(cell.prompts, cell.batch or max(1, TOKENS_AT_ONCE // cell.length))
+    spec = cell.spec
+    read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
+    batch = min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
     tokens = batch * read
-    activations = SLACK * tokens * ((STATES + HEADS) * shape.width + INNER * shape.inner) * item
-    rows = tokens * shape.heads * len(cell.spec.plan.rows) * (ROWS if not cell.edits else 2 * ROWS) * max(4, item)
-    results = 8 * cell.prompts * shape.layers * shape.heads * 3_000
-    return int(shape.numbers * item + LIBRARIES + activations + rows + results)
+    rows = shape.logits(tokens, len(spec.plan.rows), item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
+    results = 8 * spec.prompts * shape.layers * shape.heads * 3_000
+    return shape.parameters * item + LIBRARY_BYTES + shape.forward(tokens, item) + rows + results
 
 
 @cache
-def shape_of(model: str) -> Shape | None:
+def shape_of(model: str) -> ModelSizes | None:
     """What the files say; None if they are not on this machine, or say nothing that can be read."""
     folder = _folder(model)
     if folder is None:
@@ -104,9 +93,9 @@ def shape_of(model: str) -> Shape | None:
         held = weights.read_headers(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
         inner = config.get("intermediate_size") or 4 * width
-        return Shape(
+        return ModelSizes(
             held.elements, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
-            int(config.get("num_attention_heads") or config.get("n_head") or 1),
+            int(config.get("num_attention_heads") or config.get("n_head") or 1), width,
             int(max(inner) if isinstance(inner, list) else inner),
         )  # fmt: skip
     return None
@@ -116,8 +105,8 @@ def _folder(model: str) -> Path | None:
     text, revision = split_revision(model)
     if text in builtin.BUILTIN_MODELS:
         return builtin.cached_folder(text)
-    if text in shipped.names():
-        return shipped.folder(text)
+    if text in builtin.shipped_names():
+        return builtin.shipped_folder(text)
     path = Path(text).expanduser()
     if path.is_dir():
         with suppress(PosleakError):

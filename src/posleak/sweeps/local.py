@@ -1,7 +1,7 @@
-"""The engine on one machine: one cell after another, in a worker process that is replaced when it dies.
+"""The engines on one machine: one cell after another, in a worker process, or in this process for models in memory.
 
-A cell that takes its process with it (out of memory, a crash in a library) costs nothing but itself. Driver and worker
-talk in lines of JSON over the worker's standard input and output; a worker whose driver is gone ends.
+A worker process that dies (out of memory, a crash in a library) is replaced, and its cell started again. Driver and
+worker exchange lines of JSON over the worker's standard input and output; a worker whose driver is gone ends.
 """
 
 from __future__ import annotations
@@ -14,50 +14,33 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import IO
+from queue import SimpleQueue
+from typing import IO, Any
 
 from posleak.typed import from_json, plain
 
-from .board import Board
 from .cells import Cell
+from .progress import Tracker
 from .storage import Storage
-from .work import Outcome, Worker, keep_failure
+from .work import Outcome, Worker, write_failure
 
 PAUSE = 2.0
-"""Seconds before a cell that somebody else is at is looked at again."""
+"""Seconds before a cell that another sweep has is checked again."""
 
 GRACE = 10.0
-"""Seconds that a worker has to end by itself."""
+"""Seconds before a worker process that does not end is killed."""
 
-LAST_WORDS = 2000
-"""Bytes of what a worker that died wrote on standard error."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How cells are done, whatever the engine: see `Worker`. `retries`: how often a cell whose worker died is tried
-    again."""
-
-    again: bool = False
-    retries: int = 2
-    max_memory: int | None = None
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    verify: bool = False
-
-    def worker(self, storage: Storage, threads: int | None) -> Worker:
-        return Worker(
-            storage, self.again, threads, self.max_memory, self.trust_remote_code, self.allow_pickle, self.verify
-        )
+STDERR_BYTES = 2000
+"""How much of a dead worker's standard error is read."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a worker is told: a cell, its id at the driver's, and how many workers have begun it."""
+class WorkOrder:
+    """A message to a worker: a cell, its id in the driver's process, and the number of workers that have started it."""
 
     cell: Cell
     id: str
@@ -66,88 +49,100 @@ class Order:
 
 @dataclass(frozen=True)
 class Message:
-    """What a worker says: what it does now, or how the cell ended."""
+    """A message from a worker: a status line, or how the cell ended."""
 
-    said: str | None = None
+    status: str | None = None
     outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
+class InMemory:
+    """Cells in this process, with models that are in memory. `subjects`: by the name of the model in the cells."""
+
+    subjects: Mapping[str, Any]
+    worker: Worker
+
+    def run(self, storage: Storage, tracker: Tracker) -> None:
+        for cell in tracker.open:
+            tracker.started(cell)
+            if cell.model in self.subjects:
+                self.worker.hold(cell, self.subjects[cell.model])
+            tracker.ended(self.worker.run(storage, cell, on_status=lambda status: tracker.started(cell, status)))
+
+
+@dataclass(frozen=True)
 class Local:
-    """Cells one after the other, on this machine."""
+    """Cells one after another, in a worker process on this machine."""
 
-    settings: Settings = Settings()
+    worker: Worker
 
-    def run(self, storage: Storage, board: Board) -> None:
-        """Do every open cell, model by model. Cells that another sweep is at come last, until it has finished or given
-        up."""
+    def run(self, storage: Storage, tracker: Tracker) -> None:
+        """Measure every open cell, model by model. Cells that another sweep has come last, once it has released them."""
         attempts = dict[str, int]()
-        while cells := sorted(board.open, key=lambda cell: tuple(map(str, cell.group))):
-            free = [cell for cell in cells if not storage.is_held(cell.folder)]
-            board.elsewhere = len(cells) - len(free)
-            for threads, several in groupby(free, key=_threads):
-                self._several(list(several), threads, storage, board, attempts)
-            board.show()
+        while cells := sorted(tracker.open, key=lambda cell: tuple(map(str, cell.group))):
+            free = [cell for cell in cells if not storage.is_locked(cell.folder)]
+            tracker.elsewhere = len(cells) - len(free)
+            for threads, group in groupby(free, key=_threads):
+                self._run_group(deque(group), replace(self.worker, threads=threads), storage, tracker, attempts)
+            tracker.show()
             if not free:
                 time.sleep(PAUSE)
 
-    def _several(
-        self, cells: list[Cell], threads: int | None, storage: Storage, board: Board, attempts: dict[str, int]
-    ) -> None:  # fmt: skip
-        """Cells in one process, or several if it dies. Those that somebody else has begun meanwhile stay open."""
-        waiting = deque(cells)
+    def _run_group(
+        self, waiting: deque[Cell], worker: Worker, storage: Storage, tracker: Tracker, attempts: dict[str, int]
+    ) -> None:
+        """Measure cells in one process, and in a new one whenever it dies. Cells that another sweep took stay open."""
         while waiting:
-            with _process(self.settings, storage, threads) as process:
+            with _worker_process(worker, storage) as process:
                 while waiting:
                     cell = waiting[0]
                     attempts[cell.id] = attempts.get(cell.id, 0) + 1
-                    board.started(cell)
-                    outcome = process.do(Order(cell, cell.id, attempts[cell.id]), board)
-                    if outcome is None and attempts[cell.id] <= self.settings.retries:
-                        board.stopped(cell)
+                    tracker.started(cell)
+                    outcome = process.measure(WorkOrder(cell, cell.id, attempts[cell.id]), tracker)
+                    if outcome is None and attempts[cell.id] <= worker.retries:
+                        tracker.stopped(cell)
                         break  # the worker died: the same cell again, in a new process
                     waiting.popleft()
                     if outcome is None:
-                        board.ended(died(storage, cell, attempts[cell.id], process.last_words))
+                        tracker.ended(worker_died(storage, cell, attempts[cell.id], process.how_it_ended))
                         break
                     if outcome.busy:
                         attempts[cell.id] -= 1
-                        board.stopped(cell)
+                        tracker.stopped(cell)
                     else:
-                        board.ended(outcome)
+                        tracker.ended(outcome)
 
 
 def _threads(cell: Cell) -> int | None:
-    """Of torch, in the process that does this cell."""
     return None if cell.resources.cpus is None else max(1, int(cell.resources.cpus))
 
 
-def died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
-    """Keep the failure of a cell whose workers died."""
+def worker_died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
+    """Write the failure of a cell whose workers died."""
     times = "once" if attempts == 1 else f"{attempts} times"
     what = (
-        f"its worker died {times} without a word ({how}); it may have run out of memory: use a shorter length or a "
-        "smaller batch"
+        f"its worker died {times} ({how}); the machine may have run out of memory: use a shorter length or a smaller "
+        "batch"
     )
-    return keep_failure(storage, cell, what, None, attempts)
+    return write_failure(storage, cell, what, None, attempts)
 
 
-# -- the driver's side -----------------------------------------------------------------------------------------------
+# -- the driver --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Process:
-    """A worker process, seen from the driver."""
+    """A worker process as the driver sees it."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
 
-    def do(self, order: Order, board: Board) -> Outcome | None:
-        """How the cell ended; None if the worker died."""
+    def measure(self, order: WorkOrder, tracker: Tracker) -> Outcome | None:
+        """Return how the cell ended; None if the worker died."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps(plain(order)).encode() + b"\n")
+            self.process.stdin.write(_line(order))
             self.process.stdin.flush()
         except BrokenPipeError:
             return None
@@ -155,33 +150,33 @@ class _Process:
             message = from_json(Message, line)
             if message.outcome is not None:
                 return message.outcome
-            board.started(order.cell, message.said or "")
+            tracker.started(order.cell, message.status or "")
         return None
 
     @property
-    def last_words(self) -> str:
-        """How the process ended, and what it said last."""
+    def how_it_ended(self) -> str:
+        """The exit status or signal, and the last line of standard error."""
         status = self.process.wait()
         self.errors.seek(0, os.SEEK_END)
-        self.errors.seek(max(0, self.errors.tell() - LAST_WORDS))
+        self.errors.seek(max(0, self.errors.tell() - STDERR_BYTES))
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"{how}: {lines[-1]}" if lines else how
 
 
 @contextmanager
-def _process(settings: Settings, storage: Storage, threads: int | None) -> Iterator[_Process]:
-    """A worker process, which is gone afterwards, whatever happens."""
-    asked = {"storage": storage.everywhere, "threads": threads, "settings": settings}
-    environment = dict(os.environ) | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+def _worker_process(worker: Worker, storage: Storage) -> Iterator[_Process]:
+    """Start a worker process, and end it afterwards."""
+    task = json.dumps(plain({"storage": storage.absolute, "worker": worker}))
+    environment = dict(os.environ) | ({} if worker.threads is None else {"OMP_NUM_THREADS": str(worker.threads)})
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "posleak.sweeps.local", json.dumps(plain(asked))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True,
+            [sys.executable, "-m", "posleak.sweeps.local", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=errors, env=environment, start_new_session=True,
         )  # fmt: skip
         try:
             yield _Process(process, errors)
-        except BaseException:  # Ctrl-C: what it has finished is on disk
+        except BaseException:  # Ctrl-C: what the worker has finished is on disk
             process.kill()
             raise
         finally:
@@ -201,47 +196,49 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
-# -- the worker's side -----------------------------------------------------------------------------------------------
+# -- the worker process ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Task:
     storage: Storage
-    threads: int | None
-    settings: Settings
+    worker: Worker
 
 
-def serve(asked: str) -> None:
-    """Do the cells that come in on standard input, until it ends."""
-    told = from_json(_Asked, asked)
-    lines, orders = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # whatever libraries print goes where errors go
-    worker = told.settings.worker(told.storage, told.threads)
+def serve(argument: str) -> None:
+    """Measure the cells that arrive on standard input, until it ends."""
+    task = from_json(_Task, argument)
+    answers, orders = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # what libraries print goes to standard error
 
-    def say(message: Message) -> None:
-        lines.write(json.dumps(plain(message)).encode() + b"\n")
-        lines.flush()
+    def answer(message: Message) -> None:
+        answers.write(_line(message))
+        answers.flush()
 
     for line in _lines(orders):
-        order = from_json(Order, line)
-        outcome = worker.run(order.cell, order.attempt, lambda what: say(Message(said=what)), order.id)
-        say(Message(outcome=outcome))
+        order = from_json(WorkOrder, line)
+        outcome = task.worker.run(
+            task.storage, order.cell, order.attempt, lambda status: answer(Message(status)), order.id
+        )
+        answer(Message(outcome=outcome))
+
+
+def _line(message: Any) -> bytes:
+    return json.dumps(plain(message)).encode() + b"\n"
 
 
 def _lines(orders: IO[bytes]) -> Iterator[bytes]:
-    """Lines as they come. They are waited for in a thread, so that a worker whose driver is gone ends at once."""
-    from queue import SimpleQueue
+    """Yield lines as they arrive. A thread reads them, so that a worker whose driver is gone ends at once."""
+    queue: SimpleQueue[bytes] = SimpleQueue()
 
-    found: SimpleQueue[bytes] = SimpleQueue()
-
-    def listen() -> None:
+    def read() -> None:
         for line in orders:
-            found.put(line)
-        os._exit(0)  # the driver is gone, or has no more cells: nothing here is worth waiting for
+            queue.put(line)
+        os._exit(0)  # the driver is gone or has no more cells
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
     while True:
-        yield found.get()
+        yield queue.get()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A manifest: a YAML file that says which cells a sweep has. Every list is an axis of a grid.
+"""A manifest: a YAML file that lists the cells of a sweep. Every list is an axis of a grid.
 
     name: ntk
     models: [smollm2-135m, {checkpoints: runs/zoo/text/rope-0}, {model: org/name, revisions: [step1, step512]}]
@@ -6,190 +6,141 @@
     length: [256, 512]
     seed: [0, 1]
 
-    grids:                     # more than one grid: each has the keys from above, and its own
+    grids:                     # several grids: each has the keys from above, and its own
       - {kind: trace, models: [zoo-text-rope]}
 
-docs/sweeps.md has every key. Everything is checked before a model is loaded; a key that is not known is refused.
+docs/sweeps.md has every key. Everything is checked before a model is loaded. Manifests that ship with posleak are in
+the folder `named`, and `posleak sweep NAME` runs them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import InputError, NoEffectError, PosleakError, did_you_mean
-from posleak.files import stays_in_folder
-from posleak.inputs.corpus import STDLIB
-from posleak.runs.spec import TRACED
+from posleak.errors import InputError, PosleakError, did_you_mean
+from posleak.runs.spec import TRACED, MeasureSpec
 from posleak.text import visible
 
-from .cells import KINDS, MEASURE, TEXT, TRACE, Cell, Resources
+from .cells import TRACE, Cell
 from .entries import models_of, titled
-from .pieces import MOST, listed, loader, mapping, resources, text, whole, wrong
+from .schema import MOST, GridKeys, ManifestKeys, absolute_model, validated, yaml_loader
 
-MOST_BYTES, MOST_EDITS = 10**6, 100
-"""Bytes of a manifest and edits of a cell that can be meant."""
+MOST_BYTES = 10**6
+NAMED = Path(__file__).parent / "named"
 
 AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density")
 """Keys that may have several values, besides `models`: a grid has every combination."""
 
-SINGLE = ("kind", "batch", "metrics", "loss", "device", "device_map", "resources")
-GRID = ("models", *AXES, *SINGLE)
-TOP = ("name", "out", "grids", *GRID)
-WHOLE = ("length", "prompts", "seed", "origin", "density", "batch")
-
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says: `cells`, each once, in the order of the file. `out`: where it wants its results."""
+    """The cells of a sweep, without duplicates and in the order of the file.
+
+    out        where its results go by default
+    question   what the cells are compared for; if there is one, the sweep ends with a balance table
+    """
 
     name: str
     cells: tuple[Cell, ...]
     out: str | None = None
+    question: str | None = None
+
+    def changed(self, models: Sequence[str] = (), **spec: Any) -> Manifest:
+        """Return the same manifest for other models, in the order of its own, or with other values of `spec`.
+
+        With fewer models than the manifest has, only the cells of the first ones remain.
+        """
+        own = list(dict.fromkeys(cell.model for cell in self.cells))
+        if len(models) > len(own):
+            raise InputError(
+                "the manifest has fewer models than were given", where=self.name, got=", ".join(models),
+                expected=f"at most {len(own)}, instead of {', '.join(own)}",
+            )  # fmt: skip
+        new = dict(zip(own, map(absolute_model, models)))
+        cells = [replace(cell, spec=replace(cell.spec, **spec)) for cell in self.cells]
+        if models:
+            none: dict[str, Any] = {"title": None, "series": None, "step": None}
+            cells = [replace(cell, model=new[cell.model], **none) for cell in cells if cell.model in new]
+        return replace(self, cells=titled({cell.id: cell for cell in cells}.values()))
+
+
+def named_manifests() -> list[str]:
+    """Return the names of the manifests that ship with posleak."""
+    return sorted(path.stem for path in NAMED.glob("*.yaml"))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """A manifest from a YAML file."""
+    """Return the manifest in a YAML file or, if there is no such file, the one of this name that ships with posleak."""
     import yaml
 
-    place = Path(path)
+    file = Path(path)
+    if not file.exists() and str(path) in named_manifests():
+        file = NAMED / f"{path}.yaml"
     try:
-        with place.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+        with file.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
     except OSError as error:
+        near = did_you_mean(str(path), named_manifests())
         raise InputError(
-            "the manifest cannot be read", where=str(place), got=error.strerror or str(error),
-            remedy="name a YAML file; docs/sweeps.md shows one",
+            "the manifest cannot be read", where=str(path), got=error.strerror or str(error),
+            remedy=f"give a YAML file (docs/sweeps.md shows one) or the name of a manifest: {near}",
         ) from error  # fmt: skip
     if len(content) > MOST_BYTES:
-        raise wrong(str(place), "the manifest is too large", "more than a million bytes", "one million bytes at most")
+        raise InputError("the manifest is too large", where=str(file), expected=f"at most {MOST_BYTES:,} bytes")
     try:
-        said = yaml.load(content, Loader=loader())
+        value = yaml.load(content, Loader=yaml_loader())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise wrong(str(place), "this is no YAML", visible(str(error))) from error
-    return manifest(said, name=place.stem, where=str(place))
+        raise InputError("not valid YAML", where=str(file), got=visible(str(error))[:300]) from error
+    return manifest(value, name=file.stem, where=str(file))
 
 
-def manifest(said: Any, *, name: str = "sweep", where: str = "manifest") -> Manifest:
-    """A manifest from what its YAML says: a mapping as in docs/sweeps.md."""
-    top = mapping(said, TOP, where)
-    own = {key: value for key, value in top.items() if key in GRID}
-    grids = listed(top.get("grids", [{}]), f"{where}, grids")
-    found: dict[str, Cell] = {}
-    for number, grid in enumerate(grids, 1):
-        place = where if "grids" not in top else f"{where}, grid {number}"
-        for cell in _cells({**own, **mapping(grid, GRID, place)}, place):
-            found.setdefault(cell.id, cell)
-            if len(found) > MOST:
-                raise wrong(where, "these are too many cells", f"more than {MOST:,}", remedy="split it")
-    if not found:
-        raise wrong(where, "the manifest has no cells", remedy="give it at least one model under `models`")
-    out = None if top.get("out") is None else text(top["out"], f"{where}, out")
-    called = text(top.get("name", name), f"{where}, name")
-    if not stays_in_folder(called):
-        raise wrong(f"{where}, name", "the name leads out of the folder of results", called, remedy="use a plain name")
-    return Manifest(called, titled(found.values()), out)
+def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Manifest:
+    """Return the manifest that a mapping describes: the content of a YAML file, as in docs/sweeps.md."""
+    top = validated(ManifestKeys, value, where)
+    general = {key: value[key] for key in value if key in GridKeys.model_fields}
+    cells: dict[str, Cell] = {}
+    for number, grid in enumerate(top.grids, 1):
+        place = f"{where}, grid {number}" if "grids" in value else where
+        keys = {**general, **grid} if isinstance(grid, Mapping) else grid
+        for cell in _cells(validated(GridKeys, keys, place), place):
+            cells.setdefault(cell.id, cell)
+            if len(cells) > MOST:
+                raise _too_many(f"more than {MOST:,}", where)
+    if not cells:
+        raise InputError("the manifest has no cells", where=where, remedy="give it at least one model under `models`")
+    return Manifest(top.name or name, titled(cells.values()), top.out, top.question)
 
 
-# -- one grid --------------------------------------------------------------------------------------------------------
-
-
-def _cells(said: Mapping[str, Any], where: str) -> Iterator[Cell]:
+def _cells(grid: GridKeys, where: str) -> Iterator[Cell]:
     """Every combination of the grid's axes, model by model."""
-    if "models" not in said:
-        raise wrong(where, "the grid has no models", remedy="list them under `models`")
-    models = [one for each in listed(said["models"], f"{where}, models") for one in models_of(each, f"{where}, models")]
-    kind = text(said.get("kind", MEASURE), f"{where}, kind")
-    if kind not in KINDS:
-        raise wrong(f"{where}, kind", "no such kind of run", kind, remedy=did_you_mean(kind, KINDS))
-    axes = {key: list(_axis(key, said[key], where)) for key in AXES if key in said}
-    if kind == TRACE and "length" not in axes:
-        axes["length"] = [TRACED]
-    fixed: dict[str, Any] = {"kind": kind}
-    if "batch" in said:
-        fixed["batch"] = _one("batch", said["batch"], where)
-    fixed |= {key: text(said[key], f"{where}, {key}") for key in ("device", "device_map") if said.get(key) is not None}
-    if "loss" in said:
-        if not isinstance(said["loss"], bool):
-            raise wrong(f"{where}, loss", "not true or false", said["loss"])
-        fixed["loss"] = said["loss"]
-    if "metrics" in said:
-        from posleak.metrics.names import parse_metrics
-
-        fixed["metrics"] = parse_metrics(said["metrics"])
-    common = resources(said.get("resources", {}), f"{where}, resources")
-    if (count := len(models) * prod(len(values) for values in axes.values())) > MOST:
-        raise wrong(where, "these are too many cells", f"{count:,}", f"at most {MOST:,}", "split it")
-    for model in models:
-        own = {key: value for key, value in vars(model).items() if value is not None and key != "resources"}
-        held = _over(common, model.resources)
+    if grid.models is None:
+        raise InputError("the grid has no models", where=where, remedy="list them under `models`")
+    models = [
+        (fields, entry.resources.over(grid.resources))
+        for number, entry in enumerate(grid.models, 1)
+        for fields in models_of(entry, f"{where}, models, {number}")
+    ]
+    axes = grid.given(*AXES)
+    if grid.kind == TRACE:
+        axes.setdefault("length", [TRACED])
+    if (count := len(models) * prod(map(len, axes.values()))) > MOST:
+        raise _too_many(f"{count:,}", where)
+    loading = grid.given("device", "device_map")
+    for fields, resources in models:
         for values in product(*axes.values()):
-            asked = {**fixed, **dict(zip(axes, values, strict=True)), **own}
+            spec = {**grid.given("batch", "metrics", "loss"), **dict(zip(axes, values, strict=True))}
+            own = {**loading, **({"dtype": spec.pop("dtype")} if "dtype" in spec else {}), **fields}
             try:
-                yield _checked(Cell(**asked, resources=held))
+                yield Cell(spec=MeasureSpec(**spec), kind=grid.kind, resources=resources, **own)
             except PosleakError as error:
                 raise error.at(where) from error
 
 
-def _checked(cell: Cell) -> Cell:
-    """The cell, with its edits spelled as posleak spells them; one that would change nothing is found out later."""
-    with suppress(NoEffectError):
-        return replace(cell, edits=cell.spec.edit_texts)
-    return cell
-
-
-def _axis(key: str, said: Any, where: str) -> Iterator[Any]:
-    values = listed(said, f"{where}, {key}")
-    if not values:
-        raise wrong(f"{where}, {key}", "the list is empty", remedy="leave the key out, or name a value")
-    for value in values:
-        yield _edits(value, f"{where}, edits") if key == "edits" else _one(key, value, where)
-
-
-def _one(key: str, value: Any, where: str) -> Any:
-    """One value of a key that is a number or a text."""
-    if key in WHOLE:
-        return whole(value, f"{where}, {key}")
-    if key == "bos" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if key == "dtype" and value is None:
-        return None
-    said = text(value, f"{where}, {key}")
-    return _whole_path(said) if key == "inputs" else said
-
-
-def _whole_path(inputs: str) -> str:
-    """`text:PATH` with the whole path, for workers start in folders of their own."""
-    path = inputs.removeprefix(TEXT)
-    if not inputs.startswith(TEXT) or path == STDLIB:
-        return inputs
-    with suppress(OSError, ValueError, RuntimeError):
-        if (place := Path(path).expanduser()).exists():
-            return f"{TEXT}{place.absolute()}"
-    return inputs
-
-
-def _edits(value: Any, where: str) -> tuple[str, ...]:
-    """`none`, one edit, or several that act together."""
-    if value is None or value == "none":
-        return ()
-    many = listed(value, where)
-    if len(many) > MOST_EDITS:
-        raise wrong(where, "these are too many edits for one cell", len(many), f"at most {MOST_EDITS}")
-    return tuple(text(each, where) for each in many)
-
-
-def _over(common: Resources, own: Resources | None) -> Resources:
-    """A model's own wishes before those of its grid."""
-    if own is None:
-        return common
-    return Resources(
-        common.cpus if own.cpus is None else own.cpus, own.gpus or common.gpus,
-        common.memory if own.memory is None else own.memory,
-    )  # fmt: skip
+def _too_many(count: str, where: str) -> InputError:
+    return InputError("too many cells", where=where, got=count, expected=f"at most {MOST:,}", remedy="split it")

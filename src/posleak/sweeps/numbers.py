@@ -26,10 +26,10 @@ from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.leakage.power import prompt_pairs
 from posleak.leakage.summary import Decomposition
 from posleak.runs.balance import Balance
-from posleak.runs.loss import UNIT
+from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run
 
-from .state import NUMBERS
+from .state import NUMBERS_FILE
 
 PRODUCTS = "products.npz"
 ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
@@ -56,7 +56,7 @@ class Measured:
     def write(self, folder: Path) -> None:
         """Both files, into the cell's folder."""
         table = pa.Table.from_pylist(list(self.rows()), schema=SCHEMA)
-        write_atomically(folder / NUMBERS, lambda path: pq.write_table(table, path, compression="zstd"))
+        write_atomically(folder / NUMBERS_FILE, lambda path: pq.write_table(table, path, compression="zstd"))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self.products())
         write_atomically(folder / PRODUCTS, lambda path: path.write_bytes(buffer.getvalue()))
@@ -76,7 +76,7 @@ class Measured:
             yield _row(None, "all", "slope", "residual", balance.slopes["all"], f"{POWER_UNIT} per depth")
         if self.run.loss is not None:
             for where, estimate in self.run.loss.numbers.items():
-                yield _row(None, "sampled", "loss", where, estimate, UNIT)
+                yield _row(None, "sampled", "loss", where, estimate, LOSS_UNIT)
         if self.trace is not None:
             own = set(summary.model["all"].power)
             for queries in QUERIES:

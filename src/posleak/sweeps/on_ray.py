@@ -1,8 +1,8 @@
-"""The engine on Ray: actors that keep a model in memory and take its cells in turn, on this machine or on a cluster.
+"""The engine on Ray: actors that keep a model in memory and measure its cells, on this machine or on a cluster.
 
-Ray places actors by what their cells ask for (CPUs, GPUs, memory), starts their processes and notices when they die.
-Every actor has one cell at a time and writes it into the storage itself; the driver only hears how it ended. The cell
-of an actor that died is given to another one, a few times.
+Ray places actors by the resources of their cells (CPUs, GPUs, memory) and reports when one dies. An actor has one cell
+at a time and writes it into the storage itself; the driver only receives the outcome. The cell of an actor that died is
+given to another one, `retries` times.
 """
 
 from __future__ import annotations
@@ -16,67 +16,66 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posleak.errors import InputError, warn
 from posleak.text import format_bytes, one_line
 
-from .board import Board
-from .cells import Cell, Resources
+from .cells import Cell
 from .estimate import memory_of
-from .local import PAUSE, Order, Settings, died
+from .local import PAUSE, WorkOrder, worker_died
+from .progress import Tracker
 from .storage import Storage
-from .work import Outcome, keep_failure
+from .work import Outcome, Worker, write_failure
 
-LOOK = 1.0
-"""Seconds after which the board is shown again, while nothing happens."""
+REFRESH = 1.0
+"""Seconds between reports of progress while nothing happens."""
 
 DEFAULT_CPUS = 1.0
 
-ANSWER = 10.0
-"""Seconds within which somebody must answer at an address."""
+CONNECT_TIMEOUT = 10.0
+
+Group = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
 class OnRay:
-    """Cells on a Ray cluster: at `address`, or one that is started here and goes when the sweep ends.
+    """Cells on the Ray cluster at `address`, or on one that is started here and ends with the sweep.
 
-    workers   how many actors at most; None: as many as the cluster's processors allow
+    workers   the largest number of actors; None: as many as the cluster's processors allow
     """
 
-    settings: Settings
+    worker: Worker
     address: str | None = None
     workers: int | None = None
 
-    def run(self, storage: Storage, board: Board) -> None:
-        """Do every open cell."""
-        cells = board.open
+    def run(self, storage: Storage, tracker: Tracker) -> None:
+        """Measure every open cell."""
+        cells = tracker.open
         if not cells:
             return
         ray = require_ray()
-        self._require_shared(storage)
-        # Ray prints what it has to say on standard output, where results belong.
-        with contextlib.redirect_stdout(sys.stderr), _cluster(ray, self.address):
-            require_room(ray, cells, strict=self.address is None)
-            cpus = min(_cpus(cell) for cell in cells)
-            fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
-            crew = _Crew(ray, self.settings, storage.everywhere, board, min(self.workers or fitting, len(cells)))
-            try:
-                crew.work(cells)
-            finally:
-                crew.dismiss()
-
-    def _require_shared(self, storage: Storage) -> None:
         if self.address is not None and storage.local is not None:
             warn(
                 f"results go into the folder {storage.local}: every machine of the cluster must see it under this "
-                "path; if there is no such disk, use --out with an address such as s3://bucket/sweep"
+                "path; if there is no shared disk, use --out with an address such as s3://bucket/sweep"
             )
+        # Ray prints on standard output, which is for results.
+        with contextlib.redirect_stdout(sys.stderr), _cluster(ray, self.address):
+            require_resources(ray, cells, strict=self.address is None)
+            cpus = min(_cpus(cell) for cell in cells)
+            fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
+            most = min(self.workers or fitting, len(cells))
+            scheduler = _Scheduler(ray, self.worker, storage.absolute, tracker, most)
+            try:
+                scheduler.run(cells)
+            finally:
+                scheduler.stop()
 
 
 def require_ray() -> Any:
-    """Ray, or an error that says how to get it."""
+    """Return the module ray; raise InputError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -87,203 +86,199 @@ def require_ray() -> Any:
     return ray
 
 
-def require_room(ray: Any, cells: list[Cell], *, strict: bool) -> None:
-    """Refuse what no machine of the cluster has; a cluster that grows may have it later, so there it is said only."""
+def require_resources(ray: Any, cells: list[Cell], *, strict: bool) -> None:
+    """Raise InputError if no machine has the resources of a cell; only warn if not `strict`: a cluster may grow."""
     machines = _machines(ray)
     for resources in dict.fromkeys(cell.resources for cell in cells):
-        asked = {"CPU": resources.cpus or DEFAULT_CPUS, "GPU": resources.gpus, "memory": resources.memory or 0}
-        if any(all(machine.get(name, 0) >= need for name, need in asked.items()) for machine in machines):
+        needed = {"CPU": resources.cpus or DEFAULT_CPUS, "GPU": resources.gpus, "memory": resources.memory or 0}
+        if any(all(machine.get(name, 0) >= need for name, need in needed.items()) for machine in machines):
             continue
-        have = "; ".join(_words({name: machine.get(name, 0) for name in asked}) for machine in machines)
-        what = "no machine of the cluster has what these cells ask for"
+        available = "; ".join(_words({name: machine.get(name, 0) for name in needed}) for machine in machines)
+        what = "no machine of the cluster has the resources of these cells"
         if strict:
-            remedy = "ask for less under `resources` in the manifest"
-            raise InputError(what, where="resources", got=_words(asked), expected=have, remedy=remedy)
-        warn(f"{what} ({_words(asked)}): they wait until one has; now there are {have}")
+            remedy = "reduce `resources` in the manifest"
+            raise InputError(what, where="resources", got=_words(needed), expected=available, remedy=remedy)
+        warn(f"{what} ({_words(needed)}): they wait until one has; available now: {available}")
 
 
 def _machines(ray: Any) -> list[dict[str, float]]:
-    """What each machine of the cluster has."""
+    """Return the resources of each machine of the cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _words(resources: dict[str, float]) -> str:
-    """`2 CPUs, 1 GPU, 8.0 GB`"""
+    """`2 CPUs, 1 GPUs, 8.0 GB`"""
     counts = [f"{resources[name]:g} {name}s" for name in ("CPU", "GPU")]
     return ", ".join([*counts, *([format_bytes(resources["memory"])] if resources["memory"] else [])])
-
-
-class Hand:
-    """What an actor is: a worker in a process of its own."""
-
-    def __init__(self, settings: Settings, storage: Storage, threads: int) -> None:
-        self._worker = settings.worker(storage, threads)
-
-    def ready(self) -> int:
-        return os.getpid()
-
-    def run(self, order: Order) -> Outcome:
-        return self._worker.run(order.cell, order.attempt, expected=order.id)
-
-
-@dataclass
-class _Member:
-    """An actor, seen from the driver: the model that it is for, and the cell that it has."""
-
-    actor: Any
-    group: tuple[str | None, ...]
-    request: dict[str, Any]
-    cell: Cell | None = None
-
-
-@dataclass
-class _Crew:
-    """Actors at work on the cells of a sweep."""
-
-    ray: Any
-    settings: Settings
-    storage: Storage
-    board: Board
-    most: int
-    groups: dict[tuple[str | None, ...], deque[Cell]] = field(default_factory=dict)
-    members: dict[Any, _Member] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
-    later: list[tuple[float, Cell]] = field(default_factory=list)
-
-    def work(self, cells: list[Cell]) -> None:
-        """Until every cell has ended."""
-        for cell in cells:
-            self._queue(cell)
-        while self.members or self.later or any(self.groups.values()):
-            self._take_up()
-            self._hire()
-            done, _ = self.ray.wait(list(self.members), num_returns=1, timeout=LOOK) if self.members else ([], [])
-            for future in done:
-                self._heard(future)
-            if not done:
-                self.board.show()
-            if not self.members:
-                time.sleep(PAUSE / 10)
-
-    def dismiss(self) -> None:
-        """End every actor; what they have finished is in the storage."""
-        for member in self.members.values():
-            with contextlib.suppress(Exception):
-                self.ray.kill(member.actor)
-        self.members.clear()
-
-    def _queue(self, cell: Cell) -> None:
-        self.groups.setdefault(cell.group, deque()).append(cell)
-
-    def _take_up(self) -> None:
-        """Cells that somebody else was at are looked at again after a while."""
-        now = time.monotonic()
-        for _, cell in [each for each in self.later if each[0] <= now]:
-            self._queue(cell)
-        self.later = [each for each in self.later if each[0] > now]
-        self.board.elsewhere = len(self.later)
-
-    def _hire(self) -> None:
-        """New actors, as long as there may be more: for the model with most cells per actor."""
-        while len(self.members) < self.most:
-            at = [member.group for member in self.members.values()]
-            waiting = {group: len(cells) - at.count(group) for group, cells in self.groups.items()}
-            wanted = [group for group, count in waiting.items() if count > 0]
-            if not wanted:
-                return
-            group = max(wanted, key=lambda each: len(self.groups[each]) / (1 + at.count(each)))
-            request = self._request(self.groups[group][0])
-            actor = self.ray.remote(Hand).options(max_restarts=0, **request).remote(
-                self.settings, self.storage, max(1, int(request["num_cpus"]))
-            )  # fmt: skip
-            self.members[actor.ready.remote()] = _Member(actor, group, request)
-
-    def _heard(self, future: Any) -> None:
-        """An actor is ready, or a cell has ended, or its actor died. Whoever is left gets the next cell."""
-        member = self.members.pop(future)
-        try:
-            outcome = self.ray.get(future)
-        except self.ray.exceptions.RayTaskError as error:  # posleak's own mistake: workers keep every other error
-            self._settle(member, keep_failure(self.storage, _cell(member), one_line(error), str(error), 1))
-        except self.ray.exceptions.RayError as error:
-            self._lost(member, error)
-            return
-        else:
-            if isinstance(outcome, Outcome):
-                self._settle(member, outcome)
-        self._next(member)
-
-    def _settle(self, member: _Member, outcome: Outcome) -> None:
-        cell, member.cell = _cell(member), None
-        if outcome.busy:
-            self.attempts[cell.id] -= 1
-            self.later.append((time.monotonic() + PAUSE, cell))
-            self.board.elsewhere = len(self.later)
-            self.board.stopped(cell)
-        else:
-            self.board.ended(outcome)
-
-    def _lost(self, member: _Member, error: Exception) -> None:
-        """The actor is dead: its cell goes to another one, unless that has happened too often."""
-        cell = member.cell
-        if cell is None:  # it died before it had a cell: the first one of its model counts it
-            cell = self.groups[member.group].popleft() if self.groups.get(member.group) else None
-            if cell is None:
-                return
-            self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
-        if self.attempts[cell.id] > self.settings.retries:
-            self.board.ended(died(self.storage, cell, self.attempts[cell.id], one_line(error, 200)))
-        else:
-            self.board.stopped(cell)
-            self.groups[cell.group].appendleft(cell)
-
-    def _next(self, member: _Member) -> None:
-        if not self.groups.get(member.group) and not self._turn_to_another(member):
-            self.ray.kill(member.actor)
-            return
-        member.cell = cell = self.groups[member.group].popleft()
-        self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
-        self.board.started(cell, "on the cluster")
-        order = Order(cell, cell.id, self.attempts[cell.id])
-        self.members[member.actor.run.remote(order)] = member
-
-    def _request(self, cell: Cell) -> dict[str, Any]:
-        """What Ray is asked for, for an actor with this cell's model. Memory that is guessed is no more than the
-        largest machine has: a guess must not keep a cell waiting for ever."""
-        wish: Resources = cell.resources
-        memory, guess = wish.memory, memory_of(cell)
-        if memory is None and guess is not None:
-            memory = min(guess, int(max(machine.get("memory", 0) for machine in _machines(self.ray))))
-        found: dict[str, Any] = {"num_cpus": _cpus(cell), "num_gpus": wish.gpus}
-        return found | ({} if memory is None else {"memory": memory})
-
-    def _turn_to_another(self, member: _Member) -> bool:
-        """Let an actor whose model is done take up another one that asks for no more, if nobody is at it."""
-        taken = {other.group for other in self.members.values()}
-        for group, cells in self.groups.items():
-            if cells and group not in taken and _fits(self._request(cells[0]), member.request):
-                member.group = group
-                return True
-        return False
-
-
-def _fits(asked: dict[str, Any], given: dict[str, Any]) -> bool:
-    same = all(asked[name] == given[name] for name in ("num_cpus", "num_gpus"))
-    return same and asked.get("memory", 0) <= given.get("memory", 0)
-
-
-def _cell(member: _Member) -> Cell:
-    assert member.cell is not None
-    return member.cell
 
 
 def _cpus(cell: Cell) -> float:
     return DEFAULT_CPUS if cell.resources.cpus is None else cell.resources.cpus
 
 
+class RayWorker:
+    """The class of the actors: a worker in a process of its own."""
+
+    def __init__(self, worker: Worker, storage: Storage) -> None:
+        self._worker, self._storage = worker, storage
+
+    def ready(self) -> int:
+        return os.getpid()
+
+    def run(self, order: WorkOrder) -> Outcome:
+        return self._worker.run(self._storage, order.cell, order.attempt, expected=order.id)
+
+
+@dataclass
+class _Actor:
+    """An actor as the driver sees it: the model that it is for, its resources, and its cell."""
+
+    handle: Any
+    group: Group
+    request: dict[str, Any]
+    cell: Cell | None = None
+
+
+@dataclass
+class _Scheduler:
+    """Gives the cells of a sweep to actors.
+
+    groups     waiting cells by model;  later: cells that another sweep has, and when to check them again
+    actors     by the future of what they do now
+    """
+
+    ray: Any
+    worker: Worker
+    storage: Storage
+    tracker: Tracker
+    most: int
+    groups: dict[Group, deque[Cell]] = field(default_factory=dict)
+    actors: dict[Any, _Actor] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    later: list[tuple[float, Cell]] = field(default_factory=list)
+
+    def run(self, cells: list[Cell]) -> None:
+        """Work until every cell has ended."""
+        for cell in cells:
+            self._queue(cell)
+        while self.actors or self.later or any(self.groups.values()):
+            self._requeue_due()
+            self._start_actors()
+            done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH) if self.actors else ([], [])
+            for future in done:
+                self._handle(future)
+            if not done:
+                self.tracker.show()
+            if not self.actors:
+                time.sleep(PAUSE / 10)
+
+    def stop(self) -> None:
+        """End every actor; what they have finished is in the storage."""
+        for actor in self.actors.values():
+            with contextlib.suppress(Exception):
+                self.ray.kill(actor.handle)
+        self.actors.clear()
+
+    def _queue(self, cell: Cell) -> None:
+        self.groups.setdefault(cell.group, deque()).append(cell)
+
+    def _requeue_due(self) -> None:
+        """Queue cells again that another sweep had."""
+        now = time.monotonic()
+        for _, cell in [each for each in self.later if each[0] <= now]:
+            self._queue(cell)
+        self.later = [each for each in self.later if each[0] > now]
+        self.tracker.elsewhere = len(self.later)
+
+    def _start_actors(self) -> None:
+        """Start as many actors as are allowed, each for the model with most waiting cells per actor."""
+        while len(self.actors) < self.most:
+            taken = [actor.group for actor in self.actors.values()]
+            wanted = [group for group, cells in self.groups.items() if len(cells) > taken.count(group)]
+            if not wanted:
+                return
+            group = max(wanted, key=lambda each: len(self.groups[each]) / (1 + taken.count(each)))
+            request = self._request(self.groups[group][0])
+            worker = replace(self.worker, threads=max(1, int(request["num_cpus"])))
+            handle = self.ray.remote(RayWorker).options(max_restarts=0, **request).remote(worker, self.storage)
+            self.actors[handle.ready.remote()] = _Actor(handle, group, request)
+
+    def _handle(self, future: Any) -> None:
+        """An actor is ready, its cell has ended, or it died. A live actor gets the next cell."""
+        actor = self.actors.pop(future)
+        try:
+            outcome = self.ray.get(future)
+        except self.ray.exceptions.RayTaskError as error:  # an error of posleak: workers return all others
+            assert actor.cell is not None
+            self._settle(actor, actor.cell, write_failure(self.storage, actor.cell, one_line(error), str(error), 1))
+        except self.ray.exceptions.RayError as error:
+            self._actor_died(actor, error)
+            return
+        else:
+            if isinstance(outcome, Outcome) and actor.cell is not None:
+                self._settle(actor, actor.cell, outcome)
+        self._next(actor)
+
+    def _settle(self, actor: _Actor, cell: Cell, outcome: Outcome) -> None:
+        actor.cell = None
+        if outcome.busy:
+            self.attempts[cell.id] -= 1
+            self.later.append((time.monotonic() + PAUSE, cell))
+            self.tracker.elsewhere = len(self.later)
+            self.tracker.stopped(cell)
+        else:
+            self.tracker.ended(outcome)
+
+    def _actor_died(self, actor: _Actor, error: Exception) -> None:
+        """Give the actor's cell to another one, unless that has happened too often."""
+        cell = actor.cell
+        if cell is None:  # it died before it had a cell: count that for the first one of its model
+            if not self.groups.get(actor.group):
+                return
+            cell = self.groups[actor.group].popleft()
+            self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
+        if self.attempts[cell.id] > self.worker.retries:
+            self.tracker.ended(worker_died(self.storage, cell, self.attempts[cell.id], one_line(error, 200)))
+        else:
+            self.tracker.stopped(cell)
+            self.groups[cell.group].appendleft(cell)
+
+    def _next(self, actor: _Actor) -> None:
+        if not self.groups.get(actor.group) and not self._reassign(actor):
+            self.ray.kill(actor.handle)
+            return
+        actor.cell = cell = self.groups[actor.group].popleft()
+        self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
+        self.tracker.started(cell, "on the cluster")
+        self.actors[actor.handle.run.remote(WorkOrder(cell, cell.id, self.attempts[cell.id]))] = actor
+
+    def _request(self, cell: Cell) -> dict[str, Any]:
+        """Ray's options for an actor with this cell's model. Memory that is estimated is limited to that of the largest
+        machine: an estimate must not keep a cell waiting forever."""
+        memory, estimated = cell.resources.memory, memory_of(cell)
+        if memory is None and estimated is not None:
+            memory = min(estimated, int(max(machine.get("memory", 0) for machine in _machines(self.ray))))
+        request: dict[str, Any] = {"num_cpus": _cpus(cell), "num_gpus": cell.resources.gpus}
+        return request | ({} if memory is None else {"memory": memory})
+
+    def _reassign(self, actor: _Actor) -> bool:
+        """Give an actor whose model is done another one that fits its resources and has no actor yet."""
+        taken = {other.group for other in self.actors.values()}
+        for group, cells in self.groups.items():
+            if cells and group not in taken and _fits(self._request(cells[0]), actor.request):
+                actor.group = group
+                return True
+        return False
+
+
+def _fits(needed: dict[str, Any], available: dict[str, Any]) -> bool:
+    same = all(needed[name] == available[name] for name in ("num_cpus", "num_gpus"))
+    return same and needed.get("memory", 0) <= available.get("memory", 0)
+
+
 @contextmanager
 def _cluster(ray: Any, address: str | None) -> Iterator[None]:
-    """Be connected to a cluster. One that was there before, in this process too, stays."""
+    """Connect to a cluster, and disconnect afterwards unless this process was connected before."""
     if ray.is_initialized():
         yield
         return
@@ -302,12 +297,12 @@ def _cluster(ray: Any, address: str | None) -> Iterator[None]:
 
 
 def require_reachable(address: str | None) -> None:
-    """Refuse an address where nobody answers: Ray itself would wait for minutes."""
+    """Raise InputError if nothing answers at the address: Ray itself would wait for minutes."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():  # `auto`, or none
         return
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         raise _unreachable(address, error) from error
 
@@ -316,5 +311,5 @@ def _unreachable(address: str | None, error: Exception) -> InputError:
     return InputError(
         "the Ray cluster cannot be reached", where="--address" if address else "--engine ray",
         got=f"{address}: {one_line(error)}" if address else one_line(error),
-        remedy="start it with `ray start --head`, and give the address that this prints, or leave --address out",
+        remedy="start it with `ray start --head`, and give the address that this prints, or leave out --address",
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What is known of a cell, read off the storage and never off somebody's memory: finished, failed, left out, or open.
+"""The state of a cell, read from the storage: finished, failed, left out, running or open.
 
-A finished cell is looked at again: its files must be those that were written, and its model must be the one that was
-measured. What looks unchanged (size and time) is believed; what does not is read and compared.
+A finished cell is checked: its files must be those that were written, and its model the one that was measured. Files
+whose size and time are unchanged are trusted; others are hashed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from posleak.errors import RunError
 from posleak.files import Sealed
 from posleak.inputs import InputFacts
-from posleak.models.stamps import content_sha256, file_stamp
+from posleak.models.sources import content_sha256, file_stamp
 from posleak.typed import Number
 
 from .cells import Cell
-from .storage import CELLS, Storage
+from .storage import CELLS_FOLDER, Storage
 
-CELL, ERROR, NUMBERS = "cell.json", "error.json", "numbers.parquet"
+CELL_FILE, ERROR_FILE, NUMBERS_FILE = "cell.json", "error.json", "numbers.parquet"
 
 
 class State(StrEnum):
-    """Of a cell."""
+    """The state of a cell."""
 
     finished = "finished"
     failed = "failed"
@@ -44,8 +44,8 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model that was measured. `stamp` and `content` tell whether its files have changed (posleak.models.stamps);
-    None: they say nothing."""
+    """The model that was measured. `stamp` and `content` (posleak.models.sources) show whether its files have changed;
+    None where that is unknown."""
 
     stamp: str | None
     content: str | None
@@ -60,7 +60,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of a cell went. `loading` is 0 where the model was in memory already."""
+    """The time that a cell took. `loading` is 0 if the model was in memory already."""
 
     loading: Number
     measuring: Number
@@ -71,8 +71,8 @@ class Seconds:
 class Finished:
     """cell.json: a finished cell.
 
-    place   where its files are below its folder: "" on a disk;  files: by name
-    host    the machine that measured it;  threads: of torch
+    place   subfolder of the cell's folder that has the files; "" on a disk
+    files   by name;  host: the machine that measured it;  threads: of torch
     """
 
     id: str
@@ -92,7 +92,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """error.json: why a cell has no numbers. `left_out`: its edits would change nothing, which is no failure."""
+    """error.json: why a cell has no results. `left_out`: its edits have no effect, which is not a failure."""
 
     id: str
     cell: Cell
@@ -105,14 +105,13 @@ class Failed:
     when: str
 
 
-FINISHED = Sealed("posleak cell", 1, Finished, "start the sweep again: it is measured anew")
+FINISHED = Sealed("posleak cell", 1, Finished, "start the sweep again: the cell is measured again")
 FAILED = Sealed("posleak cell error", 1, Failed, "start the sweep again with --retry-failed")
 
 
 @dataclass(frozen=True)
-class Known:
-    """A cell and what the storage says of it. `why`: why it failed or was left out, or what is wrong with a cell that
-    was finished once and must be measured again."""
+class CellStatus:
+    """A cell and its state in the storage. `why`: the reason why it failed, was left out, or is open again."""
 
     cell: Cell
     state: State
@@ -121,66 +120,63 @@ class Known:
     error: Failed | None = field(default=None, repr=False)
 
 
-def known(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -> list[Known]:
-    """What the storage says of every cell. `verify`: read every file, even where it looks unchanged."""
+def statuses(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -> list[CellStatus]:
+    """Return the status of every cell. `verify`: hash every file, even if its size and time are unchanged."""
     _model_stamp.cache_clear()
     _model_content.cache_clear()
-    asked, there = list(cells), set(storage.names())
-    records = [f"{CELLS}/{cell.folder}/{name}" for cell in asked if cell.folder in there for name in (CELL, ERROR)]
+    cells, present = list(cells), set(storage.cell_folders())
+    names = (CELL_FILE, ERROR_FILE)
+    records = [f"{CELLS_FOLDER}/{cell.folder}/{name}" for cell in cells if cell.folder in present for name in names]
     now = storage.snapshot(records)
-    return [look(now, cell, verify=verify) if cell.folder in there else Known(cell, State.open) for cell in asked]
+    return [
+        status_of(now, cell, verify=verify) if cell.folder in present else CellStatus(cell, State.open)
+        for cell in cells
+    ]
 
 
-def look(storage: Storage, cell: Cell, *, verify: bool = False) -> Known:
-    """What the storage says of one cell, now."""
-    place, before = f"{CELLS}/{cell.folder}", "it was finished"
+def status_of(storage: Storage, cell: Cell, *, verify: bool = False) -> CellStatus:
+    """Return the status of one cell."""
+    folder, before = f"{CELLS_FOLDER}/{cell.folder}", "it was finished"
+    unsettled = State.running if storage.is_locked(cell.folder) else State.open
     try:
-        record = read_sealed(storage, FINISHED, f"{place}/{CELL}")
-        if record is not None:
-            wrong = _wrong(storage, cell, record, verify)
-            if wrong is None:
-                return Known(cell, State.finished, record=record)
-            return Known(cell, _running(storage, cell), f"{before}, but {wrong}")
+        if (record := read_sealed(storage, FINISHED, f"{folder}/{CELL_FILE}")) is not None:
+            if (damage := _damage(storage, cell, record, verify)) is None:
+                return CellStatus(cell, State.finished, record=record)
+            return CellStatus(cell, unsettled, f"{before}, but {damage}")
         before = "it failed"
-        error = read_sealed(storage, FAILED, f"{place}/{ERROR}")
-        if error is not None and not storage.is_held(cell.folder):
-            return Known(cell, State.left_out if error.left_out else State.failed, error.what, error=error)
+        error = read_sealed(storage, FAILED, f"{folder}/{ERROR_FILE}")
+        if error is not None and unsettled is State.open:
+            return CellStatus(cell, State.left_out if error.left_out else State.failed, error.what, error=error)
     except RunError as damaged:
-        return Known(cell, _running(storage, cell), f"{before}, but {damaged.what}")
-    return Known(cell, _running(storage, cell))
+        return CellStatus(cell, unsettled, f"{before}, but {damaged.what}")
+    return CellStatus(cell, unsettled)
 
 
 def read_sealed(storage: Storage, kind: Sealed[Any], name: str) -> Any:
-    """The record in a sealed file; None if it is not there."""
+    """Return the record in a sealed file; None if there is no such file."""
     text = storage.read(name)
     return None if text is None else kind.parse(text, storage.path(name))
 
 
-def _running(storage: Storage, cell: Cell) -> State:
-    return State.running if storage.is_held(cell.folder) else State.open
-
-
-def _wrong(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str | None:
-    """What is wrong with a finished cell, in words."""
+def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str | None:
+    """Return what is wrong with a finished cell; None if nothing is."""
     if record.id != cell.id:
         return "its record is of another cell"
-    place = f"{CELLS}/{cell.folder}/{record.place}"
+    place = f"{CELLS_FOLDER}/{cell.folder}/{record.place}"
     for name, facts in record.files.items():
-        found = storage.stamp(place + name)
-        if found is None:
-            return f"{name} is gone"
-        if (verify or found != facts.stamp) and storage.sha256(place + name) != facts.sha256:
+        current = storage.stamp(place + name)
+        if current is None:
+            return f"{name} is missing"
+        if (verify or current != facts.stamp) and storage.sha256(place + name) != facts.sha256:
             return f"{name} is damaged or was changed"
-    return _moved(record.model, cell.model)
+    return "the model's files have changed since" if _has_changed(record.model, cell.model) else None
 
 
-def _moved(measured: ModelFacts, name: str) -> str | None:
-    """Has the model changed since? One that is gone, or cannot be looked at, has not."""
+def _has_changed(measured: ModelFacts, name: str) -> bool:
+    """Return whether the model's files have changed; False if they are gone or cannot be read."""
     if measured.stamp is None or _model_stamp(name) in (None, measured.stamp):
-        return None
-    if measured.content is not None and _model_content(name) == measured.content:
-        return None
-    return "the model's files have changed since"
+        return False
+    return measured.content is None or _model_content(name) != measured.content
 
 
 @cache

@@ -1,22 +1,21 @@
-"""Where a sweep keeps its cells: a folder, or a place that fsspec knows (s3://…, gs://…), the same for all workers.
+"""Where a sweep keeps its cells: a folder, or an address that fsspec opens (s3://…, gs://…), shared by all workers.
 
-    ROOT/cells/NAME-ID/cell.json       the cell is finished: what it is, and the sha256 of every file; written last
-    ROOT/cells/NAME-ID/error.json      it failed, or was left out, and why
+    ROOT/cells/NAME-ID/cell.json       the cell is finished: its description and the sha256 of every file; written last
+    ROOT/cells/NAME-ID/error.json      the cell failed or was left out, and why
     ROOT/cells/NAME-ID/run.json …      the run, as `measure` or `trace` writes it
 
-On a disk a worker measures in the cell's own folder, under its lock, and an interrupted cell goes on where it was. On
-an object store it measures in a folder of its own and then sends the files, under a name that no other worker uses
-(`place` in cell.json): there are no locks there, and two workers at one cell must not mix their files.
+On a disk a worker measures in the cell's own folder, under its lock, and an interrupted cell is resumed. An object store
+has no locks. There a worker measures in a temporary folder and uploads the files into a subfolder of its own (`place` in
+cell.json), so that two workers on one cell do not mix their files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +25,12 @@ from posleak.errors import BusyError, InputError, PosleakError, StorageError
 from posleak.files import LOCK_FILE, MAX_JSON, file_lock, read_regular, sha256_of, sole_writer, write_atomically
 from posleak.text import one_line
 
-CELLS = "cells"
+CELLS_FOLDER = "cells"
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A place for cells. `root` is a folder or a URL; names are relative to it, with slashes."""
+    """A place for cells. `root` is a folder or a URL; names of files are relative to it, with slashes."""
 
     root: str
 
@@ -44,8 +43,8 @@ class Storage:
             fs, path = fsspec.core.url_to_fs(self.root)
         except (ImportError, ValueError) as error:
             raise InputError(
-                "this place cannot be written to", where=self.root, got=one_line(error),
-                remedy="give a folder, or install what fsspec needs for it: s3fs for s3://, gcsfs for gs://",
+                "the storage cannot be opened", where=self.root, got=one_line(error),
+                remedy="give a folder, or install what fsspec needs for this address: s3fs for s3://, gcsfs for gs://",
             ) from error  # fmt: skip
         return fs, str(path).rstrip("/")
 
@@ -55,121 +54,132 @@ class Storage:
 
     @cached_property
     def local(self) -> Path | None:
-        """The folder, if it is one on a disk."""
+        """The folder on a disk; None for an object store."""
         if "://" not in self.root and "::" not in self.root:
             return Path(self.root).expanduser().absolute()
         fs, path = self._opened
         return Path(path) if "file" in fs.protocol else None
 
     @property
-    def everywhere(self) -> Storage:
-        """The same place, written so that processes in other folders find it."""
+    def absolute(self) -> Storage:
+        """The same storage, for processes with another working directory."""
         return self if self.local is None else Storage(str(self.local))
 
     def path(self, name: str) -> str:
-        """As people write it."""
+        """Return the path or URL of a file."""
         return str(self.local / name) if self.local is not None else f"{self.root.rstrip('/')}/{name}"
+
+    def _at(self, name: str) -> str:
+        return f"{self._opened[1]}/{name}"
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
-        """Names of the cells' folders."""
-        place = self._at(CELLS)
-        with _about(self.path(CELLS)):
+    def cell_folders(self) -> list[str]:
+        """Return the names of the cells' folders."""
+        folder = self._at(CELLS_FOLDER)
+        with _translated_errors(self.path(CELLS_FOLDER)):
             self._fs.invalidate_cache()
-            if not self._fs.isdir(place):
+            if not self._fs.isdir(folder):
                 return []
-            return sorted(Path(found).name for found in self._fs.ls(place, detail=False))
+            return sorted(Path(path).name for path in self._fs.ls(folder, detail=False))
 
     def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
-        """Return a file's content; None if it is not there. On a disk, of at most so many bytes."""
-        if self.local is not None:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), _about(self.path(name)):
+        """Return a file's content, on a disk of at most `most` bytes; None if there is no such file."""
+        with suppress(FileNotFoundError, NotADirectoryError), _translated_errors(self.path(name)):
+            if self.local is not None:
                 return read_regular(self.local / name, most)
-            return None
-        with contextlib.suppress(FileNotFoundError), _about(self.path(name)):
             return bytes(self._fs.cat_file(self._at(name)))
         return None
 
     def stamp(self, name: str) -> str | None:
-        """Size and time of a file, or what its store says of its content: cheap, and another one after a change."""
+        """Return size and time of a file, or the store's own tag of its content; None if there is no such file."""
         if self.local is not None:
-            with contextlib.suppress(OSError):
-                found = (self.local / name).stat()
-                return f"{found.st_size} {found.st_mtime_ns}"
+            with suppress(OSError):
+                facts = (self.local / name).stat()
+                return f"{facts.st_size} {facts.st_mtime_ns}"
             return None
-        with contextlib.suppress(FileNotFoundError), _about(self.path(name)):
+        with suppress(FileNotFoundError), _translated_errors(self.path(name)):
             return _stamp(self._fs.info(self._at(name)))
         return None
 
     def sha256(self, name: str) -> str | None:
-        """Of a file's content; None if it is not there."""
+        """Return the hash of a file's content; None if there is no such file."""
         if self.local is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 return sha256_of(self.local / name)
             return None
-        found = self.read(name)
-        return None if found is None else hashlib.sha256(found).hexdigest()
+        content = self.read(name)
+        return None if content is None else hashlib.sha256(content).hexdigest()
 
-    def snapshot(self, names: Sequence[str]) -> Storage:
-        """The same place, to look at many cells at once: on a store, one listing and all of `names` read side by side.
-
-        What it says of stamps and of these files is what was there when it was made.
-        """
+    def snapshot(self, names: Iterable[str]) -> Storage:
+        """Return a view for reading many cells: on an object store, one listing, with all of `names` read at once."""
         if self.local is not None:
             return self
-        with _about(self.path(CELLS)):
+        with _translated_errors(self.path(CELLS_FOLDER)):
             self._fs.invalidate_cache()
-            found = self._fs.find(self._at(CELLS), detail=True)
-            stamps = {self._below(path): _stamp(info) for path, info in found.items()}
-            there = [self._at(name) for name in names if name in stamps]
-            contents = self._fs.cat(there, on_error="omit") if there else {}
-        return _Snapshot(self.root, stamps, {self._below(path): bytes(text) for path, text in contents.items()})
+            listing = self._fs.find(self._at(CELLS_FOLDER), detail=True)
+            stamps = {self._relative(path): _stamp(info) for path, info in listing.items()}
+            paths = [self._at(name) for name in names if name in stamps]
+            contents = self._fs.cat(paths, on_error="omit") if paths else {}
+        return _Snapshot(self.root, stamps, {self._relative(path): bytes(data) for path, data in contents.items()})
 
-    def _below(self, path: str) -> str:
-        """A path of the store as a name."""
+    def _relative(self, path: str) -> str:
         return path.strip("/").removeprefix(self._opened[1].strip("/") + "/")
+
+    @contextmanager
+    def cell_files(self, folder: str, place: str, names: Iterable[str]) -> Iterator[Path]:
+        """Give a folder on a disk with the files of a finished cell: its own, or a temporary copy."""
+        if self.local is not None:
+            yield self.local / CELLS_FOLDER / folder
+            return
+        with tempfile.TemporaryDirectory(prefix="posleak-") as copies:
+            for name in names:
+                target = Path(copies) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(self.read(f"{CELLS_FOLDER}/{folder}/{place}{name}") or b"")
+            yield Path(copies)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, name: str, content: bytes) -> None:
+        """Write a file; on a disk it appears whole or not at all."""
         if self.local is not None:
             write_atomically(self.local / name, lambda temporary: temporary.write_bytes(content))
             return
-        with _about(self.path(name)):
+        with _translated_errors(self.path(name)):
             self._fs.pipe_file(self._at(name), content)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), _about(self.path(name)):
+        """Remove a file if it exists."""
+        with suppress(FileNotFoundError), _translated_errors(self.path(name)):
             if self.local is not None:
                 (self.local / name).unlink()
             else:
                 self._fs.rm_file(self._at(name))
 
     @contextmanager
-    def workplace(self, folder: str) -> Iterator[Path]:
-        """Where a worker measures a cell: its own folder, held so that nobody else does, or one for the time being."""
+    def work_folder(self, folder: str) -> Iterator[Path]:
+        """Give the folder in which a worker measures a cell: its own, locked, or a temporary one."""
         if self.local is not None:
-            place = self.local / CELLS / folder
-            with sole_writer(place):
-                yield place
+            path = self.local / CELLS_FOLDER / folder
+            with sole_writer(path):
+                yield path
             return
-        with tempfile.TemporaryDirectory(prefix="posleak-") as made:
-            yield Path(made)
+        with tempfile.TemporaryDirectory(prefix="posleak-") as path_name:
+            yield Path(path_name)
 
-    def send(self, folder: str, place: Path, names: list[str]) -> str:
-        """Bring a worker's files to the store; gives their place below the cell's folder. On a disk they are there."""
+    def upload(self, folder: str, source: Path, names: Iterable[str]) -> str:
+        """Copy a worker's files to an object store, and return their subfolder; on a disk do nothing, and return ""."""
         if self.local is not None:
             return ""
-        token = secrets.token_hex(4)
+        place = f"{secrets.token_hex(4)}/"
         for name in names:
-            with _about(self.path(f"{CELLS}/{folder}")):
-                self._fs.pipe_file(self._at(f"{CELLS}/{folder}/{token}/{name}"), (place / name).read_bytes())
-        return f"{token}/"
+            self.write(f"{CELLS_FOLDER}/{folder}/{place}{name}", (source / name).read_bytes())
+        return place
 
-    def is_held(self, folder: str) -> bool:
-        """Is somebody at work on this cell? On an object store nobody can tell. A lock whose owner died is none."""
-        if self.local is None or not (lock := self.local / CELLS / folder / LOCK_FILE).exists():
+    def is_locked(self, folder: str) -> bool:
+        """Return whether a live worker has this cell; always False on an object store, which has no locks."""
+        if self.local is None or not (lock := self.local / CELLS_FOLDER / folder / LOCK_FILE).exists():
             return False
         try:
             with file_lock(lock, wait=False):
@@ -180,18 +190,15 @@ class Storage:
             return False
 
     def require_writable(self) -> None:
-        """Refuse a place that cannot be written to, before anything is computed."""
+        """Raise StorageError if nothing can be written here."""
         name = f".{secrets.token_hex(4)}.probe"
         self.write(name, b"")
         self.remove(name)
 
-    def _at(self, name: str) -> str:
-        return f"{self._opened[1]}/{name}"
-
 
 @dataclass(frozen=True)
 class _Snapshot(Storage):
-    """What a store held at one moment: stamps of all files, and some files whole."""
+    """An object store at one moment: stamps of all files, and the content of some."""
 
     stamps: Mapping[str, str]
     contents: Mapping[str, bytes]
@@ -206,21 +213,19 @@ class _Snapshot(Storage):
 
 
 def _stamp(info: Mapping[str, Any]) -> str:
-    known = next(
-        (info[key] for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if key in info), ""
-    )
-    return f"{info.get('size')} {known}"
+    tags = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
+    return f"{info.get('size')} {next((info[key] for key in tags if key in info), '')}"
 
 
 @contextmanager
-def _about(where: str) -> Iterator[None]:
-    """Whatever a store says goes out as one error that names the place. What is not there passes."""
+def _translated_errors(where: str) -> Iterator[None]:
+    """Turn what a file system raises into a StorageError that names the place; FileNotFoundError passes."""
     try:
         yield
     except (FileNotFoundError, PosleakError):
         raise
     except Exception as error:
         raise StorageError(
-            "the storage does not answer as it should", where=where, got=one_line(error),
-            remedy="check the address, your rights there and the connection; what is finished is kept: start it again",
+            "the storage failed", where=where, got=one_line(error),
+            remedy="check the address, your permissions and the connection; finished cells are kept: start it again",
         ) from error  # fmt: skip

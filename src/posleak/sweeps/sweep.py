@@ -1,82 +1,102 @@
-"""A sweep: many cells, done by an engine, with results kept in one place. What is finished is never done again."""
+"""A sweep: many cells, measured by an engine, with results in one place. Finished cells are never measured again."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from posleak.errors import InputError, did_you_mean
+from posleak.files import json_text
+from posleak.runs.software import measurement_hash
 from posleak.runs.spec import parse_bytes, require_between
 from posleak.signatures import checked
 
-from .board import Board, Reached
 from .cells import Cell
-from .local import Local, Settings
-from .manifest import Manifest, manifest, read_manifest
-from .state import Finished, Known, State, known
-from .storage import CELLS, Storage
+from .local import InMemory, Local
+from .manifest import Manifest, manifest as manifest_from, read_manifest
+from .progress import SweepProgress, Tracker
+from .state import CellStatus, Finished, State, statuses
+from .storage import CELLS_FOLDER, Storage
+from .work import Worker
+
+if TYPE_CHECKING:
+    from posleak.models import AnyModel, Subject
+
+    from .balance import BalanceTable
 
 ENGINES = ("local", "ray")
-OUT = "runs"
-"""Where the folder of a sweep is made, which has its name."""
+RUNS_FOLDER = "runs"
 
 
 class Engine(Protocol):
-    """Does the open cells of a board, and tells it how each ended. A new engine needs nothing else."""
+    """Measures the open cells of a tracker, and reports to it how each ended."""
 
-    def run(self, storage: Storage, board: Board) -> None: ...
+    def run(self, storage: Storage, tracker: Tracker) -> None: ...
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """How a sweep stands, read off its storage: every cell with its state.
+    """The cells of a sweep with their states in the storage.
 
-    computed   ids of the cells that were measured this time;  unwritten: why, of those that could not be kept
+    computed    ids of the cells that were measured by this call
+    unwritten   id -> reason, for cells whose results could not be written
+    question    of the manifest
     """
 
     name: str
     root: str
-    cells: list[Known]
+    cells: list[CellStatus]
     computed: tuple[str, ...] = ()
     unwritten: dict[str, str] | None = None
+    question: str | None = None
 
-    def of(self, *states: State) -> list[Known]:
-        """Cells in these states."""
-        return [each for each in self.cells if each.state in states]
+    def of(self, *states: State) -> list[CellStatus]:
+        """Return the cells in these states."""
+        return [status for status in self.cells if status.state in states]
 
     @property
     def finished(self) -> list[Finished]:
-        """Records of the finished cells."""
-        return [each.record for each in self.cells if each.record is not None and each.state is State.finished]
+        """The records of the finished cells."""
+        return [status.record for status in self.of(State.finished) if status.record is not None]
 
     @property
     def complete(self) -> bool:
-        """Has every cell its numbers, or a reason why there can be none?"""
+        """Whether every cell is finished or left out."""
         return len(self.of(State.finished, State.left_out)) == len(self.cells)
 
+    @cached_property
+    def balance(self) -> BalanceTable:
+        """Mask, drift and sink in every finished cell, read from the runs."""
+        from .balance import balance_table
+
+        left_out = {status.cell.label: status.why for status in self.of(State.left_out)}
+        return balance_table(Storage(self.root), self.finished, left_out, self.question)
+
     def __repr__(self) -> str:
-        counts = [f"{len(found)} {state}" for state in State if (found := self.of(state))]
+        counts = [f"{len(cells)} {state}" for state in State if (cells := self.of(state))]
         return f"Sweep({self.name}: {', '.join(counts)}; {self.root})"
 
     def as_dict(self, guesses: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON contract of `posleak sweep --json` (docs/json.md). `guesses`: of a dry run, by the cells' ids."""
-        storage, unwritten = Storage(self.root), self.unwritten or {}
+        """Return the JSON of `posleak sweep --json` (docs/json.md). `guesses`: in a dry run, by the cells' ids."""
         return {
             "sweep": self.name, "root": self.root, "dry_run": guesses is not None, "complete": self.complete,
             "counts": {state.value: len(self.of(state)) for state in State}, "computed": len(self.computed),
-            "cells": [
-                {
-                    "id": each.cell.id, "label": each.cell.details, "state": each.state,
-                    "why": each.why or unwritten.get(each.cell.id, ""),
-                    "run": storage.path(f"{CELLS}/{each.cell.folder}"), "computed": each.cell.id in self.computed,
-                    "seconds": None if each.record is None else each.record.seconds,
-                    "guess": None if guesses is None else guesses.get(each.cell.id),
-                }
-                for each in self.cells
-            ],
+            "cells": [self._cell_dict(status, guesses) for status in self.cells],
+            "balance": self.balance if self.question is not None and guesses is None else None,
+        }  # fmt: skip
+
+    def _cell_dict(self, status: CellStatus, guesses: Mapping[str, Any] | None) -> dict[str, Any]:
+        cell = status.cell
+        return {
+            "id": cell.id, "label": cell.details, "state": status.state,
+            "why": status.why or (self.unwritten or {}).get(cell.id, ""),
+            "run": Storage(self.root).path(f"{CELLS_FOLDER}/{cell.folder}"), "computed": cell.id in self.computed,
+            "seconds": None if status.record is None else status.record.seconds,
+            "guess": None if guesses is None else guesses.get(cell.id),
         }  # fmt: skip
 
 
@@ -84,6 +104,10 @@ class Sweep:
 def sweep(
     manifest: str | os.PathLike[str] | Mapping[str, Any] | Iterable[Cell] | Manifest,
     *,
+    models: AnyModel | Iterable[AnyModel] = (),
+    length: int | None = None,
+    prompts: int | None = None,
+    seed: int | None = None,
     out: str | os.PathLike[str] | None = None,
     engine: str | Engine = "local",
     address: str | None = None,
@@ -94,69 +118,130 @@ def sweep(
     max_memory: str | int | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-    progress: Callable[[Reached], None] | None = None,
+    progress: Callable[[SweepProgress], None] | None = None,
 ) -> Sweep:
     """Measure many cells: models × checkpoints × edits × lengths × seeds, on this machine or on a Ray cluster.
 
-    manifest           a YAML file, what it would say as a dict (docs/sweeps.md), or cells of your own
-    out                a folder, or an address such as s3://bucket/sweep; else the manifest's, else runs/NAME
-    engine             "local": one cell after another; "ray": on a Ray cluster; or an object with `run(storage, board)`
-    address            of the Ray cluster; without it, one is started on this machine
-    workers            how many at most at the same time, with "ray"
-    retries            how often a cell whose worker died is tried again
-    retry_failed       measure again what failed before
-    verify             read every file of finished cells, even where it looks unchanged
+    manifest           a YAML file, the name of a manifest that ships with posleak ("architectures", "knobs", "lengths",
+                       "first-token", "dtypes"), a dict as in docs/sweeps.md, or your own cells
+    models             instead of the manifest's, in its order: names, subjects, or models of transformers
+    length             tokens per prompt, instead of the manifest's
+    prompts            number of prompts, instead of the manifest's
+    seed               random seed for the prompts, instead of the manifest's
+    out                a folder, or an address such as s3://bucket/sweep; default: the manifest's, or runs/NAME
+    engine             "local": one cell after another; "ray": on a Ray cluster; or an object with
+                       `run(storage, tracker)`
+    address            of the Ray cluster; default: one is started on this machine
+    workers            with "ray", the largest number of workers at the same time
+    retries            how often a cell whose worker died is started again
+    retry_failed       measure again the cells that failed before
+    verify             hash every file of finished cells, even if its size and time are unchanged
     max_memory         what a worker may hold, as in `measure`
-    trust_remote_code  as in `load`, for every model of the sweep
-    allow_pickle       the same
-    progress           called with how far it is, at every change
+    trust_remote_code  as in `load`, for every model
+    allow_pickle       as in `load`, for every model
+    progress           callback that receives a SweepProgress at every change
+
+    Example: `sweep("architectures", models=["smollm2-135m"]).balance`
     """
-    asked = as_manifest(manifest)
-    storage = storage_for(asked, out)
+    cells, subjects = with_changes(as_manifest(manifest), models, length=length, prompts=prompts, seed=seed)
+    storage = storage_for(cells, out)
     require_between("retries", retries, 0)
     if workers is not None:
         require_between("workers", workers, 1)
-    settings = Settings(retry_failed, retries, parse_bytes(max_memory), trust_remote_code, allow_pickle, verify)
-    chosen = engine if not isinstance(engine, str) else engine_named(engine, settings, address, workers)
-    board = Board(known(storage, asked.cells, verify=verify), progress or (lambda reached: None))
-    if retry_failed:
-        board.retry([State.failed])
-    board.show()
-    if board.open:
+    limit = parse_bytes(max_memory)
+    worker = Worker(retry_failed, retries, None, limit, trust_remote_code, allow_pickle, verify)
+    chosen = engine if not isinstance(engine, str) else engine_named(engine, worker, address, workers)
+    if subjects:
+        chosen = InMemory(subjects, worker)
+    tracker = Tracker(statuses(storage, cells.cells, verify=verify), progress or (lambda reached: None), retry_failed)
+    tracker.show()
+    if tracker.open:
         storage.require_writable()
-        chosen.run(storage, board)
-    return _ended(asked, storage, board)
+        chosen.run(storage, tracker)
+    return _result(cells, storage, tracker)
 
 
 def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Sweep:
-    """How a sweep stands, without doing anything."""
-    return Sweep(manifest.name, storage.path("").rstrip("/"), known(storage, manifest.cells, verify=verify))
+    """Return the state of a sweep without measuring anything."""
+    cells = statuses(storage, manifest.cells, verify=verify)
+    return Sweep(manifest.name, storage.path("").rstrip("/"), cells, question=manifest.question)
 
 
-def as_manifest(said: Any) -> Manifest:
-    """A manifest from whatever `sweep` takes."""
-    if isinstance(said, Manifest):
-        return said
-    if isinstance(said, str | os.PathLike):
-        return read_manifest(said)
-    if isinstance(said, Mapping):
-        return manifest(said)
-    cells = list(said) if isinstance(said, Iterable) else []
+def as_manifest(value: Any) -> Manifest:
+    """Return the manifest that `sweep` was given in one of several forms."""
+    if isinstance(value, Manifest):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return read_manifest(value)
+    if isinstance(value, Mapping):
+        return manifest_from(value)
+    cells = list(value) if isinstance(value, Iterable) else []
     if not cells or not all(isinstance(cell, Cell) for cell in cells):
         raise InputError(
-            "this is no manifest", where="sweep", got=f"{said!r:.80}",
-            expected="a YAML file, a dict as it would hold, or a list of Cell",
+            "not a manifest", where="sweep", got=f"{value!r:.80}",
+            expected="a YAML file, the name of a manifest, a dict, or a list of Cell",
+            remedy='give models separately: sweep("architectures", models=[model])',
         )  # fmt: skip
     return Manifest("sweep", tuple({cell.id: cell for cell in cells}.values()))
 
 
-def storage_for(asked: Manifest, out: str | os.PathLike[str] | None) -> Storage:
-    """Where the results go."""
-    return Storage(os.fspath(out) if out is not None else asked.out or str(Path(OUT) / asked.name))
+def with_changes(
+    manifest: Manifest, models: AnyModel | Iterable[AnyModel] = (), **spec: int | None
+) -> tuple[Manifest, dict[str, Subject]]:
+    """Return the manifest with other models and other values of its spec, and the models that are in memory."""
+    single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
+    names, subjects = _names([models] if single else list(models))  # type: ignore[list-item, arg-type]
+    changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
+    cells = [_named_by(subjects, cell) for cell in changed.cells]
+    return replace(changed, cells=tuple(cells)), subjects
 
 
-def engine_named(name: str, settings: Settings, address: str | None, workers: int | None) -> Engine:
-    """An engine by its name; one that is not installed is refused here, before anything is done."""
+def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
+    """Return the models' names, and those that are in memory by a name that is unique to their content."""
+    names, shown = list[str](), list[str]()
+    subjects: dict[str, Subject] = {}
+    for model in models:
+        if isinstance(model, str | os.PathLike):
+            names.append(os.fsdecode(model))
+            shown.append(names[-1])
+            continue
+        from posleak.models import subject_of
+        from posleak.probe.fingerprint import identified
+        from posleak.runs.record import SUBJECT
+
+        subject = identified(subject_of(model))
+        facts = {name: getattr(subject.identity, name) for name in SUBJECT}
+        shown.append(subject.identity.name)
+        names.append(f"{subject.identity.name}-{measurement_hash(facts)[:12]}")
+        subjects[names[-1]] = subject
+    if len(set(shown)) < len(shown):
+        raise InputError(
+            "models of one sweep need different names", where="models", got=", ".join(shown),
+            remedy='name those in memory: Subject.of(model, tokenizer, name="mine")',
+        )  # fmt: skip
+    return names, subjects
+
+
+def _named_by(subjects: Mapping[str, Subject], cell: Cell) -> Cell:
+    """Return the cell with the name of its subject as title, if that is in memory."""
+    if cell.model not in subjects:
+        return cell
+    identity = subjects[cell.model].identity
+    if cell.dtype not in (None, identity.dtype):
+        raise InputError(
+            "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
+            expected=cell.dtype, remedy="give the model by name, or in that dtype",
+        )  # fmt: skip
+    return replace(cell, title=identity.name)
+
+
+def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Storage:
+    """Return where the results go."""
+    return Storage(os.fspath(out) if out is not None else manifest.out or str(Path(RUNS_FOLDER) / manifest.name))
+
+
+def engine_named(name: str, worker: Worker, address: str | None, workers: int | None) -> Engine:
+    """Return an engine by its name; raise InputError if it is unknown or not installed."""
     if name not in ENGINES:
         raise InputError("no such engine", where="--engine", got=name, remedy=did_you_mean(name, ENGINES))
     if name == "local":
@@ -164,16 +249,21 @@ def engine_named(name: str, settings: Settings, address: str | None, workers: in
             raise InputError(
                 "--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray"
             )
-        return Local(settings)
+        return Local(worker)
     from .on_ray import OnRay, require_ray
 
     require_ray()
-    return OnRay(settings, address, workers)
+    return OnRay(worker, address, workers)
 
 
-def _ended(asked: Manifest, storage: Storage, board: Board) -> Sweep:
-    """The state that the storage has now, and not the one that was reported: what is shown is true."""
-    computed = tuple(each.id for each in board.outcomes.values() if each.state is not None and not each.reused)
-    unwritten = {each.id: each.why for each in board.outcomes.values() if each.state is None}
-    found = status(asked, storage)
-    return Sweep(found.name, found.root, found.cells, computed, unwritten)
+def _result(manifest: Manifest, storage: Storage, tracker: Tracker) -> Sweep:
+    """Return the states that the storage has now, and write the balance table of a comparison."""
+    outcomes = tracker.outcomes.values()
+    computed = tuple(each.id for each in outcomes if each.state is not None and not each.reused)
+    unwritten = {each.id: each.why for each in outcomes if each.state is None}
+    result = replace(status(manifest, storage), computed=computed, unwritten=unwritten)
+    if result.question is not None and result.complete:
+        from .balance import BALANCE_FILE
+
+        storage.write(BALANCE_FILE, json_text(result.balance).encode())
+    return result

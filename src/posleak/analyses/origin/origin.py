@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
 from posleak.errors import warn
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
@@ -18,8 +19,8 @@ from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
-from posleak.runs.measure import beyond_context
-from posleak.runs.memory import MemoryPlan, fitting, many, require_room
+from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -107,9 +108,9 @@ class Origin:
 def origin(
     subject: AnyModel,
     *,
-    length: int = 256,
-    prompts: int = 8,
-    tokens: int = 1024,
+    length: int = TRACED,
+    prompts: int = ORIGIN_PROMPTS,
+    tokens: int = ORIGIN_TOKENS,
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,
@@ -151,19 +152,15 @@ def origin(
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
-    """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
-
-    def planned(at_once: int) -> MemoryPlan:
-        return origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once)
-
-    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = at_once if batch else fitting(subject, at_once, planned, limit)
-    require_room(
-        subject, planned(at_once), limit, what="the look at position 0",
-        of=f"{many(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
-        remedy=f"use {'a smaller --batch, ' if at_once > 1 else ''}a shorter --length, fewer --prompts or --tokens",
+    """Return the number of prompts per forward pass: as requested, or as many as fit into memory."""
+    work = Work(
+        "the look at position 0",
+        lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
+        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        "a shorter --length, fewer --prompts or --tokens", batched=True,
     )  # fmt: skip
-    return at_once
+    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    return work.fit(subject, at_once, limit, fixed=bool(batch))
 
 
 def _origin(
