@@ -178,13 +178,13 @@ def _metrics(view: RunView) -> Rows:
 
 def _metric_layers(view: RunView) -> Rows:
     for name, estimate in () if (metrics := _of(view)) is None else metrics.layers.items():
-        yield from LabelledEstimate.of(estimate, metric=name, unit=BY_ID[name].unit).cells("call")
+        yield from LabelledEstimate(estimate, {"metric": name, "unit": BY_ID[name].unit}).cells("call")
 
 
 def _metric_depths(view: RunView) -> Rows:
     """Arrays by depth; 0 is the embedding."""
     for name, estimate in () if (metrics := _of(view)) is None else metrics.depths.items():
-        yield from LabelledEstimate.of(estimate, array=name).cells("depth")
+        yield from LabelledEstimate(estimate, {"array": name}).cells("depth")
 
 
 def _frames(view: RunView) -> Rows:
