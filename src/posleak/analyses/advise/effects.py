@@ -17,6 +17,7 @@ import numpy as np
 
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.axes import SCALING
+from posleak.defaults import PROMPTS, TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -28,7 +29,6 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.loss import LOSS_UNIT, loss_changes
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
-from posleak.runs.spec import PROMPTS
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
 from posleak.text import one_line
@@ -39,7 +39,6 @@ from .settings import GROUPS, Setting, of_edits, settings_for, usual_length
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
-TEXT = "text:stdlib"
 CHANGED = ("total", "mask", "residual", SCALING)
 """Parts of the leakage whose changes are shown; the last one where queries are scaled by their position."""
 
@@ -191,7 +190,7 @@ def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
 @checked
 def advise(
     subject: AnyModel,
-    inputs: Inputs = TEXT,
+    inputs: Inputs = TEXT_INPUTS,
     *,
     length: int | None = None,
     prompts: int | None = None,
@@ -201,6 +200,7 @@ def advise(
     groups: str | Iterable[str] = GROUPS,
     edits: str | Iterable[str] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -218,7 +218,8 @@ def advise(
     groups      which settings are tried: "bos", "window", "rope", "scale", "dtype"
     edits       settings of your own besides: each an edit's text, or several joined by commas
     out         a folder: the baseline and every setting as runs, advice.json and advice.png
-    fresh       measure again what is in `out`
+    root        parent of the folder if `out` is not given: results go to root/advice-MODEL-DIGEST
+    fresh       measure again what is in the folder
     max_memory  what the process may hold, as in `measure`
     progress    called with what is done now, in words
     """
@@ -228,15 +229,16 @@ def advise(
         who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
         origin=origin, loss=True,
     )  # fmt: skip
-    folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    conditions = Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given)
+    status = progress or (lambda line: None)
+    conditions = Conditions(found.subject, found.spec, None, fresh, max_memory, status, found.given)
+    conditions.choose_folder(out, root, prefix="advice-")
     chosen = [groups] if isinstance(groups, str) else list(groups)
     with conditions.writing():
         wanted = [*settings_for(found.subject, conditions.tokens, found.spec.length, chosen), *own]
         advice = advised(conditions, wanted)
-        if folder is not None:
-            STORED_ADVICE.write(folder / ADVICE_FILE, advice.as_dict())
-            advice.plot().save(folder / PLOT_FILE)
+        if conditions.folder is not None:
+            STORED_ADVICE.write(conditions.folder / ADVICE_FILE, advice.as_dict())
+            advice.plot().save(conditions.folder / PLOT_FILE)
     return advice
 
 

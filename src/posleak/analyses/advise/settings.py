@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from posleak.defaults import LENGTH
 from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs import Prompts
 from posleak.models import Subject
-
-LENGTH = 512
-"""Tokens per prompt, if the model's context is not shorter."""
 
 _BETWEEN = re.compile(r",\s*(?=[a-z])")
 """Between two edits; other commas stand in a scope, as in @3-5,7.0."""
