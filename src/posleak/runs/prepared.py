@@ -326,13 +326,6 @@ def _scaled(place: Placement, edits: Sequence[NamedEdit], plan: Plan) -> Placeme
     return place
 
 
-def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
-    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
-    if out is not None:
-        return Path(out)
-    return None if root is None else Path(root) / name()
-
-
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
     """Calibrate on the start of the first of ids [B, T]; raise a CheckError if a check fails."""
     start = torch.from_numpy(ids[:1, : calibration_length(subject)]).to(subject.device)
