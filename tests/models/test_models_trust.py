@@ -278,9 +278,9 @@ def test_code_that_was_run_is_part_of_the_identity(folder: Path, cache: Path) ->
 
 
 def test_digest_of_a_run_depends_on_tokenizer_and_code() -> None:
-    from posleak.runs.record import SUBJECT
+    from posleak.runs.record import IDENTITY_FIELDS
 
-    assert {"tokenizer_sha256", "code_sha256"} <= set(SUBJECT)
+    assert {"tokenizer_sha256", "code_sha256"} <= set(IDENTITY_FIELDS)
 
 
 # -- 2. the memory of hashes ----------------------------------------------------------------------------------------
