@@ -16,6 +16,7 @@ import numpy as np
 
 from posleak.analyses.claims.finding import ENOUGH
 from posleak.axes import SCALING
+from posleak.defaults import PROMPTS, TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -24,10 +25,9 @@ from posleak.leakage.contrast import QUERIES, PowerKey, contrasts, model_product
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
-from posleak.runs.loss import UNIT, changes as loss_changes
+from posleak.runs.loss import LOSS_UNIT, loss_changes
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
-from posleak.runs.spec import PROMPTS
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
 from posleak.text import one_line
@@ -38,7 +38,6 @@ from .settings import GROUPS, Setting, of_edits, settings_for, usual_length
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
-TEXT = "text:stdlib"
 CHANGED = ("total", "mask", "residual", SCALING)
 """Components whose changes are shown; the last one only in models that scale queries by position."""
 
@@ -86,7 +85,7 @@ class Effect:
         total, loss = estimate(self.simultaneous["total"]), estimate(self.simultaneous["loss"])
         return (
             f"Under {self.setting.name} leakage {words['total']}: {total} nats²{relative}; mask {words['mask']}, "
-            f"residual {words['residual']}. Loss {words['loss']}: {loss} {UNIT}."
+            f"residual {words['residual']}. Loss {words['loss']}: {loss} {LOSS_UNIT}."
         )
 
 
@@ -163,7 +162,7 @@ class Advice:
                     for e in self.effects
                 ],
                 "front": [effect.setting.name for effect in self.pareto_front], "sentences": self.sentences,
-                "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": UNIT},
+                "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": LOSS_UNIT},
                 "run": None if run.path is None else str(run.path),
             }
         )  # fmt: skip
@@ -201,7 +200,7 @@ def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
 @checked
 def advise(
     subject: AnyModel,
-    inputs: Inputs = TEXT,
+    inputs: Inputs = TEXT_INPUTS,
     *,
     length: int | None = None,
     prompts: int | None = None,
@@ -211,6 +210,7 @@ def advise(
     groups: str | Iterable[str] = GROUPS,
     edits: str | Iterable[str] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -228,7 +228,8 @@ def advise(
     groups      groups of settings to try: "bos", "window", "rope", "scale", "dtype"
     edits       further settings of your own: each the text of an edit, or of several separated by commas
     out         folder for the runs of the baseline and of every setting, advice.json and advice.png
-    fresh       ignore what is in `out` and measure again
+    root        parent of the folder if `out` is not given: results go to root/advice-MODEL-DIGEST
+    fresh       ignore what is in the folder and measure again
     max_memory  memory limit of the process, as in `measure`
     progress    callback that receives a status line
 
@@ -240,15 +241,16 @@ def advise(
         who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
         origin=origin, loss=True,
     )  # fmt: skip
-    folder, say = None if out is None else Path(out), progress or (lambda line: None)
-    conditions = Conditions(request.subject, request.spec, folder, fresh, max_memory, say, request.given)
+    status = progress or (lambda line: None)
+    conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
+    conditions.choose_folder(out, root, prefix="advice-")
     chosen = [groups] if isinstance(groups, str) else list(groups)
     with conditions.writing():
         settings = settings_for(request.subject, conditions.tokens, request.spec.length, chosen)
         advice = advised(conditions, [*settings, *own])
-        if folder is not None:
-            STORED_ADVICE.write(folder / ADVICE_FILE, advice.as_dict())
-            advice.plot().save(folder / PLOT_FILE)
+        if conditions.folder is not None:
+            STORED_ADVICE.write(conditions.folder / ADVICE_FILE, advice.as_dict())
+            advice.plot().save(conditions.folder / PLOT_FILE)
     return advice
 
 

@@ -6,13 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from posleak.defaults import LENGTH
 from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs import Prompts
 from posleak.models import Subject
-
-LENGTH = 512
-"""Tokens per prompt, if the model's context is not shorter."""
 
 _SEPARATOR = re.compile(r",\s*(?=[a-z])")
 """Comma between two edits; other commas belong to a scope, as in @3-5,7.0."""
@@ -104,9 +102,7 @@ def _rotations(subject: Subject) -> Iterator[Setting]:
 
 
 def _scales() -> Iterator[Setting]:
-    yield Setting(
-        "scale", "logits of query i multiplied by log(i + 1) / log(N), N: length of the prompt", ("scale=logn",)
-    )
+    yield Setting("scale", "logits of query i multiplied by log(i + 1) / log(length of the prompt)", ("scale=logn",))
 
 
 def _dtypes(subject: Subject) -> Iterator[Setting]:

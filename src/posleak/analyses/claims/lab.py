@@ -21,6 +21,7 @@ from posleak.analyses.origin.states import alone
 from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
+from posleak.defaults import ORIGIN_TOKENS
 from posleak.errors import BusyError, InputError, RunError, StorageError
 from posleak.inputs import prepare
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
@@ -42,7 +43,6 @@ from posleak.runs.spec import parse_bytes
 
 from .finding import ENOUGH, Edited, Kept
 
-ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
 CLAIMS_FILE = "claims.json"
