@@ -23,7 +23,7 @@ from posleak.leakage import Estimate
 from posleak.show import numbers
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
-from posleak.sweeps.collect import KNOBS, PAGE, RATIO, TABLE, Collected, collected, estimate_of
+from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
 from posleak.sweeps.storage import Storage
 
 from .page import environment, script_json, static
@@ -148,7 +148,7 @@ class CollectedPage:
     def html(self) -> str:
         return environment().get_template("collected.html.j2").render(
             page=self, found=self.found, words=WORDS, version=__version__, data=script_json(self.data()),
-            style=Markup(style_sheet()) + static("page.css"), table=TABLE,
+            style=Markup(style_sheet()) + static("page.css"), table=TABLE_FILE,
             script=static("common.js") + static("collected.js"), plotly=Markup(plotly.offline.get_plotlyjs()),
         )  # fmt: skip
 
@@ -170,14 +170,14 @@ def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     """The table and the page of a sweep, written beside its cells; or the page elsewhere."""
     found = collected(folder)
     storage = Storage(folder)
-    storage.write(TABLE, found.parquet())
+    storage.write(TABLE_FILE, found.parquet())
     text = CollectedPage(found).html().encode()
     if page is None:
-        storage.write(PAGE, text)
-        return Gathered(found, storage.path(TABLE), storage.path(PAGE))
+        storage.write(PAGE_FILE, text)
+        return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE))
     target = Path(page)
     Storage(str(target.parent)).write(target.name, text)
-    return Gathered(found, storage.path(TABLE), str(target))
+    return Gathered(found, storage.path(TABLE_FILE), str(target))
 
 
 @checked

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,13 @@ _SEAL = ".seal"
 """The array in a batch that describes it."""
 
 REMEASURE = "delete this file and start again: only its prompts are measured anew"
+
+
+def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
+    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
+    if out is not None:
+        return Path(out)
+    return None if root is None else Path(root) / name()
 
 
 def has_record(folder: Path) -> bool:

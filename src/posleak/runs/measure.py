@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from posleak.edits import parse_edits
@@ -15,6 +15,7 @@ from posleak.probe import Edit, Observer
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 
+from .folder import chosen_folder
 from .prepared import OnPrompts, PreparedRun
 from .progress import OnProgress
 from .record import is_finished
@@ -84,15 +85,9 @@ def measure(
         _require_idle(Path(out), fresh)
     prepared = PreparedRun.of(request.subject, request.spec, request.given, max_memory, observers=own_observers)
     folder = chosen_folder(out, root, lambda: prepared.folder_name)
-    on_prompts = progress or (lambda done, of: None)
-    return prepared.run_with_warnings(folder, fresh=fresh, progress=on_prompts, on_progress=on_progress)
-
-
-def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
-    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
-    if out is not None:
-        return Path(out)
-    return None if root is None else Path(root) / name()
+    return prepared.run_with_warnings(
+        folder, fresh=fresh, progress=progress or (lambda done, of: None), on_progress=on_progress
+    )
 
 
 def _require_idle(folder: Path, fresh: bool) -> None:

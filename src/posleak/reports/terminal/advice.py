@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
 from posleak.axes import EARLY, SCALING
-from posleak.runs.loss import UNIT, WHERE
+from posleak.runs.loss import LOSS_SPANS, LOSS_UNIT
 from posleak.show.lines import prose
 from posleak.show.numbers import estimate
 from posleak.show.terminal import cell, table
@@ -59,13 +59,13 @@ def _leakage(advice: Advice) -> Iterator[RenderableType]:
 def _loss(advice: Advice) -> Iterator[RenderableType]:
     losses = advice.baseline.loss
     assert losses is not None
-    where = [name for name in WHERE if name in losses.numbers]
+    where = [name for name in LOSS_SPANS if name in losses.numbers]
     rows = table(("setting", *where), wrap=["setting"], title="loss")
     for effect in advice.effects:
         rows.add_row(effect.setting.name, *(cell(effect.loss[name]) for name in where))
     yield rows
     before = ", ".join(f"{name} {estimate(loss)}" for name, loss in losses.numbers.items())
     yield prose(
-        f"change in {UNIT}, at {losses.positions} positions of each prompt; first: before position {EARLY}, end: the "
-        f"last quarter; baseline: {before} {UNIT}", style="dim",
+        f"change in {LOSS_UNIT}, at {losses.positions} positions of each prompt; first: before position {EARLY}, end: the "
+        f"last quarter; baseline: {before} {LOSS_UNIT}", style="dim",
     )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from posleak.runs.loss import UNIT
+from posleak.runs.loss import LOSS_UNIT
 from posleak.show.colours import LIGHT
 from posleak.show.lines import Prose, prose
 from posleak.show.numbers import NAN, estimate, percent, short
@@ -143,4 +143,6 @@ def _losses(losses: Losses) -> Text:
     """Return `first 3.12 (2.98 … 3.26)  …`, by part of the prompt."""
     parts = [f"{name} {estimate(loss)}" for name, loss in losses.numbers.items()]
     n = losses.numbers["all"].n
-    return Text("  ".join(parts)).append(f"  {UNIT}, {losses.positions} positions of each prompt, n={n}", style="dim")
+    return Text("  ".join(parts)).append(
+        f"  {LOSS_UNIT}, {losses.positions} positions of each prompt, n={n}", style="dim"
+    )
