@@ -237,11 +237,8 @@ def read_regular(path: Path, limit: int = MAX_JSON) -> bytes:
         content = file.read(limit + 1)
         if len(content) > limit:
             total = max(os.fstat(file.fileno()).st_size, len(content))
-            raise OSError(
-                errno.EINVAL,
-                f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}",
-                str(path),
-            )
+            text = f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}"
+            raise OSError(errno.EINVAL, text, str(path))
     return content
 
 
