@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
 from posleak.cli.options import Json, MaxMemory, Seed
-from posleak.cli.subject import Load, model_command
+from posleak.cli.subject import ModelRequest, model_command, require_valid
 from posleak.show.numbers import NAN
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ app = command_line("benchmarks", "Measure what posleak costs.")
 
 @model_command("bench", app)
 def bench_command(
-    load: Load,
+    model: ModelRequest,
     length: Annotated[
         list[int] | None, typer.Option(help="Tokens of the prompt; repeatable. Default: 1024, 2048, 4096 and 8192.")
     ] = None,
@@ -42,31 +42,22 @@ def bench_command(
 
     Example: `python -m benchmarks smollm2-135m --length 1024 --repeats 3`
     """
-    from posleak.runs.spec import LENGTH, MeasureSpec, parse_bytes
-
-    # What can be refused without the model is refused before it is loaded, and without torch where it needs none.
-    for asked in length or (LENGTH,):
-        MeasureSpec(length=asked, prompts=batch, batch=batch, seed=seed)
-    parse_bytes(max_memory)
+    for tokens in length or (None,):
+        require_valid(max_memory, length=tokens, prompts=batch, batch=batch, seed=seed)
     from benchmarks import LENGTHS, bench, chosen_cases
 
     lengths = tuple(length or LENGTHS)
     chosen_cases(case or ())
-    subject = load()
+    subject = model.load()
     with spoken_warnings(), working("bench") as update:
         found = bench(
-            subject, reload=reloading(load), lengths=lengths, names=case or (), repeats=repeats,
-            peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
+            subject, reload={"model": model.name, "loading": model.options}, lengths=lengths, names=case or (),
+            repeats=repeats, peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
         )  # fmt: skip
     if as_json:
         emit(found.as_dict())
     else:
         out.print(bench_table(found))
-
-
-def reloading(load: Any) -> dict[str, Any]:
-    """What another process needs in order to load the same model; `load` is a partial that holds it."""
-    return {"model": load.args[0], "loading": load.keywords}
 
 
 def bench_table(found: Benchmark) -> Group:

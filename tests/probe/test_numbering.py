@@ -15,11 +15,11 @@ from rich.console import Console
 import posleak as pl
 from posleak.analyses.origin.origin import origin
 from posleak.axes import layer_coordinates, layer_names
-from posleak.cli.tables import run_tables
-from posleak.cli.trace_tables import layers_table
 from posleak.models import Subject
 from posleak.reports.gather import gather
 from posleak.reports.tables import tables
+from posleak.reports.terminal.run import run_tables
+from posleak.reports.terminal.trace import layers_table
 from posleak.runs.run import Run
 from support.runs_tiny import subject
 from tools.shrink import tiny_model
@@ -105,14 +105,14 @@ def test_origin_says_the_same(hybrid: Subject) -> None:
 
 def test_notes_name_them(hybrid: Subject) -> None:
     """Warnings about layers, such as an origin that is too narrow, use the same numbers."""
-    from posleak.runs.measure import _narrow_note
+    from posleak.runs.notes import result_notes
 
     run = pl.measure(hybrid, **SPEC, origin=1)
     wide = run.data.copy(deep=True)
     wide["profile"][:] = 0.0
     wide["ordinary"][:] = 0.001
     wide["profile"][:, 1, :, 1:4] = 0.2
-    (note,) = _narrow_note(Run(run.record, wide))
+    (note,) = result_notes(Run(run.record, wide))
     assert "in layer 3:" in note
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from posleak.defaults import LENGTH as LENGTH, PROMPTS as PROMPTS, TRACED as TRACED
 from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
@@ -18,9 +19,6 @@ from posleak.metrics.names import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
-
-LENGTH, PROMPTS, TRACED = 512, 16, 256
-"""Tokens of a prompt, and prompts, unless one says otherwise; and tokens where two passes are made of each."""
 
 GIVEN = "given"
 """In the place of `inputs`: the prompts were handed over as ids."""

@@ -222,7 +222,7 @@ def _results(
 ) -> Any:
     from posleak.analyses.trace.trace import traced
     from posleak.runs.conditions import Conditions
-    from posleak.runs.measure import PreparedRun
+    from posleak.runs.prepared import PreparedRun
 
     from .numbers import Measured
 

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
 from posleak.errors import warn
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
@@ -18,8 +19,8 @@ from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
-from posleak.runs.measure import beyond_context
 from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -107,9 +108,9 @@ class Origin:
 def origin(
     subject: AnyModel,
     *,
-    length: int = 256,
-    prompts: int = 8,
-    tokens: int = 1024,
+    length: int = TRACED,
+    prompts: int = ORIGIN_PROMPTS,
+    tokens: int = ORIGIN_TOKENS,
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,
@@ -151,7 +152,7 @@ def origin(
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
-    """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
+    """Return the number of prompts per forward pass: as requested, or as many as fit into memory."""
     work = Work(
         "the look at position 0",
         lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
