@@ -424,7 +424,7 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         raise BusyError(
-            "somebody else is writing here", where=str(path.parent), got=_owner(place),
+            "another process or thread is writing here", where=str(path.parent), got=_owner(place),
             remedy="wait until it is finished and start again, or choose another place with --out",
         ) from None  # fmt: skip
     try:
