@@ -32,7 +32,15 @@ from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
 from .compare import Comparison
 from .figures import LEAST_RATIO, RATIO_TICKS, every_part, forest_rows, lent_to
 from .metric_figures import (
-    FRAME_COLOURS, FRAME_NAMES, GROUPS, NOT_SIGNIFICANT, UNDEFINED, curves_of, grouped, label, leakage_of,
+    FRAME_COLOURS,
+    FRAME_NAMES,
+    GROUPS,
+    NOT_SIGNIFICANT,
+    UNDEFINED,
+    curves_of,
+    grouped,
+    label,
+    leakage_of,
 )  # fmt: skip
 from .tables import tables
 from .view import RunView
