@@ -457,7 +457,7 @@ def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:
 def test_doctor_ends_with_status_3_where_the_model_breaks_a_law_on_purpose(posleak: Posleak, models: Path) -> None:
     said = posleak("doctor", models / "gpt2")
     assert said.status == 3
-    assert "the numbers are right; the model breaks laws on purpose: L2 constant token, L" in one_line(said.out)
+    assert ": L2 constant token, L" in one_line(said.out)
     assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())
     assert "✗" not in said.out
     said = posleak("doctor", models / "gpt2", "--json")
@@ -476,7 +476,7 @@ def test_doctor_ends_with_status_1_where_a_check_fails_without_a_cause(
     )
     said = posleak("doctor", models / "gpt2")  # which breaks other laws on purpose
     assert said.status == 1
-    assert "numbers would be wrong here" in said.out
+    assert "would be wrong" in said.out
     assert "no cause in the model is known: L7 closure" in one_line(said.out)
     assert any(line.startswith("✗  L7 closure") for line in said.out.splitlines())
     assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())

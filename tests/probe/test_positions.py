@@ -11,7 +11,7 @@ import posleak as pl
 from posleak.models import Subject
 from posleak.reports.terminal.doctor import doctor_tables
 from posleak.reports.terminal.run import heading
-from posleak.reports.view import _facts
+from posleak.reports.view import run_facts
 from posleak.runs.run import Run
 from posleak.show.console import PlainConsole
 from support.families import tiny
@@ -40,7 +40,7 @@ def test_the_kind_of_positions_is_seen_kept_and_said(family: str) -> None:
     stream = io.StringIO()
     PlainConsole(file=stream, width=120).print(heading(found))
     assert f"positions: {KINDS[family]}" in stream.getvalue()
-    assert f"positions: {KINDS[family]}" in _facts(found), "on the page, too"
+    assert f"positions: {KINDS[family]}" in run_facts(found), "on the page, too"
 
 
 def test_a_mixture_is_said_by_layer() -> None:

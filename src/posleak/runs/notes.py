@@ -13,8 +13,8 @@ from posleak.leakage.dataset import Chunk
 from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.models import Subject
-from posleak.probe.experts import ungrouped
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS
+from posleak.probe.native import ungrouped
 
 from .run import Run
 from .spec import MeasureSpec

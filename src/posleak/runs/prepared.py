@@ -143,6 +143,8 @@ class PreparedRun:
         """
         if folder is None:
             return self._measure(None, now(), calibration, progress, on_progress)
+        if not fresh and (stored := self._with_stored_metrics(folder)) is not self:
+            return stored.run(folder, calibration=calibration, progress=progress, on_progress=on_progress)
         require_readable(self.spec.edits, str(folder))
         if self.observers and not fresh and has_record(folder):
             raise RunError(
@@ -172,6 +174,13 @@ class PreparedRun:
             if note not in self.notes:
                 warn(note)
         return run
+
+    def _with_stored_metrics(self, folder: Path) -> PreparedRun:
+        """Return this run with the metrics of the folder's run, if this one has none: its results are part of those."""
+        if self.spec.metrics or not has_record(folder):
+            return self
+        metrics = read_record(folder).spec.metrics
+        return replace(self, spec=replace(self.spec, metrics=metrics)) if metrics else self
 
     def _finished(self, folder: Path) -> Run | None:
         """Return the finished run in the folder; raise a RunError if the folder holds another measurement."""

@@ -28,7 +28,7 @@ from posleak.errors import (
     warn,
 )
 from posleak.files import remove, remove_leftovers, sha256_of
-from posleak.models.stamps import content_sha256, file_stamp
+from posleak.models.sources import content_sha256, file_stamp
 from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
@@ -53,7 +53,7 @@ OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
 
 LoadedModel = tuple[Any, tuple[str | None, str | None]]
-"""A subject, with stamp and content of its model's files (posleak.models.stamps)."""
+"""A subject, with stamp and content of its model's files (posleak.models.sources)."""
 
 
 @dataclass(frozen=True)

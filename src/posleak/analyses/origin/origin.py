@@ -152,7 +152,7 @@ def origin(
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
-    """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
+    """Return the number of prompts per forward pass: as requested, or as many as fit into memory."""
     work = Work(
         "the look at position 0",
         lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
