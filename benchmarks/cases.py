@@ -24,12 +24,12 @@ from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
 from posleak.edits.context import borrowed
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.leakage import LeakageObserver
 from posleak.models import Subject, exclusive, input_device
 from posleak.probe import Plan, Visibility, backbone
 from posleak.probe.native import native
-from posleak.runs.loop import observed_chunks, placements_of
-from posleak.runs.measure import PreparedRun, calibrated
+from posleak.runs.loop import Passes
+from posleak.runs.placements import placements_of
+from posleak.runs.prepared import PreparedRun, calibrated
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.state import State, status_of
@@ -95,10 +95,10 @@ def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
     def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
         parsed = parse_edits(edits)
-        observer = LeakageObserver(plan, placements=placements_of(subject.model, ids, plan, parsed))
+        passes = Passes(subject.model, plan, parsed, placements_of(subject.model, ids, plan, parsed))
 
         def run(ids: Ids) -> Statistics:
-            (chunk,) = observed_chunks(subject.model, [ids], observer, edits=parsed)
+            (chunk,) = passes.measure([ids])
             return from_chunk(chunk)
 
         return run

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from posleak.errors import RunError
-from posleak.models import shipped
+from posleak.models import builtin
 from zoo.training import RECORD, read_training
 from zoo.variants import VARIANTS
 
@@ -28,12 +28,12 @@ def ship(root: Path) -> int:
         record = read_training(folder)
         if record is None or not record.finished:
             raise RunError("the model is not trained", where=str(folder), remedy="python -m zoo train --all")
-    files = [(folder / name, shipped.folder(own) / name) for own, folder in chosen.items() for name in FILES]
+    files = [(folder / name, builtin.shipped_folder(own) / name) for own, folder in chosen.items() for name in FILES]
     files = [(source, place) for source, place in files if source.is_file()]
     size = sum(source.stat().st_size for source, _ in files)
     if size > MOST:
         raise RunError("the models are too large to be shipped", where=str(root), got=size, expected=MOST)
-    shutil.rmtree(shipped.ROOT, ignore_errors=True)
+    shutil.rmtree(builtin.SHIPPED_ROOT, ignore_errors=True)
     for source, place in files:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
@@ -41,4 +41,4 @@ def ship(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{ship(Path(sys.argv[1])) / 1e6:.1f} MB in {shipped.ROOT}")
+    print(f"{ship(Path(sys.argv[1])) / 1e6:.1f} MB in {builtin.SHIPPED_ROOT}")

@@ -173,7 +173,7 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
 
     Example: `python -m zoo list`
     """
-    from posleak.models.shipped import names
+    from posleak.models.builtin import shipped_names
     from zoo.jobs import trained
     from zoo.variants import VARIANTS
 
@@ -182,11 +182,12 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
             out.print(item)
         return
     found = [{"folder": str(folder), **vars(record)} for folder, record in trained(root)]
-    emit({"variants": {name: each.about for name, each in VARIANTS.items()}, "shipped": names(), "trainings": found})
+    variants = {name: each.about for name, each in VARIANTS.items()}
+    emit({"variants": variants, "shipped": shipped_names(), "trainings": found})
 
 
 def _listing(root: Path) -> Iterator[RenderableType]:
-    from posleak.models.shipped import names
+    from posleak.models.builtin import shipped_names
     from posleak.show.lines import prose
     from posleak.show.terminal import table
     from zoo.jobs import trained
@@ -201,7 +202,7 @@ def _listing(root: Path) -> Iterator[RenderableType]:
     yield made
     yield prose(
         f"below {root}, of each seed: the held-out loss in nats per token, or how far it is; –: not trained. "
-        f"Trained models that come with posleak: {', '.join(names())}", style="dim",
+        f"Trained models that come with posleak: {', '.join(shipped_names())}", style="dim",
     )  # fmt: skip
 
 

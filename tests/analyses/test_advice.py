@@ -19,7 +19,7 @@ from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife
-from posleak.runs.loss import by_prompt
+from posleak.runs.loss import loss_by_prompt
 from tools.shrink import tiny_model
 
 ASKED: dict[str, Any] = {"length": 96, "prompts": 6, "seed": 2}
@@ -72,7 +72,7 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
             float(powers[0][part].value - powers[1][part].value)
         )
     plan = before.record.plan
-    losses = by_prompt(after.data, plan)["all"] - by_prompt(before.data, plan)["all"]
+    losses = loss_by_prompt(after.data, plan)["all"] - loss_by_prompt(before.data, plan)["all"]
     assert float(found.loss["all"].value) == pytest.approx(float(losses.mean()))
     assert float(found.loss["all"].high) == pytest.approx(float(Jackknife(6).mean(losses).estimate.high))
     assert found.loss["all"].low > 0, "half the rotation at every offset is another model"

@@ -98,7 +98,7 @@ def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
 def test_without_a_bos_its_replacement_is_not_applicable() -> None:
     lab = Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=4, bos="none"))
     chosen = [claim for claim in registry() if claim.number == 8]
-    assert {result.reason for result in examine(lab, chosen)} == {"no BOS stands at position 0"}
+    assert all("no BOS" in str(result.reason) for result in examine(lab, chosen))
 
 
 def test_all_conditions_read_the_same_prompts_and_the_baseline_is_measured_once() -> None:

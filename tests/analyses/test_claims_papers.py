@@ -25,7 +25,7 @@ from posleak.analyses.claims.examination import FINDINGS, claims, examine, exami
 from posleak.analyses.claims.finding import Finding, Side, Verdict
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.sinks import TYPES, even
-from posleak.errors import InputError
+from posleak.errors import InputError, UnsupportedError
 from posleak.leakage import Jackknife
 from posleak.leakage.across import correlated, correlation, mean_difference, octave_cosines
 from posleak.models import Subject
@@ -34,7 +34,9 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import from_json, plain
 from support.families import tiny
-from support.runs_tiny import counted_passes
+from support.runs_tiny import assert_same_bits, counted_passes
+
+pytestmark = pytest.mark.filterwarnings("ignore:the sink rate on natural text is left out")  # no tokenizer
 
 PROMPTS, LAYERS, HEADS, SCALES = 16, 6, 4, 5
 Array = NDArray[np.float64]
@@ -94,7 +96,7 @@ def test_a_name_that_posleak_uses_is_no_name_for_another_paper() -> None:
     for taken in ("sinks", ALL):
         with pytest.raises(InputError, match="posleak uses this name for a paper itself"):
             claim(100, "mine", "Mine", "Mine.", "not at all", paper=Paper(taken, "Other sinks"))
-    with pytest.raises(InputError, match="claim mine: no paper of this name"):
+    with pytest.raises(InputError, match=r"claim mine[\s\S]*sink[\s\S]*'sinks'"):
         claim(100, "mine", "Mine", "Mine.", "not at all", paper="sink")
     assert "mine" not in [each.id for each in registry(ALL)]
 
@@ -315,7 +317,7 @@ def test_an_undecided_type_is_undecided_and_no_anchor_is_no_type() -> None:
 @pytest.mark.filterwarnings("ignore:the origin's keys cannot be moved")
 def test_only_a_model_without_rope_can_tell_that_rope_alone_does_it() -> None:
     """A counterexample contradicts; and what is claimed of RoPE models is not asked of others."""
-    assert "a model with RoPE cannot tell" in str(outcome("wavelets.rope-only").reason)
+    assert "without RoPE" in str(outcome("wavelets.rope-only").reason)
     found = outcome("wavelets.rope-only", "gpt2", wavelet_energy=self_similar())
     assert (found.verdict, found.side) == (NO, Side.ABOVE)
     assert outcome("wavelets.rope-only", "gpt2", wavelet_energy=same_heads()).verdict is YES
@@ -367,6 +369,48 @@ def test_metrics_are_measured_once_beside_a_baseline_that_has_none(llama: Subjec
         again = claims(llama, paper=ALL, **asked)
     assert passes == []
     assert plain(again.results) == plain(found.results)
+
+
+def test_a_new_baseline_has_the_metrics_that_its_claims_read(llama: Subject, tmp_path: Path) -> None:
+    """The claims of sinks cost the forward passes of one measurement, and the numbers are those of two."""
+    asked: dict[str, Any] = {"length": 64, "prompts": 4}
+    with counted_passes(llama.model) as expected:
+        measured = pl.measure(llama, metrics="all", **asked)
+    with counted_passes(llama.model) as passes:
+        together = claims(llama, paper="sinks", out=tmp_path / "together", **asked)
+    assert passes == expected
+    assert_same_bits(together.run, measured)
+    assert not (tmp_path / "together" / "conditions").exists()
+    pl.measure(llama, out=tmp_path / "apart", **asked)
+    apart = claims(llama, paper="sinks", out=tmp_path / "apart", **asked)
+    assert (tmp_path / "apart" / "conditions" / "metrics" / "run.json").is_file()
+    assert plain(together.results) == plain(apart.results)
+
+
+def test_a_baseline_with_metrics_serves_whoever_needs_none(llama: Subject, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"length": 64, "prompts": 4, "out": tmp_path}
+    baseline = claims(llama, paper="sinks", **asked).run
+    with counted_passes(llama.model) as passes:
+        again = pl.measure(llama, **asked)
+    assert passes == []
+    assert again.record == baseline.record
+    assert plain(pl.trace(llama, **asked).model) == plain(pl.trace(llama, **{**asked, "out": None}).model)
+    assert claims(llama, **asked).run.record == baseline.record
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_metrics_that_fail_leave_the_other_claims(
+    llama: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: bool
+) -> None:
+    def broken(*_: object) -> None:
+        raise UnsupportedError("this meter does not know the model")
+
+    monkeypatch.setattr("posleak.runs.measure.meters_of", lambda spec: broken() if spec.metrics else None)
+    found = claims(llama, paper=ALL, length=64, prompts=4, out=tmp_path / "run" if out else None)
+    by_paper = {name: [each for each in found.results if each.paper == name] for name in ("position", "sinks")}
+    assert any(math.isfinite(each.effect) for each in by_paper["position"])
+    assert any("this meter does not know the model" in str(each.reason) for each in by_paper["sinks"])
+    assert found.run.record.spec.metrics == ()
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_the_verdict_says_whether_numbers_are_right() -> None:
         assert judged.verdict is verdict
         assert judged.ok is (verdict is DoctorVerdict.SOUND)
         assert judged.as_dict()["verdict"] == verdict.value
-    assert replace(found, checks=(passed, on_purpose, passed)).sentence.endswith("breaks laws on purpose: c")
+    assert replace(found, checks=(passed, on_purpose, passed)).sentence.endswith(": c")
 
 
 # Frequencies that depend on the largest position
@@ -82,9 +82,10 @@ def test_moving_frequencies_are_named(rope: dict[str, Any], context: int) -> Non
     found = doctor(Subject.of(model, name="m"), short=True)
     assert [c.id for c in found.checks if not c.ok] == ["L5 shift"]
     cause = str(check(found, "L5").cause)
-    assert "its rotary frequencies depend on the largest position that it reads" in cause
+    assert "rotary frequencies" in cause
+    assert "largest position" in cause
     far = found.length + SHIFT - 1
-    assert f"a last token at position {far} instead of {found.length} changes the keys before it" in cause
+    assert f"at position {far} instead of {found.length}" in cause
     assert found.verdict is DoctorVerdict.BY_DESIGN
 
 
@@ -96,7 +97,7 @@ def test_long_factors_on_both_sides_of_the_shift_are_no_cause() -> None:
 
 def test_a_rotation_that_does_not_move_is_not_blamed() -> None:
     passes = SharedPasses(tiny("llama"), _plan(), _ids(), _ids(constant=True))
-    assert laws._reach(passes, 64) is None
+    assert laws._dynamic_frequencies(passes, 64) is None
 
 
 # Passes are shared
@@ -188,7 +189,7 @@ def test_law_ten_is_judged_by_keys_and_says_where_they_stay() -> None:
     assert 0 < found.value < found.bound
     stays = laws.moved_keys(SharedPasses(tiny("gpt2"), _plan(), _ids(), _ids(constant=True)))
     assert stays.bound is None
-    assert "in 3 of 3 layers the origin stays where it is" in stays.why
+    assert "in 3 of 3 layers the origin" in stays.why
 
 
 def test_law_seven_sees_a_mask_that_is_off() -> None:
@@ -217,7 +218,7 @@ def _ids(constant: bool = False):  # type: ignore[no-untyped-def]
     return torch.randint(3, 101, (6, 67), generator=torch.Generator().manual_seed(0)).numpy()
 
 
-@pytest.mark.parametrize(("positions", "said"), [(128, "moving all position ids by 32"), (96, "the prompt takes all")])
+@pytest.mark.parametrize(("positions", "said"), [(128, "all position ids by 32"), (96, "96 positions")])
 def test_a_table_of_few_positions_is_not_left(positions: int, said: str) -> None:
     """BERT's heirs and the first GPT have 512 positions: moved by 512, a prompt would end in torch's IndexError."""
     model = tiny("gpt2", max_position_embeddings=positions)

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from posleak.analyses.doctor.doctor import doctor
 from posleak.analyses.origin.origin import Origin, origin
+from posleak.analyses.origin.states import Closure
 from posleak.errors import InputError, PosleakWarning
 from posleak.models import Subject
+from posleak.typed import from_json, plain
 from support.families import tiny
 from tools.shrink import tiny_model
 
@@ -135,3 +137,21 @@ def test_more_positions_than_the_model_has_are_refused_and_more_than_it_knows_ar
     with pytest.warns(PosleakWarning, match="what is measured there is extrapolation"):
         origin(rotary, length=96, prompts=4, tokens=8, probe=False)
     assert "extrapolation" in doctor(rotary, length=96, prompts=4, short=True).notes[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_json_is_read_back_into_the_same_classes(family: str) -> None:
+    result = found(family)
+    text = json.dumps(result.as_dict())
+    again = from_json(Origin, text)
+    assert json.dumps(again.as_dict()) == text
+    assert type(again.reading.heads) is tuple
+    assert np.array_equal(again.reading.is_reader, result.reading.is_reader)
+    assert again.portrait.picture.size == again.reading.attention.size == again.fingerprint.matrices.size == 0
+
+
+def test_gaps_that_are_not_numbers_are_read_back() -> None:
+    closure = Closure((0.0, np.inf), 1e-5, 2)
+    again = from_json(Closure, json.dumps(plain(closure)))
+    assert not again.ok
+    assert plain(again) == plain(closure)

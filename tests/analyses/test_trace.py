@@ -12,8 +12,9 @@ import pytest
 
 import posleak as pl
 from posleak.analyses.trace.trace import BORROWED, SOURCES, Trace, rungs
-from posleak.errors import RunError
+from posleak.errors import RunError, UnsupportedError
 from posleak.models import Subject
+from posleak.runs import loop, prepared
 from posleak.runs.run import Run
 from support.runs_tiny import assert_same_bits, counted_passes, subject
 
@@ -129,3 +130,23 @@ def test_a_folder_without_a_borrowed_pass_has_no_trace(llama: Subject, tmp_path:
 def test_another_trace_in_the_folder_is_refused(folder: Path, llama: Subject) -> None:
     with pytest.raises(RunError, match="the folder holds another measurement"):
         pl.trace(llama, out=folder, **{**ASKED, "seed": 3})
+
+
+def test_placements_are_read_once_per_run(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once without and once with a donor; runs that borrow up to some layer use those of the borrowed run."""
+    lengths, read = list[int](), prepared.placements_of
+
+    def counted(model: Any, ids: Any, *more: Any) -> Any:
+        lengths.append(ids.shape[1])
+        return read(model, ids, *more)
+
+    monkeypatch.setattr(prepared, "placements_of", counted)
+    monkeypatch.setattr(loop, "placements_of", counted)
+    pl.trace(llama, by_layer=True, **ASKED)
+    assert lengths == [48 + 64 + 48, 48]
+
+
+def test_an_unsupported_model_is_rejected_before_anything_is_measured() -> None:
+    learned = subject("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=256)
+    with pytest.raises(UnsupportedError, match="a borrowed context is not defined"):
+        pl.trace(learned, progress=lambda line: pytest.fail(line), **ASKED)

@@ -24,7 +24,7 @@ from posleak.errors import InputError, PosleakWarning, UnsupportedError
 from posleak.inputs import prepare
 from posleak.models import Subject
 from posleak.probe import attach, default_plan, relative_difference
-from posleak.runs.loop import measure_chunks
+from posleak.runs.loop import Passes
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import from_json, plain
 from support.families import VOCAB, tiny
@@ -149,7 +149,7 @@ def test_freezing_the_sink_makes_its_share_constant() -> None:
 
 def test_freezing_makes_attention_to_position_zero_equal_at_all_queries() -> None:
     model, plan = tiny("llama", dtype=torch.float64), default_plan(N)
-    chunks = list(measure_chunks(model, [tokens().numpy()], plan, edits=parse_edits(["sink=freeze"])))
+    chunks = list(Passes(model, plan, edits=parse_edits(["sink=freeze"])).measure([tokens().numpy()]))
     shares = chunks[0]["attention_0"]
     assert np.ptp(shares, axis=-1).max() < 1e-12
 
@@ -173,9 +173,9 @@ def test_a_window_with_sink_keeps_the_first_keys(text: str, kept: int) -> None:
 
     model = tiny("llama", dtype=torch.float64)
     assert relative_difference(states(model, [text]), plain_states(model, windowed)) < 1e-12
-    chunks = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits([text])))
+    chunks = list(Passes(model, default_plan(N), edits=parse_edits([text])).measure([tokens().numpy()]))
     assert chunks[0]["attention_0"].min() > 0
-    hidden_now = list(measure_chunks(model, [tokens().numpy()], default_plan(N), edits=parse_edits(["window=9"])))
+    hidden_now = list(Passes(model, default_plan(N), edits=parse_edits(["window=9"])).measure([tokens().numpy()]))
     behind = np.array(default_plan(N).queries) >= 9
     assert np.all(hidden_now[0]["attention_0"][..., behind] == 0)
 

@@ -13,7 +13,7 @@ import posleak as pl
 from posleak.errors import PosleakWarning
 from posleak.inputs import prepare, repeat_notes
 from posleak.inputs.crops import CropBody
-from posleak.inputs.repeats import overlap
+from posleak.inputs.prompts import overlap
 from posleak.models import Subject
 from support.families import tiny
 from support.inputs_subject import byte_tokenizer

@@ -15,13 +15,13 @@ import xarray as xr
 from posleak.analyses.doctor.passes import GaugeObserver
 from posleak.analyses.trace.trace import Trace
 from posleak.edits import parse_edits
-from posleak.leakage import Jackknife, LeakageObserver, Parts, Sampled, assemble, component
+from posleak.leakage import Jackknife, Parts, Sampled, assemble, component
 from posleak.leakage.dataset import stack_layers
 from posleak.leakage.power import products
 from posleak.models import Subject
 from posleak.probe import Placement, Plan, attach, default_plan, read_placements
 from posleak.runs.conditions import Conditions
-from posleak.runs.loop import measure_chunks, observed_chunks
+from posleak.runs.loop import Passes
 from posleak.runs.spec import MeasureSpec
 from support.families import FAMILIES, VOCAB, tiny
 from tools.shrink import tiny_model
@@ -139,8 +139,8 @@ def windowed(moved: bool, origin: int = 4) -> xr.Dataset:
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             parameter.normal_(0, 1.5, generator=generator)
     if moved:
-        return assemble(list(measure_chunks(model, [ids], plan, edits=edits)), plan)
-    return assemble(list(observed_chunks(model, [ids], LeakageObserver(plan), edits=edits)), plan)
+        return assemble(list(Passes(model, plan, edits=edits).measure([ids])), plan)
+    return assemble(list(Passes(model, plan, edits, placements=()).measure([ids])), plan)
 
 
 @pytest.mark.parametrize("origin", [1, 4])

@@ -22,7 +22,7 @@ from posleak.leakage import assemble, component
 from posleak.models import Subject
 from posleak.probe import Plan, default_plan
 from posleak.runs.conditions import Conditions
-from posleak.runs.loop import measure_chunks
+from posleak.runs.loop import Passes
 from posleak.runs.spec import MeasureSpec
 from support.families import VOCAB, tiny
 
@@ -139,7 +139,7 @@ def test_the_split_agrees_with_a_naive_one(family: str, origin: int) -> None:
     ids = torch.randint(3, VOCAB, (B, N), generator=torch.Generator().manual_seed(1))
     plan, model = default_plan(N, origin=origin), exact_rotation(tiny(family, dtype=torch.float64))
     layers = full_layers(model, ids)
-    data = assemble(list(measure_chunks(model, [ids.numpy()], plan)), plan)
+    data = assemble(list(Passes(model, plan).measure([ids.numpy()])), plan)
     for layer, head, b in ((0, 0, 0), (1, 2, 1), (2, 1, 0)):
         expected = naive(model, layer, layers[layer], b, head, plan)
         for name, ours in (("mask", "mask"), ("drift", "drift"), ("sink", "sink"), ("mws", "mask_without_sink")):

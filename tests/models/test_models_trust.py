@@ -34,7 +34,6 @@ from posleak.models import (
     gguf_file,
     hashing,
     load,
-    manifest,
     memory,
     pretrained,
 )
@@ -136,13 +135,13 @@ def test_converted_folder_with_other_files_is_refused_and_not_made_again(damage:
 
 def test_manifest_is_sealed_and_lists_every_file(gguf: Path, cache: Path) -> None:
     made = converted(gguf, cache)
-    record = manifest.read(made)
+    record = caching.read_manifest(made)
     assert record is not None
-    assert set(record.files) == {path.name for path in made.iterdir()} - {manifest.MANIFEST_FILE}
+    assert set(record.files) == {path.name for path in made.iterdir()} - {caching.MANIFEST_FILE}
     assert record.files["config.json"].sha256 == hashing.file_sha256(made / "config.json")
-    text = (made / manifest.MANIFEST_FILE).read_text()
-    (made / manifest.MANIFEST_FILE).write_text(text.replace('"gguf"', '"hub"'))
-    assert manifest.read(made) is None
+    text = (made / caching.MANIFEST_FILE).read_text()
+    (made / caching.MANIFEST_FILE).write_text(text.replace('"gguf"', '"hub"'))
+    assert caching.read_manifest(made) is None
     with pytest.raises(ModelError, match=r"posleak\.json is damaged"):
         load(made, cache=cache)
     assert quietly(gguf, cache).identity.source == "gguf"  # converted again
@@ -573,7 +572,7 @@ def test_gguf_file_whose_name_is_no_utf8(tmp_path: Path, gguf: Path, cache: Path
     gguf.rename(other)
     first = quietly(other, cache).identity
     assert quietly(other, cache).identity == first
-    record = manifest.read(next((cache / "models").iterdir()))
+    record = caching.read_manifest(next((cache / "models").iterdir()))
     assert record is not None
     assert record.name == r"t\xfe.gguf"
 

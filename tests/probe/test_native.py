@@ -14,8 +14,7 @@ from posleak.edits import parse_edits
 from posleak.errors import PosleakWarning
 from posleak.models import Subject
 from posleak.probe import attach, calibrate
-from posleak.probe.experts import ungrouped
-from posleak.probe.native import native
+from posleak.probe.native import native, ungrouped
 from posleak.runs.measure import measure
 from posleak.runs.run import Run
 from support.families import tiny

@@ -105,14 +105,14 @@ def test_origin_says_the_same(hybrid: Subject) -> None:
 
 def test_notes_name_them(hybrid: Subject) -> None:
     """Warnings about layers, such as an origin that is too narrow, use the same numbers."""
-    from posleak.runs.measure import _narrow_note
+    from posleak.runs.notes import result_notes
 
     run = pl.measure(hybrid, **SPEC, origin=1)
     wide = run.data.copy(deep=True)
     wide["profile"][:] = 0.0
     wide["ordinary"][:] = 0.001
     wide["profile"][:, 1, :, 1:4] = 0.2
-    (note,) = _narrow_note(Run(run.record, wide))
+    (note,) = result_notes(Run(run.record, wide))
     assert "in layer 3:" in note
 
 

@@ -387,26 +387,26 @@ def test_what_the_watch_reads_gives_what_the_model_computes(case: str) -> None:
 
 
 REFUSED: dict[str, tuple[Written, str]] = {
-    "soft-cap": (lambda q, k, v: (torch.tanh(q @ k.mT) + MASK).softmax(-1) @ v, "applies 'tanh' to products"),
-    "scaled by head": (lambda q, k, v: (q @ k.mT * torch.rand(H, 1, 1) + MASK).softmax(-1) @ v, "applies 'mul' to"),
-    "clipped": (lambda q, k, v: ((q @ k.mT).clamp(-1, 1) + MASK).softmax(-1) @ v, "applies 'clamp' to products"),
+    "soft-cap": (lambda q, k, v: (torch.tanh(q @ k.mT) + MASK).softmax(-1) @ v, "'tanh'.* products"),
+    "scaled by head": (lambda q, k, v: (q @ k.mT * torch.rand(H, 1, 1) + MASK).softmax(-1) @ v, "'mul'"),
+    "clipped": (lambda q, k, v: ((q @ k.mT).clamp(-1, 1) + MASK).softmax(-1) @ v, "'clamp'.* products"),
     "two products": (lambda q, k, v: (q @ k.mT + k @ q.mT + MASK).softmax(-1) @ v, "'add of two products'"),
-    "gated weights": (lambda q, k, v: ((q @ k.mT + MASK).softmax(-1) * torch.rand(H, 1, 1)) @ v, "'mul' to attention"),
+    "gated weights": (lambda q, k, v: ((q @ k.mT + MASK).softmax(-1) * torch.rand(H, 1, 1)) @ v, "'mul'.* weights"),
     "dropout": (lambda q, k, v: F.dropout((q @ k.mT + MASK).softmax(-1), 0.5, training=True) @ v, r"model\.eval\(\)"),
-    "along queries": (lambda q, k, v: (q @ k.mT + MASK).softmax(-2) @ v, "a softmax along queries"),
-    "no product": (lambda q, k, v: torch.rand(B, H, T, T).softmax(-1) @ v, "not of one product"),
-    "einsum": (lambda q, k, v: torch.einsum("bhie,bhje->bhij", q, k).softmax(-1) @ v, "not of one product"),
+    "along queries": (lambda q, k, v: (q @ k.mT + MASK).softmax(-2) @ v, "softmax.* queries"),
+    "no product": (lambda q, k, v: torch.rand(B, H, T, T).softmax(-1) @ v, "softmax.* one product"),
+    "einsum": (lambda q, k, v: torch.einsum("bhie,bhje->bhij", q, k).softmax(-1) @ v, "softmax.* one product"),
     "sink logit": (
         lambda q, k, v: torch.cat([q @ k.mT + MASK, torch.ones(B, H, T, 1)], -1).softmax(-1)[..., :-1] @ v,
-        "not of one product"),
+        "softmax.* one product"),
     "weights unused": (lambda q, k, v: (q @ k.mT + MASK).softmax(-1), "not multiplied with values"),
-    "no softmax": (lambda q, k, v: (q @ k.mT).masked_fill(~CAUSAL, 0.0) @ v, "no attention was seen"),
-    "hidden in part": (lambda q, k, v: ((q @ k.mT) * CAUSAL.float()).softmax(-1) @ v, "hidden only in part"),
+    "no softmax": (lambda q, k, v: (q @ k.mT).masked_fill(~CAUSAL, 0.0) @ v, "no attention"),
+    "hidden in part": (lambda q, k, v: ((q @ k.mT) * CAUSAL.float()).softmax(-1) @ v, "hidden keys"),
     "folded for ever": (
         lambda q, k, v: torch.bmm((folded(q) @ folded(k).mT + MASK[0]).softmax(-1), folded(v)), "use --batch 1"),
     "behind the watch": (
         lambda q, k, v: (lambda s: (s.detach().view(-1).mul_(2), s)[1])(q @ k.mT + MASK).softmax(-1) @ v,
-        "not those that were read"),
+        "differ from the model's"),
 }  # fmt: skip
 
 
@@ -426,8 +426,8 @@ def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
         calibrate(model, tokens())
     said = str(error.value)
     assert "BloomForCausalLM, attention call 1 (BloomAttention)" in said
-    assert "applies 'tanh' to attention weights" in said
-    assert "this family cannot be measured" in said
+    assert "'tanh'" in said
+    assert "cannot be measured" in said
     assert "posleak doctor" not in said
     assert untouched(model)
 
@@ -435,7 +435,7 @@ def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
 def test_a_model_that_replaces_its_modules_is_refused() -> None:
     """BigBird turns its sparse attention into a full one at the first short prompt, and keeps it for long ones."""
     sizes: dict[str, Any] = {"is_decoder": True, "hidden_size": 24, "num_attention_heads": 3, "block_size": 8}
-    with pytest.raises(UnsupportedError, match=r"replaces its own modules[\s\S]*new: BigBirdSelfAttention"):
+    with pytest.raises(UnsupportedError, match=r"replaces its own modules[\s\S]*BigBirdSelfAttention"):
         calibrate(tiny("big_bird", **sizes), tokens())
     full = tiny("big_bird", attention_type="original_full", **sizes)
     assert calibrate(full, tokens()).ok
@@ -443,7 +443,7 @@ def test_a_model_that_replaces_its_modules_is_refused() -> None:
 
 def test_attention_that_sees_the_future_is_refused() -> None:
     model = tiny("xlm", emb_dim=30, n_heads=3, n_layers=2, n_words=VOCAB, causal=False)
-    with pytest.raises(CheckError, match="puts weight on future keys"):
+    with pytest.raises(CheckError, match="weight on later keys"):
         calibrate(model, tokens()).require("xlm")
 
 

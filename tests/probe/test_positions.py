@@ -10,7 +10,7 @@ import pytest
 import posleak as pl
 from posleak.cli.tables import doctor_table, heading
 from posleak.models import Subject
-from posleak.reports.view import _facts
+from posleak.reports.view import run_facts
 from posleak.runs.run import Run
 from posleak.show.console import PlainConsole
 from support.families import tiny
@@ -39,7 +39,7 @@ def test_the_kind_of_positions_is_seen_kept_and_said(family: str) -> None:
     stream = io.StringIO()
     PlainConsole(file=stream, width=120).print(heading(found))
     assert f"positions: {KINDS[family]}" in stream.getvalue()
-    assert f"positions: {KINDS[family]}" in _facts(found), "on the page, too"
+    assert f"positions: {KINDS[family]}" in run_facts(found), "on the page, too"
 
 
 def test_a_mixture_is_said_by_layer() -> None:

@@ -156,7 +156,7 @@ def test_the_blocked_path_equals_the_fused_one() -> None:
 def test_a_missing_mask_function_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMaskInterface, "register", classmethod(lambda cls, key, value: None))
     model = tiny("llama")
-    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"given no mask.*\n.*got: no mask"):
+    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"attention call 0.*\n.*got: no mask"):
         probe.forward(tokens())
 
 
@@ -177,7 +177,7 @@ def test_a_kernel_that_sees_the_future_is_caught(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(home, bidirectional)
     found = calibrate(tiny("llama"), tokens())
     assert found.future > 0
-    with pytest.raises(CheckError, match="puts weight on future keys"):
+    with pytest.raises(CheckError, match="weight on later keys"):
         found.require("llama")
 
 
@@ -187,7 +187,7 @@ def test_rows_that_are_not_the_kernels_are_caught(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Call, "logits", lambda *args: logits(*args).flip(1))
     found = calibrate(tiny("llama"), tokens())
     assert found.parity < 1e-4
-    with pytest.raises(CheckError, match="do not have the kernel's denominator"):
+    with pytest.raises(CheckError, match="denominators"):
         found.require("llama")
 
 
@@ -195,7 +195,7 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
     model = tiny("llama")
     with (
         attach(model) as probe,
-        pytest.raises(UnsupportedError, match=r"attention call 0 .*does not understand: colour"),
+        pytest.raises(UnsupportedError, match=r"attention call 0 .*colour"),
     ):
         probe.forward(tokens(), colour=torch.zeros(1))
 
@@ -205,7 +205,7 @@ def test_dropout_is_refused_where_it_stays_on_in_evaluation_mode() -> None:
     with attach(model) as probe:
         probe.forward(tokens())
         model.train()
-        with pytest.raises(UnsupportedError, match=r"dropout is on[\s\S]*model\.eval"):
+        with pytest.raises(UnsupportedError, match=r"dropout[\s\S]*model\.eval"):
             probe.forward(tokens())
     assert model.training
 
@@ -235,7 +235,7 @@ def test_queries_begin_after_the_origin_however_wide_it_is() -> None:
 
 @pytest.mark.parametrize("origin", [0, -1, 65])
 def test_an_origin_that_leaves_no_room_is_refused(origin: int) -> None:
-    with pytest.raises(InputError, match=r"the origin must be at least one token[\s\S]*1 to 64"):
+    with pytest.raises(InputError, match=r"--origin[\s\S]*1 to 64"):
         default_plan(256, origin=origin)
 
 
@@ -246,7 +246,7 @@ def test_rows_that_are_no_plan_are_refused(rows: dict[str, Any]) -> None:
     """In the origin, twice, past the end, a reference before a query, no origin at all."""
     good: dict[str, Any] = {"length": 64, "queries": (9, 47), "references": (48, 63), "offsets": (0, 1), "origin": 5}
     assert Plan(**good).rows == (9, 47, 48, 63)
-    with pytest.raises(InputError, match="increasing positions after the origin, queries before references"):
+    with pytest.raises(InputError, match="increasing positions"):
         Plan(**{**good, **rows})
 
 

@@ -14,7 +14,7 @@ import posleak as pl
 from posleak.inputs import prepare
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
-from posleak.runs.loss import positions
+from posleak.runs.loss import loss_positions
 from support.sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 from zoo.__main__ import app
 
@@ -38,7 +38,7 @@ def test_loss_is_the_models_own(smollm: Subject, gemma: Subject) -> None:
         run = pl.measure(subject, length=64, prompts=4, loss=True)
         assert run.loss is not None
         ids = torch.from_numpy(prepare(subject, "random", length=64, seed=0).batch(range(4)))
-        labels, at = torch.full_like(ids, -100), torch.tensor(positions(run.record.plan))
+        labels, at = torch.full_like(ids, -100), torch.tensor(loss_positions(run.record.plan))
         labels[:, at + 1] = ids[:, at + 1]
         with torch.no_grad():
             own = subject.model(input_ids=ids, labels=labels).loss

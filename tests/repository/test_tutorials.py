@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import posleak as pl
 from posleak.leakage import Estimate
 from posleak.models import Subject
-from posleak.runs.loss import by_prompt
+from posleak.runs.loss import loss_by_prompt
 from tools.gallery import NUMBERS, read
 from tools.tutorials import executed, notebook, printed, scripts
 
@@ -104,7 +104,7 @@ def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
     place = lines.index(after(lines, "sink=cut@10-29"))
     changes = [numbers(line.partition(name)[2]) for line, name in zip(lines[place:], ("leakage", "loss"))]
     powers = [float(run.summary.model["all"].power["total"].value) for run in (cut, base)]
-    losses = [by_prompt(run.data, base.record.plan)["all"].mean() for run in (cut, base)]
+    losses = [loss_by_prompt(run.data, base.record.plan)["all"].mean() for run in (cut, base)]
     assert changes[0][0] == pytest.approx(powers[0] - powers[1], rel=1e-2)
     assert changes[1][0] == pytest.approx(losses[0] - losses[1], rel=1e-2)
     assert lines[-1] == "0.0 0.0"

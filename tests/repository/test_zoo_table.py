@@ -23,7 +23,7 @@ from posleak.edits.context import borrowed, keeps_first, require_same_sight
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
-from posleak.models import Subject, load, shipped
+from posleak.models import Subject, builtin, load
 from posleak.models.identity import SIBLING_MODEL_TYPE
 from posleak.probe.visibility import Visibility, read_mask
 from support.documented import FREE, ROOT, documented, produced
@@ -342,13 +342,13 @@ def test_learned_positions_are_seen_as_a_table() -> None:
 # Shipped models
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", builtin.shipped_names())
 def test_a_shipped_model_loads_by_its_name_with_its_record(name: str) -> None:
     subject = load(name)
-    record = read_training(shipped.folder(name))
+    record = read_training(builtin.shipped_folder(name))
     assert record is not None
     assert record.finished
-    assert subject.identity.source == shipped.SOURCE
+    assert subject.identity.source == builtin.SHIPPED_SOURCE
     assert name == f"zoo-{record.data.data}-{record.variant}"
     assert record.final_loss < record.data.unigram_nats / 1.8, "well below what single tokens tell"
     if record.data.data == "backcopy":  # what it reads is the same on every machine
@@ -359,7 +359,7 @@ def test_a_shipped_model_loads_by_its_name_with_its_record(name: str) -> None:
 
 
 def test_shipped_models_are_small() -> None:
-    sizes = [path.stat().st_size for path in shipped.ROOT.rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in builtin.SHIPPED_ROOT.rglob("*") if path.is_file()]
     assert 0 < sum(sizes) < 20_000_000
 
 
@@ -404,7 +404,7 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
 
 
 def test_models_are_shipped_only_if_all_are_trained(zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shipped, "ROOT", tmp_path / "shipped")
+    monkeypatch.setattr(builtin, "ROOT", tmp_path / "shipped")
     monkeypatch.setattr(ship, "CHOSEN", {"backcopy": ("rope", "nope")})
     with pytest.raises(RunError, match="nope-0"):
         ship.ship(zoo)

@@ -183,14 +183,14 @@ def test_a_batch_with_nan_is_refused(interrupted: Path, llama: Subject, name: st
 def test_numbers_that_a_model_gives_as_nan_are_refused_before_they_are_written(
     llama: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real: Any = loop.observed_chunks
+    real: Any = loop.Passes.measure
 
     def broken(*args: Any, **more: Any) -> Iterator[Chunk]:
         for chunk in real(*args, **more):
             chunk[name][0] = np.nan
             yield chunk
 
-    monkeypatch.setattr(loop, "observed_chunks", broken)
+    monkeypatch.setattr(loop.Passes, "measure", broken)
     with pytest.raises(CheckError) as error:
         pl.measure(llama, out=tmp_path / "run", loss=True, **SPEC)
     assert "prompts 0 to 1" in str(error.value.where)

@@ -14,7 +14,7 @@ import posleak as pl
 from posleak.errors import InputError, PosleakWarning
 from posleak.probe import attach, head
 from posleak.probe.head import token_losses
-from posleak.runs.loss import changes, positions
+from posleak.runs.loss import loss_changes, loss_positions
 from support.families import tiny
 from tools.census import read_page
 from tools.shrink import tiny_model
@@ -74,7 +74,7 @@ def test_a_run_has_it_by_part_of_the_prompt_and_nothing_else_moves() -> None:
     assert run.loss is not None
     for name, array in without.data.items():
         np.testing.assert_array_equal(array.values, run.data[name].values)
-    assert run.loss.positions == len(positions(run.record.plan)) > 20
+    assert run.loss.positions == len(loss_positions(run.record.plan)) > 20
     assert set(run.loss.numbers) == {"all", "first", "middle", "end"}
     assert all(found.low < found.value < found.high and found.n == 4 for found in run.loss.numbers.values())
 
@@ -85,7 +85,7 @@ def test_it_is_what_the_model_reports_for_labels_at_those_positions() -> None:
     with pytest.warns(PosleakWarning, match="prompts were given"):
         run = pl.measure(subject, ids.numpy(), loss=True)
     assert run.loss is not None
-    at = torch.tensor(positions(run.record.plan))
+    at = torch.tensor(loss_positions(run.record.plan))
     labels = torch.full_like(ids, -100)
     labels[:, at + 1] = ids[:, at + 1]
     with torch.no_grad():
@@ -99,9 +99,9 @@ def test_an_edit_that_changes_nothing_changes_no_bit_of_it() -> None:
         pl.measure(subject, "text:stdlib", loss=True, edits=edits, **ASKED)
         for edits in ([], ["rope=ntk:1"], ["sink=cut"])
     ]
-    same = changes(runs[1].data, runs[0].data, runs[0].record.plan)
+    same = loss_changes(runs[1].data, runs[0].data, runs[0].record.plan)
     assert all(found.value == found.low == found.high == 0 for found in (each.estimate for each in same.values()))
-    assert changes(runs[2].data, runs[0].data, runs[0].record.plan)["all"].value != 0
+    assert loss_changes(runs[2].data, runs[0].data, runs[0].record.plan)["all"].value != 0
 
 
 def test_it_is_refused_where_a_document_before_the_prompt_is_read() -> None:

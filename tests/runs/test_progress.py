@@ -11,7 +11,7 @@ import posleak as pl
 from posleak.cli.progress import prompt_progress
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import batch_path
-from posleak.runs.measure import PreparedRun
+from posleak.runs.prepared import PreparedRun
 from posleak.runs.progress import Progress
 from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole

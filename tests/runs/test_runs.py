@@ -20,7 +20,7 @@ from posleak.errors import CheckError, InputError, PosleakWarning
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.fingerprint import identified
-from posleak.runs.measure import _narrow_note
+from posleak.runs.notes import result_notes
 from posleak.runs.run import Run
 from posleak.typed import plain
 from support.inputs_subject import byte_tokenizer
@@ -279,16 +279,16 @@ def test_the_width_of_the_origin_is_asked_for_recorded_and_another_measurement(l
     assert np.allclose(one.sel(component="total"), four.sel(component="total"), atol=1e-5)
     assert not np.allclose(one.sel(component="sink"), four.sel(component="sink"), atol=1e-2)
     for origin in (0, 17):
-        with pytest.raises(InputError, match="the origin must be at least one token"):
+        with pytest.raises(InputError, match="--origin"):
             pl.measure(llama, **SPEC, origin=origin)
 
 
 def test_an_origin_that_is_too_narrow_is_named_with_one_that_would_do(run: Run) -> None:
     """Late queries look at positions up to 6, in layer 1, as if they were a sink."""
-    assert _narrow_note(run) == []
+    assert list(result_notes(run)) == []
     data = run.data.copy(deep=True)
     data["profile"][:, 1, :, 4:7] = 0.8
-    (note,) = _narrow_note(Run(run.record, data))
+    (note,) = result_notes(Run(run.record, data))
     assert note.startswith("the origin of 4 tokens is too narrow in layer 1:")
     assert note.endswith("use --origin 7")
 

@@ -26,7 +26,7 @@ from posleak.errors import RunError
 from posleak.models import Subject
 from posleak.models.hold import _holds, exclusive
 from posleak.probe import Call, attach, backbone, calibrate, default_plan
-from posleak.runs.loop import measure_chunks
+from posleak.runs.loop import Passes
 from support.families import tiny
 from support.runs_tiny import assert_same_bits, subject
 
@@ -189,7 +189,7 @@ def test_the_refusal_says_that_a_config_is_shared() -> None:
 
 def test_a_generator_that_is_not_finished_keeps_the_model() -> None:
     llama = subject()
-    chunks = measure_chunks(llama.model, [IDS[:2], IDS[2:4]], default_plan(N))
+    chunks = Passes(llama.model, default_plan(N)).measure([IDS[:2], IDS[2:4]])
     with left_as_it_was(llama.model):
         next(chunks)
         with pytest.raises(RunError, match=r"call close\(\) on its generator"):
@@ -202,7 +202,7 @@ def test_a_generator_that_is_not_finished_keeps_the_model() -> None:
 def test_a_generator_that_is_given_up_frees_the_model(circle: bool) -> None:
     llama, edits = subject(), parse_edits(["bos=zero", "rope=ntk:4", "dtype=float64"])
     with left_as_it_was(llama.model):
-        chunks = measure_chunks(llama.model, [IDS[:2], IDS[2:4]], default_plan(N), edits=edits)
+        chunks = Passes(llama.model, default_plan(N), edits=edits).measure([IDS[:2], IDS[2:4]])
         next(chunks)
         kept: list[Any] = [chunks]
         if circle:
@@ -219,7 +219,7 @@ def test_a_generator_of_a_thread_that_has_ended_is_no_reason_to_wait() -> None:
     llama, kept = subject(), list[Any]()
 
     def begin() -> None:
-        kept.append(measure_chunks(llama.model, [IDS[:2], IDS[2:4]], default_plan(N)))
+        kept.append(Passes(llama.model, default_plan(N)).measure([IDS[:2], IDS[2:4]]))
         next(kept[0])
 
     thread = threading.Thread(target=begin, name="the one that began")
@@ -361,9 +361,9 @@ def test_two_threads_cannot_use_one_attachment_at_once() -> None:
 def test_a_generator_can_be_taken_up_by_another_thread() -> None:
     llama = subject()
     batches = [IDS[:2], IDS[2:4], IDS[4:]]
-    expected = list(measure_chunks(llama.model, batches, default_plan(N)))
+    expected = list(Passes(llama.model, default_plan(N)).measure(batches))
     with left_as_it_was(llama.model):
-        chunks = measure_chunks(llama.model, batches, default_plan(N))
+        chunks = Passes(llama.model, default_plan(N)).measure(batches)
         found = [in_threads(lambda: next(chunks))[0] for _ in batches]
         assert next(chunks, None) is None
     for one, other in zip(found, expected, strict=True):

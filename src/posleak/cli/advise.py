@@ -61,10 +61,10 @@ def advise_command(
     if length is None:
         spec = replace(spec, length=usual_length(subject))
     from posleak.analyses.advise.effects import advise
-    from posleak.runs.measure import PreparedRun
+    from posleak.runs.prepared import PreparedRun
 
     with spoken_warnings(), working("advise") as update:
-        place = folder or RUNS / f"advice-{PreparedRun.of(subject, spec).folder_name}"
+        place = folder or RUNS / f"advice-{PreparedRun.of(subject, spec, max_memory=max_memory).folder_name}"
         found = advise(
             subject, inputs, length=spec.length, prompts=prompts, seed=seed, bos=bos, origin=origin, groups=chosen,
             edits=edits or (), out=place, fresh=fresh, max_memory=max_memory, progress=update,
@@ -80,7 +80,7 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
     """Every setting with its changes, then sentences."""
     from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
     from posleak.axes import EARLY, SCALING
-    from posleak.runs.loss import UNIT, WHERE
+    from posleak.runs.loss import LOSS_SPANS, LOSS_UNIT
     from posleak.show.lines import prose
     from posleak.show.numbers import estimate
     from posleak.show.terminal import cell, table
@@ -101,15 +101,15 @@ def advice_tables(found: Advice) -> Iterator[RenderableType]:
         + (" scaling: what the factor by which queries are multiplied does by itself" if SCALING in shown else ""),
         style="dim",
     )
-    where = [name for name in WHERE if name in run.loss.numbers]
+    where = [name for name in LOSS_SPANS if name in run.loss.numbers]
     losses = table(("setting", *where), wrap=["setting"], title="loss")
     for effect in found.effects:
         losses.add_row(effect.setting.name, *(cell(effect.loss[name]) for name in where))
     yield losses
     base = ", ".join(f"{name} {estimate(each)}" for name, each in run.loss.numbers.items())
     yield prose(
-        f"change in {UNIT}, at {run.loss.positions} positions of each prompt; first: before position {EARLY}, end: the "
-        f"last quarter; as it is: {base} {UNIT}", style="dim",
+        f"change in {LOSS_UNIT}, at {run.loss.positions} positions of each prompt; first: before position {EARLY}, end: "
+        f"the last quarter; as it is: {base} {LOSS_UNIT}", style="dim",
     )  # fmt: skip
     yield prose(f"95% jackknife intervals over n = {run.prompts} prompts, paired with the model as it is", style="dim")
     for sentence in found.sentences:

@@ -55,7 +55,7 @@ def measure_command(
         require_source(inputs)
         parse_bytes(max_memory)
         subject = load()
-        from posleak.runs.measure import PreparedRun
+        from posleak.runs.prepared import PreparedRun
 
         from .progress import prompt_progress
 

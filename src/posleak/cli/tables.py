@@ -71,11 +71,13 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
 
 def _losses(found: Losses) -> Text:
     """By part of the prompt: `first 3.12 (2.98 … 3.26)`."""
-    from posleak.runs.loss import UNIT
+    from posleak.runs.loss import LOSS_UNIT
 
     parts = [f"{name} {estimate(each)}" for name, each in found.numbers.items()]
     n = found.numbers["all"].n
-    return Text("  ".join(parts)).append(f"  {UNIT}, {found.positions} positions of each prompt, n={n}", style="dim")
+    return Text("  ".join(parts)).append(
+        f"  {LOSS_UNIT}, {found.positions} positions of each prompt, n={n}", style="dim"
+    )
 
 
 def metrics_table(found: Metrics) -> Group:

@@ -7,32 +7,6 @@ texts, and the token at position 0 is chosen by an explicit policy, which result
 `prepare` checks all settings before a model runs. Prompt b of the resulting `Prompts` depends only on (seed, b).
 """
 
-from posleak.inputs.bodies import Body as Body
-from posleak.inputs.bos import FirstToken as FirstToken
-from posleak.inputs.given import (
-    GivenPrompts as GivenPrompts,
-    Inputs as Inputs,
-    ReadableSubject as ReadableSubject,
-    read_given as read_given,
-)
-from posleak.inputs.prompts import (
-    InputFacts as InputFacts,
-    Prompts as Prompts,
-    bos_outside_vocabulary as bos_outside_vocabulary,
-    prepare as prepare,
-)
-from posleak.inputs.randomness import draw as draw
-from posleak.inputs.repeats import repeat_notes as repeat_notes
-from posleak.inputs.source import (
-    SOURCE_KINDS as SOURCE_KINDS,
-    ConstantToken as ConstantToken,
-    RandomTokens as RandomTokens,
-    Source as Source,
-    SourceKind as SourceKind,
-    TextCrops as TextCrops,
-    is_source_name as is_source_name,
-    parse as parse,
-    register as register,
-    require_source as require_source,
-)
-from posleak.inputs.vocabulary import Vocabulary as Vocabulary
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -51,7 +51,7 @@ def random_body(vocabulary: Vocabulary) -> RandomBody:
     if len(allowed) < 2:
         raise InputError(
             "the vocabulary is too small for random prompts", where="inputs",
-            got=f"{len(allowed)} ordinary token and {vocabulary.excluded} special ones", expected="2 or more ordinary ones",
+            got=f"{len(allowed)} ordinary token of {vocabulary.size}", expected="at least 2 ordinary tokens",
             remedy="use --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id in the config",
         )  # fmt: skip
     return RandomBody(allowed)

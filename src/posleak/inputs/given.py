@@ -96,7 +96,6 @@ def check_length(length: object) -> int:
 
 
 def _items(inputs: Any) -> tuple[str, list[Any]]:
-    """Return the kind of the inputs, and the prompts as a list."""
     if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and _is_file(inputs)):
         raise InputError(
             "the input is a file name, not a text", where="inputs", got=repr(inputs),
@@ -168,7 +167,6 @@ def _with_bos(row: Sequence[int], bos: int | None) -> np.ndarray:
 
 
 def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the ids of one chat, formatted by the tokenizer's chat template."""
     if _require_tokenizer(tokenizer, "chat inputs need").chat_template is None:
         raise InputError(
             "chat inputs need a chat template, and the tokenizer has none", where="inputs",

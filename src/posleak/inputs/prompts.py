@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from posleak.errors import InputError
 from posleak.inputs.bodies import FIRST_DONOR, Body, ConstantBody, DonorGivenBody, GivenBody, given_body
 from posleak.inputs.bos import AS_GIVEN, FirstToken, named_bos, resolve_first_token
+from posleak.inputs.crops import CropBody
 from posleak.inputs.given import GivenPrompts, ReadableSubject, check_length
 from posleak.inputs.randomness import SAMPLING_METHOD, SEED_LIMIT, check_seed
 from posleak.inputs.source import Source, parse
@@ -18,6 +19,12 @@ from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
 
 DONOR_MARGIN = 64
 """A donor is longer than its prompt by this many tokens. Its first tokens, which may be sinks, are never lent."""
+
+CHECKED_PROMPTS = 1000
+"""Maximum number of prompts that are compared."""
+
+OVERLAP_THRESHOLD = 0.25
+"""Share of the tokens that occur in several prompts above which a warning is issued."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,7 @@ class Prompts:
         return 0 if self.donor is None else self.length + DONOR_MARGIN
 
     def after_donors(self) -> Prompts:
-        """Return the same prompts, each after a donor from the same source with the same first token."""
+        """Return the same prompts, each after a donor from the same source. The BOS policy applies to donors too."""
         body: Body
         if isinstance(self.body, GivenBody):
             body = DonorGivenBody(self.body.table)
@@ -157,7 +164,6 @@ class Prompts:
         )  # fmt: skip
 
     def _first_token(self) -> str:
-        """Return a sentence about the token at position 0."""
         if self.first.id is not None:
             return f"{self._name(self.first.id)} in every prompt, by BOS policy {self.first.policy!r}"
         if isinstance(self.body, ConstantBody):
@@ -205,3 +211,48 @@ def bos_outside_vocabulary(subject: ReadableSubject) -> str | None:
     if token is None or vocabulary.has(token):
         return None
     return f"the BOS id in the config is {token}, but the vocabulary has {vocabulary.rows} tokens"
+
+
+def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
+    """Yield warnings about the first `count` prompts: some are equal, or crops overlap."""
+    checked = min(count, CHECKED_PROMPTS)
+    ids = prompts.batch(range(checked))[:, -prompts.length :]
+    different = len(np.unique(ids, axis=0))
+    if different < checked:
+        which = (
+            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
+        )
+        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
+    if isinstance(prompts.body, CropBody) and different > 1:
+        yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, checked)
+
+
+def _remedy(prompts: Prompts) -> str:
+    if isinstance(prompts.body, ConstantBody):
+        return "this is expected of a constant token; use --inputs random or text:PATH for valid intervals"
+    if isinstance(prompts.body, GivenBody):
+        return "remove the copies"
+    text = isinstance(prompts.body, CropBody)
+    return "use a longer or more varied text" if text else "use inputs with more variety"
+
+
+def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterator[str]:
+    spans, tokens = body.spans(seed, count, length)
+    shared, repeated = overlap(spans)
+    if shared > OVERLAP_THRESHOLD:
+        yield (
+            f"prompts overlap, so that intervals are too narrow: the text has about {tokens:,} tokens, {count} prompts "
+            f"of {length} use {count * length:,}, and {shared:.0%} of these occur in another prompt too "
+            f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
+            "--length"
+        )
+
+
+def overlap(spans: np.ndarray) -> tuple[float, float]:
+    """Return the share of spans [B, 2] that another span covers too, and the share of the text [0, 1] that is."""
+    edges = np.concatenate([spans[:, 0], spans[:, 1]])
+    steps = np.repeat([1, -1], len(spans))
+    order = np.argsort(edges, kind="stable")
+    depth, width = np.cumsum(steps[order])[:-1], np.diff(edges[order])
+    read = float((depth * width).sum())
+    return float((depth * width)[depth > 1].sum()) / read, float(width[depth > 1].sum())

@@ -28,11 +28,6 @@ class LabelledEstimate:
     estimate: Estimate
     labels: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, estimate: Estimate, **labels: Any) -> LabelledEstimate:
-        """Label an estimate; the order of the keywords is that of the columns."""
-        return cls(estimate, labels)
-
     def cells(self, *axes: str) -> Iterator[LabelledEstimate]:
         """Yield one labelled estimate per cell; its indices, named by `axes`, come before the other labels."""
         for index in np.ndindex(np.shape(self.estimate.value)):

@@ -98,7 +98,7 @@ class Decomposition:
         """Yield every number with its labels: those given, then quantity, component and unit."""
         for quantity, unit, estimates in (("power", POWER_UNIT, self.power), ("share", SHARE_UNIT, self.share)):
             for name, estimate in estimates.items():
-                yield LabelledEstimate.of(estimate, **labels, quantity=quantity, component=name, unit=unit)
+                yield LabelledEstimate(estimate, labels | {"quantity": quantity, "component": name, "unit": unit})
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class LeakageDecomposition(Decomposition):
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
         yield from super().labelled(**labels)
-        own = {"quantity": "stabilisation", "component": None, "unit": SHARE_UNIT}
-        yield LabelledEstimate(self.stabilisation, labels | own)
+        labels |= {"quantity": "stabilisation", "component": None, "unit": SHARE_UNIT}
+        yield LabelledEstimate(self.stabilisation, labels)
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,11 @@ def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
     """Yield the rows of heads.parquet (HEAD_COLUMNS): one per quantity, component, set of queries, call and head."""
-    for number in _by_head(summary):
+    labels = {"queries": "reference", "quantity": "sink_attention", "unit": SHARE_UNIT}
+    numbers = [number for queries, heads in summary.heads.items() for number in heads.labelled(queries=queries)]
+    for number in [*numbers, LabelledEstimate(summary.sink_attention, labels)]:
         for cell in number.cells("call", "head"):
             yield cell.as_row(HEAD_COLUMNS, layer=summary.layer_ids[cell.labels["call"]])
-
-
-def _by_head(summary: Summary) -> Iterator[LabelledEstimate]:
-    for queries, decomposition in summary.heads.items():
-        yield from decomposition.labelled(queries=queries)
-    labels = {"queries": "reference", "quantity": "sink_attention", "unit": SHARE_UNIT}
-    yield LabelledEstimate(summary.sink_attention, labels)
 
 
 def by_head(summary: Summary) -> pd.DataFrame:
@@ -211,14 +206,14 @@ def by_head(summary: Summary) -> pd.DataFrame:
 
     Rows are sorted by total power, largest first; heads whose total power is NaN come last.
     """
-    rows, units = dict[tuple[int, int], dict[str, Any]](), dict[str, str]()
-    for number in tidy(summary):
-        if (number["quantity"], number["queries"]) in (("power", "all"), ("sink_attention", "reference")):
-            name, place = number["component"] or number["quantity"], (number["layer"], number["head"])
-            units[name] = number["unit"]
-            row = rows.setdefault(place, dict(zip(("layer", "head"), place)))
-            row |= {name: number["value"], f"{name}_low": number["low"], f"{name}_high": number["high"]}
-    table = pd.DataFrame([row | {"n": summary.prompts} for row in rows.values()]).dropna(subset=["sink_attention"])
+    power, rows = summary.heads["all"].power, dict[tuple[int, int], dict[str, Any]]()
+    for call, head in np.ndindex(summary.width.shape):
+        row: dict[str, Any] = {"layer": summary.layer_ids[call], "head": head}
+        for name, estimate in (power | {"sink_attention": summary.sink_attention}).items():
+            cell = estimate[call, head]
+            row |= {name: cell.value, f"{name}_low": cell.low, f"{name}_high": cell.high}
+        rows[row["layer"], head] = row | {"n": summary.prompts}
+    table = pd.DataFrame(rows.values()).dropna(subset=["sink_attention"])
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
-    table.attrs["units"] = units
+    table.attrs["units"] = dict.fromkeys(power, POWER_UNIT) | {"sink_attention": SHARE_UNIT}
     return table

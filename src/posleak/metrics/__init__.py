@@ -1,16 +1,16 @@
-"""Beside stage 5, the neighbours' measurements: what others measure of attention and states, on the same passes.
+"""Metrics of attention and states from the literature, computed during the same forward passes as the leakage.
 
-names       what `--metrics` takes, and where a meter of your own is registered
-glimpse     the rows of attention that all meters look at, computed once
-meter       a meter: arrays per prompt from what passes by
-attention   sinks, rollout, reference frames, heads as filters;  graphs, spectra: their arithmetic
-logits      ΔR², the Toeplitz deviation;  regression: its arithmetic
+names       names that `--metrics` accepts, and the registry of meters
+glimpse     the rows of attention that all meters read, computed once
+meter       the base class of meters: arrays per prompt, computed during a pass
+attention   sinks, rollout, reference frames, wavelets;  graphs, spectra: their arithmetic
+logits      ΔR², the Toeplitz deviation
 stream      massive activations, the compression valley, the position probe;  ridge: its arithmetic
 catalogue   every metric: its definition, source, blind spots, published values
-table       the numbers of a run
-agreement   which metrics rank heads as leakage and its parts do
+table       the values of a run
+agreement   which metrics rank heads like the leakage and its parts
 
-`names` is imported without torch, so that a wrong call is refused at once.
+`names` does not import torch, so that invalid names are rejected quickly.
 """
 
 import lazy_loader

@@ -1,8 +1,8 @@
-"""Do two metrics rank heads alike? Spearman's rank correlation over heads, or over layers for metrics of layers.
+"""Agreement of metrics with leakage: Spearman's rank correlation over heads, or over layers for metrics of layers.
 
-Heads of one layer are no independent draws, so the interval leaves out one layer after the other: the jackknife of
-atanh ρ with Student's t, turned back. It says how much the layers of this model agree with each other. Metrics are of
-one half of the prompts and leakage of the other, so that noise of the prompts makes ρ smaller, never larger.
+Heads of one layer are not independent, so the interval is a jackknife over layers, of artanh ρ with Student's t,
+transformed back. It describes how much the layers of this model agree. Metrics are computed on one half of the prompts
+and leakage on the other, so that noise of the prompts can only attenuate ρ.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
-from numpy.typing import NDArray
 from scipy.special import stdtrit
 from scipy.stats import rankdata
+
+from posleak.arrays import Array
+from posleak.leakage.across import MAX_CORRELATION
 
 from .catalogue import BY_ID, Looks
 
 LEAKAGE = ("total", "mask", "drift", "sink", "residual", "here", "earlier", "origin")
-"""Powers of the leakage that metrics are compared with: where it is read, and where it comes from."""
+"""Powers of the leakage that metrics are compared with: by part, and by source."""
 
 MIN_LAYERS = 4
-"""Layers without which there is no interval."""
+"""Fewest layers with an interval."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """ρ of every row with every column, with its interval; `n`: heads or layers that were ranked."""
+    """ρ of every metric (row) with every power and every metric (column), with intervals; n: heads or layers ranked."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -40,50 +41,47 @@ class Agreement:
     over: str
 
     def cell(self, row: int, column: str) -> RankAgreement:
-        """One cell."""
+        """Return ρ of one row with one column."""
         at = self.columns.index(column)
         return RankAgreement(column, *(float(x[row, at]) for x in (self.rho, self.low, self.high)))
 
-    def as_dict(self) -> dict[str, Any]:
-        return vars(self)
 
-
-Table = Mapping[str, NDArray[np.float64]]
-"""Numbers by name: arrays by layer [L], or by layer and head [L, H]."""
+Table = Mapping[str, Array]
+"""Values by name: arrays [L] or [L, H]."""
 
 
 def agreement(metrics: Sequence[Table], leakage: Sequence[Table], over: str) -> Agreement:
-    """Each metric with each other one and with each power of the leakage.
+    """Return the rank correlation of each metric with each power of the leakage and with each metric.
 
-    Both are given once for each half of the prompts. A metric of one half is ranked beside the other half's numbers,
-    and the two ρ are averaged: noise of prompts, which both would share, cannot make them agree. So a metric does not
-    agree with itself completely, and less the noisier it is. Only heads (or layers) that have all numbers are ranked.
+    Both are given for each half of the prompts. ρ is the mean of the two correlations between a metric of one half and
+    the values of the other, so that noise which a half's values share does not count as agreement. A metric's ρ with
+    itself is therefore below 1, and smaller the noisier it is. Only heads (or layers) with all values are ranked.
     """
-    halves = [_stacked({**powers, **found}) for powers, found in zip(leakage, metrics, strict=True)]
-    there = np.logical_and.reduce([np.isfinite(half).all(-1) for half in halves])
-    layer = np.arange(len(there))[:, None].repeat(there.shape[1], 1)[there]
+    halves = [_stacked({**powers, **own}) for powers, own in zip(leakage, metrics, strict=True)]
+    complete = np.logical_and.reduce([np.isfinite(half).all(-1) for half in halves])
+    layer = np.arange(len(complete))[:, None].repeat(complete.shape[1], 1)[complete]
     names, rows = (*leakage[0], *metrics[0]), slice(len(leakage[0]), None)
-    x = [half[there] for half in halves]
+    x = [half[complete] for half in halves]
     rho = _spearman(x)[rows]
     low, high = _interval(rho, [_spearman([half[layer != left] for half in x])[rows] for left in np.unique(layer)])
-    return Agreement(tuple(metrics[0]), names, rho, low, high, int(there.sum()), over)
+    return Agreement(tuple(metrics[0]), names, rho, low, high, int(complete.sum()), over)
 
 
-def _stacked(columns: Table) -> NDArray[np.float64]:
+def _stacked(columns: Table) -> Array:
     """[L, H or 1, columns]"""
     return np.stack([np.asarray(x, dtype=np.float64).reshape(len(x), -1) for x in columns.values()], axis=-1)
 
 
-def _spearman(halves: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Rank correlation of every column of one half with every column of the other, mean of both ways; of one table, of
-    its columns with each other. NaN for a column that does not vary."""
+def _spearman(halves: Sequence[Array]) -> Array:
+    """Return the rank correlation of every column of one half with every column of the other, mean over both orders; of
+    one table, of its columns with each other. NaN for a constant column."""
     ranked = [_ranked(half) for half in halves]
     crossed = [(a, b) for k, a in enumerate(ranked) for m, b in enumerate(ranked) if m != k or len(ranked) == 1]
     return np.asarray(np.clip(np.mean([a.T @ b for a, b in crossed], axis=0), -1.0, 1.0))
 
 
-def _ranked(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks of every column, centred, with length 1."""
+def _ranked(x: Array) -> Array:
+    """Return the ranks of every column, centred and scaled to norm 1."""
     if len(x) < 3:
         return np.full(x.shape, np.nan)
     ranks = rankdata(x, axis=0)
@@ -92,40 +90,34 @@ def _ranked(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(ranks / np.where(size > 0, size, np.nan))
 
 
-def _interval(
-    rho: NDArray[np.float64], without: Sequence[NDArray[np.float64]]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _interval(rho: Array, without: Sequence[Array]) -> tuple[Array, Array]:
     n = len(without)
     if n < MIN_LAYERS:
         return np.full(rho.shape, np.nan), np.full(rho.shape, np.nan)
-    most = 1 - 1e-12  # a metric agrees with itself completely, and atanh of that is infinite
-    z, left = np.arctanh(np.clip(rho, -most, most)), np.arctanh(np.clip(np.stack(without), -most, most))
+    z, left = (np.arctanh(np.clip(x, -MAX_CORRELATION, MAX_CORRELATION)) for x in (rho, np.stack(without)))
     error = np.sqrt((n - 1) / n * ((left - left.mean(0)) ** 2).sum(0))
     reach = stdtrit(n - 1, 0.975) * error
     return np.tanh(z - reach), np.tanh(z + reach)
 
 
 class Family(Enum):
-    """Where a metric stands by what it ranks alike: a layer's own mask, what came through the stream, or neither."""
+    """What a metric ranks heads like: the layer's own mask, what arrives through the residual stream, or neither."""
 
     MASK = "the mask"
     STREAM = "what came through the stream"
     NEITHER = "neither"
 
 
-FAMILIES = {
-    Family.MASK: ("mask", "here"),
-    Family.STREAM: ("drift", "sink", "residual", "earlier", "origin"),
-}  # fmt: skip
-"""Powers of the leakage by family. The total has all of them, and is in none."""
+FAMILIES = {Family.MASK: ("mask", "here"), Family.STREAM: ("drift", "sink", "residual", "earlier", "origin")}
+"""Powers of the leakage by family. The total contains both, and belongs to none."""
 
 SAME_MASK = ("shift_bfloat16", "shift_own")
-"""Metrics that compare two passes with the same mask: they look behind the softmax, and cannot see the mask either."""
+"""Metrics that compare two passes with the same mask: they use attention, but the mask cancels."""
 
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """A power of the leakage, and how a metric's ranking agrees with its own."""
+    """ρ of one metric with one power of the leakage, or with another metric, and its interval."""
 
     name: str
     rho: float
@@ -134,72 +126,74 @@ class RankAgreement:
 
     @property
     def clear(self) -> bool:
-        """The interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True)
 class MetricAlignment:
-    """What a metric can see of a layer's own mask, and what it ranks as this model's leakage does.
+    """Which powers of the leakage a metric ranks heads or layers like.
 
-    can      by its definition: False where it looks at what is there before the layer's mask acts
-    parts    of each family the power that it agrees with most, if that is clear; the mask only if it can see it
-    over     what was ranked: heads or layers
+    sees_mask   whether the layer's own mask can affect the metric, by its definition
+    strongest   by family, the largest |ρ| whose interval excludes 0; the mask's only if the metric sees it
+    over        what is ranked: heads or layers
     """
 
     metric: str
-    can: bool
-    parts: dict[Family, RankAgreement]
+    sees_mask: bool
+    strongest: dict[Family, RankAgreement]
     over: str
 
     @property
     def family(self) -> Family:
-        """That of the strongest agreement, in either direction."""
-        return max(self.parts, key=lambda family: abs(self.parts[family].rho), default=Family.NEITHER)
+        """The family with the largest |ρ|."""
+        return max(self.strongest, key=lambda family: abs(self.strongest[family].rho), default=Family.NEITHER)
 
     @property
     def most(self) -> RankAgreement | None:
-        return self.parts.get(self.family)
+        """The largest |ρ| of all families; None if no interval excludes 0."""
+        return self.strongest.get(self.family)
 
     @property
     def words(self) -> str:
-        """As in `ranks heads as drift does`, and why it cannot see the mask, if it cannot."""
+        """Describe the alignment, and why the metric cannot see the mask if it cannot."""
         if self.most is None:
-            found = "no clear agreement"
+            text = "no clear agreement"
         else:
-            found = f"ranks {self.over} {_alike(self.most)}"
-            other = next((part for family, part in self.parts.items() if family is not self.family), None)
-            found += "" if other is None else f"; less strongly {_alike(other)}"
-        if self.can:
-            return found
-        why = (
-            "its two passes have the same mask" if self.metric in SAME_MASK else "the mask acts after what it looks at"
-        )
-        return f"{found}; {why}"
+            text = f"ranks {self.over} {_like(self.most)}"
+            other = next((cell for family, cell in self.strongest.items() if family is not self.family), None)
+            text += "" if other is None else f"; less strongly {_like(other)}"
+        if self.sees_mask:
+            return text
+        return f"{text}; {'its two passes have the same mask' if self.metric in SAME_MASK else 'the mask acts later'}"
 
 
-def _alike(part: RankAgreement) -> str:
-    return f"as {part.name} does" if part.rho > 0 else f"the other way round than {part.name} does"
+def _like(cell: RankAgreement) -> str:
+    return f"like {cell.name}" if cell.rho > 0 else f"in reverse order of {cell.name}"
 
 
 def can_see_mask(name: str) -> bool:
-    """Logits and states are there before the softmax, in whose denominator the mask acts; what is not in the catalogue
-    is taken to look at attention."""
+    """Return whether the layer's own mask affects a metric: only through attention, since it acts in the softmax.
+
+    Metrics that are not in the catalogue are assumed to use attention.
+    """
     looks = BY_ID[name].looks if name in BY_ID else Looks.ATTENTION
     return looks is Looks.ATTENTION and name not in SAME_MASK
 
 
-def alignments(found: Agreement) -> tuple[MetricAlignment, ...]:
-    """One for each metric. An agreement with the mask of a metric that cannot see it is left out: both then go with
-    something else, such as the depth."""
-    return tuple(_alignment(found, at) for at in range(len(found.rows)))
+def alignments(table: Agreement) -> tuple[MetricAlignment, ...]:
+    """Return the alignment of every metric.
+
+    If a metric cannot see the mask, its agreement with the mask is ignored: both then depend on something else, such as
+    the depth.
+    """
+    return tuple(_alignment(table, row) for row in range(len(table.rows)))
 
 
-def _alignment(found: Agreement, at: int) -> MetricAlignment:
-    can, parts = can_see_mask(found.rows[at]), {}
+def _alignment(table: Agreement, row: int) -> MetricAlignment:
+    sees_mask, strongest = can_see_mask(table.rows[row]), {}
     for family, names in FAMILIES.items():
-        each = [found.cell(at, name) for name in names if name in found.columns]
-        clear = [part for part in each if part.clear]
-        if clear and (can or family is not Family.MASK):
-            parts[family] = max(clear, key=lambda part: abs(part.rho))
-    return MetricAlignment(found.rows[at], can, parts, found.over)
+        clear = [cell for name in names if name in table.columns and (cell := table.cell(row, name)).clear]
+        if clear and (sees_mask or family is not Family.MASK):
+            strongest[family] = max(clear, key=lambda cell: abs(cell.rho))
+    return MetricAlignment(table.rows[row], sees_mask, strongest, table.over)

@@ -1,4 +1,4 @@
-"""Meters of attention after the softmax: sinks, rollout, reference frames, heads as filters."""
+"""Meters of attention, after the softmax: sinks, rollout, reference frames, wavelets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from posleak.axes import BAND, HEAD, LAYER, SCALE, THRESHOLD
@@ -16,8 +15,8 @@ from . import graphs, spectra
 from .glimpse import Glimpse, start_attention
 from .meter import Arrays, Meter
 
-CONNECTED = 128
-"""First tokens whose graph has a Fiedler value: eigenvalues take the cube of their number."""
+FIEDLER_TOKENS = 128
+"""Number of first tokens in the graph for the Fiedler value, whose cost is cubic."""
 
 
 class SinkMeter(Meter):
@@ -27,20 +26,14 @@ class SinkMeter(Meter):
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"sink_start": (LAYER, HEAD)}
 
     def look(self, seen: Glimpse) -> Arrays:
-        return {"sink_start": to_first(start_attention(seen.call))}
-
-
-def to_first(attention: Float[Tensor, "B H T T"]) -> Any:
-    """Mean over all queries of the attention to key 0, [B, H]."""
-    return attention[..., 0].double().mean(-1).cpu().numpy()
+        return {"sink_start": start_attention(seen.call)[..., 0].double().mean(-1).cpu().numpy()}
 
 
 class RolloutMeter(Meter):
-    """How much a position reads of position 0 through all attention layers so far: (A^l … A^1)_i0 of Wu et al. (2025).
+    """Attention rollout to position 0: (A^l … A^1)_i0 of Wu et al. (2025), mean over i.
 
-    A is averaged over heads, and over the calls of a layer that makes several; its rows add up to 1, also where a
-    learned sink logit takes a share. The residual connection is left out. One vector per prompt is carried from layer
-    to layer.
+    A is averaged over heads, and over the calls of a layer that makes several. Its rows are normalised to 1, also where
+    a head has a learned sink logit. The residual connection is ignored.
     """
 
     name = "rollout"
@@ -53,7 +46,7 @@ class RolloutMeter(Meter):
 
     def look(self, seen: Glimpse) -> Arrays:
         attention = seen.mean_attention
-        if seen.index == 0:
+        if seen.call.index == 0:
             self.layer, self.after = None, torch.zeros_like(attention[:, 0])
             self.after[:, 0] = 1
         if seen.call.layer != self.layer:
@@ -65,9 +58,9 @@ class RolloutMeter(Meter):
 
 
 class FrameMeter(Meter):
-    """Reference frames of Ruscio et al. (2025): the attention of a layer, averaged over heads, as a graph.
+    """Reference frames of Ruscio et al. (2025): the graph of a layer's attention, averaged over heads.
 
-    centralized + distributed + bidirectional + no_frame = 1; the last is 1 where there is no anchor, and 0 elsewhere.
+    centralized + distributed + bidirectional + no_frame = 1; no_frame is 1 without an anchor, and 0 otherwise.
     """
 
     name = "frames"
@@ -82,10 +75,10 @@ class FrameMeter(Meter):
     def look(self, seen: Glimpse) -> Arrays:
         mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
         visible = seen.call.visibility.cached("seen by rows", lambda: seen.visible.cpu().numpy())
-        first = start_attention(seen.call, CONNECTED).mean(1).double().cpu().numpy()
+        first = start_attention(seen.call, FIEDLER_TOKENS).mean(1).double().cpu().numpy()
         frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
         return {
-            "star": graphs.star_of(degrees), "centralisation": graphs.centralisation_of(degrees),
+            "star": graphs.star(degrees), "centralisation": graphs.centralisation(degrees),
             "fiedler": graphs.fiedler(first), "concentration": graphs.concentration(mean, rows=rows),
             "reference_tokens": graphs.reference_tokens(mean, rows).astype(np.float64),
             "kl_reduction": graphs.kl_reduction(mean, visible, rows),
@@ -96,7 +89,7 @@ class FrameMeter(Meter):
 
 
 class WaveletMeter(Meter):
-    """Heads as filters of many resolutions, Ruscio et al. (2024): spectra of the attention by offset."""
+    """Fourier and wavelet spectra of attention by offset, after Ruscio et al. (2024)."""
 
     name = "wavelets"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -1,10 +1,13 @@
-"""Every metric of others that a run can have: its definition, where it comes from, what it cannot see, and published
-values of other models. Those are context for a reader, never something to be reached."""
+"""The catalogue of metrics from the literature: definition, source, what a metric cannot detect, and published values.
+
+Published values are of other models; they are context for the reader, not targets.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 GU = "Gu et al., When Attention Sink Emerges (ICLR 2025)"
 KIM = "Kim et al., Behind RoPE (arXiv 2509.21042)"
@@ -20,7 +23,7 @@ OURS = "posleak"
 
 
 class Looks(Enum):
-    """What a metric looks at."""
+    """What a metric is computed from."""
 
     LOGITS = "logits, before the softmax"
     ATTENTION = "attention, after the softmax"
@@ -28,7 +31,7 @@ class Looks(Enum):
 
 
 class Level(Enum):
-    """What has a value of its own; the table has the mean over them, or what the definition says instead."""
+    """What a metric has one value for. The table has the mean over these, unless the definition says otherwise."""
 
     HEAD = "head"
     LAYER = "layer"
@@ -38,13 +41,13 @@ class Level(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One line of the table.
+    """One metric, a row of the table.
 
-    meter       the name that `--metrics` calls it by
-    definition  how the number in the table is made, in words
-    blind       what it cannot see of leakage; empty if nothing needs to be said
-    published   values of other models, as their authors report them
-    short       its title in fewer letters, for axes
+    meter       its name in `--metrics`
+    definition  how the value in the table is computed, in words
+    blind       what it cannot detect about leakage; may be empty
+    published   values of other models, as reported by their authors
+    short       a shorter title, for axes
     """
 
     id: str
@@ -61,12 +64,12 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """Its name where there is little room."""
+        """The short title, if there is one, else the title."""
         return self.short or self.title
 
     @property
     def array(self) -> str:
-        """The run's array that it is made of."""
+        """Name of the array in the run's dataset from which the metric is computed."""
         return ARRAYS.get(self.id, self.id)
 
 
@@ -75,468 +78,198 @@ ARRAYS = {
     "first_repeated": "sink_repeated", "sink_attention": "sink_start", "toeplitz": "diagonal", "valley": "norm_0",
     "band_low": "bands", "band_middle": "bands", "band_high": "bands", "uncertainty": "entropy_position",
 }  # fmt: skip
-"""Arrays of metrics that are not called as their metric is."""
+"""Arrays whose name differs from the id of the metric."""
 
-NO_MASK = "the mask's part, which is in the softmax's denominator"
-LENGTHS = "which source: mask, drift and sink all move it"
+NO_MASK = "the mask part, which arises in the softmax's denominator"
+WHICH_PART = "which part changes: mask, drift and sink all affect it"
+ROUNDING_ONLY = "any leakage that is not due to rounding"
+WHERE = "where in the prompt"
+
+_on_heads = partial(Metric, looks=Looks.ATTENTION, level=Level.HEAD)
+_on_states = partial(Metric, looks=Looks.STATES, level=Level.DEPTH)
+_sinks = partial(_on_heads, source=GU, unit="share of heads")
+_shift = partial(_on_heads, meter="shift", source=WANG, unit="attention", blind=ROUNDING_ONLY)
+_frame = partial(
+    Metric, meter="frames", source=SINKS, unit="share", looks=Looks.ATTENTION, level=Level.LAYER, blind=WHICH_PART
+)
+_wave = partial(_on_heads, meter="wavelets", source=WAVES, blind=WHERE)
 
 CATALOGUE: tuple[Metric, ...] = (
-    Metric(
-        id="sink_rate",
-        title="Sink rate, these prompts",
-        short="Sink rate",
-        meter="sinks",
-        source=GU,
-        definition=(
-            "share of heads whose mean attention to position 0, over the first 64 queries, is above 0.3; per prompt, "
-            "then averaged"
-        ),
-        unit="share of heads",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind=LENGTHS,
+    _sinks(
+        id="sink_rate", title="Sink rate, these prompts", short="Sink rate", meter="sinks", blind=WHICH_PART,
+        definition="share of heads with a mean attention of the first 64 queries to position 0 above 0.3, per prompt",
         published="random tokens: Mistral-7B 0.752, LLaMA2-7B 0.901, LLaMA3-8B 0.912, GPT2-XL 0.703",
     ),
-    Metric(
-        id="sink_rate_natural",
-        title="Sink rate, natural text",
-        short="Sink rate, text",
-        meter="inputs",
-        source=GU,
-        definition="the same on 64 tokens of English prose; with the same BOS, where there is one",
-        unit="share of heads",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind=LENGTHS,
+    _sinks(
+        id="sink_rate_natural", title="Sink rate, natural text", short="Sink rate, text", meter="inputs",
+        definition="sink rate on 64 tokens of English prose, with the same BOS if there is one", blind=WHICH_PART,
         published="Mistral-7B 0.975, LLaMA2-7B 0.925, LLaMA3-8B 0.990, GPT2-XL 0.770",
     ),
-    Metric(
-        id="sink_rate_repeated",
-        title="Sink rate, one token repeated",
-        meter="inputs",
-        source=GU,
+    _sinks(
+        id="sink_rate_repeated", title="Sink rate, one token repeated", meter="inputs",
         definition=(
-            "the same on one token repeated 64 times, no BOS: with rotated keys all states are equal there and "
+            "sink rate on one token repeated 64 times, without BOS: with rotated keys all states are equal and "
             "attention depends on the offset alone; uniform attention gives 0"
         ),
-        unit="share of heads",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
         published="RoPE models 0.0, GPT2-XL (learned positions) 0.623",
     ),
-    Metric(
-        id="first_repeated",
-        title="Attention to position 0, one token repeated",
-        short="One token repeated to 0",
-        meter="inputs",
-        source=GU,
-        definition=(
-            "mean attention to position 0, its farthest key, of 64 queries that read one token repeated; uniform "
-            "attention gives 0.0741"
-        ),
-        unit="attention",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
+    _on_heads(
+        id="first_repeated", title="Attention to position 0, one token repeated", short="One token repeated to 0",
+        meter="inputs", source=GU, unit="attention",
+        definition="mean attention to position 0 on one token repeated 64 times; uniform attention gives 0.0741",
+    ),
+    _on_heads(
+        id="sink_attention", title="Attention to position 0, late queries", short="Late queries to 0", meter="sinks",
+        source=OURS, unit="attention", blind=WHICH_PART,
+        definition="mean attention to position 0 of the references, the last quarter of the prompt",
     ),
     Metric(
-        id="sink_attention",
-        title="Attention to position 0, late queries",
-        short="Late queries to 0",
-        meter="sinks",
-        source=OURS,
-        definition=(
-            "mean attention of the references, the last quarter of the prompt, to position 0: the first entry of "
-            "the sink profile"
-        ),
-        unit="attention",
-        looks=Looks.ATTENTION,
+        id="toeplitz", title="Toeplitz deviation", meter="toeplitz", source=KIM, unit="nats", looks=Looks.LOGITS,
         level=Level.HEAD,
-        blind=LENGTHS,
-    ),
-    Metric(
-        id="toeplitz",
-        title="Toeplitz deviation",
-        meter="toeplitz",
-        source=KIM,
         definition=(
-            "logits averaged over prompts, minus the mean of their diagonal: root of the mean square over the plan's "
-            "pairs, which is unbiased before the root"
+            "root mean square, over the plan's pairs, of the logits averaged over prompts minus the mean of their "
+            "diagonal; the mean square is unbiased"
         ),
-        unit="nats",
-        looks=Looks.LOGITS,
-        level=Level.HEAD,
-        blind=f"{NO_MASK}; and constants that a row adds to all its logits count, though no attention changes",
+        blind=f"{NO_MASK}; and it counts row constants, which do not change attention",
         published="first layer: absent; elsewhere about 1, logits being about 10",
     ),
     Metric(
-        id="delta_r2",
-        title="ΔR²",
-        meter="positions",
-        source=ONCE,
-        definition=("R² of logits on offset, i and j, minus R² on the offset alone, per prompt, over visible pairs"),
-        unit="R²",
-        looks=Looks.LOGITS,
-        level=Level.HEAD,
-        blind=f"{NO_MASK}; and whatever is not linear in position. Made per prompt, it is above 0 by noise, too",
+        id="delta_r2", title="ΔR²", meter="positions", source=ONCE, unit="R²", looks=Looks.LOGITS, level=Level.HEAD,
+        definition="R² of logits on offset, i and j, minus R² on the offset alone, per prompt, over visible pairs",
+        blind=f"{NO_MASK}; and effects that are not linear in position. Computed per prompt, it is biased above 0",
         published="Llama-3.2-1B: 85 of 512 heads significant",
     ),
     Metric(
-        id="rollout",
-        title="Rollout to position 0",
-        short="Rollout to 0",
-        meter="rollout",
-        source=WU,
-        definition=(
-            "what positions read of position 0 through all attention layers: the product of attention averaged over "
-            "heads; mean over positions, after the last layer"
-        ),
-        unit="share of reading",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=f"{LENGTHS}; residual connections are left out",
+        id="rollout", title="Rollout to position 0", short="Rollout to 0", meter="rollout", source=WU,
+        unit="share of reading", looks=Looks.ATTENTION, level=Level.LAYER,
+        definition="weight of position 0 in the product of all layers' head-averaged attention, mean over positions",
+        blind=f"{WHICH_PART}; residual connections are ignored",
         published="causal models: tends to 1 with depth",
     ),
-    Metric(
-        id="largest_times",
-        title="Massive activations: the largest",
-        short="Largest activation",
-        meter="massive",
-        source=SUN,
-        definition="largest |x| over the median of |x|, at the depth after the embedding where that is largest",
-        unit="times the median",
-        looks=Looks.STATES,
-        level=Level.DEPTH,
-        blind="how attention reads it",
+    _on_states(
+        id="largest_times", title="Massive activations: the largest", short="Largest activation", meter="massive",
+        source=SUN, unit="times the median", blind="how attention reads it",
+        definition="largest |x| divided by the median of |x|, at the depth after the embedding where it is largest",
         published="massive: above 100, and above some 1000 times the median",
     ),
-    Metric(
-        id="massive_first",
-        title="Massive activations at position 0",
-        meter="massive",
-        source=SUN,
-        definition=(
-            "share of all massive activations (|x| > 100 and > 1000 times the median) of all depths that are at "
-            "position 0"
-        ),
-        unit="share",
-        looks=Looks.STATES,
-        level=Level.DEPTH,
+    _on_states(
+        id="massive_first", title="Massive activations at position 0", meter="massive", source=SUN, unit="share",
+        definition="share at position 0 of the massive activations (|x| > 100 and > 1000 times the median), all depths",
         published="Llama-3.2-3B with BOS: all four of them",
     ),
     Metric(
-        id="valley",
-        title="Compression valley: correlation with the norm at 0",
-        meter="valley",
-        source=QUEIPO,
-        definition=(
-            "correlation, over depths, of the entropy of the states' singular spectrum with the log of the norm at "
-            "position 0"
-        ),
-        unit="correlation",
-        looks=Looks.STATES,
-        level=Level.MODEL,
-        blind="position: only the size of one state",
+        id="valley", title="Compression valley: correlation with the norm at 0", meter="valley", source=QUEIPO,
+        unit="correlation", looks=Looks.STATES, level=Level.MODEL,
+        definition="correlation over depths of the states' singular-spectrum entropy with the log norm at position 0",
+        blind="position: it depends on the norm of one state only",
         published="six models: −0.9 ± 0.18",
     ),
-    Metric(
-        id="spectrum_entropy",
-        title="Compression valley: lowest entropy",
-        short="Spectrum of states",
-        meter="valley",
-        source=QUEIPO,
-        definition=(
-            "entropy of the singular spectrum of the first 128 states, at the depth after the embedding where it is "
-            "lowest"
-        ),
-        unit="nats",
-        looks=Looks.STATES,
-        level=Level.DEPTH,
-        blind="position: only how many directions states use",
+    _on_states(
+        id="spectrum_entropy", title="Compression valley: lowest entropy", short="Spectrum of states", meter="valley",
+        source=QUEIPO, unit="nats", blind="position: it depends only on how many directions states use",
+        definition="lowest entropy, over depths after the embedding, of the singular spectrum of the first 128 states",
     ),
-    Metric(
-        id="probe_error",
-        title="Position probe",
-        meter="probe",
-        source=HAVIV,
+    _on_states(
+        id="probe_error", title="Position probe", meter="probe", source=HAVIV, unit="tokens",
         definition=(
-            "mean error of a linear probe that reads the position off states, on held-out prompts, at the depth after "
-            "the embedding where it is lowest; always guessing the middle gives a quarter of the length"
+            "mean absolute error of a linear probe that predicts the position from states, on held-out prompts, at the "
+            "depth after the embedding where it is lowest; always predicting the middle gives a quarter of the length"
         ),
-        unit="tokens",
-        looks=Looks.STATES,
-        level=Level.DEPTH,
-        blind="whether attention uses what the probe finds",
+        blind="whether attention uses what the probe reads",
         published="NoPE 1.3B: below 100 of 1024 by layer 4",
     ),
-    Metric(
-        id="shift_bfloat16",
-        title="Shift of all positions, in bfloat16",
-        short="Shift, bfloat16",
-        meter="shift",
-        source=WANG,
+    _shift(
+        id="shift_bfloat16", title="Shift of all positions, in bfloat16", short="Shift, bfloat16",
         definition=(
-            "mean over queries of half the summed change of attention when all position ids move by 512; weights in"
-            " bfloat16"
+            "total variation distance between attention before and after all position ids move by 512, mean over "
+            "queries; weights in bfloat16"
         ),
-        unit="attention",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="all leakage that is not rounding",
         published="vanishes in float32, not in bfloat16",
     ),
-    Metric(
-        id="shift_own",
-        title="Shift of all positions, as loaded",
-        short="Shift, as loaded",
-        meter="shift",
-        source=WANG,
-        definition="the same with the weights as they are loaded",
-        unit="attention",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="all leakage that is not rounding",
+    _shift(
+        id="shift_own", title="Shift of all positions, as loaded", short="Shift, as loaded",
+        definition="total variation distance under the same shift, with the weights in the dtype they are loaded in",
     ),
-    Metric(
-        id="star",
-        title="Star-likeness",
-        meter="frames",
-        source=SINKS,
-        definition="largest in-degree over n − 1, of the graph of attention above 0.1, averaged over heads",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="star", title="Star-likeness",
+        definition="largest in-degree divided by n − 1, of the graph of head-averaged attention above 0.1",
     ),
-    Metric(
-        id="centralisation",
-        title="Degree centralisation",
-        short="Centralisation",
-        meter="frames",
-        source=SINKS,
-        definition="Freeman's centralisation of in-degrees of the same graph: 1 is a star and nothing else",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="centralisation", title="Degree centralisation", short="Centralisation",
+        definition="Freeman's centralisation of the in-degrees of the same graph; only a star has 1",
     ),
-    Metric(
-        id="fiedler",
-        title="Fiedler value",
-        meter="frames",
-        source=SINKS,
-        definition=(
-            "second smallest eigenvalue of the Laplacian of the symmetrised averaged attention, of the first 128 tokens"
-        ),
-        unit="1",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="fiedler", title="Fiedler value", unit="1",
+        definition="second smallest Laplacian eigenvalue of the symmetrised averaged attention of the first 128 tokens",
     ),
-    Metric(
-        id="concentration",
-        title="Sink concentration",
-        short="Concentration",
-        meter="frames",
-        source=SINKS,
-        definition="share of incoming attention that goes to the tenth of keys that get most",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="concentration", title="Sink concentration", short="Concentration",
+        definition="share of incoming attention that goes to the tenth of keys that receive most",
     ),
-    Metric(
-        id="reference_tokens",
-        title="Reference tokens",
-        meter="frames",
-        source=SINKS,
-        definition="keys that get more than 0.1 on average over all other queries",
-        unit="tokens",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="reference_tokens", title="Reference tokens", unit="tokens",
+        definition="number of keys that receive more than 0.1 on average over all other queries",
         published="Llama-3.2-3B: 120 of 120 analysed heads specialised on BOS; Qwen2.5-7B: 7",
     ),
-    Metric(
-        id="kl_reduction",
-        title="KL reduction",
-        meter="frames",
-        source=SINKS,
-        definition=(
-            "how much of the rows' divergence from uniform attention goes away with the strongest anchor; the form "
-            "is ours"
-        ),
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="kl_reduction", title="KL reduction",
+        definition="relative drop of the KL divergence from uniform attention without the strongest anchor; form ours",
     ),
-    Metric(
-        id="centralized",
-        title="Frame: centralized",
-        meter="frames",
-        source=SINKS,
-        definition="share of the anchors' attention that one anchor has beyond others; the four shares add up to 1",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="centralized", title="Frame: centralized",
+        definition="share of the anchors' attention that one anchor has beyond others; the four shares sum to 1",
     ),
-    Metric(
-        id="distributed",
-        title="Frame: distributed",
-        meter="frames",
-        source=SINKS,
-        definition="share that several weaker anchors have",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="distributed", title="Frame: distributed",
+        definition="share of the anchors' attention that all weaker anchors have",
     ),
-    Metric(
-        id="bidirectional",
-        title="Frame: bidirectional",
-        meter="frames",
-        source=SINKS,
-        definition="twice what the weaker of two anchors at both ends has; in causal attention the end is seen by few",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(
+        id="bidirectional", title="Frame: bidirectional",
+        definition="twice the share of the weaker of two anchors at both ends; few causal queries see the end",
     ),
-    Metric(
-        id="no_frame",
-        title="Frame: none",
-        meter="frames",
-        source=SINKS,
-        definition="share of layers and prompts without any anchor",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.LAYER,
-        blind=LENGTHS,
+    _frame(id="no_frame", title="Frame: none", definition="share of layers and prompts without any anchor"),
+    _wave(
+        id="band_low", title="Power at low frequencies", short="Low frequencies", unit="share",
+        definition="share of the power spectrum of attention by offset below a quarter of the Nyquist frequency",
+        blind=f"{WHERE}: it is a mean over late queries",
     ),
-    Metric(
-        id="band_low",
-        title="Power at low frequencies",
-        short="Low frequencies",
-        meter="wavelets",
-        source=WAVES,
-        definition="share of the power spectrum of attention by offset below a quarter of Nyquist's frequency",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt: it is a mean over late queries",
+    _wave(
+        id="band_middle", title="Power at middle frequencies", short="Middle frequencies", unit="share",
+        definition="share of the power spectrum between a quarter and three quarters of the Nyquist frequency",
     ),
-    Metric(
-        id="band_middle",
-        title="Power at middle frequencies",
-        short="Middle frequencies",
-        meter="wavelets",
-        source=WAVES,
-        definition="the same between a quarter and three quarters",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
+    _wave(
+        id="band_high", title="Power at high frequencies", short="High frequencies", unit="share",
+        definition="share of the power spectrum above three quarters of the Nyquist frequency",
     ),
-    Metric(
-        id="band_high",
-        title="Power at high frequencies",
-        short="High frequencies",
-        meter="wavelets",
-        source=WAVES,
-        definition="the same above three quarters",
-        unit="share",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
+    _wave(
+        id="selectivity", title="Spectral selectivity", short="Selectivity", unit="ratio",
+        definition="power of the strongest frequency divided by the power of all others, median over heads",
     ),
-    Metric(
-        id="selectivity",
-        title="Spectral selectivity",
-        short="Selectivity",
-        meter="wavelets",
-        source=WAVES,
-        definition="power of the strongest frequency over that of all others, median over heads",
-        unit="ratio",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
-    ),
-    Metric(
-        id="wavelet_entropy",
-        title="Wavelet entropy",
-        meter="wavelets",
-        source=WAVES,
+    _wave(
+        id="wavelet_entropy", title="Wavelet entropy", unit="nats",
         definition="entropy of the squared db2 coefficients within a scale, mean over scales and heads",
-        unit="nats",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
     ),
-    Metric(
-        id="entropy_position",
-        title="Positional entropy",
-        meter="wavelets",
-        source=WAVES,
-        definition="entropy of attention by offset",
-        unit="nats",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
+    _wave(id="entropy_position", title="Positional entropy", unit="nats", definition="entropy of attention by offset"),
+    _wave(
+        id="entropy_spectrum", title="Spectral entropy", unit="nats",
+        definition="entropy of the power spectrum of attention by offset",
     ),
-    Metric(
-        id="entropy_spectrum",
-        title="Spectral entropy",
-        meter="wavelets",
-        source=WAVES,
-        definition="entropy of its power spectrum",
-        unit="nats",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
-    ),
-    Metric(
-        id="uncertainty",
-        title="Positional against spectral entropy",
-        meter="wavelets",
-        source=WAVES,
-        definition="correlation of the two over all heads",
-        unit="correlation",
-        looks=Looks.ATTENTION,
-        level=Level.MODEL,
-        blind="where in the prompt",
+    _wave(
+        id="uncertainty", title="Positional against spectral entropy", unit="correlation", level=Level.MODEL,
+        definition="correlation of positional and spectral entropy over all heads",
         published="Llama-3.2-1B −0.51, Mistral-7B −0.42, Qwen2.5-0.5B −0.44, Pythia-2.8B −0.74",
     ),
-    Metric(
-        id="scale_half",
-        title="Scale sensitivity, half sampling",
-        short="Scale, half",
-        meter="wavelets",
-        source=WAVES,
-        definition=(
-            "1 − cosine of the wavelet transforms of attention at every second offset and at every one; the "
-            "alignment is ours"
-        ),
-        unit="1 − cosine",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
+    _wave(
+        id="scale_half", title="Scale sensitivity, half sampling", short="Scale, half", unit="1 − cosine",
+        definition="1 − cosine of the wavelet transforms of attention at every second and every offset; alignment ours",
         published="Llama-3.2-1B 0.038, Qwen2.5-0.5B 0.058, Gemma2-2B 0.038",
     ),
-    Metric(
-        id="scale_quarter",
-        title="Scale sensitivity, quarter sampling",
-        short="Scale, quarter",
-        meter="wavelets",
-        source=WAVES,
-        definition="the same at every fourth offset",
-        unit="1 − cosine",
-        looks=Looks.ATTENTION,
-        level=Level.HEAD,
-        blind="where in the prompt",
+    _wave(
+        id="scale_quarter", title="Scale sensitivity, quarter sampling", short="Scale, quarter", unit="1 − cosine",
+        definition="1 − cosine of the wavelet transforms of attention at every fourth and every offset",
         published="Llama-3.2-1B 0.089, Qwen2.5-0.5B 0.100, Gemma2-2B 0.090",
     ),
-)
-"""In the order of the table."""
+)  # fmt: skip
+"""All metrics, in the order of the table."""
 
 BY_ID = {metric.id: metric for metric in CATALOGUE}

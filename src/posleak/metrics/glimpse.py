@@ -22,18 +22,18 @@ from posleak.probe import Call
 from .spectra import SHORTEST_PROFILE
 
 FULL_LENGTH, SAMPLED_ROWS = 256, 128
-"""Tokens up to which attention is made whole; and how many rows stand for all in longer prompts."""
+"""Longest prompts of which all rows are used, and the number of rows that represent longer ones."""
 
 SINGLE_ROWS = 32
-"""First positions that are not put into groups."""
+"""Number of first positions that are not grouped."""
 
 START_TOKENS = 64
-"""Gu's T: so many first queries are looked at apart. By causality they are a prompt of that length."""
+"""Gu's T: number of first queries for the sink rate. By causality they are a prompt of that length."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rows that stand for a prompt of `length` tokens."""
+    """The rows that represent a prompt of `length` tokens."""
 
     length: int
 
@@ -47,11 +47,11 @@ class Sampling:
 
     @cached_property
     def weights(self) -> Int64[np.ndarray, "P"]:
-        """How many positions each row stands for: itself and those since the row before."""
+        """The number of positions that each row represents: itself and those since the row before."""
         return np.diff(self.rows, prepend=-1)
 
     def spread(self, by_row: Float[Tensor, "*cells P"]) -> Float[Tensor, "*cells T"]:
-        """Numbers of the rows as numbers of all positions, straight lines in between."""
+        """Interpolate values of the rows linearly to all positions."""
         if self.length == len(self.rows):
             return by_row
         right = np.searchsorted(self.rows, np.arange(self.length)).clip(1)
@@ -67,14 +67,10 @@ def sampling(length: int) -> Sampling:
 
 @dataclass(frozen=True)
 class Glimpse:
-    """Sampled rows of one call. `origin`: m; its keys are left out of profiles by offset."""
+    """Sampled rows of one attention call. origin: the width m; its keys are excluded from `by_offset`."""
 
     call: Call
     origin: int
-
-    @property
-    def index(self) -> int:
-        return self.call.index
 
     @cached_property
     def sampling(self) -> Sampling:
@@ -86,12 +82,12 @@ class Glimpse:
 
     @cached_property
     def visible(self) -> Bool[Tensor, "P T"]:
-        """The keys that the rows see; the same in all prompts of a batch, as the leakage's rows have made sure."""
+        """The keys that the rows see: the same for all prompts of a batch, which the leakage's rows check."""
         return self.call.visibility.cached("glimpse", lambda: self.call.visibility.rows(self.rows)[0, 0])
 
     @cached_property
     def logits(self) -> Float[Tensor, "B H P T"]:
-        """s_ij, not masked."""
+        """Logits s_ij before the mask."""
         return self.call.logits(self.rows)
 
     @cached_property
@@ -100,32 +96,31 @@ class Glimpse:
 
     @cached_property
     def mean_attention(self) -> Float[Tensor, "B P T"]:
-        """Averaged over heads."""
+        """Attention averaged over heads."""
         return self.attention.mean(1)
 
     @cached_property
     def weights(self) -> Int[Tensor, "P"]:
-        """How many queries each row stands for."""
+        """The number of queries that each row represents."""
         return torch.from_numpy(self.sampling.weights).to(self.rows.device)
 
     @cached_property
     def by_offset(self) -> Float64[np.ndarray, "B H offsets"] | None:
-        """Mean attention of the rows of the second half at offsets 0, 1, 2, …, as far as all of them have body keys.
+        """Mean attention at offsets 0, 1, 2, … of the rows in the second half, up to the last offset that all have.
 
-        Keys of the origin are left out: their attention would be spread over all offsets, a little at each. None where
-        the prompt is too short.
+        Keys of the origin are excluded: in the mean they would be spread over all offsets. None if the prompt is short.
         """
-        late = self.rows[self.rows >= self.call.query.shape[2] // 2]  # groups of one size, but for one position
+        late = self.rows[self.rows >= self.call.query.shape[2] // 2]  # groups have one size, up to one position
         offsets = int(late[0]) - self.origin + 1
         if offsets < SHORTEST_PROFILE:
             return None
         key = late[:, None] - torch.arange(offsets, device=late.device)
-        found = self.attention[:, :, -len(late) :]
-        return found.gather(-1, key.expand(*found.shape[:2], -1, -1)).mean(2).double().cpu().numpy()
+        a = self.attention[:, :, -len(late) :]
+        return a.gather(-1, key.expand(*a.shape[:2], -1, -1)).mean(2).double().cpu().numpy()
 
 
 def start_attention(call: Call, tokens: int = START_TOKENS) -> Float[Tensor, "B H T T"]:
-    """The whole attention of the first queries among themselves."""
+    """Return the attention matrix of the first tokens."""
     tokens = min(tokens, call.query.shape[2])
     first = call.slice_positions(0, tokens)
     rows = torch.arange(tokens, device=call.query.device)
@@ -135,7 +130,7 @@ def start_attention(call: Call, tokens: int = START_TOKENS) -> Float[Tensor, "B 
 def attention(
     call: Call, logits: Float[Tensor, "B H P T"], visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"]
 ) -> Float[Tensor, "B H P T"]:
-    """The softmax of rows, as the call computes it: with its learned sink logit, and with what edits do at key 0."""
+    """Return the softmax of rows as the call computes it: with a learned sink logit and with edits of key 0."""
     hidden = call.visibility.cached(
         ("hidden", visible.shape, logits.dtype),
         lambda: torch.zeros(visible.shape, dtype=logits.dtype, device=logits.device).masked_fill_(~visible, -torch.inf),

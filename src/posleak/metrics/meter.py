@@ -1,4 +1,4 @@
-"""Meters: each turns what passes by in a forward pass into a few numbers per prompt, as the leakage's observer does.
+"""Meters: each computes arrays per prompt from the attention calls and the residual stream of a forward pass.
 
     class Farthest(Meter):
         name = "farthest"
@@ -9,8 +9,8 @@
 
     register(Farthest)                                    # then: posleak measure MODEL --metrics farthest
 
-The arrays go into the run's dataset, with the prompts as their first axis; `run.data["farthest"]` has them. A metric in
-the table (catalogue.py) says what is made of them.
+The arrays are stored in the run's dataset with the prompts as their first axis, here as `run.data["farthest"]`. The
+metrics in the table (catalogue.py) are computed from them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Meter:
-    """Looks at one forward pass after the other.
+    """Base class of meters.
 
-    name     what `--metrics` calls it
-    arrays   what it leaves of every prompt: the axes after the prompt's, the layer's or the depth's first
-    coords   labels of axes that only it has
+    name     its name in `--metrics`
+    arrays   its arrays with their axes after the prompt axis; the first one is LAYER or DEPTH
+    coords   coordinates of axes that only this meter has
     """
 
     name: ClassVar[str]
@@ -48,25 +48,25 @@ class Meter:
 
     @classmethod
     def of(cls, plan: Plan) -> Meter:
-        """Ready for prompts of this plan."""
+        """Construct the meter for prompts of this plan."""
         return cls()
 
     def look(self, seen: Glimpse) -> Arrays:
-        """Of one attention call: [B, …], without the axis of layers."""
+        """Return arrays [B, …] of one attention call, without the layer axis."""
         return {}
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
-        """Of the residual stream at one depth: [B, …], without the axis of depths."""
+        """Return arrays [B, …] of the residual stream at one depth, without the depth axis."""
         return {}
 
     def finished(self, data: Arrays) -> Arrays:
-        """Its arrays of all prompts, as they are kept; for what can only be computed from all of them."""
+        """Return the arrays to store, given those of all prompts; override for results that need all prompts."""
         return data
 
 
 @dataclass
 class Meters:
-    """An observer that shows every call, and the stream, to several meters; `collect` gives one batch as arrays."""
+    """An observer that passes every attention call and the residual stream to several meters."""
 
     meters: Sequence[Meter]
     origin: int
@@ -75,7 +75,7 @@ class Meters:
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
-        """Of all arrays that are collected, without the prompt's."""
+        """The axes of all arrays after the prompt axis."""
         return {name: axes for meter in self.meters for name, axes in meter.arrays.items()}
 
     @property
@@ -92,39 +92,39 @@ class Meters:
             self.depths.append(depth)
             self._keep(meter.depth(depth, x) for meter in self.meters)
 
-    def _keep(self, found: Iterable[Arrays]) -> None:
-        for arrays in found:
+    def _keep(self, by_meter: Iterable[Arrays]) -> None:
+        for arrays in by_meter:
             for name, array in arrays.items():
                 self.seen.setdefault(name, []).append(array)
 
     def finished(self, batches: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, xr.Variable]:
-        """All prompts together: labelled arrays for the run's dataset. Batches may hold other arrays too."""
-        found: Arrays = {
+        """Return the labelled arrays of all prompts for the run's dataset. Batches may contain other arrays too."""
+        data: Arrays = {
             name: np.concatenate([batch[name] for batch in batches]) for name in self.axes if name in batches[0]
         }
         for meter in self.meters:
-            own = meter.finished({name: found.pop(name) for name in meter.arrays if name in found})
-            found |= own
-        return {name: xr.Variable((PROMPT, *self.axes[name]), array) for name, array in found.items()}
+            data |= meter.finished({name: data.pop(name) for name in meter.arrays if name in data})
+        return {name: xr.Variable((PROMPT, *self.axes[name]), array) for name, array in data.items()}
 
     def unseen(self, batch: Mapping[str, NDArray[Any]]) -> list[str]:
-        """Names of meters that have left nothing in a batch."""
+        """Return the names of meters without any array in a batch."""
         return [meter.name for meter in self.meters if not any(name in batch for name in meter.arrays)]
 
     def collect(self) -> Arrays:
-        """What was seen since the last call of this method: layers or depths as the second axis, and NaN for the heads
-        that a layer has fewer than the widest. Depths of which some were not shown are left out: no one could tell
-        which is which."""
+        """Return the arrays since the last call of this method, with layers or depths as the second axis.
+
+        Layers with fewer heads than the widest are padded with NaN. Arrays by depth are dropped if a depth is missing.
+        """
         seen, depths, self.seen, self.depths = self.seen, self.depths, {}, []
         if depths != list(range(len(depths))):
-            seen = {name: each for name, each in seen.items() if self.axes[name][0] != DEPTH}
-        return {name: stack_calls(each, self.axes[name]) for name, each in seen.items()}
+            seen = {name: arrays for name, arrays in seen.items() if self.axes[name][0] != DEPTH}
+        return {name: stack_calls(arrays, self.axes[name]) for name, arrays in seen.items()}
 
 
 def stack_calls(layers: Sequence[NDArray[Any]], axes: tuple[str, ...]) -> NDArray[Any]:
-    """Arrays [B, …] of layers or depths side by side: [B, L, …]."""
+    """Stack arrays [B, …] of layers or depths into [B, L, …], padded with NaN to the widest layer."""
     if axes[0] not in (LAYER, DEPTH):
-        raise AssertionError(f"the first axis of a meter's array is {axes[0]}: expected layers or depths")
+        raise AssertionError(f"the first axis of a meter's array is {axes[0]!r}; expected {LAYER!r} or {DEPTH!r}")
     if HEAD in axes:
         at, widest = axes.index(HEAD), max(x.shape[axes.index(HEAD)] for x in layers)
         layers = [

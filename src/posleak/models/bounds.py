@@ -102,6 +102,7 @@ def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: in
     limit = EXTRA_BUFFER_BYTES + 4 * stored
     if need.buffer_bytes > limit:
         raise ModelError(
-            "the config asks for huge tables beside the weights", where=str(path), got=format_bytes(need.buffer_bytes),
-            expected=f"at most {format_bytes(limit)}", remedy="correct max_position_embeddings, or fetch the file again",
+            "the config asks for huge tables beside the weights", where=str(path),
+            got=format_bytes(need.buffer_bytes), expected=f"at most {format_bytes(limit)}",
+            remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip

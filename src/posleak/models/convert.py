@@ -17,20 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakWarning
-from posleak.models import (
-    bounds,
-    cache as caching,
-    configs,
-    gguf_file,
-    hashing,
-    manifest,
-    memory,
-    pretrained,
-    tokenizer as tokenizers,
-    weights,
-)
+from posleak.models import cache as caching, gguf_file, hashing, memory, pretrained
+from posleak.models.bounds import require_backed_by_files
 from posleak.models.builtin import OnStatus
+from posleak.models.configs import parse_config
 from posleak.models.library_errors import escape_surrogates, is_disk_full, translate_errors
+from posleak.models.tokenizer import prepended_ids
+from posleak.models.weights import weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +53,7 @@ def convert_once(order: ConversionOrder, cache: Path, on_status: OnStatus) -> Pa
     """Return the converted folder; convert if it is not in the cache. Safe to call from several processes."""
     target = caching.model_folder(cache, order.key)
     with caching.translate_write_errors(cache), caching.lock(cache, order.key):
-        if manifest.find(target, order.gguf_sha256) is None:
+        if caching.find_manifest(target, order.gguf_sha256) is None:
             caching.require_disk_space(cache, order.disk_bytes, order.name)
             with caching.workspace(cache, order.key) as workspace:
                 finished = _convert_in(workspace, order, on_status)
@@ -70,34 +63,34 @@ def convert_once(order: ConversionOrder, cache: Path, on_status: OnStatus) -> Pa
 
 def convert_file(path: Path, cache: Path, on_status: OnStatus, *, verify: bool = False) -> Path:
     """Return the converted folder of a GGUF file of the user, keyed by its sha256 (hashed again if `verify`)."""
-    disk_bytes = 4 * gguf_file.read_facts(path).elements  # before hashing, which takes half a minute for 10 GB
+    disk_bytes = 4 * gguf_file.read_header(path).elements  # before hashing, which takes half a minute for 10 GB
     digest = hashing.file_sha256(path, None if verify else cache)
     order = ConversionOrder(f"gguf-{digest[:24]}", path.name, "gguf", digest, lambda *_: path, disk_bytes)
     folder = caching.model_folder(cache, order.key)
-    return folder if manifest.find(folder, digest) is not None else convert_once(order, cache, on_status)
+    return folder if caching.find_manifest(folder, digest) is not None else convert_once(order, cache, on_status)
 
 
 def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) -> Path:
     gguf = order.obtain(workspace, on_status)
-    facts = gguf_file.read_facts(gguf)
-    memory.require_memory(4 * facts.elements, memory.available_bytes("cpu"), where=str(gguf), device="cpu")
-    on_status(f"{order.name}: converting {facts.quantisation}, once")
+    header = gguf_file.read_header(gguf)
+    memory.require_memory(4 * header.elements, memory.available_bytes("cpu"), where=str(gguf), device="cpu")
+    on_status(f"{order.name}: converting {header.quantisation}, once")
     finished = workspace / "finished"
-    _convert(facts, _isolated(gguf, workspace), finished)
+    _convert(header, _isolated(gguf, workspace), finished)
     if gguf.is_relative_to(workspace):
         gguf.unlink()
-    files = manifest.file_contents(finished)
-    record = manifest.ConversionManifest(
+    files, stated = caching.file_contents(finished), header.fields.get("general.license")
+    record = caching.ConversionManifest(
         name=escape_surrogates(order.name),
         source=order.source,
         packages=order.packages,
         gguf_sha256=order.gguf_sha256,
-        quantisation=facts.quantisation,
-        licence=order.licence or facts.licence,
-        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weights.weight_files(finished)}),
+        quantisation=header.quantisation,
+        licence=order.licence or (None if stated is None else str(stated)),
+        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weight_files(finished)}),
         files=files,
     )
-    manifest.write(finished, record)
+    caching.MANIFEST.write(finished / caching.MANIFEST_FILE, record)
     on_status(f"{order.name}: ready")
     return finished
 
@@ -114,44 +107,44 @@ def _isolated(gguf: Path, workspace: Path) -> Path:
     return alone
 
 
-def _convert(facts: gguf_file.GGUFFacts, gguf: Path, finished: Path) -> None:
-    """Load, save, reload and compare. `gguf` is the file of `facts`, alone in a folder."""
+def _convert(header: gguf_file.GGUFHeader, gguf: Path, finished: Path) -> None:
+    """Load, save, reload and compare. `gguf` is the file of `header`, alone in a folder."""
     import torch
 
-    with _errors_about(facts):
-        config = configs.parse_config(gguf.parent, gguf_file=gguf.name)
-        bounds.require_backed_by_files(facts.path, memory.memory_need(config), facts.elements, extra=0)
-        gguf_file.require_positions_kept(facts, config)
+    with _errors_about(header):
+        config = parse_config(gguf.parent, gguf_file=gguf.name)
+        require_backed_by_files(header.path, memory.memory_need(config), header.elements, extra=0)
+        gguf_file.require_positions_kept(header, config)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF bar even if bars are off
             model = pretrained.read_model(gguf.parent, config, dtype=torch.float32, gguf_file=gguf.name)
         savable, before = _savable(model), _ModelState.of(model)
-    _warn_of_dropped(facts, model)
+    _warn_of_dropped(header, model)
     with pretrained.silence_transformers():
         savable.save_pretrained(str(finished))
     del model, savable  # so that only one copy of a large model is in memory
-    _save_tokenizer(facts, gguf, finished)
-    with _errors_about(facts):
-        again = pretrained.read_model(finished, configs.parse_config(finished), dtype=torch.float32)
+    _save_tokenizer(header, gguf, finished)
+    with _errors_about(header):
+        again = pretrained.read_model(finished, parse_config(finished), dtype=torch.float32)
         before.require_same(_ModelState.of(again), finished)
 
 
 @contextlib.contextmanager
-def _errors_about(facts: gguf_file.GGUFFacts) -> Iterator[None]:
+def _errors_about(header: gguf_file.GGUFHeader) -> Iterator[None]:
     """Name the user's file in errors about its copy in the workspace."""
     try:
-        with translate_errors("transformers cannot load the GGUF file", facts.path, pretrained.REMEDY):
+        with translate_errors("transformers cannot load the GGUF file", header.path, pretrained.REMEDY):
             yield
     except ModelError as error:
         raise type(error)(
-            error.what, where=str(facts.path), got=error.got, expected=error.expected, remedy=error.remedy
+            error.what, where=str(header.path), got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
 
 
-def _warn_of_dropped(facts: gguf_file.GGUFFacts, model: PreTrainedModel) -> None:
+def _warn_of_dropped(header: gguf_file.GGUFHeader, model: PreTrainedModel) -> None:
     """Warn of elements in the file that the model does not use, such as heads for speculative decoding."""
     kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
-    if facts.elements > kept:
-        message = f"{facts.path}: the model does not use {facts.elements - kept} of {facts.elements} stored elements"
+    if header.elements > kept:
+        message = f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements"
         warnings.warn(message, PosleakWarning, stacklevel=2)
 
 
@@ -170,17 +163,17 @@ def _savable(model: PreTrainedModel) -> PreTrainedModel:
     return fresh
 
 
-def _save_tokenizer(facts: gguf_file.GGUFFacts, gguf: Path, folder: Path) -> None:
+def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> None:
     """Save the file's tokenizer. Warn if transformers cannot read it: random tokens can still be measured."""
-    if not facts.has_tokenizer:
+    if "tokenizer.ggml.model" not in header.fields:
         return
     try:
-        with translate_errors("its tokenizer cannot be read", facts.path, pretrained.REMEDY):
+        with translate_errors("its tokenizer cannot be read", header.path, pretrained.REMEDY):
             saved = _saved_tokenizer(gguf)
     except ModelError as error:
         if is_disk_full(error):
             raise
-        message = f"{facts.path}: {error.what} ({error.got}); text inputs will not be possible"
+        message = f"{header.path}: {error.what} ({error.got}); text inputs will not be possible"
         warnings.warn(message, PosleakWarning, stacklevel=2)
         return
     for path in saved.iterdir():
@@ -195,7 +188,7 @@ def _saved_tokenizer(gguf: Path) -> Path:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
         )
-    tokenizers.prepended_ids(tokenizer)
+    prepended_ids(tokenizer)
     for key in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
         tokenizer.init_kwargs.pop(key, None)
     saved = gguf.parent / "tokenizer"

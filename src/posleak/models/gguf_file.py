@@ -58,19 +58,49 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The metadata by key (for an array of strings, only its length), and the tensors."""
+    """The metadata of a GGUF file by key (for an array of strings, only its length), and its tensors."""
 
+    path: Path
     fields: dict[str, Any]
     tensors: tuple[GGUFTensor, ...]
 
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture"))
+
+    def field(self, name: str) -> Any:
+        """Return the value of a key of the architecture, such as `rope.freq_base`."""
+        return self.fields.get(f"{self.architecture}.{name}")
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def quantisation(self) -> str:
+        """What the weights were before they became float32: what the file states, else the most common type."""
+        from gguf import GGMLQuantizationType, LlamaFileType
+
+        stated: Any = self.fields.get("general.file_type")
+        types = Counter(GGMLQuantizationType(tensor.kind).name for tensor in self.tensors if len(tensor.shape) > 1)
+        name = types.most_common(1)[0][0] if types else "unknown"
+        if stated in LlamaFileType._value2member_map_:
+            name = LlamaFileType(stated).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return f"GGUF {name} ({'converted' if name in UNQUANTISED else 'dequantised'} to float32)"
+
 
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a GGUF file, or raise an error that says where it contradicts the file."""
+    """Return the header of a GGUF file. Raise if the file is not GGUF, is truncated, or contradicts itself."""
     with translate_errors("the file is not a complete GGUF file", path, FETCH_AGAIN), path.open("rb") as file:
         if path.stat().st_size < 24:
             _reject(path, f"{path.stat().st_size} bytes")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _HeaderReader(path, data).header()
+            header = _HeaderReader(path, data).header()
+    with translate_errors("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
+        _ = header.quantisation  # raises if the types are invalid
+        _require_consistent(header)
+    return header
 
 
 def _reject(path: Path, got: str, expected: str | None = None) -> NoReturn:
@@ -100,7 +130,7 @@ class _HeaderReader:
             fields[key] = self.value(self.scalar("I"))
         table = [self.tensor() for _ in range(tensors)]
         self.require_data(table, fields.get("general.alignment", 32))
-        return GGUFHeader(fields, tuple(tensor for tensor, _ in table))
+        return GGUFHeader(self.path, fields, tuple(tensor for tensor, _ in table))
 
     def take(self, length: int) -> bytes:
         """Return the next bytes."""
@@ -184,104 +214,40 @@ class _HeaderReader:
         return -(-tensor.elements // block) * int(width)
 
 
-# -- facts ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GGUFFacts:
-    """The metadata that conversion uses; `elements` counts the elements of all tensors."""
-
-    path: Path
-    architecture: str
-    file_type: str
-    elements: int
-    licence: str | None
-    has_tokenizer: bool
-    rope_base: float | None
-    rope_scaling: str | None
-    rope_tensors: tuple[str, ...]
-    rotary_dim: int | None
-    window: int | None
-
-    @property
-    def quantisation(self) -> str:
-        """What the weights were before they became float32, for the identity."""
-        verb = "converted" if self.file_type in UNQUANTISED else "dequantised"
-        return f"GGUF {self.file_type} ({verb} to float32)"
-
-
-def read_facts(path: Path) -> GGUFFacts:
-    """Return the facts of a GGUF file. Raise if it is not GGUF, is truncated, or contradicts itself."""
-    header = read_header(path)
-    with translate_errors("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
-        facts = _facts(path, header)
-        _require_consistent(facts, header)
-    return facts
-
-
-def _facts(path: Path, header: GGUFHeader) -> GGUFFacts:
-    field = header.fields.get
-    family = field("general.architecture")
-    scaling = field(f"{family}.rope.scaling.type")
-    window = field(f"{family}.attention.sliding_window")
-    licence = field("general.license")
-    return GGUFFacts(
-        path=path,
-        architecture=str(family),
-        file_type=_file_type(field("general.file_type"), header),
-        elements=sum(tensor.elements for tensor in header.tensors),
-        licence=None if licence is None else str(licence),
-        has_tokenizer="tokenizer.ggml.model" in header.fields,
-        rope_base=field(f"{family}.rope.freq_base"),
-        rope_scaling=None if scaling in (None, "none") else str(scaling),
-        rope_tensors=tuple(tensor.name for tensor in header.tensors if tensor.name.startswith("rope_")),
-        rotary_dim=field(f"{family}.rope.dimension_count"),
-        window=window if isinstance(window, int) and window > 0 else None,
-    )
-
-
-def _require_consistent(facts: GGUFFacts, header: GGUFHeader) -> None:
+def _require_consistent(header: GGUFHeader) -> None:
     """Reject a block count that differs from the tensors; heads for speculative decoding may be counted or not."""
-    stated = header.fields.get(f"{facts.architecture}.block_count", 0)
-    extra = header.fields.get(f"{facts.architecture}.nextn_predict_layers", 0)
+    stated, extra = header.field("block_count") or 0, header.field("nextn_predict_layers") or 0
     blocks = len({match[1] for tensor in header.tensors if (match := _BLOCK.match(tensor.name))})
     if stated not in (blocks, blocks - extra):
         raise ModelError(
-            "the GGUF file contradicts itself", where=str(facts.path),
-            got=f"{facts.architecture}.block_count = {stated}",
+            "the GGUF file contradicts itself", where=str(header.path),
+            got=f"{header.architecture}.block_count = {stated}",
             expected=f"{blocks}, the number of blocks in its tensors", remedy=FETCH_AGAIN,
         )  # fmt: skip
     sizes = {key: value for key, value in header.fields.items() if not key.startswith("tokenizer.")}
-    bounds.require_plausible(facts.path, sizes)
+    bounds.require_plausible(header.path, sizes)
 
 
-def _file_type(stated: Any, header: GGUFHeader) -> str:
-    """Return the quantisation that the file names, else the most common type of its matrices."""
-    from gguf import GGMLQuantizationType, LlamaFileType
-
-    if stated in LlamaFileType._value2member_map_:
-        return LlamaFileType(stated).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    types = Counter(GGMLQuantizationType(tensor.kind).name for tensor in header.tensors if len(tensor.shape) > 1)
-    return types.most_common(1)[0][0] if types else "unknown"
-
-
-def require_positions_kept(facts: GGUFFacts, config: PreTrainedConfig) -> None:
+def require_positions_kept(header: GGUFHeader, config: PreTrainedConfig) -> None:
     """Reject a file whose position encoding differs from that of `config`, which transformers made of it."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # by layer type in some families
     ropes = nested or ([parameters] if parameters else [])
-    bases = [float(rope["rope_theta"]) for rope in ropes if "rope_theta" in rope]
-    if facts.rope_tensors:
-        raise _lost(facts, "the tensor " + ", ".join(facts.rope_tensors), "frequencies without them")
-    if facts.rope_scaling and all(rope.get("rope_type", "default") == "default" for rope in ropes):
-        raise _lost(facts, f"rope.scaling.type = {facts.rope_scaling}", "rope_type default")
-    if facts.rope_base is not None and not any(math.isclose(facts.rope_base, base, rel_tol=1e-6) for base in bases):
-        raise _lost(facts, f"rope.freq_base = {facts.rope_base}", f"rope_theta {bases}")
-    if facts.window is not None and getattr(text, "sliding_window", None) != facts.window:
-        raise _lost(facts, f"attention.sliding_window = {facts.window}", "no such window")
-    if facts.rotary_dim is not None and facts.rotary_dim not in (dims := _rotary_dims(text, ropes)):
-        raise _lost(facts, f"rope.dimension_count = {facts.rotary_dim}", f"{dims} dimensions")
+    if tensors := [tensor.name for tensor in header.tensors if tensor.name.startswith("rope_")]:
+        raise _lost(header, "the tensor " + ", ".join(tensors), "frequencies without them")
+    scaling = header.field("rope.scaling.type")
+    if scaling not in (None, "none") and all(rope.get("rope_type", "default") == "default" for rope in ropes):
+        raise _lost(header, f"rope.scaling.type = {scaling}", "rope_type default")
+    base, bases = header.field("rope.freq_base"), [float(r["rope_theta"]) for r in ropes if "rope_theta" in r]
+    if base is not None and not any(math.isclose(base, other, rel_tol=1e-6) for other in bases):
+        raise _lost(header, f"rope.freq_base = {base}", f"rope_theta {bases}")
+    window = header.field("attention.sliding_window")
+    if isinstance(window, int) and window > 0 and getattr(text, "sliding_window", None) != window:
+        raise _lost(header, f"attention.sliding_window = {window}", "no such window")
+    rotated = header.field("rope.dimension_count")
+    if rotated is not None and rotated not in (dims := _rotary_dims(text, ropes)):
+        raise _lost(header, f"rope.dimension_count = {rotated}", f"{dims} dimensions")
 
 
 def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[int]:
@@ -293,9 +259,9 @@ def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[in
     return sorted(dims | ({int(latent)} if latent else set()))
 
 
-def _lost(facts: GGUFFacts, stated: str, got: str) -> ModelError:
+def _lost(header: GGUFHeader, stated: str, got: str) -> ModelError:
     return ModelError(
         "transformers drops what this GGUF file states about positions; the results would be wrong",
-        where=str(facts.path), got=got, expected=f"{stated} (architecture {facts.architecture})",
+        where=str(header.path), got=got, expected=f"{stated} (architecture {header.architecture})",
         remedy="use the model's original safetensors: a hub id, or a folder",
     )  # fmt: skip

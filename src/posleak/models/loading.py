@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posleak.errors import ModelError
-from posleak.models import (
-    bounds,
-    cache as caching,
-    configs,
-    hashing,
-    manifest,
-    memory,
-    pretrained,
-    sources,
-    tokenizer as tokenizers,
-    weights,
-)
-from posleak.models.builtin import OnStatus
+from posleak.models import bounds, cache as caching, configs, hashing, memory, pretrained, sources, weights
+from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.library_errors import translate_errors
 from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.models.subject import Subject, stable_checksum
+from posleak.models.tokenizer import read_tokenizer, tokenizer_files
 from posleak.signatures import checked
 from posleak.text import visible
 
@@ -77,7 +67,7 @@ def load(
     if pinned is not None and revision not in (None, pinned):
         raise ModelError("two revisions are given", where=text, got=f"{pinned} and {revision}", remedy="name one")
     revision = pinned or revision
-    if revision is not None and text in sources.known_names():
+    if revision is not None and text in known_names():
         raise sources.no_revisions_error(text, revision, "this model")
     pretrained.require_dtype(dtype)
     sources.require_existing_path(text)
@@ -133,7 +123,7 @@ def _hashing(located: LocatedModel, options: LoadOptions) -> hashing.BackgroundH
     with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
         names = weights.weight_files(located.folder, allow_pickle=options.allow_pickle)
         if located.record is not None:
-            manifest.require_unchanged(located.folder, located.record, names)
+            caching.require_unchanged(located.folder, located.record, names)
     use_cache = located.record is None and not options.verify
     return hashing.BackgroundHashes(located.folder, names, options.cache if use_cache else None)
 
@@ -202,12 +192,12 @@ def _read(
         folder, config, dtype=target.dtype, device_map=target.placement, trust_remote_code=trusted,
         allow_pickle=options.allow_pickle,
     )  # fmt: skip
-    tokenizer = tokenizers.read_tokenizer(folder, config, trust_remote_code=trusted)
+    tokenizer = read_tokenizer(folder, config, trust_remote_code=trusted)
     checksum = stable_checksum(model)
     conditions = f"{model.dtype} {config_sha256(model.config)} {version('torch')} {version('transformers')}"
     confirmed = hashing.confirm_hashes(hashes, options.cache, checksum, conditions)
     if located.record is not None:
-        manifest.require_hashes(folder, located.record, confirmed)
+        caching.require_hashes(folder, located.record, confirmed)
     provenance = Provenance(
         name=name,
         source=located.source,
@@ -216,7 +206,7 @@ def _read(
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,
-        tokenizer_sha256=None if tokenizer is None else _sha256(folder, tokenizers.tokenizer_files(folder)),
+        tokenizer_sha256=None if tokenizer is None else _sha256(folder, tokenizer_files(folder)),
         code_sha256=_sha256(folder, configs.code_files(folder)) if configs.ran_local_code(model, tokenizer) else None,
     )
     return Subject(model, tokenizer, describe(model, tokenizer, provenance), provenance)

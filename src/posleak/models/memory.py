@@ -115,7 +115,6 @@ def memory_need(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
 def require_memory(need: int, available: int, *, where: str, device: str) -> None:
     """Reject a model of `need` bytes if fewer are `available`."""
     if need > available:
-        raise TooLargeError(
-            f"the model's weights do not fit in the memory of {device}", where=where, got=f"{format_bytes(need)} of weights",
-            expected=f"at most {format_bytes(available)}", remedy=USE_LESS_MEMORY,
-        )  # fmt: skip
+        got, expected = f"{format_bytes(need)} of weights", f"at most {format_bytes(available)}"
+        what = f"the model's weights do not fit in the memory of {device}"
+        raise TooLargeError(what, where=where, got=got, expected=expected, remedy=USE_LESS_MEMORY)

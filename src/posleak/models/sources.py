@@ -1,10 +1,14 @@
 """Resolve a name to a folder: a built-in or shipped name, a folder, a GGUF file, else a hub id, in this order.
 
-A folder whose name is also a built-in name is loaded as `./name`.
+A folder whose name is also a built-in name is loaded as `./name`. `file_stamp` detects whether a model's files have
+changed: it is cheap (sizes and times of files, or the commit of a hub id). If the stamp is unchanged, so is the model.
+If it has changed, `content_sha256` reads the files and distinguishes a copy from a change.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -15,10 +19,9 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean
 from posleak.files import open_regular, read_regular, stays_in_folder
-from posleak.models import builtin, cache as caching, configs, manifest, shipped
-from posleak.models.builtin import OnStatus
+from posleak.models import builtin, cache as caching, configs, hashing
+from posleak.models.builtin import OnStatus, known_names
 from posleak.models.library_errors import escape_surrogates, translate_errors
-from posleak.models.manifest import ConversionManifest
 from posleak.text import one_line
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ _FRONT_MATTER = re.compile(r"\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.S | re.M)
 _VALUE = r"""["']?([^\s"'#*&\[{|>!][^"'#\n]{0,99}?)["']?[ \t]*(?:#.*)?$"""
 _LICENCE = re.compile(r"^(license|license_name):[ \t]*(?:\n[ \t]*-[ \t]+)?" + _VALUE, re.M)
 """A line at the top level of the front matter; for a list, its first item."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken", ".bin", ".py", ".gguf")
 _STEP = re.compile(r"\D*?(\d+)\D*")
 """A folder name with one number, which is the training step."""
 
@@ -60,15 +64,10 @@ class LocatedModel:
     revision: str | None = None
     quantisation: str | None = None
     licence: str | None = None
-    record: ConversionManifest | None = None
+    record: caching.ConversionManifest | None = None
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
-
-
-def known_names() -> list[str]:
-    """Return the names of models that need no hub: built-in and shipped ones."""
-    return [*builtin.BUILTIN_MODELS, *shipped.names()]
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -113,8 +112,8 @@ def no_revisions_error(where: str, revision: str, what: str) -> ModelError:
 
 def locate_offline(name: str, cache: Path) -> LocatedModel | None:
     """Return a shipped model, or a converted one in the cache; None if there is none of this name."""
-    if name in shipped.names():
-        return LocatedModel(shipped.folder(name), shipped.SOURCE, licence=shipped.LICENCE)
+    if name in builtin.shipped_names():
+        return LocatedModel(builtin.shipped_folder(name), builtin.SHIPPED_SOURCE, licence=builtin.SHIPPED_LICENCE)
     folder = builtin.cached_folder(name, cache) if name in builtin.BUILTIN_MODELS else None
     return None if folder is None else _converted(folder)
 
@@ -141,11 +140,11 @@ def resolve(name: str, options: LoadOptions, require_fit: Callable[[PreTrainedCo
 
 
 def _converted(folder: Path) -> LocatedModel:
-    record = manifest.read(folder)
+    record = caching.read_manifest(folder)
     if record is None:
         raise ModelError(
-            f"{manifest.MANIFEST_FILE} is damaged, or was written by another version of posleak",
-            where=str(folder / manifest.MANIFEST_FILE),
+            f"{caching.MANIFEST_FILE} is damaged, or was written by another version of posleak",
+            where=str(folder / caching.MANIFEST_FILE),
             remedy="load the model by its name or from its .gguf file; it is then converted again",
         )  # fmt: skip
     return LocatedModel(folder, record.source, quantisation=record.quantisation, licence=record.licence, record=record)
@@ -160,7 +159,7 @@ def _folder(path: Path, revision: str | None) -> LocatedModel:
                 "the folder's name is not UTF-8, and safetensors cannot open files in it", where=escaped,
                 remedy="rename the folder, or load it through a link with another name",
             )  # fmt: skip
-        if (folder / manifest.MANIFEST_FILE).exists():
+        if (folder / caching.MANIFEST_FILE).exists():
             return _converted(folder)
         commit = folder.name if folder.parent.name == "snapshots" else None
         return LocatedModel(folder, "folder", revision=commit, licence=_licence(folder))
@@ -257,3 +256,43 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
             remedy="name the folder above the checkpoints, or load one model folder by itself",
         )  # fmt: skip
     return [steps[step] for step in sorted(steps)]
+
+
+def file_stamp(name: str) -> str | None:
+    """Return a text that stays the same while the model's files do; None if that would need a network."""
+    text, revision = split_revision(name)
+    if text in builtin.BUILTIN_MODELS:
+        return f"sha256 {builtin.BUILTIN_MODELS[text].gguf_sha256}"
+    if text in builtin.shipped_names():
+        return builtin.SHIPPED_SOURCE
+    paths = _model_files(text, revision)
+    if paths is None:
+        return _hub_commit(text, revision)
+    facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    return f"files {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}"
+
+
+def content_sha256(name: str) -> str | None:
+    """Return a hash of the content of the model's files; None for built-in models, shipped models and hub ids."""
+    text, revision = split_revision(name)
+    if text in builtin.BUILTIN_MODELS or text in builtin.shipped_names():
+        return None
+    paths, cache = _model_files(text, revision), caching.cache_folder()
+    return None if paths is None else hashing.joined_sha256({p.name: hashing.file_sha256(p, cache) for p in paths})
+
+
+def _model_files(text: str, revision: str | None) -> list[Path] | None:
+    """Return the file itself, or the files of the folder (in a hub cache, of the snapshot); None without either."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        folder = snapshot_folder(path, revision)
+        return sorted(file for file in folder.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
+    return [path] if path.is_file() else None
+
+
+def _hub_commit(text: str, revision: str | None) -> str | None:
+    """Return the commit of a revision in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(text, "config.json", revision=revision) if text.count("/") <= 1 else None
+    return f"commit {Path(path).parent.name}" if isinstance(path, str) else None

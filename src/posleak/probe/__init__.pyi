@@ -2,13 +2,12 @@ from .attachment import (
     Observer as Observer,
     Probe as Probe,
     attach as attach,
-    backbone as backbone,
     takes_positions as takes_positions,
 )
 from .calibration import Calibration as Calibration, calibrate as calibrate, relative_difference as relative_difference
 from .call import Call as Call
-from .edit import Edit as Edit
-from .edit_effect import EditEffect as EditEffect, EditEffectRecorder as EditEffectRecorder
+from .edit import Edit as Edit, EditEffect as EditEffect, EditEffectRecorder as EditEffectRecorder
+from .native import backbone as backbone
 from .placement import Motion as Motion, Placement as Placement, read_placements as read_placements
 from .plan import Plan as Plan, default_plan as default_plan
 from .positions import Positions as Positions

@@ -29,11 +29,9 @@ from posleak.models.hold import Hold, configs_of, holding, preserve_random_state
 from posleak.stopwatch import stage
 
 from .call import Call
-from .edit import Edit
-from .edit_effect import EditEffectRecorder
-from .experts import runnable_experts
+from .edit import Edit, EditEffectRecorder
 from .kernel import attend
-from .rotary import own_rotation
+from .native import backbone, own_rotation, runnable_experts
 from .stream import StreamObserver, streaming
 from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
@@ -100,8 +98,8 @@ class Probe:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _refuse_unknown(where, query, key, dropout, kwargs)
-        _refuse_selection(where, key, indices)
+        _reject_unknown_arguments(where, query, key, dropout, kwargs)
+        _reject_key_selection(where, key, indices)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
@@ -145,7 +143,7 @@ class Probe:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
-            with torch.no_grad():  # not inference mode, see native.by_itself
+            with torch.no_grad():  # not inference mode, see native.unmodified
                 return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager
@@ -187,11 +185,6 @@ class PositionsOnly(Edit):
 
     def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
         return self.inner.positions(positions)
-
-
-def backbone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its language-model head."""
-    return model.base_model
 
 
 def layer_of(name: str) -> int | None:
@@ -258,7 +251,7 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _refuse_unknown(
+def _reject_unknown_arguments(
     where: str,
     query: Float[Tensor, "B H T E"],
     key: Float[Tensor, "B K keys E"],
@@ -282,7 +275,9 @@ def _refuse_unknown(
         )  # fmt: skip
 
 
-def _refuse_selection(where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None) -> None:
+def _reject_key_selection(
+    where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None
+) -> None:
     """Raise UnsupportedError if sparse attention with an indexer does not select all keys."""
     if indices is not None and indices.shape[-1] < key.shape[2]:
         raise UnsupportedError(

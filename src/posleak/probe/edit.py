@@ -1,4 +1,4 @@
-"""The base class of edits. By default every method leaves the run unchanged.
+"""The base class of edits, and the record of what an edit changed.
 
 An edit never mutates its arguments: it returns new values, or installs something in the model for the duration of an
 attachment and removes it afterwards. The built-in edits are in posleak.edits.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from posleak.axes import format_layers
 from posleak.inputs import Prompts
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Edit:
-    """An intervention on a run. Subclasses override the methods for what they change.
+    """An intervention on a run. Subclasses override the methods for what they change; the others change nothing.
 
     placing: True if the edit changes the effect of positions on queries and keys (position ids, rotation, precision).
     Such an edit is active while placements are read from the model.
@@ -72,3 +74,55 @@ class Edit:
     def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
         """Return the calls in which a placing edit changes the placement, from placements without and with it."""
         return [call for call, (one, other) in enumerate(zip(without, within, strict=True)) if one.differs(other)]
+
+
+@dataclass
+class EditEffectRecorder:
+    """Collects what one edit changes during forward passes.
+
+    calls    by call index: the layer, and the number of changed heads
+    beside   descriptions of changes outside attention calls
+    """
+
+    calls: dict[int, tuple[int, int]] = field(default_factory=dict)
+    beside: dict[str, None] = field(default_factory=dict)
+
+    def add_call(self, call: Call, heads: int) -> None:
+        """Record the number of changed heads of a call."""
+        if heads:
+            self.calls[call.index] = (call.layer, heads)
+
+    def note(self, what: str) -> None:
+        """Record a change outside attention calls, such as "the embedding at position 0"."""
+        self.beside[what] = None
+
+    def effect(self, edit: str) -> EditEffect:
+        """Return what was recorded, under the text of the edit."""
+        layers, heads = {layer for layer, _ in self.calls.values()}, sum(heads for _, heads in self.calls.values())
+        return EditEffect(edit, tuple(sorted(layers)), len(self.calls), heads, tuple(self.beside))
+
+
+@dataclass(frozen=True)
+class EditEffect:
+    """What an edit changed in every forward pass, as stored in results.
+
+    layers   indices of the layers with changed attention;  calls, heads: number of changed calls and heads
+    beside   descriptions of changes outside attention calls
+    """
+
+    edit: str
+    layers: tuple[int, ...]
+    calls: int
+    heads: int
+    beside: tuple[str, ...]
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the edit changed nothing."""
+        return not (self.calls or self.beside)
+
+    @property
+    def words(self) -> str:
+        """A short description, such as `9 heads in layer 3` or `the embedding at position 0`."""
+        heads = f"{self.heads} head{'s' if self.heads > 1 else ''} in {format_layers(self.layers)}"
+        return ", ".join([*([heads] if self.calls else []), *self.beside]) or "changes nothing: a control"

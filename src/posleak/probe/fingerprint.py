@@ -23,7 +23,7 @@ from posleak.models.library_errors import translate_errors
 from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 
-from .native import by_itself, native
+from .native import native, unmodified
 
 FINGERPRINT_TOKENS, FINGERPRINT_LOGITS = 8, 16
 """Number of tokens of the fixed prompt, and number of logits that are read at its end."""
@@ -38,7 +38,7 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
     The tokens of the prompt and of the logits are spread evenly over the vocabulary. If the model has no logits at each
     position, its last hidden state is used instead.
     """
-    with by_itself(subject.model):
+    with unmodified(subject.model):
         return _fingerprint(subject)
 
 
@@ -108,7 +108,7 @@ def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, sta
 def identified(subject: Subject) -> Subject:
     """Return the subject with the current identity of its model; the same object if the identity is unchanged."""
     with exclusive(subject.model):
-        with by_itself(subject.model):
+        with unmodified(subject.model):
             now = subject.current(_fingerprint(subject))  # after the pass, which may repack quantised weights
         if difference(subject.identity, now.identity) is None:
             return subject

@@ -47,7 +47,7 @@ def logits_of(
         return own
     states, read = output.last_hidden_state[:, positions], ids[:, positions]
     answer = type(output)(**{**dict(output.items()), "last_hidden_state": states})
-    with _standing_in(model, answer):
+    with _replaced_backbone(model, answer):
         logits: Tensor = model(input_ids=read, attention_mask=torch.ones_like(read), use_cache=False).logits
     if logits.shape[:2] != states.shape[:2]:
         raise UnsupportedError(
@@ -58,7 +58,7 @@ def logits_of(
     return logits
 
 
-class _Answer(torch.nn.Module):
+class _StandIn(torch.nn.Module):
     """Stand-in for a model's backbone that returns a given output; all other attributes are those of the backbone.
 
     Some heads call a submodel of the backbone, such as `self.model.decoder`: it returns the same output.
@@ -79,18 +79,18 @@ class _Answer(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             inner = getattr(object.__getattribute__(self, "inner"), name)
-        return _Answer(inner, self.answer, self.given) if isinstance(inner, PreTrainedModel) else inner
+        return _StandIn(inner, self.answer, self.given) if isinstance(inner, PreTrainedModel) else inner
 
 
 @contextmanager
-def _standing_in(model: PreTrainedModel, answer: Any) -> Iterator[None]:
+def _replaced_backbone(model: PreTrainedModel, answer: Any) -> Iterator[None]:
     """Replace the backbone by a stand-in. Raise UnsupportedError if the model's head did not use its output."""
     name = model.base_model_prefix
     inner = model._modules.get(name)
     if inner is None or inner is not model.base_model:
         raise _no_loss(model, "has no language-model head separate from its backbone")
     given = list[bool]()
-    model._modules[name] = _Answer(inner, answer, given)
+    model._modules[name] = _StandIn(inner, answer, given)
     try:
         yield
     finally:

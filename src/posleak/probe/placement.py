@@ -6,9 +6,9 @@ effect of the position id alone, in every layer:
     k_p = R(p) c        a rotation: pairs of dimensions turn by angles φ(p), the other dimensions do not change
     q_p = t_p R(p) c    t_p: a scale that depends on absolute position, as in Llama 4; 1 in most models
 
-A few tokens are evaluated at the positions of interest. Two dimensions form a pair if the sum of their squares is
-constant while each of them changes: this shows whether halves or neighbours are paired. φ(p) is the angle by which the
-pair has turned since position 0. In products with query r, key j is moved from j to j + (r − i) by φ(r) − φ(i):
+Two dimensions form a pair if the sum of their squares is constant over positions while each of them changes: this shows
+whether halves or neighbours are paired. φ(p) is the angle by which the pair has turned since position 0. In products
+with query r, key j is moved from j to j + (r − i) by φ(r) − φ(i):
 
     s̃_rj = scaling · Σ_pairs [ (q·k) cos(φ_r − φ_i) − (q×k) sin(φ_r − φ_i) ] + Σ_others q k,   then the soft-cap, and
            the bias of row r at the new position
@@ -70,7 +70,7 @@ class Rotation:
         still[self.first] = still[self.second] = False
         return still.nonzero().flatten()
 
-    def turn(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "R Q twice"]:
+    def turn_factors(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "R Q twice"]:
         """Return cosines, then negative sines, of φ_r − φ_i for all references and queries; cached for all passes."""
         if dtype not in self._turns:
             by = self.angles[queries:, None] - self.angles[:queries]  # [R, Q, pairs]
@@ -243,12 +243,12 @@ def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> R
     best, partner = misfit.min(-1)
     dimension = torch.arange(len(own), device=own.device)
     mutual = (partner[partner] == dimension) & (best < MATCH) & (dimension < partner)
-    first, second = laid_out(dimension[mutual], partner[mutual], turning)
+    first, second = complete_layout(dimension[mutual], partner[mutual], turning)
     z = torch.complex(x[..., first], x[..., second])
     return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle(), x.shape[-1])
 
 
-def laid_out(
+def complete_layout(
     first: Int[Tensor, "plain"], second: Int[Tensor, "plain"], turning: Bool[Tensor, "E"]
 ) -> tuple[Int[Tensor, "pairs"], Int[Tensor, "pairs"]]:
     """Return all pairs of the layout (halves or neighbours) that the unambiguous pairs show.
@@ -324,10 +324,10 @@ def read_placements(
     if not apart:
         return observer.placements
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
-    return [_either(one, other, rotary) for one, other in zip(observer.placements, apart, strict=True)]
+    return [_choose(one, other, rotary) for one, other in zip(observer.placements, apart, strict=True)]
 
 
-def _either(along: Placement, apart: Placement, rotary: bool) -> Placement:
+def _choose(along: Placement, apart: Placement, rotary: bool) -> Placement:
     """Choose between a whole sequence of equal tokens and single tokens.
 
     If a recurrent state makes equal tokens differ, single tokens still show the rotation, if they show one or the model
@@ -379,7 +379,7 @@ def moved_logits(
     if len(first):
         (qa, qb), (ka, kb) = ((x[..., first], x[..., second]) for x in (q[:, :, :, None], k[:, :, None]))
         products = torch.cat([qa * ka + qb * kb, qa * kb - qb * ka], dim=-1)  # [B, H, R, m, 2 pairs]
-        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn(Q, wide))
+        s = s + torch.einsum("bhrjx,rqx->bhrqj", products, rotation.turn_factors(Q, wide))
     s = call.soft_capped(s.contiguous())
     if call.bias is not None:
         new = references[:, None, None] - rows[:Q, None] + torch.arange(m, device=device)  # [R, Q, m]

@@ -65,13 +65,13 @@ def default_plan(length: int, density: int = 1, origin: int = DEFAULT_ORIGIN) ->
     """
     for name, value, most in (("length", length, MAX_LENGTH), ("density", density, MAX_DENSITY)):
         if value > most:
-            raise InputError(f"{name} is too large", where="plan", got=value, expected=f"at most {most:,}")
+            raise InputError(f"{name} is too large", where=name, got=value, expected=f"at most {most:,}")
     if density < 1:
-        raise InputError("density is too small", where="plan", got=density, expected="at least 1")
+        raise InputError("density is too small", where="density", got=density, expected="at least 1")
     if length < MIN_LENGTH:
         raise InputError(
             "the prompt is too short: its last quarter must contain the reference queries",
-            where="plan", got=f"length {length}", expected=f"at least {MIN_LENGTH} tokens",
+            where="length", got=f"length {length}", expected=f"at least {MIN_LENGTH} tokens",
             remedy=f"use --length {MIN_LENGTH} or more; results are stable from about 256 on",
         )  # fmt: skip
     if not 1 <= origin <= length // 4:

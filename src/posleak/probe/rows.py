@@ -295,7 +295,6 @@ def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | Non
 
 
 def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
-    """Compute log Σ e^s over the visible keys before the prompt."""
     seen = call.visibility.rows(rows, slice(0, call.start))
     low = int(seen.any(2).flatten().nonzero()[0]) if bool(seen.any()) else call.start
     s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], LOG_ZERO)

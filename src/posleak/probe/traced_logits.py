@@ -116,7 +116,6 @@ def _number(x: Any) -> float | None:
 
 
 def _other(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the other one of two operands."""
     return ([arg for arg in args if arg is not x] or [kwargs.get("other")])[0]
 
 

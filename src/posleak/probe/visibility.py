@@ -152,9 +152,7 @@ def read_mask(
         return None
     seen = seen[:, 0]
     B, T, keys = seen.shape
-    everyone = torch.ones(
-        B, keys, dtype=torch.bool, device=mask.device
-    )  # padding that keeps all keys: rows() then evaluates each prompt
+    everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # makes rows() evaluate every prompt
     return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b, q, k], everyone, device=mask.device), bias
 
 

@@ -1,7 +1,7 @@
-"""One subject under many conditions: the same prompts under different edits, each an ordinary run, measured once.
+"""One subject under several conditions: the same prompts under different edits, each a run that is measured once.
 
-Everything is paired: every condition reads the same prompts. With a folder, conditions are kept below it as runs, and
-are read back when the work is started again.
+Conditions are paired: all read the same prompts. With a folder, each is stored as a run below it and loaded when the
+work is started again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.edits import NamedEdit, parse_edits
+from posleak.edits import parse_edits
 from posleak.errors import CheckError
 from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Prompts
@@ -26,25 +26,30 @@ from posleak.probe import Plan
 from posleak.probe.fingerprint import behaviour_difference
 
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, remove_if_empty, remove_unwritten, require_unused
-from .measure import PreparedRun
-from .progress import OnProgress
+from .prepared import PreparedRun
+from .progress import OnProgress, Progress
 from .record import clear_run
 from .run import Run
 from .software import slug
 from .spec import MeasureSpec
 
 CONDITIONS = "conditions"
-"""Where a folder keeps the runs of its conditions."""
+"""Folder of the conditions' runs, below the baseline's folder."""
 
 METRICS = "metrics"
-"""The condition that is the baseline itself, measured with what other papers measure."""
+"""Name of the condition that is the baseline measured with the metrics of other papers."""
 
 
 @dataclass
 class Conditions:
-    """`run(*edits)` is a measurement; `run()` is the baseline that all others are compared with. With a folder, use it
-    inside `writing()`. `given`: prompts that were handed over. `extra_files`: further files that this work keeps in the
-    folder."""
+    """The conditions of one subject: `run()` is the baseline, `run(*edits)` the run under edits.
+
+    With a folder, use it inside `writing()`.
+
+    given         prompts that the user passed
+    progress      callback that receives a status line
+    extra_files   further files that the work writes into the folder
+    """
 
     extra_files: ClassVar[tuple[str, ...]] = ()
 
@@ -59,7 +64,7 @@ class Conditions:
 
     @cached_property
     def baseline(self) -> PreparedRun:
-        """The measurement without edits, made ready."""
+        """Return the prepared run without edits."""
         return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
 
     @property
@@ -68,18 +73,19 @@ class Conditions:
 
     @property
     def tokens(self) -> Prompts:
+        """Return the baseline's prompts."""
         return self.baseline.base
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """The baseline's prompts [B, T]."""
+        """Return the ids of the baseline's prompts [B, T]."""
         return self.tokens.batch(range(self.spec.prompts))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the folder while work goes on there, ready to be filled; with `fresh`, what is there is removed first.
+        """Lock the folder for the time of the work; with `fresh`, remove earlier runs first.
 
-        A folder that cannot be written is read: if it is complete, nothing else is needed.
+        A folder that is not writable is used without a lock: runs that are complete can be loaded.
         """
         if self.folder is None or not (self.fresh or _writable(self.folder)):
             yield
@@ -93,7 +99,7 @@ class Conditions:
             yield
 
     def clear(self, folder: Path) -> None:
-        """Remove what earlier work wrote, and no other files; the baseline goes last."""
+        """Remove the files of earlier work, the baseline last; other files stay."""
         if not (folder / RECORD_FILE).exists():
             return
         for name in self.extra_files:
@@ -106,41 +112,55 @@ class Conditions:
         clear_run(folder)
 
     def run(self, *edits: str) -> Run:
-        """The run under these edits: from memory, from its folder, or measured now."""
-        parsed = parse_edits(edits)
-        key = tuple(edit.text for edit in parsed)
-        if key not in self._runs:
-            name = ", ".join(key) or "baseline"
-            self.progress(name)
-            self._runs[key] = self._measured(parsed, lambda reached: self.progress(f"{name}: {reached.text}"))
-        return self._runs[key]
+        """Return the run under these edits: from memory, from its folder, or measured now.
 
-    def _measured(self, edits: tuple[NamedEdit, ...], on_progress: OnProgress) -> Run:
-        """Conditions share the baseline's prompts and calibration; warnings are issued once, for the baseline."""
-        if not edits:
-            return self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
-        spec = replace(self.spec, edits=edits, metrics=(), loss=False)  # others' metrics are of the baseline
-        spec = replace(spec, loss=self.spec.loss and not spec.borrowed)
-        return self.condition(spec, "+".join(spec.edit_texts), on_progress)
+        Warnings are issued for the baseline only.
+        """
+        texts = tuple(edit.text for edit in parse_edits(edits))
+        if texts not in self._runs:
+            name = ", ".join(texts) or "baseline"
+            self.progress(name)
+
+            def on_progress(progress: Progress) -> None:
+                self.progress(f"{name}: {progress.text}")
+
+            self._runs[texts] = (
+                self.condition(self._spec_under(edits), "+".join(texts), on_progress)
+                if texts
+                else self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
+            )
+        return self._runs[texts]
+
+    def require_supported(self, *edits: str) -> None:
+        """Raise an UnsupportedError if the model cannot be measured under these edits; nothing is measured.
+
+        The placements that this reads are used again when the condition is measured.
+        """
+        replace(self.baseline, spec=replace(self._spec_under(edits), batch=self.baseline.spec.batch)).placements()
+
+    def _spec_under(self, edits: tuple[str, ...]) -> MeasureSpec:
+        """Return the baseline's spec under edits, without metrics, and without a loss where it is not defined."""
+        spec = replace(self.spec, edits=parse_edits(edits), metrics=(), loss=False)
+        return replace(spec, loss=self.spec.loss and not spec.borrowed)
 
     def condition(self, spec: MeasureSpec, name: str, on_progress: OnProgress) -> Run:
-        """The baseline's prompts measured as `spec` says; with a folder, kept below it by this name."""
-        before = self.baseline.subject
-        ready = PreparedRun.of(
-            before, spec, max_memory=self.max_memory, base=self.tokens, placement_cache=self.baseline.placement_cache
-        )
-        if gap := behaviour_difference(before.identity, ready.subject.identity):
+        """Measure the baseline's prompts under `spec`; with a folder, store the run below it by this name."""
+        subject, cache = self.baseline.subject, self.baseline.placement_cache
+        prepared = PreparedRun.of(
+            subject, spec, max_memory=self.max_memory, base=self.tokens, placement_cache=cache
+        )  # fmt: skip
+        if gap := behaviour_difference(subject.identity, prepared.subject.identity):
             raise CheckError(
                 "the model has changed since its baseline was measured", where=name, got=gap,
                 remedy="start again with the model as it is",
             )  # fmt: skip
-        known = self.run().record.calibration
-        place = None if self.folder is None else condition_folder(self.folder, name)
-        return ready.run(place, calibration=known, on_progress=on_progress)
+        calibration = self.run().record.calibration
+        folder = None if self.folder is None else condition_folder(self.folder, name)
+        return prepared.run(folder, calibration=calibration, on_progress=on_progress)
 
 
 def condition_folder(folder: Path, *edits: str) -> Path:
-    """Where a folder keeps the run under these edits."""
+    """Return the folder of the run under these edits."""
     return folder / CONDITIONS / slug("+".join(edits))
 
 

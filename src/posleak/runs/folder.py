@@ -42,7 +42,7 @@ _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
 _SEAL = ".seal"
 """The array in a batch that describes it."""
 
-ANEW = "delete this file and start again: only its prompts are measured anew"
+REMEASURE = "delete this file and start again: only its prompts are measured anew"
 
 
 def has_record(folder: Path) -> bool:
@@ -89,15 +89,15 @@ def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
     path = batch_path(folder, prompts)
     if not path.exists():
         return None
-    with translate_read_errors(path, ANEW), open_regular(path) as file:
-        arrays = read_npz(file, path, ANEW)
+    with translate_read_errors(path, REMEASURE), open_regular(path) as file:
+        arrays = read_npz(file, path, REMEASURE)
     found = [str(each) for each in arrays.pop(_SEAL, np.array([])).flat]
     if found != (expected := _seal(prompts, arrays, digest)):
         differing = [pair for pair in zip(found, expected) if pair[0] != pair[1]] or [("a batch without a seal", "one")]
         raise RunError(
             "a finished batch does not belong here, or was changed after it was written", where=str(path),
             got="; ".join(got for got, _ in differing), expected="; ".join(wanted for _, wanted in differing),
-            remedy=ANEW,
+            remedy=REMEASURE,
         )  # fmt: skip
     return arrays
 

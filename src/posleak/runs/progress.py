@@ -1,4 +1,4 @@
-"""How far a run is inside a batch, layer by layer, for whoever watches it: one batch may be all of a run."""
+"""Progress of a run, attention call by attention call: a run may consist of one batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posleak.probe import Call
 
 @dataclass(frozen=True)
 class Progress:
-    """`layer` of `layers` attention calls are done on these prompts, of so many in all."""
+    """`layer` of `layers` attention calls are finished for the prompts of the current batch, of `of` prompts in all."""
 
     prompts: range
     of: int
@@ -21,11 +21,12 @@ class Progress:
 
     @property
     def done(self) -> float:
-        """In prompts: those of earlier batches, and this batch's as far as it has come."""
+        """Return the number of finished prompts; those of the current batch count in proportion to its layers."""
         return self.prompts.start + len(self.prompts) * self.layer / self.layers
 
     @property
     def text(self) -> str:
+        """Return, for example, `prompts 0–7 of 16, layer 3 of 30`."""
         first, last = self.prompts[0], self.prompts[-1]
         which = f"prompts {first}–{last}" if last > first else f"prompt {first}"
         return f"{which} of {self.of}, layer {self.layer} of {self.layers}"
@@ -36,7 +37,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass
 class LayerCounter:
-    """An observer that counts attention calls. Every pass makes `layers` of them."""
+    """An observer that counts attention calls and reports progress. Every pass makes `layers` of them."""
 
     on_progress: OnProgress
     batches: Sequence[range]

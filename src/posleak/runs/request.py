@@ -1,4 +1,4 @@
-"""What a call of `measure`, `trace` or `claims` asks for: which subject, which prompts, and the rest as a spec."""
+"""Resolve the arguments of `measure`, `trace`, `claims` and `advise` into a subject, a spec and prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spec import GIVEN, LENGTH, PROMPTS, MeasureSpec
 
 @dataclass(frozen=True)
 class Request:
-    """`given`: prompts that were handed over; None where posleak makes them."""
+    """A resolved request; `given`: prompts that the user passed, None if posleak makes them."""
 
     subject: Subject
     spec: MeasureSpec
@@ -30,16 +30,18 @@ def resolve_request(
     bos: str | int = "auto",
     **more: Any,
 ) -> Request:
-    """`default`: length and number of prompts where the call names none and posleak makes the prompts.
+    """Return the subject, the spec and the user's prompts; what can be rejected without the model is rejected before
+    it is loaded.
 
-    What can be refused without the model is refused before it is loaded.
+    default     (length, prompts) where None is passed and posleak makes the prompts
+    more        further fields of MeasureSpec
     """
     if isinstance(inputs, str) and is_source_name(inputs):
         tokens, count = default[0] if length is None else length, default[1] if prompts is None else prompts
         spec = MeasureSpec(inputs, bos, tokens, count, **more)
         spec.require_effect()
         return Request(subject_of(subject), spec, None)
-    who = subject_of(subject)
-    given = read_given(who, inputs, length=length, prompts=prompts, bos=bos)
+    loaded = subject_of(subject)
+    given = read_given(loaded, inputs, length=length, prompts=prompts, bos=bos)
     count, tokens = given.table.shape
-    return Request(who, MeasureSpec(GIVEN, bos, tokens, count, **more), given)
+    return Request(loaded, MeasureSpec(GIVEN, bos, tokens, count, **more), given)

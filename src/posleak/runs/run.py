@@ -1,4 +1,4 @@
-"""A run: the result of a measurement, with all that describes it, in memory or on disk."""
+"""A run: the results of a measurement and the record that describes them, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from posleak.text import visible
 from posleak.typed import plain
 
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, batch_path, require_unused, verify_file
-from .loop import kept_batch
-from .loss import LOSS, PREDICTED, UNIT, Losses, labelled, positions
+from .loop import BatchStore
+from .loss import LOSS, LOSS_UNIT, PREDICTED, Losses, loss_positions, loss_variable
 from .memory import describe_prompts
 from .record import Record, read_record
 from .spec import MeasureSpec
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One measurement: `record` is run.json, `data` the labelled per-prompt arrays, `path` the folder or None."""
+    """A measured run: `record` is run.json, `data` the labelled arrays per prompt, `path` the folder or None."""
 
     record: Record
     data: xr.Dataset
@@ -50,7 +50,7 @@ class Run:
 
     @classmethod
     def load(cls, path: str | Path) -> Run:
-        """Read a finished run, checking every file against the sha256 in run.json."""
+        """Load a finished run after checking every file against the sha256 in run.json."""
         folder = Path(path)
         record = read_record(folder)
         if record.finished is None:
@@ -61,19 +61,20 @@ class Run:
 
     @classmethod
     def load_partial(cls, path: str | Path) -> Run:
-        """Read a run, finished or not; of an unfinished one the batches that are there, if they have two prompts."""
+        """Load a run, finished or not; of an unfinished run the finished batches, which must have two prompts."""
         folder = Path(path)
         record = read_record(folder)
         if record.finished is not None:
             return cls.load(folder)
-        batches = (kept_batch(folder, at, record.digest, record.calibration.heads) for at in record.spec.batches())
-        done = [chunk for chunk in batches if chunk is not None]
-        if sum(len(chunk["mask"]) for chunk in done) < 2:
+        store = BatchStore(folder, record.digest, record.calibration.heads)
+        chunks = [chunk for batch in record.spec.batches() if (chunk := store.read(batch)) is not None]
+        if sum(len(chunk["mask"]) for chunk in chunks) < 2:
             raise _unfinished(folder, record)
-        return cls(record, assembled(done, record.spec, record.calibration.numbers), folder)
+        meters = meters_of(record.spec)
+        return cls(record, assemble_run(chunks, record.spec, record.calibration.numbers, meters), folder)
 
     def save(self, folder: str | Path) -> Run:
-        """Write the run as `measure(out=…)` does, into a folder that has none; returns the run that is there."""
+        """Write the run as `measure(out=…)` does, into a folder without a run; return the run with its new path."""
         place = Path(folder)
         require_readable(self.record.spec.edits, str(place))
         if self.record.finished is None:
@@ -88,7 +89,7 @@ class Run:
         return self.under(record, place)
 
     def under(self, record: Record, path: Path | None = None) -> Run:
-        """The same data under another record, and at another path; numbers that were computed are kept."""
+        """Return the same data with another record and path; results that were computed are not computed again."""
         run = Run(record, self.data, path or self.path)
         run.__dict__.update(
             {name: value for name, value in self.__dict__.items() if name in ("products", "summary", "metrics")}
@@ -97,68 +98,71 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The model's name."""
+        """Return the model's name."""
         return self.record.identity.name
 
     @property
     def prompts(self) -> int:
-        """How many prompts were measured; fewer than were asked for in an unfinished run."""
+        """Return the number of measured prompts; in an unfinished run fewer than requested."""
         return int(self.data.sizes["prompt"])
 
     @property
     def remainder(self) -> float:
-        """The largest |sum of the parts − total| of any query and offset, in nats."""
+        """Return the largest |sum of the parts − total| of any query and offset, in nats."""
         return float(self.data.attrs["remainder"])
 
     @cached_property
     def products(self) -> dict[str, Products]:
-        """Products of prompts, of early and of all queries: what all numbers are computed from."""
+        """Return the products of prompts, for early and for all queries, from which all powers are computed."""
         return Products.by_queries({name: component(self.data, name) for name in components(self.data)})
 
     @cached_property
     def summary(self) -> Summary:
-        """All numbers with intervals."""
+        """Return powers, shares and attention profiles with their intervals."""
         return summarise(self.data, self.products)
 
     @cached_property
     def metrics(self) -> Metrics | None:
-        """What others measure, with intervals; None if the run was measured without. `run.metrics.rows` is the table,
-        `.heads`, `.layers` and `.depths` have the same number by number, `.frames` the type of every layer."""
+        """Return the metrics of other papers with intervals; None if the run was measured without them.
+
+        `run.metrics.rows` is the table; `.heads`, `.layers` and `.depths` have single metrics, `.frames` the reference
+        frame of every layer.
+        """
         return Metrics.of(self.data)
 
     @cached_property
     def loss(self) -> Losses | None:
-        """The next token's loss, over the first 32 tokens, the middle and the end; None if it was not asked for."""
+        """Return the next token's loss over the first 32 tokens, the middle and the end; None if not measured."""
         return Losses.of(self.data, self.record.plan)
 
     @cached_property
     def heads(self) -> pd.DataFrame:
-        """One row per layer and head, most leakage first: unbiased powers with intervals, and attention to position 0.
+        """Return one row per layer and head, sorted by total leakage: unbiased powers and attention to position 0.
 
-        `total`, `mask`, … are powers in nats² of all queries, `total_low` and `total_high` the ends of the interval,
+        `total`, `mask`, … are powers in nats² over all queries, `total_low` and `total_high` the ends of the interval,
         `sink_attention` is the mean attention of late queries to position 0, and `n` the number of prompts.
-        heads.parquet has the same numbers, and those of early queries. `run.heads.head(10)` are the first ten: of many
-        heads, those in front are there by noise as well, so look at the intervals.
+        heads.parquet also has the powers over early queries. Use the intervals: among many heads, the first rows of
+        `run.heads.head(10)` are partly selected by noise.
         """
         return by_head(self.summary)
 
     def parts(self, *, prompts: bool = False) -> xr.DataArray:
-        """Every component, mean over prompts: (component, layer, head, query, offset), in nats; see `split`."""
+        """Return the labelled components (component, layer, head, query, offset) in nats; see `split`."""
         names, n = list(components(self.data)), self.prompts
-        every = (component(self.data, name) for name in names)
+        arrays = (component(self.data, name) for name in names)
         axis = xr.IndexVariable("component", names)
         if prompts:
-            return xr.concat(list(every), dim=axis).rename("leakage")
+            return xr.concat(list(arrays), dim=axis).rename("leakage")
         means, errors = [], []
-        for x in every:  # one after the other: each is as large as all prompts
+        for x in arrays:  # one at a time: each is as large as all prompts
             means.append(x.mean(PROMPT))
             spread = x.std(PROMPT, ddof=1, skipna=False) if n > 1 else means[-1] * np.nan  # one prompt has no spread
             errors.append(spread.values / n**0.5)
-        found = xr.concat(means, dim=axis).rename("leakage")
-        return found.assign_coords(se=(found.dims, np.stack(errors)))
+        mean = xr.concat(means, dim=axis).rename("leakage")
+        return mean.assign_coords(se=(mean.dims, np.stack(errors)))
 
     def plot(self) -> Picture:
-        """Powers by layer with their intervals; below it stabilisation, and attention to position 0. See `Picture`."""
+        """Plot powers by layer with their intervals, and below them stabilisation and attention to position 0."""
         from posleak.show.plots import Picture, depth, drawn
 
         summary, title = self.summary, f"{self.name}, n = {self.prompts}, {self.record.spec.length} tokens"
@@ -167,16 +171,16 @@ class Run:
         return Picture(drawn(lambda figure: depth(figure, numbers, attention, parts, summary.places, title)), title)
 
     def __repr__(self) -> str:
-        return f"Run({said(self)})"
+        return f"Run({describe_run(self)})"
 
     def _repr_html_(self) -> str:
-        """In a notebook: shares with intervals, compactly."""
+        """Return a compact table of shares with intervals, for notebooks."""
         return compact_html(self.name, self.record.facts, self.summary.model)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak measure --json` (docs/json.md)."""
+        """Return the JSON of `posleak measure --json` (docs/json.md)."""
         record, summary = self.record, self.summary
-        found: dict[str, Any] = plain(
+        fields: dict[str, Any] = plain(
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edit_texts,
@@ -185,16 +189,18 @@ class Run:
                 "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
                 "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
-                "units": {"power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1", "loss": UNIT},
+                "units": {
+                    "power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1", "loss": LOSS_UNIT,
+                },
                 "metrics": None if self.metrics is None else self.metrics.as_dict(), "loss": self.loss,
                 "warnings": record.warnings, "changed": record.changed,
                 "run": None if self.path is None else str(self.path),
             }
         )  # fmt: skip
-        return found
+        return fields
 
     def write_results(self, folder: Path) -> dict[str, str]:
-        """Write results.nc and heads.parquet; returns their sha256 by name."""
+        """Write results.nc and heads.parquet; return their sha256 by file name."""
         more = () if self.metrics is None else self.metrics.tidy()
         table = pa.Table.from_pylist([*tidy(self.summary), *more])
         encoding = {name: {"zlib": True, "complevel": 1} for name in self.data.data_vars}
@@ -205,26 +211,29 @@ class Run:
 
 
 def meters_of(spec: MeasureSpec) -> Meters | None:
-    """The meters that look at the passes of a measurement; None if none was asked for."""
-    made = make_meters(spec.metrics, spec.plan)
-    return Meters(made, spec.origin) if made else None
+    """Return the meters of the requested metrics; None if there are none."""
+    meters = make_meters(spec.metrics, spec.plan)
+    return Meters(meters, spec.origin) if meters else None
 
 
-def assembled(
-    chunks: Sequence[Chunk], spec: MeasureSpec, numbers: Sequence[int], beside: Mapping[str, xr.Variable] | None = None
+def assemble_run(
+    chunks: Sequence[Chunk],
+    spec: MeasureSpec,
+    layer_ids: Sequence[int],
+    meters: Meters | None,
+    short_prompts: Mapping[str, xr.Variable] | None = None,
 ) -> xr.Dataset:
-    """All prompts as one dataset, with what the meters have seen; `beside`: what was read on prompts of their own."""
-    meters = meters_of(spec)
-    more = dict(beside or {}) if meters is None else meters.finished(chunks) | dict(beside or {})
+    """Return all prompts as one dataset, with the arrays of the meters, of short prompts, and of the loss."""
+    arrays = ({} if meters is None else meters.finished(chunks)) | dict(short_prompts or {})
     labels = {} if meters is None else dict(meters.coords)
     if spec.loss:
-        more[LOSS] = labelled(np.concatenate([chunk[LOSS] for chunk in chunks]))
-        labels[PREDICTED] = positions(spec.plan)
-    return assemble(chunks, spec.plan, numbers, more, labels)
+        arrays[LOSS] = loss_variable(np.concatenate([chunk[LOSS] for chunk in chunks]))
+        labels[PREDICTED] = loss_positions(spec.plan)
+    return assemble(chunks, spec.plan, layer_ids, arrays, labels)
 
 
 def _results(path: Path, record: Record) -> xr.Dataset:
-    """Read results.nc; arrays that are not those of the record's plan are refused."""
+    """Read results.nc; raise a RunError if its arrays do not match the plan of the record."""
     remedy, plan, heads = "measure again with --fresh", record.plan, record.calibration.heads
     data = read_netcdf(path, remedy)
     sizes = {
@@ -267,8 +276,8 @@ def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
     return {"power": numbers.power, "share": numbers.share, "stabilisation": numbers.stabilisation}
 
 
-def said(run: Run) -> str:
-    """A run in one line: model, facts, total power with its interval, and where it is."""
+def describe_run(run: Run) -> str:
+    """Return one line: model, prompts, total power with its interval, and folder."""
     total, spec = run.summary.model["all"].power["total"], run.record.spec
     facts = ", ".join([describe_prompts(run.prompts, spec.length), spec.inputs, *spec.edit_texts])
     place = "in memory" if run.path is None else str(run.path)
@@ -277,12 +286,12 @@ def said(run: Run) -> str:
 
 @checked
 def split(run: Run, *, prompts: bool = False) -> xr.DataArray:
-    """The labelled components of a run: (component, layer, head, query, offset), in nats.
+    """Return the labelled components of a run: (component, layer, head, query, offset), in nats.
 
-    The mean over prompts, with its standard error as the coordinate `se`. Squares of a mean are biased by that error:
-    they rank heads by noise, where `run.heads` has unbiased powers.
+    Components are means over prompts, with their standard errors as the coordinate `se`. The square of a mean is biased
+    upwards by its standard error; use `run.heads` for unbiased powers.
 
-    run         what `measure` returned, or `Run.load` read
-    prompts     keep the prompts apart, as the first axis after the component; without `se`
+    run         a run that `measure` returned or `Run.load` loaded
+    prompts     return every prompt, as the axis after the component, without `se`
     """
     return run.parts(prompts=prompts)

@@ -1,11 +1,11 @@
-"""Metrics that read short prompts of their own, beside a measurement: the sink rate on natural text and on repeated
-tokens (Gu et al. 2025), and what moving all positions does to attention in bfloat16 (Wang et al. 2024).
+"""Metrics that read short prompts of their own: the sink rate on natural text and on repeated tokens (Gu et al. 2025),
+and the effect of shifted positions on attention in bfloat16 (Wang et al. 2024).
 
     sink_natural, sink_repeated   (sample, layer, head)   α_0 of 64 tokens, as `sink_start` is of the prompts
-    shift_bfloat16, shift_own     (sample, layer, head)   mean over queries of ½ Σ_j |a_ij − a'_ij|, all position ids
-                                  moved: with the weights in bfloat16, and as they are
+    shift_bfloat16, shift_own     (sample, layer, head)   mean over queries of ½ Σ_j |a_ij − a'_ij|, where a' has all
+                                  position ids shifted: with weights in bfloat16, and in the model's own dtype
 
-Prompts are few and short, for these metrics hold at 64 tokens by their definition.
+A few short prompts are enough: these metrics are defined at 64 tokens.
 """
 
 from __future__ import annotations
@@ -33,103 +33,104 @@ from posleak.text import one_line
 
 from .spec import MeasureSpec
 
-NATURAL, REPEATED, SHIFTED = 8, 4, 6
-"""Prompts of each kind, or as many as the measurement has, if those are fewer. Repeated ones hardly differ."""
+NATURAL_PROMPTS, REPEATED_PROMPTS, SHIFTED_PROMPTS = 8, 4, 6
+"""Numbers of prompts, or as many as the measurement has if it has fewer. Prompts of repeated tokens hardly differ."""
 
 SHIFTED_TOKENS = 32
-"""Tokens of each prompt that is shifted."""
-
-Make = Callable[[], NDArray[np.float64]]
+"""Tokens of each shifted prompt."""
 
 SHIFT = 512
-"""By how many positions all are moved."""
+"""Number of positions by which all position ids are shifted."""
 
 PROSE = TextCrops("stdlib", max_characters=100_000)
-"""English that every Python has."""
+"""English text that every Python installation has."""
+
+Compute = Callable[[], NDArray[np.float64]]
 
 
 @dataclass
 class StartObserver:
-    """Keeps the attention of the first queries, layer by layer, or what `make` makes of it."""
+    """An observer that applies `reduce` to the attention of the first queries, layer by layer."""
 
-    make: Callable[[Float[Tensor, "B H T T"]], Tensor]
+    reduce: Callable[[Float[Tensor, "B H T T"]], Tensor]
     layers: list[Tensor] = field(default_factory=list)
 
     def observe(self, call: Call, out: Tensor) -> None:
-        self.layers.append(self.make(start_attention(call)))
+        self.layers.append(self.reduce(start_attention(call)))
 
 
 @dataclass(frozen=True)
 class ShortPromptMetrics:
-    """What was found, and why something was not."""
+    """Arrays of the metrics by name, and notes about metrics that could not be computed."""
 
     arrays: dict[str, xr.Variable]
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> ShortPromptMetrics:
-        """What cannot be read on this model costs nothing else: its prompts are measured already."""
+        """Compute the requested metrics. One that fails on this model becomes a note: the prompts are measured."""
         arrays, notes = dict[str, xr.Variable](), list[str]()
         with stage("short-prompt metrics"):
-            for name, what, make in wanted(subject, spec, base):
+            for name, description, compute in _requested(subject, spec, base):
                 try:
-                    arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), make())
+                    arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), compute())
                 except Exception as error:
                     if not is_recoverable(error):
                         raise
-                    said = (
-                        error.what if isinstance(error, PosleakError) else f"the model breaks down ({one_line(error)})"
-                    )
-                    notes.append(f"{what} is left out: {said}")
+                    reason = f"the model raised an error ({one_line(error)})"
+                    if isinstance(error, PosleakError):
+                        reason = error.what
+                    notes.append(f"{description} is left out: {reason}")
         return cls(arrays, tuple(notes))
 
 
-def wanted(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Make]]:
-    """(array, what it is in words, how it is made) of everything that was asked for."""
-    tokens, edits = min(START_TOKENS, spec.length), spec.edits
-    ids = base.batch(range(min(SHIFTED, spec.prompts)))
+def _requested(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Compute]]:
+    """Yield (array, description, function that computes it) for every requested metric."""
+    tokens, ids = min(START_TOKENS, spec.length), base.batch(range(min(SHIFTED_PROMPTS, spec.prompts)))
 
     def natural() -> NDArray[np.float64]:
         text = prepare(subject, PROSE, bos=base.policy, length=tokens, seed=spec.seed)
-        return first_attention(subject, text.batch(range(min(NATURAL, spec.prompts))), edits)
+        return first_attention(subject, text.batch(range(min(NATURAL_PROMPTS, spec.prompts))), spec.edits)
 
-    def moved(*more: str) -> NDArray[np.float64]:
+    def shift_effect(*more: str) -> NDArray[np.float64]:
         require_shiftable(subject, spec)
         return shifted(subject, ids[:, :SHIFTED_TOKENS], [*spec.edits, *more])
 
     if "inputs" in spec.metrics:
-        repeated = ids[:REPEATED, -1:].repeat(tokens, 1)
+        repeated = ids[:REPEATED_PROMPTS, -1:].repeat(tokens, 1)
         yield "sink_natural", "the sink rate on natural text", natural
-        yield "sink_repeated", "the sink rate on repeated tokens", lambda: first_attention(subject, repeated, edits)
+        yield (
+            "sink_repeated", "the sink rate on repeated tokens", lambda: first_attention(subject, repeated, spec.edits)
+        )  # fmt: skip
     if "shift" in spec.metrics:
-        yield "shift_own", "the effect of shifted positions", moved
-        yield "shift_bfloat16", "the effect of shifted positions in bfloat16", lambda: moved("dtype=bfloat16")
+        yield "shift_own", "the effect of shifted positions", shift_effect
+        yield "shift_bfloat16", "the effect of shifted positions in bfloat16", lambda: shift_effect("dtype=bfloat16")
 
 
 def require_shiftable(subject: Subject, spec: MeasureSpec) -> None:
-    """Refuse a model whose positions cannot be moved."""
-    why = None
+    """Raise an UnsupportedError if the model's positions cannot be shifted."""
+    reason = None
     if not takes_positions(subject.model):
-        why = "the model takes no position ids"
+        reason = "the model takes no position ids"
     elif not subject.identity.rotary:
-        why = "the model does not rotate queries and keys by position"
+        reason = "the model does not rotate queries and keys by position"
     elif any(edit.placing for edit in spec.edits):
-        why = "an edit changes positions or the dtype itself"
+        reason = "an edit changes positions or the dtype itself"
     elif subject.context is not None and subject.context < SHIFTED_TOKENS + SHIFT:
-        why = f"the model has only {subject.context} positions"
-    if why is not None:
-        raise UnsupportedError(why, where=subject.identity.name)
+        reason = f"the model has only {subject.context} positions"
+    if reason is not None:
+        raise UnsupportedError(reason, where=subject.identity.name)
 
 
 def first_attention(
     subject: Subject, ids: NDArray[np.int64], edits: Sequence[NamedEdit] = ()
 ) -> NDArray[np.float64]:  # fmt: skip
-    """Mean attention of all queries to position 0, [samples, L, H]."""
-    return _looked(subject, ids, edits, lambda attention: attention[..., 0].double().mean(-1))
+    """Return the mean attention of all queries to position 0, [samples, L, H]."""
+    return _stack(_layers(subject, ids, edits, lambda attention: attention[..., 0].double().mean(-1)))
 
 
 def shifted(subject: Subject, ids: NDArray[np.int64], edits: Sequence[str | Edit]) -> NDArray[np.float64]:
-    """Mean over queries of the total variation between attention as it is and with all position ids moved."""
+    """Return the total variation between attention with original and with shifted position ids, mean over queries."""
     still, moved = (
         _layers(subject, ids, parse_edits([*edits, *more]), lambda attention: attention.float())
         for more in ((), (f"shift={SHIFT}",))
@@ -137,19 +138,13 @@ def shifted(subject: Subject, ids: NDArray[np.int64], edits: Sequence[str | Edit
     return _stack([(a - b).abs().sum(-1).double().mean(-1) / 2 for a, b in zip(still, moved, strict=True)])
 
 
-def _looked(
-    subject: Subject, ids: NDArray[np.int64], edits: Sequence[NamedEdit], make: Callable[[Tensor], Tensor]
-) -> NDArray[np.float64]:
-    return _stack(_layers(subject, ids, edits, make))
-
-
 def _layers(
-    subject: Subject, ids: NDArray[np.int64], edits: Sequence[NamedEdit], make: Callable[[Tensor], Tensor]
+    subject: Subject, ids: NDArray[np.int64], edits: Sequence[NamedEdit], reduce: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    looked = StartObserver(make)
-    with attach(subject.model, [looked], edits) as probe:
+    observer = StartObserver(reduce)
+    with attach(subject.model, [observer], edits) as probe:
         probe.forward(torch.from_numpy(np.ascontiguousarray(ids)).to(subject.device))
-    return looked.layers
+    return observer.layers
 
 
 def _stack(layers: Sequence[Tensor]) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from posleak.errors import PosleakError
 from posleak.files import read_regular
-from posleak.models import builtin, shipped, weights
+from posleak.models import builtin, weights
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.spec import TOKENS_AT_ONCE
@@ -105,8 +105,8 @@ def _folder(model: str) -> Path | None:
     text, revision = split_revision(model)
     if text in builtin.BUILTIN_MODELS:
         return builtin.cached_folder(text)
-    if text in shipped.names():
-        return shipped.folder(text)
+    if text in builtin.shipped_names():
+        return builtin.shipped_folder(text)
     path = Path(text).expanduser()
     if path.is_dir():
         with suppress(PosleakError):

@@ -26,7 +26,7 @@ from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.leakage.power import prompt_pairs
 from posleak.leakage.summary import Decomposition
 from posleak.runs.balance import Balance
-from posleak.runs.loss import UNIT
+from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run
 
 from .state import NUMBERS_FILE
@@ -76,7 +76,7 @@ class CellResults:
             yield _row(None, "all", "slope", "residual", balance.slopes["all"], f"{POWER_UNIT} per depth")
         if self.run.loss is not None:
             for where, estimate in self.run.loss.numbers.items():
-                yield _row(None, "sampled", "loss", where, estimate, UNIT)
+                yield _row(None, "sampled", "loss", where, estimate, LOSS_UNIT)
         if self.trace is not None:
             own = set(summary.model["all"].power)
             for queries in QUERIES:

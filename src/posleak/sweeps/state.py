@@ -15,7 +15,7 @@ from typing import Any
 from posleak.errors import RunError
 from posleak.files import Sealed
 from posleak.inputs import InputFacts
-from posleak.models.stamps import content_sha256, file_stamp
+from posleak.models.sources import content_sha256, file_stamp
 from posleak.typed import Number
 
 from .cells import Cell
@@ -46,7 +46,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model that was measured. `stamp` and `content` (posleak.models.stamps) show whether its files have changed;
+    """The model that was measured. `stamp` and `content` (posleak.models.sources) show whether its files have changed;
     None where that is unknown."""
 
     stamp: str | None

@@ -18,7 +18,7 @@ from typing import Any
 from posleak import errors
 from posleak.errors import PosleakError
 from posleak.files import remove, remove_leftovers, sha256_of
-from posleak.models.stamps import content_sha256, file_stamp
+from posleak.models.sources import content_sha256, file_stamp
 from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
@@ -32,7 +32,7 @@ OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
 
 LoadedModel = tuple[Any, tuple[str | None, str | None]]
-"""A subject, with stamp and content of its model's files (posleak.models.stamps)."""
+"""A subject, with stamp and content of its model's files (posleak.models.sources)."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Worker:
         """Measure or trace into the folder, and resume what it has unless `fresh`."""
         from posleak.analyses.trace.trace import traced
         from posleak.runs.conditions import Conditions
-        from posleak.runs.measure import PreparedRun
+        from posleak.runs.prepared import PreparedRun
 
         from .numbers import CellResults
 

@@ -25,7 +25,7 @@ from posleak.leakage.contrast import QUERIES, PowerKey, contrasts, model_product
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
-from posleak.runs.loss import UNIT, changes as loss_changes
+from posleak.runs.loss import LOSS_UNIT, loss_changes
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.runs.spec import PROMPTS
@@ -85,7 +85,7 @@ class Effect:
         parts = [f"{name} {DIRECTIONS[self.direction(name)]}" for name in ("mask", "residual")]
         return (
             f"Under {self.setting.name} leakage {DIRECTIONS[self.direction('total')]}: {estimate(self.simultaneous['total'])} nats²{about}"
-            f"; {', '.join(parts)}. Loss {DIRECTIONS[self.direction('loss')]}: {estimate(self.simultaneous['loss'])} {UNIT}."
+            f"; {', '.join(parts)}. Loss {DIRECTIONS[self.direction('loss')]}: {estimate(self.simultaneous['loss'])} {LOSS_UNIT}."
         )
 
 
@@ -158,7 +158,7 @@ class Advice:
                     for e in self.effects
                 ],
                 "front": [effect.setting.name for effect in self.pareto_front], "sentences": self.sentences,
-                "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": UNIT},
+                "left_out": self.left_out, "units": {"leakage": "nats²", "relative": "1", "loss": LOSS_UNIT},
                 "run": None if run.path is None else str(run.path),
             }
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Stage 10, what papers say: each claim with its sentence, its test, and one rule that judges them all.
+"""Claims of papers, each with a test; one rule turns every result into a verdict.
 
-finding      an effect with its interval, the condition that it is about, and the rule of verdicts
-catalogue    claims by number; a plugin adds its own
-lab          one subject on the bench: runs by edit, kept and resumed
-papers       the claims of each paper (posleak.papers), each beside its test
-examination  every claim of a paper on one subject, into a folder
+finding      an effect with its interval, and the rule for verdicts
+catalogue    the registry of claims, to which plugins can add
+lab          the measurements that the tests use, under many conditions
+papers       the claims of each paper (posleak.papers) with their tests
+examination  all claims of a paper tested on one model, with results in a folder
 """

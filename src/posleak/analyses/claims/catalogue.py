@@ -1,4 +1,4 @@
-"""Claims: sentences that can be wrong, each with its test. `claim` registers one, from here or from a plugin."""
+"""The registry of claims: falsifiable statements, each with a test. `claim` registers one, also from a plugin."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ Test = Callable[["Lab"], Finding]
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence that can be wrong, and how it is put to the test.
+    """A falsifiable statement and its test.
 
-    number   groups claims of a paper: one with several sides has an entry for each
-    id       its name for programs;  title: its name for people, in a few words
-    method   how it is tested, in words
-    paper    name of the paper that makes it (posleak.papers); None: a claim of your own
+    number    number within the paper; the parts of a compound claim share it
+    id        name for programs;  title: short name for people
+    sentence  the statement
+    method    how it is tested, in words
+    paper     name of the paper (posleak.papers); None: a claim of your own
+    metrics   whether the test reads `Lab.metrics`, so that they are measured together with the baseline
     """
 
     number: int
@@ -35,13 +37,14 @@ class Claim:
     method: str
     test: Test
     paper: str | None = None
+    metrics: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult(Finding):
-    """A claim and what was found: an entry of claims.json, and of `posleak claims --json` (docs/json.md).
+    """A claim with its finding: an entry of claims.json and of `posleak claims --json` (docs/json.md).
 
-    An entry without a paper, as earlier versions wrote them, is about the paper that they knew.
+    Entries without a paper were written by earlier versions, which knew only one.
     """
 
     number: int
@@ -52,32 +55,39 @@ class ClaimResult(Finding):
     paper: str | None = POSITION
 
     @classmethod
-    def about(cls, claim: Claim, found: Finding) -> ClaimResult:
-        """A finding as the result of its claim."""
+    def about(cls, claim: Claim, finding: Finding) -> ClaimResult:
+        """Combine a claim with its finding."""
         about: dict[str, Any] = {"number": claim.number, "id": claim.id, "title": claim.title, "method": claim.method}
-        return cls(**vars(found), **about, claim=claim.sentence, paper=claim.paper)
+        return cls(**vars(finding), **about, claim=claim.sentence, paper=claim.paper)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, and the verdict that follows from them."""
+        """Return the fields and the verdict."""
         return {**vars(self), "verdict": self.verdict, "too_few": self.too_few}
 
 
 REGISTRY: dict[str, Claim] = {}
-"""The registry, by id."""
+"""All claims by id."""
 
 
 def claim(
-    number: int, id: str, title: str, sentence: str, method: str, *, paper: Paper | str | None = None
+    number: int,
+    id: str,
+    title: str,
+    sentence: str,
+    method: str,
+    *,
+    paper: Paper | str | None = None,
+    metrics: bool = False,
 ) -> Callable[[Test], Test]:
-    """Register the decorated function as the test of this claim.
+    """Register the decorated function as the test of this claim (fields as in Claim).
 
-    paper: who makes it, by name, or a Paper that posleak does not know yet. Claims without one are your own, and are
-    tested with every paper.
+    paper     name of a known paper, or a new Paper; claims without a paper are your own and are tested with every paper
+    metrics   set it if the test reads `lab.metrics`, to measure them together with the baseline
     """
-    home = _registered(id, paper)
+    paper_name = _registered(id, paper)
 
     def add(test: Test) -> Test:
-        made = Claim(number, id, title, sentence, method, test, home)
+        made = Claim(number, id, title, sentence, method, test, paper_name, metrics)
         reject_builtin_name("claim", id, REGISTRY.get(id), made)
         REGISTRY[id] = made
         return test
@@ -86,32 +96,32 @@ def claim(
 
 
 def _registered(id: str, paper: Paper | str | None) -> str | None:
-    """The name of a claim's paper, which is registered now."""
+    """Return the name of a claim's paper, after registering a new one."""
     if isinstance(paper, Paper):
         register(paper)
         return paper.name
     if paper is not None and paper not in PAPERS:
         raise InputError(
-            "no paper of this name", where=f"claim {id}", got=paper,
-            remedy=f"{did_you_mean(paper, PAPERS)} A new one is given as Paper(name, title)",
+            "unknown paper", where=f"claim {id}", got=paper,
+            remedy=f"{did_you_mean(paper, PAPERS)} Pass a new one as Paper(name, title)",
         )  # fmt: skip
     return paper
 
 
 def untestable(number: int, id: str, title: str, sentence: str, reason: str, *, paper: str) -> None:
-    """Register a claim that no measurement of one checkpoint can decide: it is listed, with the reason."""
+    """Register a claim that no measurement of one checkpoint can decide; it is listed with the reason."""
 
     def test(lab: Lab) -> Finding:
         return Finding.not_applicable(reason)
 
-    claim(number, id, title, sentence, "not tested: one checkpoint cannot tell", paper=paper)(test)
+    claim(number, id, title, sentence, "not tested: one checkpoint cannot decide it", paper=paper)(test)
 
 
 def registry(paper: str = POSITION) -> list[Claim]:
-    """The claims of a paper, or of every one (`all`), by number, and after them those of your own, from plugins."""
+    """Return the claims of a paper, or of all papers (`all`), by number, followed by your own claims from plugins."""
     from . import papers  # noqa: F401  registers the claims of the papers
 
     load_plugins()
     order = [*(PAPERS if paper == ALL else named_papers(paper)), None]
-    found = [each for each in REGISTRY.values() if each.paper in order]
-    return sorted(found, key=lambda each: (order.index(each.paper), each.number))
+    chosen = [claim for claim in REGISTRY.values() if claim.paper in order]
+    return sorted(chosen, key=lambda claim: (order.index(claim.paper), claim.number))

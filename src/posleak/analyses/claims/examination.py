@@ -1,9 +1,9 @@
-"""Tests every claim of a paper on one subject, into a folder. The baseline and each condition are ordinary runs; what
-the folder has already is not done again.
+"""Tests all claims of a paper on one model. The baseline and each condition are ordinary runs. With a folder, finished
+runs and findings are reused.
 
-run.json …    the baseline;  conditions/: a run for every edit
-claims.json   findings so far, of all papers that were asked for
-origin.json   position 0 of the same subject, and origin.nc with the arrays that figures need
+run.json …    the baseline;  conditions/: one run for each edit
+claims.json   the findings so far, for all papers
+origin.json   the analysis of position 0 of the same model, and origin.nc with the arrays for figures
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
 from posleak.runs.request import resolve_request
-from posleak.runs.run import Run, said
+from posleak.runs.run import Run, describe_run
 from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
 from posleak.stopwatch import stage
@@ -36,7 +36,7 @@ LENGTH, PROMPTS = 256, 16
 
 @dataclass(frozen=True)
 class Findings:
-    """claims.json: what was found about the run with this digest."""
+    """claims.json: the results for the baseline with this digest."""
 
     digest: str
     claims: tuple[ClaimResult, ...]
@@ -47,9 +47,7 @@ FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak c
 
 @dataclass(frozen=True, repr=False)
 class ClaimsRun:
-    """The baseline, and what was found: one result per claim, with its effect, interval and verdict.
-
-    The results are those of the papers that were asked for, and of claims of your own."""
+    """The baseline and one result per claim of the chosen papers and of your own: effect, interval and verdict."""
 
     run: Run
     results: tuple[ClaimResult, ...]
@@ -57,7 +55,7 @@ class ClaimsRun:
     def __repr__(self) -> str:
         verdicts = Counter(result.verdict.value for result in self.results)
         counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        return f"ClaimsRun({len(self.results)} claims: {counted}; {said(self.run)})"
+        return f"ClaimsRun({len(self.results)} claims: {counted}; {describe_run(self.run)})"
 
     @property
     def papers(self) -> tuple[Paper, ...]:
@@ -65,9 +63,9 @@ class ClaimsRun:
         return tuple(PAPERS[name] for name in PAPERS if any(result.paper == name for result in self.results))
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak claims --json`."""
+        """Return the JSON object of `posleak claims --json` (docs/json.md)."""
         record = self.run.record
-        found: dict[str, Any] = plain(
+        document: dict[str, Any] = plain(
             {
                 "model": self.run.name, "identity": record.identity, "positions": record.positions,
                 "inputs": record.inputs,
@@ -77,7 +75,7 @@ class ClaimsRun:
                 "run": None if self.run.path is None else str(self.run.path),
             }
         )  # fmt: skip
-        return found
+        return document
 
 
 @checked
@@ -95,32 +93,35 @@ def claims(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ClaimsRun:
-    """Test every claim of a paper on a subject: each gets an effect, an interval and a verdict.
+    """Test all claims of a paper on a model; each result has an effect, an interval and a verdict.
 
-    subject     a Subject, a model of transformers, or what `load` takes
-    inputs      what it reads, as in `measure`: a source, or prompts that you have
-    paper       whose claims: position, sinks, wavelets, one of a plugin's, or all of them (all)
-    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
-    prompts     how many: 16; of prompts that you have the first ones, or all
-    seed        of the tokens
-    bos         position 0, as in `measure`
-    out         a folder: findings that it has are kept, and each new one is written at once
-    fresh       test again what is in `out`
-    max_memory  what the process may hold, as in `measure`
-    progress    called with what is done now, in words
+    subject     a Subject, a transformers model, or anything that `load` accepts
+    inputs      source of the prompts, or your own prompts, as in `measure`
+    paper       position, sinks, wavelets, a paper of a plugin, or all
+    length      tokens per prompt (default 256); your own prompts are cut to it, or must have equal lengths
+    prompts     number of prompts (default 16); of your own prompts the first ones, or all
+    seed        random seed for the prompts
+    bos         token at position 0, as in `measure`
+    out         folder for the runs and findings; finished ones are reused, and each new finding is written at once
+    fresh       ignore what is in `out` and test again
+    max_memory  memory limit of the process, as in `measure`
+    progress    callback that receives a status line
+
+    Example: `posleak.claims("smollm2-135m", paper="sinks").results`
     """
     named_papers(paper)
-    found = resolve_request(
+    request = resolve_request(
         subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos
     )
-    folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    return examined(Lab(found.subject, found.spec, folder, fresh, max_memory, say, found.given), paper)
+    folder, say = None if out is None else Path(out), progress or (lambda line: None)
+    return examined(Lab(request.subject, request.spec, folder, fresh, max_memory, say, request.given), paper)
 
 
 def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:
-    """Test every claim of a paper that the lab's folder has no finding of yet; returns the findings about them all.
+    """Test the claims of a paper without a finding in the lab's folder; return the findings of all its claims.
 
-    Findings about other papers stay in the folder."""
+    Findings about other papers stay in the folder.
+    """
     with lab.writing():
         return _examined(lab, lab.folder, registry(paper))
 
@@ -128,49 +129,52 @@ def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:
 def _examined(lab: Lab, folder: Path | None, chosen: Sequence[Claim]) -> ClaimsRun:
     if lab.spec.prompts < ENOUGH:
         warn(f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more")
-    run = lab.run()
-    kept = {result.id: result for result in (read_findings(folder, run.record.digest) if folder is not None else ())}
-    for result in examine(lab, [claim for claim in chosen if claim.id not in kept]):
-        kept[result.id] = result
+    run = lab.measure_baseline(metrics=any(claim.metrics for claim in chosen))
+    stored = () if folder is None else read_findings(folder, run.record.digest)
+    results = {result.id: result for result in stored}
+    for result in examine(lab, [claim for claim in chosen if claim.id not in results]):
+        results[result.id] = result
         if folder is not None:
-            FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, tuple(_ordered(kept, registry(ALL)))))
+            FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, _ordered(results, registry(ALL))))
     reads_origin = any(claim.paper == POSITION for claim in chosen)
     if folder is not None and reads_origin and not _has_origin(folder, run.record.digest):
-        _keep_origin(lab, folder)
-    return ClaimsRun(run, tuple(_ordered(kept, chosen)))
+        _store_origin(lab, folder)
+    return ClaimsRun(run, _ordered(results, chosen))
 
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[ClaimResult]:
-    """One result after the other, so that a caller can keep each. A claim that posleak refuses to test on this model is
-    not applicable, and the refusal is the reason. So is one in whose test the model breaks down: others go on."""
-    for each in registry() if chosen is None else chosen:
-        lab.progress(f"claim {each.number}: {each.title}")
+    """Test claims one by one and yield each result.
+
+    A claim whose test raises an error caused by the model or by its input is not applicable, with the error as reason.
+    """
+    for claim in registry() if chosen is None else chosen:
+        lab.progress(f"claim {claim.number}: {claim.title}")
         try:
-            with stage(each.id):
-                finding = each.test(lab)
+            with stage(claim.id):
+                finding = claim.test(lab)
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
         except Exception as error:
             if not is_recoverable(error):
                 raise
             finding = Finding.not_applicable(describe_unexpected(error))
-        yield ClaimResult.about(each, finding)
+        yield ClaimResult.about(claim, finding)
 
 
-def _ordered(found: dict[str, ClaimResult], chosen: Sequence[Claim]) -> list[ClaimResult]:
-    return [found[claim.id] for claim in chosen if claim.id in found]
+def _ordered(results: dict[str, ClaimResult], chosen: Sequence[Claim]) -> tuple[ClaimResult, ...]:
+    return tuple(results[claim.id] for claim in chosen if claim.id in results)
 
 
 def read_findings(folder: Path, digest: str) -> tuple[ClaimResult, ...]:
-    """The findings that a folder has about the run with this digest; none where it has none."""
+    """Return the folder's findings about the run with this digest, if it has any."""
     if not (folder / CLAIMS_FILE).is_file():
         return ()
-    found = FINDINGS.read(folder / CLAIMS_FILE)
-    return found.claims if found.digest == digest else ()
+    findings = FINDINGS.read(folder / CLAIMS_FILE)
+    return findings.claims if findings.digest == digest else ()
 
 
 def _has_origin(folder: Path, digest: str) -> bool:
-    """Does the folder hold position 0 of this run, whole? What is damaged is made again."""
+    """Return whether the folder has an undamaged analysis of position 0 for this run."""
     try:
         stored = read_origin(folder)
     except RunError:
@@ -178,11 +182,11 @@ def _has_origin(folder: Path, digest: str) -> bool:
     return stored is not None and stored.digest == digest
 
 
-def _keep_origin(lab: Lab, folder: Path) -> None:
-    """Write what is found at position 0 beside the run; left out if posleak cannot read it in this model."""
+def _store_origin(lab: Lab, folder: Path) -> None:
+    """Write the analysis of position 0 next to the run; skipped if the model is not supported."""
     try:
-        found = lab.origin
+        origin = lab.origin
     except PosleakError as error:
-        lab.progress(f"position 0 is left out: {error.what}")
+        lab.progress(f"position 0 is skipped: {error.what}")
         return
-    write_origin(folder, lab.run().record.digest, found, lab.tokens.vocabulary.spell)
+    write_origin(folder, lab.run().record.digest, origin, lab.tokens.vocabulary.spell)

@@ -1,12 +1,12 @@
-"""What was found about a claim, and how it is judged. The rule is fixed here, before any data: no test chooses its own.
+"""The result of testing a claim, and the rule that turns it into a verdict. The same rule applies to every test.
 
-A claim says that an effect lies above (or below) a value of no effect. Its interval then decides:
+A claim states that an effect lies above (or below) a value that means no effect. The interval decides:
 
-    supported      the whole interval lies on the claimed side
-    contradicted   the whole interval lies on the other side
-    inconclusive   the interval contains the value of no effect, or comes from fewer than 16 prompts: below that it may
-                   cover less than it says (docs/definitions.md), and another seed could turn the verdict
-    not applicable the model or the input does not have what the claim is about; `reason` says why
+    supported       the whole interval lies on the claimed side
+    contradicted    the whole interval lies on the other side
+    inconclusive    the interval contains the value of no effect, or n < 16: the coverage of such an interval may be
+                    below its level (docs/definitions.md), and another random seed could change the verdict
+    not applicable  the model or the input lacks what the claim is about; `reason` says why
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posleak.leakage import Estimate
 from posleak.typed import Number
 
 ENOUGH = 16
-"""Prompts, heads or tokens, whatever n counts, that a verdict needs."""
+"""The smallest n (prompts, heads or tokens) for a verdict."""
 
 
 class Verdict(Enum):
@@ -33,7 +33,7 @@ class Verdict(Enum):
 
 
 class Side(Enum):
-    """On which side of no effect the claim puts its effect."""
+    """The claimed side of the value of no effect."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -41,9 +41,10 @@ class Side(Enum):
 
 @dataclass(frozen=True)
 class Kept:
-    """How much of a component's power an edit leaves: ratio = after / before, on the same prompts; 1 is no change.
+    """The share of a component's power that remains under an edit: ratio = after / before, paired; 1 is no change.
 
-    queries: all or early;  layers: all, or `after the first`
+    queries   all or early
+    layers    all, or `after the first`
     """
 
     component: str
@@ -60,10 +61,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Edited:
-    """A condition that was compared with the baseline: the edit, what it does in a few words, and what it left.
+    """A condition that was compared with the baseline.
 
-    attention_before, attention_after: mean attention of reference queries to position 0. If it falls to almost 0, the
-    edit has also removed the sink, which may not be what it was meant for.
+    edit    its text;  about: what it does, in a few words
+    kept    powers that remain under the edit
+    attention_before, attention_after
+            mean attention of reference queries to position 0; if it falls to almost 0, the edit has also removed the
+            sink, which may not be intended
     """
 
     edit: str
@@ -74,12 +78,17 @@ class Edited:
 
 
 Detail = Estimate | int | Number | str
-"""A further number or fact about a finding."""
+"""An additional number or fact."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An effect with its interval. `edited`: the condition that is compared with the baseline, if there is one."""
+    """The result of a test: an effect with its interval.
+
+    no_effect   the value that means no effect;  side: the claimed side of it
+    reason      why the claim is not applicable, else None
+    edited      the condition that was compared with the baseline, if there is one
+    """
 
     effect: Number
     low: Number
@@ -94,12 +103,13 @@ class Finding:
 
     @classmethod
     def of(cls, estimate: Estimate, unit: str, **more: Any) -> Finding:
-        """From one cell of an estimate."""
+        """Return the finding for one cell of an estimate."""
         value, low, high = (float(x) for x in (estimate.value, estimate.low, estimate.high))
         return cls(value, low, high, unit, estimate.n, **more)
 
     @classmethod
     def not_applicable(cls, reason: str) -> Finding:
+        """Return the finding for a claim that cannot be tested here."""
         return cls(math.nan, math.nan, math.nan, "", 0, reason=reason)
 
     @property
@@ -108,7 +118,7 @@ class Finding:
 
     @property
     def too_few(self) -> bool:
-        """Is n too small for a verdict, whatever the interval says?"""
+        """Whether n is too small for a verdict."""
         return self.reason is None and self.n < ENOUGH
 
     @property
@@ -119,7 +129,7 @@ class Finding:
 
     @property
     def by_interval(self) -> Verdict:
-        """What the interval alone says, however few it is made of."""
+        """The verdict by the interval alone, for any n."""
         above, below = self.low > self.no_effect, self.high < self.no_effect
         if not (above or below):
             return Verdict.INCONCLUSIVE

@@ -1,6 +1,6 @@
-"""What claims are tested with: one subject under many conditions, and the numbers that compare them.
+"""The measurements that claims are tested with: one model under many conditions on the same prompts.
 
-All intervals come from the same prompts, so that conditions are paired.
+Conditions are compared with the baseline prompt by prompt (paired).
 """
 
 from __future__ import annotations
@@ -21,12 +21,23 @@ from posleak.analyses.origin.states import alone
 from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
-from posleak.errors import InputError
+from posleak.errors import BusyError, InputError, RunError, StorageError
 from posleak.inputs import prepare
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
-from posleak.runs.memory import FIRST_USE_BYTES, MemoryPlan, ModelSizes, describe_prompts, require_room
+from posleak.runs.folder import has_record
+from posleak.runs.measure import PreparedRun
+from posleak.runs.memory import (
+    FIRST_USE_BYTES,
+    MemoryPlan,
+    ModelSizes,
+    describe_prompts,
+    require_room,
+    within_memory,
+)
+from posleak.runs.record import clear_run
+from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
 
 from .finding import ENOUGH, Edited, Kept
@@ -37,23 +48,23 @@ TEXT_CROPS = 64
 CLAIMS_FILE = "claims.json"
 
 METERS = ("all",)
-"""What other papers measure: all of it, for the page shows it beside the claims."""
+"""Metrics that are measured: all, because the report shows them next to the claims."""
 
 LAW_TOKENS = 64
-"""Of each prompt, for laws that hold at any length."""
+"""Tokens of each prompt that are used for laws which hold at any length."""
 
 LATER = slice(1, None)
 """The layers after the first."""
 
 
 def drawn(edit: str, draws: int) -> list[str]:
-    """The texts of an edit that draws something at random, by number; the edit itself if it does not."""
+    """Return the texts of an edit's random draws, numbered; the edit itself for a single draw."""
     return [edit] if draws == 1 else [f"{edit}:{draw}" for draw in range(draws)]
 
 
 @dataclass
 class Lab(Conditions):
-    """Conditions of one subject, compared."""
+    """The conditions of one model, with the comparisons that the tests of claims need."""
 
     extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE)
 
@@ -63,46 +74,78 @@ class Lab(Conditions):
 
     @cached_property
     def trace(self) -> Trace:
-        """Where position comes from: the ordinary pass beside the one over a borrowed context."""
+        """The trace: the baseline and the run with a borrowed context."""
         return Trace.of(self)
 
     @cached_property
     def metrics(self) -> xr.Dataset:
-        """The baseline with what other papers measure (METERS), per prompt, beside the arrays of every run.
+        """The arrays of the baseline with all metrics (METERS), per prompt.
 
-        A run of its own, on the same prompts: most claims do not need it, and a folder whose baseline was measured
-        without it gets it later.
+        If the baseline was measured without metrics, they are measured in a run of their own on the same prompts.
         """
+        baseline, spec = self.run(), replace(self.spec, metrics=METERS)
+        if baseline.record.spec.metrics == spec.metrics:
+            return baseline.data
         self.progress(METRICS)
-        spec = replace(self.spec, metrics=METERS)
         return self.condition(spec, METRICS, lambda reached: self.progress(f"{METRICS}: {reached.text}")).data
 
+    def measure_baseline(self, *, metrics: bool) -> Run:
+        """Return the baseline; with `metrics`, a new baseline is measured together with METERS.
+
+        If that fails, the baseline is measured alone, so that claims without metrics can still be tested.
+        """
+        alone = self.baseline
+        is_new = not self._runs and (self.folder is None or not has_record(self.folder))
+        if metrics and is_new:
+            self.baseline = self._with_metrics(alone)
+        try:
+            return self.run()
+        except (RunError, StorageError, BusyError, Warning):
+            raise
+        except Exception:
+            if self.baseline is alone:
+                raise
+            self.baseline = alone
+            if self.folder is not None:
+                clear_run(self.folder)
+            return self.run()
+
+    def _with_metrics(self, ready: PreparedRun) -> PreparedRun:
+        """Add METERS to a run, unless they only fit into memory with a smaller batch, which changes the last bits."""
+        spec = replace(self.spec, metrics=METERS)
+        try:
+            resolved = within_memory(spec, ready.subject, parse_bytes(self.max_memory))
+        except InputError:
+            return ready
+        return replace(ready, asked=spec, spec=resolved) if resolved.batch == ready.spec.batch else ready
+
     def metric(self, name: str) -> NDArray[np.float64]:
-        """One array of the metrics, (prompt, layer, …); refused where the prompts are too short to have it."""
+        """Return one metric as an array (prompt, layer, …); raise InputError if the prompts are too short for it."""
         if name not in self.metrics:
             raise InputError("the prompts are too short for this metric", got=name, remedy="use a longer --length")
-        found: NDArray[np.float64] = self.metrics[name].values
-        return found
+        values: NDArray[np.float64] = self.metrics[name].values
+        return values
 
     @property
     def rotary(self) -> bool:
-        """Does the model turn keys by their positions: by its configuration, or by what was read off its keys?"""
+        """Whether the model has rotary positions, by its configuration or by its keys."""
         return bool(self.subject.identity.rotary) or "rotation" in self.run().record.motion.layers
 
     def layers(self, name: str, *edits: str) -> Sampled:
-        """One component's power by layer [L], mean over heads."""
+        """Return the power of a component by layer [L], mean over heads."""
         return self.jackknife.inner(np.nanmean(self.run(*edits).products["all"].own[name], axis=1))
 
     def power(self, name: str, *edits: str, early: bool = False, layers: slice = slice(None)) -> Sampled:
-        """One component's power, mean over heads and the chosen layers."""
+        """Return the power of a component, mean over heads and the chosen layers."""
         sums = self.run(*edits).products["early" if early else "all"].own[name][layers]
         return self.jackknife.inner(np.nanmean(sums, axis=(0, 1)))
 
     def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False, draws: int = 1) -> Kept:
-        """How much of a component's power an edit leaves, paired; `later`: in the layers after the first.
+        """Return the share of a component's power that remains under an edit, paired.
 
-        `draws`: an edit that draws something at random is run so often, as EDIT:0, EDIT:1, …; the mean is taken, and
-        its interval has the spread of prompts and that of draws.
+        early   use early queries only;  later: use the layers after the first only
+        draws   number of runs of a random edit, as EDIT:0, EDIT:1, …; the interval of their mean includes the variation
+                over prompts and over draws
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
@@ -114,28 +157,28 @@ class Lab(Conditions):
         return Kept(name, mean, "early" if early else "all", "after the first" if later else "all")
 
     def edited(self, edit: str, about: str, *kept: Kept, draws: int = 1) -> Edited:
-        """The condition, with mean attention of reference queries to position 0 before and after."""
+        """Describe the condition, with mean attention of reference queries to position 0 before and after."""
         conditions = [(), *((text,) for text in drawn(edit, draws))]
         before, *after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in conditions)
         return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
 
     def mean(self, x: Array) -> Estimate:
-        """The mean of numbers [n], one per prompt or head, with an interval over them."""
+        """Return the mean of n numbers, one per prompt or head, with a jackknife interval."""
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @property
     def enough(self) -> int:
-        """How many prompts a law is tested on that holds for each of them: as many as a verdict needs."""
+        """Number of prompts for a law that holds for each prompt: as many as a verdict needs."""
         return min(self.spec.prompts, ENOUGH)
 
     @property
     def few(self) -> NDArray[np.int64]:
-        """The starts of the baseline's first prompts, for such a law: it holds at any length."""
+        """The first LAW_TOKENS tokens of the baseline's first prompts, for such a law."""
         return self.ids[: self.enough, :LAW_TOKENS]
 
     @cached_property
     def origin(self) -> Origin:
-        """What is found at position 0, on prompts made with the same seed; measured once."""
+        """The analysis of position 0, on prompts with the same seed."""
         self.progress("position 0")
         return origin(
             self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
@@ -143,25 +186,25 @@ class Lab(Conditions):
         )  # fmt: skip
 
     def text_fingerprint(self) -> Estimate | None:
-        """Mean cosine of W_O v_0 between the first tokens of text crops; None without a sink-reading head.
+        """Return the mean cosine of W_O v_0 between the first tokens of text crops; None without a sink-reading head.
 
-        By closure one-token sequences are enough: what follows cannot change what position 0 becomes.
+        By closure, one-token sequences are enough.
         """
         readers, start = self.origin.reading.is_reader, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
-            values, found = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
-            wrote = [
+            values, outputs = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
+            fingerprints = [
                 row
-                for projection, heads, v in zip(found, readers, values, strict=True)
+                for projection, heads, v in zip(outputs, readers, values, strict=True)
                 if heads.any()
                 for row in written(projection, v, np.flatnonzero(heads).tolist())
             ]
-        return pair_cosines(wrote, Jackknife(TEXT_CROPS))[1] if wrote else None
+        return pair_cosines(fingerprints, Jackknife(TEXT_CROPS))[1] if fingerprints else None
 
     def require_float64(self, prompts: int) -> None:
-        """Refuse where a second copy of the weights, in float64, does not fit, with the states of so many prompts."""
+        """Raise InputError if a float64 copy of the weights and the states of the prompts do not fit into memory."""
         sizes, tokens = ModelSizes.of(self.subject), prompts * min(self.spec.length, LAW_TOKENS)
         states = 4 * sizes.states(tokens, 8)  # of two passes, and rolled
         wide = 8 * sizes.parameters + sizes.forward(tokens, 8) + states

@@ -1,8 +1,8 @@
-"""Stage 9: can this model be measured, and are the numbers right on this machine? Checks and laws.
+"""Checks whether a model can be measured, and whether results are correct on this machine.
 
-check      a number, the bound that it is judged by, and why it matters
-passes      the forward passes that the laws share
-laws       the laws of docs/definitions.md, asked of one model
-explicit   where a model writes absolute position on purpose, found by watching it
-doctor     all of it as one diagnosis
+check      a measured value, its bound, and why it matters
+passes     the forward passes that the laws share
+laws       the laws of docs/definitions.md, checked on one model
+explicit   where a model writes absolute position by design, found by observing it
+doctor     all checks as one diagnosis
 """

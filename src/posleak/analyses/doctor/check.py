@@ -1,4 +1,4 @@
-"""A check: what was measured, the bound that it is judged by, and why it matters."""
+"""A check: a measured value, the bound that it must not exceed, and the reason why it matters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from posleak.typed import Number
 
 
 class DoctorVerdict(Enum):
-    """What failed checks mean for the numbers."""
+    """What failed checks mean for the results."""
 
     SOUND = "sound"
     """Every check passed."""
     BY_DESIGN = "by design"
-    """The numbers are right. The model breaks a law on purpose, and the check names the cause."""
+    """The results are correct. The model breaks a law on purpose, and the check names the cause."""
     WRONG = "wrong"
-    """A check failed without a known cause: the numbers would be wrong."""
+    """A check failed without a known cause: results would be wrong."""
 
 
 MARKS = {DoctorVerdict.SOUND: "✓", DoctorVerdict.BY_DESIGN: "!", DoctorVerdict.WRONG: "✗"}
@@ -26,10 +26,11 @@ NOT_JUDGED = "·"
 
 @dataclass(frozen=True)
 class Check:
-    """`bound` is the largest value that passes; None for a number that is reported and not judged.
+    """One check.
 
-    `cause`: what in the model itself breaks the law, where that is known. The law then does not hold for this model,
-    and the failed check does not mean that posleak measures wrongly.
+    bound   the largest value that passes; None for a value that is reported only
+    why     the property that is checked, as a sentence
+    cause   the property of the model that breaks the law, if known: the failure is then not an error of posleak
     """
 
     id: str
@@ -41,7 +42,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """NaN fails: a check that could not be made has not passed."""
+        """Whether the check passed; NaN does not pass."""
         return self.bound is None or self.value <= self.bound
 
     @property
@@ -52,11 +53,11 @@ class Check:
 
     @property
     def mark(self) -> str:
-        """One glyph: passed, broken by design, failed, or only measured."""
+        """One glyph: passed, broken by design, failed, or reported only."""
         return NOT_JUDGED if self.bound is None else MARKS[self.verdict]
 
     def because(self, cause: str | None) -> Check:
-        """A failed check with its cause, which is added to `why`; a check that passed stays as it is."""
+        """Return a failed check with its cause appended to `why`; a check that passed is returned unchanged."""
         if self.ok or cause is None:
             return self
         return replace(self, cause=cause, why=f"{self.why}. Not so here: {cause}")

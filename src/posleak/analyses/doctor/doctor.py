@@ -1,4 +1,4 @@
-"""Can this model be measured, and are the numbers right here? The long form of calibration, as a table of checks."""
+"""The diagnosis: calibration, parity with the model's own attention, laws and rounding floors as a list of checks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
-from posleak.runs.measure import beyond_context
 from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -46,17 +46,18 @@ PROMPTS = 12
 
 SENTENCES = {
     DoctorVerdict.SOUND: "can be measured here, and every law holds",
-    DoctorVerdict.BY_DESIGN: "can be measured here, and the numbers are right; the model breaks laws on purpose: {checks}",
-    DoctorVerdict.WRONG: "numbers would be wrong here; a check failed, and no cause in the model is known: {checks}",
+    DoctorVerdict.BY_DESIGN: "can be measured here, and results are correct; the model breaks laws by design: {checks}",
+    DoctorVerdict.WRONG: "results would be wrong here; a check failed, and no cause in the model is known: {checks}",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """All checks of one model; `calibration` is what every measurement of it would start with.
+    """All checks of one model.
 
-    first_token   what stood at position 0, as a sentence;  notes: what else the user should know
-    positions     how it tells positions apart, in words
+    calibration   as at the start of every measurement of the model
+    first_token   the token at position 0, as a sentence;  notes: further remarks for the user
+    positions     how the model encodes positions, in words
     """
 
     model: str
@@ -70,28 +71,28 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Did every check pass? Where this is false, the numbers may still be right: `verdict` says it."""
+        """Whether every check passed. If not, results may still be correct: see `verdict`."""
         return self.verdict is DoctorVerdict.SOUND
 
     @property
     def verdict(self) -> DoctorVerdict:
-        """One check that failed without a cause is enough to doubt the numbers."""
-        found = {check.verdict for check in self.checks}
-        return next((v for v in (DoctorVerdict.WRONG, DoctorVerdict.BY_DESIGN) if v in found), DoctorVerdict.SOUND)
+        """The worst verdict of all checks."""
+        verdicts = {check.verdict for check in self.checks}
+        return next((v for v in (DoctorVerdict.WRONG, DoctorVerdict.BY_DESIGN) if v in verdicts), DoctorVerdict.SOUND)
 
     @property
     def sentence(self) -> str:
-        """The verdict, and which checks made it."""
+        """The verdict as a sentence that names the checks responsible for it."""
         named = ", ".join(check.id for check in self.checks if check.verdict is self.verdict)
         return SENTENCES[self.verdict].format(checks=named)
 
     def __repr__(self) -> str:
         failed = [check.id for check in self.checks if not check.ok]
-        found = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
-        return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {found})"
+        outcome = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
+        return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {outcome})"
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak doctor --json` (docs/json.md)."""
+        """Return the JSON object of `posleak doctor --json` (docs/json.md)."""
         return {
             "model": self.model, "ok": self.ok, "verdict": self.verdict.value, "sentence": self.sentence,
             "length": self.length, "prompts": self.prompts, "positions": self.positions,
@@ -101,7 +102,7 @@ class Diagnosis:
 
 
 def doctor_length(subject: Subject) -> int:
-    """Long enough that every window hides something, where that is affordable."""
+    """Return the default length: longer than every window of the model, up to LONGEST."""
     windows = [w for w in subject.identity.windows if w is not None and w * 5 // 4 <= LONGEST]
     length = max([LENGTH, *(w * 5 // 4 for w in windows)])
     return min(length, subject.context or length)
@@ -119,39 +120,41 @@ def doctor(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Diagnosis:
-    """Can this model be measured, and are the numbers right here: calibration, parity, laws, rounding floors.
+    """Check whether a model can be measured and whether results are correct: calibration, parity, laws, rounding.
 
-    All prompts are read at once, fewer where `max_memory` asks for it. What cannot fit is refused before the first
-    forward pass.
+    All prompts are read in one forward pass, or in several if `max_memory` requires it. A diagnosis that does not fit
+    into memory is rejected before the first forward pass.
 
-    subject     a Subject, a model of transformers, or what `load` takes
+    subject     a Subject, a transformers model, or anything that `load` accepts
     length      tokens per prompt: 96, or longer than the model's windows
-    prompts     how many, for the laws that hold on average
-    seed        of the tokens
-    bos         position 0, as in `measure`; with "auto", a BOS that the model cannot embed is left out, and a note says
-                so
-    short       leave out what needs many prompts (law L3) or rounded weights (the floors)
-    max_memory  what the process may hold, as in `measure`
-    progress    called with what is done now, in words
+    prompts     number of prompts, for the laws that hold on average
+    seed        random seed for the prompts
+    bos         token at position 0, as in `measure`; with "auto", a BOS that the model cannot embed is left out, and a
+                note says so
+    short       skip the checks that need many prompts (law L3) or rounded weights (rounding floors)
+    max_memory  memory limit of the process, as in `measure`
+    progress    callback that receives a status line
+
+    Example: `posleak.doctor("smollm2-135m").verdict`
     """
-    require_between("prompts", prompts, FEW, why="that a prompt does not depend on its batch needs a second one")
-    who, say = identified(subject_of(subject)), progress or (lambda check: None)
+    require_between("prompts", prompts, FEW, why="independence of the batch can only be checked with a second prompt")
+    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
     outside = bos_outside_vocabulary(who) if bos == "auto" else None
-    said = None if outside is None else f"{outside}: position 0 holds an ordinary token"
+    no_bos = None if outside is None else f"{outside}: position 0 holds an ordinary token"
     policy = bos if outside is None else "none"
     texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
     with exclusive(who.model):
-        calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, say)
-        notes = tuple(note for note in (said, long, changed(who)) if note is not None)
+        calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, on_status)
+        notes = tuple(note for note in (no_bos, long, changed(who)) if note is not None)
     first = texts.describe().first_token
     return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
-    """How many prompts are read at once: all, or as many as fit; refused where not even one does."""
+    """Return the number of prompts per forward pass: all, or as many as fit into memory."""
     prompts_text = describe_prompts(prompts, plan.length)
     return Work(
         "the diagnosis", lambda batch: doctor_plan(subject, plan, prompts, batch, short=short),
@@ -188,13 +191,13 @@ def _checks(
     return calibration, checks, positions.text
 
 
-def _calibration_checks(found: Calibration) -> Iterator[Check]:
-    yield Check("calls", 0.0, 0.0, "missing", f"all {found.layers} attention calls of a forward pass are seen")
-    yield Check("future", found.future, 0.0, "weight", "the kernel puts no weight on keys after the query")
-    why = f"states under the probe equal those of the model's own attention ({found.native})"
-    yield Check("parity", found.parity, found.parity_bound, "relative", why)
-    why = "the sampled rows have the denominator that the kernel used"
-    yield Check("partition", found.partition, found.partition_bound, "nats", why)
+def _calibration_checks(result: Calibration) -> Iterator[Check]:
+    yield Check("calls", 0.0, 0.0, "missing", f"all {result.layers} attention calls of a forward pass are observed")
+    yield Check("future", result.future, 0.0, "weight", "the kernel gives no weight to keys after the query")
+    why = f"states under the probe equal those of the model's own attention ({result.native})"
+    yield Check("parity", result.parity, result.parity_bound, "relative", why)
+    why = "the sampled rows have the softmax denominator of the kernel"
+    yield Check("partition", result.partition, result.partition_bound, "nats", why)
 
 
 def _law_checks(passes: SharedPasses) -> Iterator[tuple[str, Callable[[], Check]]]:
@@ -212,42 +215,42 @@ def _law_checks(passes: SharedPasses) -> Iterator[tuple[str, Callable[[], Check]
 
 
 def eager_parity(passes: SharedPasses) -> Check:
-    """The model's last states under the probe against its eager attention's, on left-padded prompts where it can pad.
+    """Compare the last states under the probe with those of eager attention, on left-padded prompts if possible.
 
-    Next-token logits are not compared: they follow from the states, and take most of the time in large vocabularies.
-    A model that computes its attention itself is watched in its eager form, which may differ from its fused one.
+    Next-token logits are not compared: they are a function of the states and slow with large vocabularies. A model with
+    its own attention code is observed in its eager form, which may differ from its fused form.
     """
     model, dtype, why = passes.model, passes.model.dtype, "states under the probe equal those of eager attention"
-    # In float64 eager attention hides keys by float64's lowest number, and its float32 softmax is NaN behind padding.
+    # In float64, eager attention masks keys with the lowest float64, and its float32 softmax of a padded row is NaN.
     padding = 0 if dtype == torch.float64 else PADDING
     why += f", with {padding} tokens of left padding" if padding else ""
     if computes_own_attention(model):
         with implemented(model, "eager"):
-            found = passes.look(passes.few, padding).states
+            states = passes.measure(passes.few, padding).states
     else:
-        found = (passes.padded if padding else passes.together).states
+        states = (passes.padded if padding else passes.together).states
     bound = AGREE.of(computed_in(dtype)) / 10
-    return Check("parity eager", relative_difference(found, _eager_states(passes, padding)), bound, "relative", why)
+    return Check("parity eager", relative_difference(states, _eager_states(passes, padding)), bound, "relative", why)
 
 
 def _eager_states(passes: SharedPasses, padding: int) -> Tensor:
     tokens, given = passes.tokens(passes.few, padding)
     with implemented(passes.model, "eager"):
-        found: Tensor = native(passes.model, tokens, **given)[0]
-    return found[:, padding:]
+        states: Tensor = native(passes.model, tokens, **given)[0]
+    return states[:, padding:]
 
 
 def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Check:
-    """Law L5 in another dtype: what shifting position ids changes there is rounding, a numerical source of leakage.
+    """Measure law L5 in another dtype: the change under a shift is rounding, a numerical source of leakage.
 
-    `shift`: the law in the model's own dtype.
+    shift   the check of the law in the model's own dtype
     """
     model, name = passes.model, str(dtype).removeprefix("torch.")
-    why = f"change of log-attention under a shift of {passes.shift} positions in {name}: measured, not judged"
+    why = f"change of log-attention under a shift of {passes.shift} positions in {name}: reported only"
     if not takes_positions(model):
         value, why = math.nan, "not measured: the model takes no position ids"
     elif not passes.shift:
-        value, why = math.nan, "not measured: the prompt takes all positions that the model has"
+        value, why = math.nan, "not measured: the prompt takes all positions of the model"
     elif model.dtype == dtype:
         value = shift.value
     else:
@@ -261,5 +264,5 @@ def _rounded(passes: SharedPasses, name: str, why: str) -> tuple[float, str]:
         return laws.shift_floor(passes.model, passes.plan, passes.ids[:1], passes.shift, edits), why
     except (CheckError, UnsupportedError) as error:
         return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
-    except RuntimeError as error:  # torch's own: some families mix float32 buffers with rounded states
+    except RuntimeError as error:  # raised by torch: some families mix float32 buffers with rounded states
         return math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"

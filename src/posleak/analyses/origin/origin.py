@@ -18,8 +18,8 @@ from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
-from posleak.runs.measure import beyond_context
 from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
@@ -151,7 +151,7 @@ def origin(
 
 
 def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
-    """How many prompts are read at once: as asked for, or as many as fit; refused where they do not."""
+    """Return the number of prompts per forward pass: as requested, or as many as fit into memory."""
     work = Work(
         "the look at position 0",
         lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),

@@ -1,1 +1,1 @@
-"""Stage 7, where position comes from: this layer's own mask, earlier layers' masks, or position 0, by intervention."""
+"""Sources of leakage, by intervention: this layer's own mask, masks of earlier layers, or position 0."""

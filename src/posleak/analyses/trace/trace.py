@@ -1,15 +1,15 @@
-"""Where position comes from, over the layers: two runs on the same prompts, with and without a borrowed context.
+"""Decompose leakage by source, with two runs on the same prompts: with and without a borrowed context.
 
-    T  leakage in the ordinary pass
-    D  leakage in the borrowed pass, rows without the lent keys: earlier layers could not tell, this one can
-    O  leakage in the borrowed pass, rows with the lent keys: no layer can tell by counting
+    T  leakage in the ordinary run
+    D  leakage in the borrowed run, rows without donor keys: only this layer's own mask hides keys
+    O  leakage in the borrowed run, rows with donor keys: no layer's mask hides keys
 
     earlier = T − D     masks of earlier layers, carried here by the residual stream
     here    = D − O     this layer's own mask
-    origin  = O         what position 0 does when nothing is hidden
+    origin  = O         position 0, when every query sees equally many keys
 
-They add up to T exactly. Both runs are ordinary ones, in one folder: the borrowed pass is the condition
-`context=borrowed` (edits/context.py). Lending up to layer K only, for several K, says which layers write position.
+This is an exact additive decomposition of T. The borrowed run is the condition `context=borrowed` (edits/context.py).
+Further runs that borrow up to layer K only, for several K, show which layers write position.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD_FILE
-from posleak.runs.loop import placements_of
 from posleak.runs.record import is_finished
 from posleak.runs.request import resolve_request
-from posleak.runs.run import Run, said
+from posleak.runs.run import Run, describe_run
 from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
@@ -47,17 +46,18 @@ if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
 BORROWED = "context=borrowed"
-"""The edit of the second pass."""
+"""The edit of the second run."""
 
 SOURCES = ("earlier", "here", "origin")
-"""What the leakage of a layer comes from; they add up to it."""
+"""Sources of the leakage of a layer; their sum is its total."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Contexts lent up to layer K, for several K: leakage that is left in every layer.
+    """Leakage that remains where contexts are borrowed up to layer K only, for several K.
 
-    upto   K of each row, −1 for no layer;  left: powers [K, L] in nats², and their mean over the later layers [K]
+    upto   K of each row, −1 for no layer
+    left   power that remains in every layer [K, L] in nats²;  mean: its mean over all layers but the first [K]
     """
 
     upto: tuple[int, ...]
@@ -79,7 +79,7 @@ def _left(run: Run) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """Where position comes from: `ordinary` and `borrowed` are runs on the same prompts, `steps` those by layer."""
+    """A trace: `ordinary` and `borrowed` are runs on the same prompts; `steps[K]` borrows up to layer K only."""
 
     ordinary: Run
     borrowed: Run
@@ -87,29 +87,29 @@ class Trace:
 
     @classmethod
     def of(cls, conditions: Conditions, upto: Iterable[int] = ()) -> Trace:
-        """Measured under these conditions, or read back; `upto`: layers K up to which a context is lent besides."""
+        """Measure the runs under these conditions, or load them; `upto`: layers K of further runs."""
         ordinary, borrowed = conditions.run(), conditions.run(BORROWED)
         return cls(ordinary, borrowed, {k: conditions.run(_step(k)) for k in upto})
 
     @classmethod
     def load(cls, path: str | Path) -> Trace | None:
-        """What `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed pass."""
+        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run."""
         folder = Path(path)
         second = condition_folder(folder, BORROWED)
         if not (second / RECORD_FILE).is_file():
             return None
         if not is_finished(second):
-            raise RunError("the pass over a borrowed context is not finished", where=str(second),
+            raise RunError("the run with a borrowed context is not finished", where=str(second),
                            remedy="start the same `posleak trace` or `posleak claims` again: it resumes")  # fmt: skip
         ordinary, borrowed = Run.load(folder), Run.load(second)
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
-            raise RunError("the two passes of the trace read different prompts", where=str(folder),
+            raise RunError("the two runs of the trace read different prompts", where=str(folder),
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
-        kept = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
-        return cls(ordinary, borrowed, {k: Run.load(at) for k, at in kept.items() if is_finished(at)})
+        steps = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
+        return cls(ordinary, borrowed, {k: Run.load(at) for k, at in steps.items() if is_finished(at)})
 
     def plot(self) -> Picture:
-        """Powers by layer with their intervals: above where position comes from, below where it is read."""
+        """Plot powers by layer with their intervals: sources above, parts of the ordinary run below."""
         from posleak.show.plots import Picture, both, drawn
 
         run, read = self.ordinary, self.ordinary.summary.layers["all"]
@@ -120,53 +120,54 @@ class Trace:
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in SOURCES)
-        return f"Trace({said(self.ordinary)}; {shares})"
+        return f"Trace({describe_run(self.ordinary)}; {shares})"
 
     def _repr_html_(self) -> str:
-        """In a notebook: shares with intervals, compactly."""
+        """Return a compact table of shares with intervals, for notebooks."""
         return compact_html(self.ordinary.name, self.ordinary.record.facts, self.model)
 
     @cached_property
     def components(self) -> dict[str, xr.DataArray]:
-        """total, earlier, here, origin, direct (D) at every pair and prompt: (prompt, layer, head, query, offset)."""
+        """Return total, earlier, here, origin and direct (D) at every pair: (prompt, layer, head, query, offset)."""
         total, direct = component(self.ordinary.data, "total"), component(self.borrowed.data, "total")
         left = component(self.borrowed.data, LEFT)
         return {"total": total, "earlier": total - direct, "here": direct - left, "origin": left, "direct": direct}
 
     @cached_property
     def remainder(self) -> float:
-        """The largest |earlier + here + origin − total|, and of the two runs' own parts, in nats."""
-        found = self.components
-        gap = float(np.nanmax(np.abs((found["earlier"] + found["here"] + found["origin"] - found["total"]).values)))
+        """Return the largest |earlier + here + origin − total|, or the largest remainder of the two runs, in nats."""
+        x = self.components
+        gap = float(np.nanmax(np.abs((x["earlier"] + x["here"] + x["origin"] - x["total"]).values)))
         return max(gap, self.ordinary.remainder, self.borrowed.remainder)
 
     @cached_property
     def products(self) -> dict[str, Products]:
-        """Products of prompts, of early and of all queries."""
+        """Return the products of prompts, for early and for all queries."""
         return Products.by_queries(self.components, SOURCES)
 
     @cached_property
     def layers(self) -> dict[str, Decomposition]:
-        """Powers and shares by layer [L], means over heads; of early and of all queries."""
+        """Return powers and shares by layer [L], means over heads, for early and for all queries."""
         return {
             queries: Decomposition.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()
         }
 
     @cached_property
     def heads(self) -> dict[str, Decomposition]:
-        """The same by layer and head [L, H]."""
+        """Return powers and shares by layer and head [L, H], for early and for all queries."""
         return {queries: Decomposition.of(found, self._prompts) for queries, found in self.products.items()}
 
     @cached_property
     def model(self) -> dict[str, Decomposition]:
-        """The same of the whole model."""
+        """Return powers and shares of the whole model, for early and for all queries."""
         return {
             queries: Decomposition.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()
         }
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
-        """Mean attention of the reference queries to the origin, by layer [L], in both passes, without lent keys."""
+        """Return the mean attention of reference queries to the origin by layer [L] in both runs, without donor
+        keys."""
         m = self.ordinary.record.plan.origin
         return {
             name: self._prompts.mean(np.nanmean(run.data["profile"].values[..., :m].sum(-1), axis=2)).estimate
@@ -175,7 +176,7 @@ class Trace:
 
     @cached_property
     def ladder(self) -> Ladder | None:
-        """None if nothing was lent to some layers only."""
+        """Return the leakage that remains by K; None if the trace has no `steps`."""
         if not self.steps:
             return None
         last = max(self.ordinary.record.calibration.numbers)
@@ -186,9 +187,9 @@ class Trace:
         return Jackknife(self.ordinary.prompts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak trace --json` (docs/json.md)."""
+        """Return the JSON of `posleak trace --json` (docs/json.md)."""
         run, record, ladder = self.ordinary, self.ordinary.record, self.ladder
-        found: dict[str, Any] = plain(
+        fields: dict[str, Any] = plain(
             {
                 "model": run.name, "identity": record.identity, "positions": record.positions,
                 "inputs": record.inputs, "length": record.spec.length,
@@ -205,7 +206,7 @@ class Trace:
                 "warnings": record.warnings, "run": None if run.path is None else str(run.path),
             }
         )  # fmt: skip
-        return found
+        return fields
 
     def _layer(self, layer: int) -> dict[str, Any]:
         numbers = self.layers["all"]
@@ -225,12 +226,13 @@ def _numbers(numbers: Decomposition) -> dict[str, Any]:
 
 
 def _step(upto: int) -> str:
-    """The edit that lends a context up to this layer."""
+    """Return the edit that borrows a context up to this layer."""
     return f"{BORROWED}@0-{upto}" if upto else f"{BORROWED}@0"
 
 
 def rungs(numbers: Sequence[int]) -> list[int]:
-    """The first, second, third, fifth, ninth … layer with attention, but not the last: that is the borrowed pass."""
+    """Return the first, second, third, fifth, ninth, … layer with attention, without the last: that is the borrowed
+    run."""
     layers = sorted(set(numbers))
     return [layers[k] for k in (0, *(2**power for power in range(16))) if k < len(layers) - 1]
 
@@ -252,36 +254,38 @@ def trace(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Where a subject's sense of position comes from: here, earlier and origin, by a pass over a borrowed context.
+    """Decompose a subject's leakage by source (here, earlier, origin), with a second run over a borrowed context.
 
-    subject     a Subject, a model of transformers, or what `load` takes
-    inputs      what it reads, as in `measure`: a source, or prompts that you have
-    length      tokens per prompt: 256; prompts that you have are cut to it, or must be equally long
-    prompts     how many: 16; of prompts that you have the first ones, or all
-    seed        of the tokens
-    bos         position 0, as in `measure`
-    origin      width of the origin: how many first tokens count as it
-    by_layer    lend up to layer K, too, for K = 0, 1, 2, 4, …: one more pass for each
-    metrics     what others measure, in the ordinary pass, as in `measure`: `trace.ordinary.metrics`
-    out         a folder: the ordinary run, and the others below it; what is there already is not measured again
+    subject     a Subject, a transformers model, or a name that `load` accepts
+    inputs      source of the prompts, or your own prompts, as in `measure`
+    length      tokens per prompt (default 256); your own prompts are cut to it, or must have equal lengths
+    prompts     number of prompts (default 16); of your own prompts the first ones (default all)
+    seed        random seed for the prompts
+    bos         token at position 0, as in `measure`
+    origin      number of leading tokens treated as the origin
+    by_layer    also borrow up to layer K only, for K = 0, 1, 2, 4, …: one more run for each
+    metrics     metrics of other papers in the ordinary run, as in `measure`: `trace.ordinary.metrics`
+    out         folder for the ordinary run, with the other runs below it; runs that it has are loaded
     fresh       measure again what is in `out`
-    max_memory  what the process may hold, as in `measure`
-    progress    called with what is done now, in words
+    max_memory  limit of the whole process, as in `measure`
+    progress    callback that receives a status line
+
+    Example: `posleak.trace("smollm2-135m").model["all"].share["here"]`
     """
-    found = resolve_request(
+    request = resolve_request(
         subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip
     folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    return traced(
-        Conditions(found.subject, found.spec, folder, fresh, max_memory, say, found.given), by_layer=by_layer
-    )  # fmt: skip
+    conditions = Conditions(request.subject, request.spec, folder, fresh, max_memory, say, request.given)
+    return traced(conditions, by_layer=by_layer)
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
-    """The trace under these conditions; a model for which it is not defined is refused before anything is measured."""
+    """Return the trace under these conditions; raise an UnsupportedError before anything is measured if the model does
+    not support a borrowed context."""
     with conditions.writing():
         if conditions.folder is None or not is_finished(conditions.folder):
-            placements_of(conditions.subject.model, conditions.tokens.after_donors().batch([0]), conditions.plan)
-        numbers = conditions.run().record.calibration.numbers
-        return Trace.of(conditions, rungs(numbers) if by_layer else ())
+            conditions.require_supported(BORROWED)
+        layer_ids = conditions.run().record.calibration.numbers
+        return Trace.of(conditions, rungs(layer_ids) if by_layer else ())

@@ -1,7 +1,6 @@
-"""The claims of arXiv 2606.06160, each with its test: a measurement, a measurement under an edit that should change it
-if the claim is true, or a law.
+"""The claims of arXiv 2606.06160. A test is a measurement, its change under an edit, or a law.
 
-The protocol is not public: the definitions are ours (docs/definitions.md), and so is every test.
+The protocol of the paper is not public: definitions (docs/definitions.md) and tests are our own.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from posleak.show.numbers import REMOVED
 claim = partial(catalogue.claim, paper=POSITION)
 
 FIRST_LAYER = 0.05
-"""The first layer counts as all mask if its residual power is below this share of its mask power."""
+"""Share of the mask power below which the residual power of the first layer counts as zero."""
 
 ROLL = 11
-"""By how many places prompts are rolled."""
+"""Number of positions by which prompts are rolled."""
 
 
 @claim(
     1, "relative-logits", "Logits are relative",
-    "RoPE logits are relative: moving all positions changes nothing beyond rounding.",
-    f"rms change of log-attention when all position ids move by {SHIFT}, per prompt (its first {LAW_TOKENS} "
-    "tokens), against the dtype's rounding",
+    "RoPE logits are relative: shifting all positions has no effect beyond rounding.",
+    f"rms change of log-attention when all position ids are shifted by {SHIFT}, per prompt (its first {LAW_TOKENS} "
+    "tokens); claimed to be below the rounding bound of the dtype",
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
     rotary, context = lab.subject.identity.rotary, lab.subject.context
@@ -66,7 +65,7 @@ def relative_logits(lab: Lab) -> Finding:
 
 @claim(
     2, "leakage", "Leakage exists",
-    "Leakage exists: attention at equal offsets differs between early and late queries.",
+    "Leakage exists: attention at the same offset differs between early and late queries.",
     "power of log a_i(δ) − log a_r(δ), mean over heads, layers, queries and offsets",
 )  # fmt: skip
 def leakage_exists(lab: Lab) -> Finding:
@@ -76,7 +75,7 @@ def leakage_exists(lab: Lab) -> Finding:
 @claim(
     3, "mask.every-layer", "The mask leaks in every layer",
     "The mask leaks by construction, in every layer.",
-    "mask power of the layer whose interval reaches lowest",
+    "mask power of the layer with the smallest lower end of its interval",
 )  # fmt: skip
 def mask_in_every_layer(lab: Lab) -> Finding:
     powers = lab.layers("mask").estimate
@@ -85,8 +84,8 @@ def mask_in_every_layer(lab: Lab) -> Finding:
 
 
 @claim(
-    3, "mask.first-layer", "The first layer is all mask",
-    "In the first layer the mask is all there is.",
+    3, "mask.first-layer", "The first layer leaks by the mask only",
+    "In the first layer, all leakage is caused by the mask.",
     f"residual power of the first layer as a share of its mask power; claimed to be less than {FIRST_LAYER:.0%}",
 )  # fmt: skip
 def first_layer_is_mask(lab: Lab) -> Finding:
@@ -97,8 +96,8 @@ def first_layer_is_mask(lab: Lab) -> Finding:
 @claim(
     3, "mask.ring", "No mask, no position",
     "Without the mask, on a ring of positions, there is no absolute position at all.",
-    f"largest relative change of any state when the input is rolled by {ROLL}: mask off, frequencies snapped to the "
-    f"ring, no BOS, the first {LAW_TOKENS} tokens of each prompt; in float64. The same with the mask is in the details",
+    f"largest relative change of any state when the input is rolled by {ROLL} positions: mask off, frequencies rounded "
+    f"to the ring, no BOS, the first {LAW_TOKENS} tokens of each prompt, in float64. Details: the same with the mask",
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
     model, wide, count = lab.subject.model, "dtype=float64", lab.enough
@@ -106,17 +105,17 @@ def ring(lab: Lab) -> Finding:
     plain = parse_edits(["bos=none"])[0].prompts(lab.tokens).batch(range(count))[:, :LAW_TOKENS]
     ids = torch.from_numpy(plain).to(lab.subject.device)
     if other := lab.run().record.calibration.unmeasured:
-        return Finding.not_applicable(f"posleak's attention is not all that mixes positions: there is {other[0]}")
+        return Finding.not_applicable(f"not only the measured attention mixes positions: there is {other[0]}")
     entrance = first_entrance(model, int(ids[0, -1]))
     if entrance is not None and entrance.kind == RECURRENT:
-        return Finding.not_applicable(f"attention is not all that mixes positions: {entrance.reason}")
+        return Finding.not_applicable(f"not only attention mixes positions: {entrance.reason}")
     gaps, masked = rolled_gaps(model, ids, [wide, "ring"]), rolled_gaps(model, ids[:1], [wide])
     details, bound = {"with the mask": max(masked), "dtype": "float64"}, RING.of(torch.float64)
     return Finding.of(lab.mean(np.array(gaps)), "relative", no_effect=bound, side=Side.BELOW, details=details)
 
 
 def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[float]:
-    """Largest relative difference, over all depths, between the states of a rolled prompt and its rolled states."""
+    """Return the largest relative difference between states of the rolled prompt and rolled states, by prompt."""
     with attach(model, edits=parse_edits(texts)) as probe:
         still, rolled = (states(probe, x) for x in (ids, ids.roll(ROLL, 1)))
     depths = [(a.roll(ROLL, 1), b) for a, b in zip(still, rolled, strict=True)]
@@ -133,36 +132,36 @@ def residual_leaks(lab: Lab) -> Finding:
 
 
 @claim(
-    5, "isolation.total", "Equally many keys, no leakage",
-    "Controlled isolation: where every query sees equally many keys, leakage goes away.",
-    "context=borrowed, keys of another document in the place of those that a query lacks: 1 − total power with the "
-    "lent keys / ordinary total power, paired",
+    5, "isolation.total", "Equal numbers of keys, no leakage",
+    "Controlled isolation: leakage disappears if every query sees the same number of keys.",
+    "context=borrowed: each query also attends to keys of another document, so that all queries see equally many; "
+    "1 − total power with the borrowed keys / ordinary total power, paired",
 )  # fmt: skip
 def isolation_total(lab: Lab) -> Finding:
-    def left(early: bool) -> Kept:
+    def remaining(early: bool) -> Kept:
         ratio = lab.power(LEFT, BORROWED, early=early).over(lab.power("total", early=early))
         return Kept("total", ratio.estimate, "early" if early else "all")
 
-    kept = [left(early) for early in (False, True)]
+    kept = [remaining(early) for early in (False, True)]
     return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(BORROWED, "borrowed context", *kept))
 
 
 @claim(
-    5, "isolation.downstream", "Earlier masks make the residual",
-    "The residual component of later layers is the imprint of earlier layers' masks.",
-    "context=borrowed, this layer's rows without the lent keys: 1 − residual power after / before in the layers after "
-    "the first, paired",
+    5, "isolation.downstream", "Earlier masks cause the residual",
+    "The residual component of later layers is caused by the masks of earlier layers.",
+    "context=borrowed, rows of the measured layer without the borrowed keys: 1 − residual power after / before in the "
+    "layers after the first, paired",
 )  # fmt: skip
 def isolation_downstream(lab: Lab) -> Finding:
-    found, early = (lab.kept("residual", BORROWED, early=queries, later=True) for queries in (False, True))
-    edited = lab.edited(BORROWED, "borrowed context, rows without it", found, early)
-    return Finding.of(1 - found.ratio, REMOVED, edited=edited)
+    kept, early = (lab.kept("residual", BORROWED, early=queries, later=True) for queries in (False, True))
+    edited = lab.edited(BORROWED, "borrowed context, rows without it", kept, early)
+    return Finding.of(1 - kept.ratio, REMOVED, edited=edited)
 
 
 @claim(
-    5, "isolation.origin", "Position 0 is a source of its own",
-    "Position 0 is a source of its own: it leaks position where nothing is hidden.",
-    "context=borrowed: share of the leakage that is left with the lent keys in the total, paired",
+    5, "isolation.origin", "Position 0 is a separate source",
+    "Position 0 is a separate source: it leaks position even where no key is masked.",
+    "context=borrowed: share of the total leakage that remains with the borrowed keys, paired",
 )  # fmt: skip
 def isolation_origin(lab: Lab) -> Finding:
     shares = lab.trace.model["all"].share
@@ -172,17 +171,17 @@ def isolation_origin(lab: Lab) -> Finding:
 
 @claim(
     6, "closure", "Position 0 is closed",
-    "Position 0 is a closed system: its states do not depend on what follows.",
-    f"largest relative difference of the state at position 0 in context and alone, over all depths, per prompt; the "
-    f"first {LAW_TOKENS} tokens of each",
+    "Position 0 is a closed system: its states do not depend on later tokens.",
+    f"largest relative difference between the state at position 0 in context and alone, over all depths, per prompt "
+    f"(its first {LAW_TOKENS} tokens)",
 )  # fmt: skip
 def closed_system(lab: Lab) -> Finding:
     model, ids = lab.subject.model, torch.from_numpy(lab.few)
     with exclusive(model):
-        found, bound = closure(model, ids), CLOSED.of(model.dtype)
+        closed, bound = closure(model, ids), CLOSED.of(model.dtype)
         opened = closure(model, ids[:1], edits=parse_edits(["mask=off"])).worst
     return Finding.of(
-        lab.mean(np.array(found.per_prompt)), "relative", no_effect=bound, side=Side.BELOW,
+        lab.mean(np.array(closed.per_prompt)), "relative", no_effect=bound, side=Side.BELOW,
         details={"with the mask off": opened},
     )  # fmt: skip
 
@@ -200,10 +199,10 @@ def sink_heads(lab: Lab) -> Finding:
 
 
 @claim(
-    7, "sink-heads.writes", "Sink heads write what stands there",
-    "What sink-reading heads write comes from position 0.",
-    "norm of a_i0 · W_O v_0 as a share of the norm of the head's output, mean over sink-reading heads; "
-    "claimed to be more than one of N equal positions would give, 1 / N",
+    7, "sink-heads.writes", "Sink heads write the value of position 0",
+    "The output of sink-reading heads comes from position 0.",
+    "norm of a_i0 · W_O v_0 divided by the norm of the head's output, mean over sink-reading heads; claimed to be more "
+    "than the share of one of N equal positions, 1 / N",
 )  # fmt: skip
 def sink_writes(lab: Lab) -> Finding:
     reading = lab.origin.reading
@@ -216,13 +215,13 @@ def sink_writes(lab: Lab) -> Finding:
 
 
 DRAWS = 8
-"""How often noise is drawn."""
+"""Number of random draws of the noise."""
 
 
 def replacement(lab: Lab, edit: str, about: str) -> Finding:
-    """Removed share of the residual power at early queries, and what happens to the rest."""
+    """Return the removed share of the residual power at early queries, with other components in `edited`."""
     if lab.tokens.first.id is None:
-        return Finding.not_applicable("no BOS stands at position 0")
+        return Finding.not_applicable("there is no BOS at position 0")
     draws = DRAWS if edit == "bos=noise" else 1
     parts = (("residual", True), ("residual", False), ("mask", True), ("total", True))
     kept = [lab.kept(name, edit, early=early, draws=draws) for name, early in parts]
@@ -234,13 +233,13 @@ REPLACEMENTS = {
     "mean": ("bos=mean", "the mean embedding", "BOS → mean embedding"),
     "noise": ("bos=noise", f"noise of the same norm, {DRAWS} times", "BOS → noise, same norm"),
     "token": ("bos=token", "another token's embedding", "BOS → another token"),
-    "none": ("bos=none", "whatever the text has there", "no BOS"),
+    "none": ("bos=none", "the token of the text at this position", "no BOS"),
     "random": ("bos=random", "a random token for each prompt", "BOS → a random token per prompt"),
 }
 
 
 def _replacing(edit: str, about: str) -> Callable[[Lab], Finding]:
-    """The other token is the one in the middle of the ordinary vocabulary: any will do, but always the same."""
+    """Return the test of a replacement; the other token is the middle one of the ordinary vocabulary."""
 
     def test(lab: Lab) -> Finding:
         allowed = lab.tokens.vocabulary.allowed
@@ -260,16 +259,16 @@ for _name, (_edit, _what, _about) in REPLACEMENTS.items():
 
 @claim(
     9, "stabiliser.factor", "Sinks damp the mask",
-    "Sinks are stabilisers: they damp the mask's leakage.",
-    "mask power if the origin's keys were ordinary ones, divided by mask power; 1 is no effect",
+    "Sinks are stabilisers: they damp the leakage of the mask.",
+    "mask power if the keys of the origin were ordinary keys, divided by mask power; 1 is no effect",
 )  # fmt: skip
 def stabilisation(lab: Lab) -> Finding:
     return Finding.of(lab.power("mask_without_sink").over(lab.power("mask")).estimate, "times", no_effect=1.0)
 
 
 @claim(
-    9, "stabiliser.cut", "Cutting the sink frees the mask",
-    "Cutting the sink raises the mask's leakage.",
+    9, "stabiliser.cut", "Cutting the sink raises mask leakage",
+    "Cutting the sink raises the leakage of the mask.",
     "sink=cut: mask power after / before, paired; 1 is no effect",
 )  # fmt: skip
 def cutting(lab: Lab) -> Finding:
@@ -278,12 +277,12 @@ def cutting(lab: Lab) -> Finding:
 
 
 SAME = 1e-5
-"""1 − cosine below which two fingerprints are the same up to rounding."""
+"""1 − cosine below which two fingerprints are equal up to rounding."""
 
 
 @claim(
     10, "fingerprint.fixed", "Same first token, same fingerprint",
-    "The fingerprint is deterministic: the same first token, the same direction.",
+    "The fingerprint is deterministic: it is the same for the same first token.",
     "largest 1 − cosine of W_O v_0 between prompts with the same first token, per sink-reading head",
 )  # fmt: skip
 def fingerprint_fixed(lab: Lab) -> Finding:
@@ -291,14 +290,14 @@ def fingerprint_fixed(lab: Lab) -> Finding:
     if not heads:
         return Finding.not_applicable("no sink-reading head")
     if lab.tokens.first.id is None:
-        return Finding.not_applicable("no BOS: first tokens differ between prompts")
+        return Finding.not_applicable("no BOS: prompts have different first tokens")
     return Finding.of(lab.mean(np.array([head.same for head in heads])), "1 − cosine", no_effect=SAME, side=Side.BELOW)
 
 
 @claim(
-    10, "fingerprint.varies", "Another token, another fingerprint",
+    10, "fingerprint.varies", "Different token, different fingerprint",
     "The fingerprint varies with the first token.",
-    "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads, interval over tokens",
+    "1 − mean cosine of W_O v_0 between different first tokens, mean over sink-reading heads; interval over tokens",
 )  # fmt: skip
 def fingerprint_varies(lab: Lab) -> Finding:
     fingerprint = lab.origin.fingerprint
@@ -315,17 +314,17 @@ def fingerprint_varies(lab: Lab) -> Finding:
 )  # fmt: skip
 def fingerprint_of_text(lab: Lab) -> Finding:
     if lab.subject.tokenizer is None:
-        return Finding.not_applicable("natural text needs a tokenizer, and the model came without one")
-    found = lab.text_fingerprint()
-    if found is None:
+        return Finding.not_applicable("natural text needs a tokenizer, and the model has none")
+    cosine = lab.text_fingerprint()
+    if cosine is None:
         return Finding.not_applicable("no sink-reading head")
-    return Finding.of(1 - found, "1 − cosine", no_effect=SAME)
+    return Finding.of(1 - cosine, "1 − cosine", no_effect=SAME)
 
 
 @claim(
     11, "depth", "The residual grows with depth",
     "The residual component grows with depth.",
-    "least-squares slope of a layer's residual power against relative depth, divided by its mean over layers",
+    "least-squares slope of the residual power of layers against relative depth, divided by the mean over layers",
 )  # fmt: skip
 def depth_trend(lab: Lab) -> Finding:
     powers = lab.layers("residual")
@@ -342,17 +341,17 @@ NTK = "rope=ntk:4"
     f"{NTK} on the same weights: 1 − residual power after / before, mean over layers and heads, paired",
 )  # fmt: skip
 def ntk_suppresses(lab: Lab) -> Finding:
-    found = lab.kept("residual", NTK)
-    return Finding.of(1 - found.ratio, REMOVED, edited=lab.edited(NTK, "NTK scaling, 4 times", found))
+    kept = lab.kept("residual", NTK)
+    return Finding.of(1 - kept.ratio, REMOVED, edited=lab.edited(NTK, "NTK scaling, 4 times", kept))
 
 
 def window_of(lab: Lab) -> str:
-    """A quarter of the prompt: three quarters of the queries lie behind it."""
+    """Return the edit for a window of a quarter of the prompt, which hides keys from three quarters of the queries."""
     return f"window={lab.spec.length // 4}"
 
 
 def accumulation(lab: Lab, edit: str, about: str) -> Finding:
-    """Slope of the residual with depth under an edit minus the slope without it, over the mean residual power."""
+    """Return the change of the residual's slope with depth under an edit, divided by the mean residual power."""
     before, after = lab.layers("residual"), lab.layers("residual", edit)
     depth, scale = np.linspace(0, 1, len(before.value)), float(before.value.mean())
     steeper = combined(lambda y: slope(y, depth), after) - combined(lambda y: slope(y, depth), before)
@@ -363,8 +362,8 @@ def accumulation(lab: Lab, edit: str, about: str) -> Finding:
 @claim(
     13, "window", "A window lets the residual accumulate",
     "A sliding window lets the residual component accumulate with depth.",
-    "a window of a quarter of the prompt on the same weights: slope of the residual power with depth after − before, "
-    "divided by the mean residual power before, paired",
+    "a window of a quarter of the prompt on the same weights: slope of the residual power against relative depth, "
+    "after − before, divided by the mean residual power before, paired",
 )  # fmt: skip
 def window_accumulates(lab: Lab) -> Finding:
     return accumulation(lab, window_of(lab), "window of a quarter")
@@ -372,16 +371,16 @@ def window_accumulates(lab: Lab) -> Finding:
 
 @claim(
     13, "window.with-sink", "A window that keeps position 0 does too",
-    "A sliding window that keeps position 0 in sight lets the residual component accumulate with depth, too.",
-    "a window of a quarter of the prompt that also shows position 0: slope after − before, as for the plain window",
+    "A sliding window that keeps position 0 visible also lets the residual component accumulate with depth.",
+    "a window of a quarter of the prompt with position 0 visible: slope after − before, as for the plain window",
 )  # fmt: skip
 def window_with_sink_accumulates(lab: Lab) -> Finding:
     return accumulation(lab, window_of(lab) + "+sink", "the same window, position 0 kept")
 
 
 @claim(
-    14, "between", "Standard RoPE sits between",
-    "Standard RoPE sits between NTK scaling and a sliding window.",
+    14, "between", "Standard RoPE lies between",
+    "Standard RoPE lies between NTK scaling and a sliding window.",
     f"the smaller of residual(standard) − residual({NTK}) and residual(window) − residual(standard), divided by "
     "residual(standard), same weights, paired",
 )  # fmt: skip
@@ -395,8 +394,8 @@ def standard_between(lab: Lab) -> Finding:
 
 catalogue.untestable(
     15, "balance", "Each architecture has its balance",
-    "Both components appear in every architecture, in a balance that is its own.",
-    "one model has one balance: `posleak sweep architectures` sets several models side by side. That both components "
-    "appear in this model is tested by claims 3 and 4",
+    "Both components appear in every architecture, in a balance specific to the architecture.",
+    "one model has one balance: `posleak sweep architectures` compares several models. Claims 3 and 4 test whether "
+    "both components appear in this model",
     paper=POSITION,
 )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Notes that a run carries as warnings, and errors about sizes that a model does not support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from posleak.axes import layer_names
+from posleak.errors import CheckError, InputError, shorter_prompts
+from posleak.inputs.prompts import DONOR_MARGIN
+from posleak.leakage import MIN_PROMPTS, narrow_layers
+from posleak.leakage.dataset import Chunk
+from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
+from posleak.metrics import Meters
+from posleak.models import Subject
+from posleak.probe.native import ungrouped
+from posleak.probe.fingerprint import FINGERPRINT_TOKENS
+
+from .run import Run
+from .spec import MeasureSpec
+
+# -- before the run ---------------------------------------------------------------------------------------------------
+
+
+def beyond_context(subject: Subject, spec: MeasureSpec) -> str | None:
+    """Return a note if a rotary model reads more positions than it was trained on; None if it does not.
+
+    Raise an InputError if the model has no such positions.
+    """
+    context, read = subject.context, spec.length + spec.borrowed + spec.shifted
+    if spec.shifted < 0 and not subject.identity.rotary:
+        raise InputError("the shift leads to positions before 0", where=subject.identity.name, got=spec.shifted)
+    if context is None or read <= context:
+        return None
+    after = f" after a context of {spec.borrowed}" if spec.borrowed else ""
+    after += f", shifted by {spec.shifted}," if spec.shifted else ""
+    what = f"length {spec.length}{after} is beyond the model's context of {context} positions"
+    if not subject.identity.rotary:
+        most = (context - DONOR_MARGIN) // 2 if spec.borrowed else context - spec.shifted
+        raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
+    return f"{what}: what is measured there is extrapolation"
+
+
+def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
+    """Yield notes about prompts that are long, too short for a sliding window, or too few; raise if they are too
+    long."""
+    if (long := beyond_context(subject, spec)) is not None:
+        yield long
+    if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
+        yield (
+            f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
+            f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
+        )
+    dtype = next((edit.weights_dtype for edit in spec.edits if edit.weights_dtype), subject.dtype)
+    if ungrouped(subject.model, dtype):
+        yield (
+            f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
+            "one after the other, which takes longer and changes nothing else"
+        )
+    if spec.prompts < MIN_PROMPTS:
+        powers = "powers and intervals" if spec.prompts < 2 else "intervals"
+        yield (
+            f"too few prompts ({spec.prompts}) to separate noise from signal, so there are no {powers}; use --prompts "
+            f"{MIN_PROMPTS} or more"
+        )
+
+
+def require_finite_logits(subject: Subject) -> None:
+    """Raise a CheckError if the model's logits are not finite: it has no loss."""
+    total = (subject.identity.fingerprint or (0.0,))[-1]
+    if not math.isfinite(total):
+        raise CheckError(
+            "the model's logits are not finite, so that it has no loss", where=subject.identity.name,
+            got=f"log Σ exp(logits) is {total} after a prompt of {FINGERPRINT_TOKENS} tokens",
+            remedy="measure it without --loss, or fetch its weights again if its head should be sound",
+        )  # fmt: skip
+
+
+# -- after the run ----------------------------------------------------------------------------------------------------
+
+
+def result_notes(run: Run) -> Iterator[str]:
+    """Yield notes about the results of a run."""
+    yield from _narrow_origin(run)
+    yield from _fixed_origin(run)
+
+
+def _narrow_origin(run: Run) -> Iterator[str]:
+    """Name the layers whose sink is wider than the origin, and an origin that is wide enough."""
+    origin = run.record.plan.origin
+    if narrow := narrow_layers(run.data, origin):
+        names = layer_names(run.record.calibration.numbers)
+        where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
+        yield (
+            f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to "
+            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
+            f"{max(narrow.values())}"
+        )
+
+
+def _fixed_origin(run: Run) -> Iterator[str]:
+    """Name the layers in which the origin's keys cannot be moved."""
+    motion = run.record.motion
+    if motion.stays:
+        names = layer_names(run.record.calibration.numbers)
+        layers = f"layers {', '.join(names[call] for call in motion.stays)}"
+        where = "every layer" if len(motion.stays) == len(motion.layers) else layers
+        yield f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"
+
+
+def unseen_metrics(meters: Meters | None, batch: Chunk) -> Iterator[str]:
+    """Name the requested metrics that have no results."""
+    if meters is not None and (names := meters.unseen(batch)):
+        yield (
+            f"metrics {', '.join(names)} are left out: the prompts are too short for a spectrum (wavelets), or the "
+            "model's layers do not pass on one residual stream (massive, valley, probe)"
+        )
