@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from posleak.analyses.trace.trace import SOURCES, Trace, trace as trace_of
 from posleak.arrays import Array
 from posleak.axes import PARTS, PROMPT
-from posleak.cli.trace_tables import trace_tables
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import products
+from posleak.reports.terminal.trace import trace_tables
 from posleak.runs.run import Run, split
 from posleak.show.colours import LIGHT, LINE
 from posleak.show.console import PlainConsole

@@ -49,9 +49,9 @@ def test_every_kind_of_model(family: str) -> None:
 
 
 def _page(result: Origin):  # type: ignore[no-untyped-def]
-    from posleak.cli.origin_tables import origin_page
+    from posleak.reports.terminal.origin import origin_tables
 
-    return origin_page(result)
+    return origin_tables(result)
 
 
 @pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text"])

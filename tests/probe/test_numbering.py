@@ -15,11 +15,11 @@ from rich.console import Console
 import posleak as pl
 from posleak.analyses.origin.origin import origin
 from posleak.axes import layer_coordinates, layer_names
-from posleak.cli.tables import run_tables
-from posleak.cli.trace_tables import layers_table
 from posleak.models import Subject
 from posleak.reports.gather import gather
 from posleak.reports.tables import tables
+from posleak.reports.terminal.run import run_tables
+from posleak.reports.terminal.trace import layers_table
 from posleak.runs.run import Run
 from support.runs_tiny import subject
 from tools.shrink import tiny_model

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 
 import posleak as pl
-from posleak.cli.tables import doctor_table, heading
 from posleak.models import Subject
+from posleak.reports.terminal.doctor import doctor_tables
+from posleak.reports.terminal.run import heading
 from posleak.reports.view import run_facts
 from posleak.runs.run import Run
 from posleak.show.console import PlainConsole
@@ -55,5 +56,5 @@ def test_the_doctor_says_it_too() -> None:
     found = pl.doctor(Subject.of(tiny("llama")), length=48, prompts=3, short=True)
     assert found.as_dict()["positions"] == "rotary"
     stream = io.StringIO()
-    PlainConsole(file=stream, width=120).print(doctor_table(found))
+    PlainConsole(file=stream, width=120).print(*doctor_tables(found), sep="\n")
     assert "3 prompts of 48 tokens; positions: rotary" in stream.getvalue()

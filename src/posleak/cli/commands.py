@@ -1,10 +1,6 @@
 """All commands, in the order of `posleak --help`: a module registers its commands on the app when it is imported."""
 
-from . import measure as _measure  # noqa: F401  isort: skip
-from . import trace as _trace  # noqa: F401  isort: skip
-from . import origin as _origin  # noqa: F401  isort: skip
-from . import claims as _claims  # noqa: F401  isort: skip
-from . import advise as _advise  # noqa: F401  isort: skip
+from . import analyses as _analyses  # noqa: F401  isort: skip
 from . import sweep as _sweep  # noqa: F401  isort: skip
 from . import report as _report  # noqa: F401  isort: skip
 from . import moved as _moved  # noqa: F401  isort: skip

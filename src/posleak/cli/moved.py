@@ -1,4 +1,4 @@
-"""Commands that moved: for one version they say where, with exit status 2."""
+"""Commands that have moved: for one version they name the new place and exit with status 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOVED = {
     "bench": "run `python -m benchmarks MODEL` in a checkout of the repository; it has the same options and JSON",
     "study": "run `posleak sweep NAME`, which has the same named comparisons and options",
     "zoo": "run `python -m zoo train`, `measure` or `list` in a checkout of the repository; `posleak models` lists the "
-    "trained models that come with posleak",
+    "trained models that ship with posleak",
 }
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error, with the time left."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
 
 @contextmanager
 def prompt_progress(console: Console) -> Iterator[OnProgress | None]:
-    """A bar over prompts, moving with every layer; None where there is no terminal to draw it on."""
+    """Show a bar over prompts that moves with every layer; yield its callback, None without a terminal."""
     if not console.is_terminal:
         yield None
         return
-    with bar(console, "calibrating") as show:
-        yield lambda reached: show(reached.text, reached.done, reached.of)
+    with bar(console, "calibrating") as update:
+        yield lambda progress: update(progress.text, progress.done, progress.of)
 
 
 @contextmanager
 def bar(console: Console, text: str = "") -> Iterator[Callable[[str, float, float], None]]:
-    """A bar; gives a function of what is done now, how much of it, and of how much."""
-    said = TextColumn("{task.description}", markup=False)
-    columns = (said, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as drawn:
-        task = drawn.add_task(text, total=None)
-        yield lambda what, done, of: drawn.update(task, completed=done, total=of, description=what)
+    """Show a bar; yield a function of its text, the amount done and the total."""
+    description = TextColumn("{task.description}", markup=False)
+    columns = (description, BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text, done, of: progress.update(task, completed=done, total=of, description=text)
 
 
 @contextmanager
 def board_view(console: Console) -> Iterator[Callable[[str, int, int, Sequence[str]], None]]:
-    """A bar with a text behind it, and lines below; gives a function of the text, how much is done of how much, and the
-    lines, each cut to the width of the terminal."""
-    counted = Progress(BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    task = counted.add_task("starting", total=None)
-    with Live(counted, console=console, transient=True, refresh_per_second=4) as live:
+    """Show a bar with a text and lines below it, each cut to the width of the terminal.
+
+    Yield a function of the text, the number of items done, the total and the lines.
+    """
+    progress = Progress(BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    task = progress.add_task("starting", total=None)
+    with Live(progress, console=console, transient=True, refresh_per_second=4) as live:
 
         def show(text: str, done: int, of: int, lines: Sequence[str]) -> None:
-            counted.update(task, completed=done, total=of, description=text)
+            progress.update(task, completed=done, total=of, description=text)
             below = [Text(f"  {visible(line)}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
-            live.update(Group(counted, *below))
+            live.update(Group(progress, *below))
 
         yield show

@@ -1,4 +1,4 @@
-"""`posleak report` and `posleak compare`: run folders as one page, and side by side."""
+"""`posleak report` and `posleak compare`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import posleak
 from posleak.files import is_stream
 
 from .app import app, emit, emit_text, out, tell, working
@@ -25,7 +26,7 @@ class Format(StrEnum):
 def report_command(
     runs: Runs,
     page: Annotated[
-        Path, typer.Option("--out", parser=named_path, metavar="<path>", help="The page, one HTML file.")
+        Path, typer.Option("--out", parser=named_path, metavar="<path>", help="The HTML file to write.")
     ] = Path("report.html"),
     assets: Annotated[
         Path | None,
@@ -37,7 +38,7 @@ def report_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page of these runs: no network, opens anywhere, prints well.
+    """Write one self-contained HTML page of these runs, which needs no network and can be printed.
 
     Example: `posleak report runs/smollm2-135m-6be9177967 --out report.html --assets figures`
     """
@@ -50,7 +51,7 @@ def report_command(
     if as_json:
         emit(written.as_dict())
         return
-    if not is_stream(written.page):  # a stream gets the page alone
+    if not is_stream(written.page):  # standard output gets the page alone
         size = written.page.stat().st_size / 1e6
         out.print(f"{written.page.resolve()} ({size:.1f} MB)", soft_wrap=True)
     if assets is not None:
@@ -63,17 +64,16 @@ def compare_command(
     format: Annotated[Format, typer.Option(help="table, markdown, latex or json.")] = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Runs side by side: mask, drift and sink of each, and differences from the first with intervals.
+    """Compare runs: all quantities of each run, and differences from the first run with intervals.
 
     Example: `posleak compare runs/smollm2-135m runs/gemma3-270m --format latex`
     """
-    from posleak.reports.compare import compare
     from posleak.reports.formats import FORMATS, as_table
 
-    found = compare(runs)
+    comparison = posleak.compare(runs)
     if as_json or format is Format.json:
-        emit(found.as_dict())
+        emit(comparison.as_dict())
     elif format is Format.table:
-        out.print(as_table(found))
+        out.print(as_table(comparison))
     else:
-        emit_text(FORMATS[format.value](found))
+        emit_text(FORMATS[format.value](comparison))

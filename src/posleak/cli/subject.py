@@ -1,18 +1,16 @@
-"""Commands about one model: which model it is, and how it is loaded, are options that all of them share.
-
-A command is written as a function of `load`, which it calls after all checks that need no model; `model_command` adds
-MODEL in front of the command's own options and the loading options behind them.
-"""
+"""Commands that run one model: the argument MODEL, the options that load it, and the checks before it is loaded."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from posleak import defaults
 from posleak.stopwatch import stage
 
 from .app import app, spoken_warnings, working
@@ -21,44 +19,72 @@ from .options import named
 if TYPE_CHECKING:
     from posleak.models import Subject
 
-DEFAULT_MODEL = "smollm2-135m"
-
-Load = Callable[[], Any]
-"""Gives the Subject that the user named."""
-
-MODEL = Annotated[
+MODEL_ARGUMENT = Annotated[
     str,
     typer.Argument(
-        parser=named, metavar="MODEL", help="A built-in name (`posleak models`), a hub id, a folder, or a .gguf file."
+        parser=named,
+        metavar="MODEL",
+        help="A built-in model (`posleak models`), a Hugging Face Hub id, a folder, or a .gguf file.",
     ),
 ]
-LOADING: dict[str, tuple[Any, Any]] = {
-    "device": (str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU where there is one.")),
+LOADING_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "device": (str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU if there is one.")),
     "dtype": (str | None, typer.Option(help="float32 (default on a CPU), bfloat16, float16, float64 or auto.")),
-    "device_map": (str | None, typer.Option(help="Passed on to transformers; `auto` spreads a large model.")),
-    "revision": (str | None, typer.Option(help="Branch, tag or commit of a hub id.")),
-    "trust_remote_code": (bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")),
-    "allow_pickle": (bool, typer.Option("--allow-pickle", help="Read weights that are stored as pickles.")),
+    "device_map": (str | None, typer.Option(help="Passed to transformers; `auto` distributes a large model.")),
+    "revision": (str | None, typer.Option(help="Branch, tag or commit of a Hub id.")),
+    "trust_remote_code": (bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")),
+    "allow_pickle": (bool, typer.Option("--allow-pickle", help="Allow weights stored as pickle files.")),
     "verify": (
         bool,
-        typer.Option("--verify", help="Hash every file of the model again, instead of trusting remembered hashes."),
+        typer.Option("--verify", help="Hash all model files again; ignore cached hashes."),
     ),
 }
-"""The options of `posleak.models.load`, by their names there."""
+"""Options of `posleak.load`, by the names of its parameters."""
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """The model named on the command line, with the options for loading it."""
+
+    name: str
+    options: dict[str, Any]
+
+    def load(self, *, max_memory: str | None = None, **spec: Any) -> Subject:
+        """Check the measurement, then load the model, showing a status line: the first load may download it.
+
+        max_memory  value of --max-memory
+        spec        fields of the MeasureSpec; None means the default
+        """
+        require_valid(max_memory, **spec)
+        with stage("load"), spoken_warnings(), working(f"loading {self.name}") as status:
+            from posleak.models import load
+
+            return load(self.name, progress=status, **self.options)
+
+
+def require_valid(max_memory: str | None, **spec: Any) -> None:
+    """Reject an invalid measurement before the model is loaded and before torch is imported."""
+    from posleak.inputs import require_source
+    from posleak.runs.spec import MeasureSpec, parse_bytes
+
+    made = MeasureSpec(**{name: value for name, value in spec.items() if value is not None})
+    made.require_effect()
+    require_source(made.inputs)
+    parse_bytes(max_memory)
 
 
 def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command; its parameter `load` is made from MODEL and the loading options."""
+    """Register a command whose parameter `model` is a ModelRequest, made of the argument MODEL and loading options."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(model: str, **given: Any) -> None:
-            loading = {key: given.pop(key) for key in LOADING}
-            asked = {key: value for key, value in loading.items() if value not in (None, False)}
-            command(load=partial(load_subject, model, **asked), **given)
+        def run(model: str, **options: Any) -> None:
+            loading = {key: options.pop(key) for key in LOADING_OPTIONS}
+            given = {key: value for key, value in loading.items() if value not in (None, False)}
+            command(model=ModelRequest(model, given), **options)
 
-        run.__signature__ = _signature(command)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in _signature(command).parameters.values()}
+        run.__signature__ = signature = _signature(command)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         commands.command(name=name)(run)
         return command
 
@@ -66,24 +92,17 @@ def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[
 
 
 def _signature(command: Callable[..., None]) -> inspect.Signature:
-    """MODEL, the command's own options, the loading options, and `--json` last."""
+    """Return the signature for typer: MODEL, the command's own options, the loading options, and `--json` last."""
     hints = get_type_hints(command, include_extras=True)
-    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(command).parameters.values()]
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "load"]
-    first, last = [_option("model", DEFAULT_MODEL, MODEL)], [p for p in own if p.name == "as_json"]
+    own = [_option(p.name, p.default, hints[p.name]) for p in inspect.signature(command).parameters.values()]
+    own = [p for p in own if p.name != "model"]
+    model, json = _option("model", defaults.MODEL, MODEL_ARGUMENT), [p for p in own if p.name == "as_json"]
     loading = [
-        _option(key, False if kind is bool else None, Annotated[kind, of]) for key, (kind, of) in LOADING.items()
+        _option(key, False if kind is bool else None, Annotated[kind, option])
+        for key, (kind, option) in LOADING_OPTIONS.items()
     ]
-    return inspect.Signature([*first, *(p for p in own if p not in last), *loading, *last])
+    return inspect.Signature([model, *(p for p in own if p not in json), *loading, *json])
 
 
 def _option(name: str, default: Any, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def load_subject(name: str, **options: Any) -> Subject:
-    """Load with a line of status, since the first load fetches and converts the model."""
-    with stage("load"), spoken_warnings(), working(f"loading {name}") as update:
-        from posleak.models import load
-
-        return load(name, progress=update, **options)

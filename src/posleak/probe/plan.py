@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from posleak.axes import MIN_LENGTH
+from posleak.defaults import DEFAULT_ORIGIN as DEFAULT_ORIGIN
 from posleak.errors import InputError
-
-DEFAULT_ORIGIN = 4
-"""Default number of leading tokens treated as the origin, as in StreamingLLM."""
 
 MAX_LENGTH, MAX_DENSITY = 2**24, 64
 """Upper limits against mistyped values."""

@@ -25,7 +25,15 @@ from posleak.models import Subject
 from posleak.probe import Plan
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, remove_if_empty, remove_unwritten, require_unused
+from .folder import (
+    HEADS_FILE,
+    RECORD_FILE,
+    RESULTS_FILE,
+    chosen_folder,
+    remove_if_empty,
+    remove_unwritten,
+    require_unused,
+)
 from .prepared import PreparedRun
 from .progress import OnProgress, Progress
 from .record import clear_run
@@ -66,6 +74,10 @@ class Conditions:
     def baseline(self) -> PreparedRun:
         """Return the prepared run without edits."""
         return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
+
+    def choose_folder(self, out: str | Path | None, root: str | Path | None, prefix: str = "") -> None:
+        """Use the folder `out`, or one below `root` that is named after the baseline, or none if neither is given."""
+        self.folder = chosen_folder(out, root, lambda: prefix + self.baseline.folder_name)
 
     @property
     def plan(self) -> Plan:

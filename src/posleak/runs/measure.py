@@ -15,7 +15,9 @@ from posleak.probe import Edit, Observer
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 
+from .folder import chosen_folder
 from .prepared import OnPrompts, PreparedRun
+from .progress import OnProgress
 from .record import is_finished
 from .request import resolve_request
 from .run import Run
@@ -38,9 +40,11 @@ def measure(
     loss: bool = False,
     observers: Observer | Iterable[Observer] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: OnPrompts | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Run:
     """Measure a subject's leakage of absolute position, split into mask, drift and sink.
 
@@ -63,10 +67,12 @@ def measure(
     observers   objects whose `observe(call, out)` is called for every attention call of every batch, after edits
     out         folder for the run: an unfinished run in it is resumed, a finished run of the same measurement is
                 loaded. Without it the run stays in memory, and `run.save` writes it
-    fresh       measure again what is in `out`
+    root        parent of the folder if `out` is not given: the run goes to root/MODEL-DIGEST
+    fresh       measure again what is in the folder
     max_memory  limit of the whole process, including the loaded model ("8GB", or bytes): batches are chosen to stay
                 within it, and an error is raised before the run if none does
     progress    callback that receives (finished prompts, prompts in all)
+    on_progress callback that receives a Progress at every layer
 
     Example: `posleak.measure("smollm2-135m", length=256, edits="window=64").heads.head(10)`
     """
@@ -75,11 +81,13 @@ def measure(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
         origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
-    folder = None if out is None else Path(out)
-    if folder is not None:
-        _require_idle(folder, fresh)
+    if out is not None:
+        _require_idle(Path(out), fresh)
     prepared = PreparedRun.of(request.subject, request.spec, request.given, max_memory, observers=own_observers)
-    return prepared.run_with_warnings(folder, fresh=fresh, progress=progress or (lambda done, of: None))
+    folder = chosen_folder(out, root, lambda: prepared.folder_name)
+    return prepared.run_with_warnings(
+        folder, fresh=fresh, progress=progress or (lambda done, of: None), on_progress=on_progress
+    )
 
 
 def _require_idle(folder: Path, fresh: bool) -> None:

@@ -13,8 +13,8 @@ from posleak.leakage.dataset import Chunk
 from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.models import Subject
-from posleak.probe.native import ungrouped
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS
+from posleak.probe.native import ungrouped
 
 from .run import Run
 from .spec import MeasureSpec
@@ -93,8 +93,8 @@ def _narrow_origin(run: Run) -> Iterator[str]:
         where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
         yield (
             f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to "
-            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
-            f"{max(narrow.values())}"
+            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; "
+            f"use --origin {max(narrow.values())}"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.origin.store import read_origin, write_origin
+from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -30,8 +31,6 @@ from posleak.typed import plain
 from .catalogue import Claim, ClaimResult, registry
 from .finding import ENOUGH, Finding
 from .lab import CLAIMS_FILE, Lab
-
-LENGTH, PROMPTS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ def claims(
     seed: int = 0,
     bos: str | int = "auto",
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -103,7 +103,8 @@ def claims(
     seed        random seed for the prompts
     bos         token at position 0, as in `measure`
     out         folder for the runs and findings; finished ones are reused, and each new finding is written at once
-    fresh       ignore what is in `out` and test again
+    root        parent of the folder if `out` is not given, as in `measure`
+    fresh       ignore what is in the folder and test again
     max_memory  memory limit of the process, as in `measure`
     progress    callback that receives a status line
 
@@ -111,10 +112,11 @@ def claims(
     """
     named_papers(paper)
     request = resolve_request(
-        subject, inputs, length=length, prompts=prompts, default=(LENGTH, PROMPTS), seed=seed, bos=bos
+        subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos
     )
-    folder, say = None if out is None else Path(out), progress or (lambda line: None)
-    return examined(Lab(request.subject, request.spec, folder, fresh, max_memory, say, request.given), paper)
+    lab = Lab(request.subject, request.spec, None, fresh, max_memory, progress or (lambda line: None), request.given)
+    lab.choose_folder(out, root)
+    return examined(lab, paper)
 
 
 def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:

@@ -21,13 +21,13 @@ from posleak.analyses.origin.states import alone
 from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
+from posleak.defaults import ORIGIN_TOKENS
 from posleak.errors import BusyError, InputError, RunError, StorageError
 from posleak.inputs import prepare
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.folder import has_record
-from posleak.runs.measure import PreparedRun
 from posleak.runs.memory import (
     FIRST_USE_BYTES,
     MemoryPlan,
@@ -36,13 +36,13 @@ from posleak.runs.memory import (
     require_room,
     within_memory,
 )
+from posleak.runs.prepared import PreparedRun
 from posleak.runs.record import clear_run
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
 
 from .finding import ENOUGH, Edited, Kept
 
-ORIGIN_TOKENS = 1024
 TEXT_CROPS = 64
 
 CLAIMS_FILE = "claims.json"
@@ -117,7 +117,7 @@ class Lab(Conditions):
             resolved = within_memory(spec, ready.subject, parse_bytes(self.max_memory))
         except InputError:
             return ready
-        return replace(ready, asked=spec, spec=resolved) if resolved.batch == ready.spec.batch else ready
+        return replace(ready, requested=spec, spec=resolved) if resolved.batch == ready.spec.batch else ready
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """Return one metric as an array (prompt, layer, …); raise InputError if the prompts are too short for it."""

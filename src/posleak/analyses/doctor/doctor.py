@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posleak.defaults import DOCTOR_LENGTH, DOCTOR_PROMPTS
 from posleak.edits import parse_edits
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
@@ -37,12 +38,9 @@ from posleak.text import visible
 
 from . import laws
 from .check import Check, DoctorVerdict
-from .memory import FEW, PADDING, doctor_plan
-from .passes import SharedPasses
+from .passes import FEW, PADDING, SharedPasses, doctor_plan
 
-LENGTH = 96
 LONGEST = 1280
-PROMPTS = 12
 
 SENTENCES = {
     DoctorVerdict.SOUND: "can be measured here, and every law holds",
@@ -104,7 +102,7 @@ class Diagnosis:
 def doctor_length(subject: Subject) -> int:
     """Return the default length: longer than every window of the model, up to LONGEST."""
     windows = [w for w in subject.identity.windows if w is not None and w * 5 // 4 <= LONGEST]
-    length = max([LENGTH, *(w * 5 // 4 for w in windows)])
+    length = max([DOCTOR_LENGTH, *(w * 5 // 4 for w in windows)])
     return min(length, subject.context or length)
 
 
@@ -113,7 +111,7 @@ def doctor(
     subject: AnyModel,
     *,
     length: int | None = None,
-    prompts: int = PROMPTS,
+    prompts: int = DOCTOR_PROMPTS,
     seed: int = 0,
     bos: str | int = "auto",
     short: bool = False,

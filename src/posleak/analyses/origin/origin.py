@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
 from posleak.errors import warn
 from posleak.inputs import InputFacts, Prompts, prepare
 from posleak.leakage import Jackknife
@@ -107,9 +108,9 @@ class Origin:
 def origin(
     subject: AnyModel,
     *,
-    length: int = 256,
-    prompts: int = 8,
-    tokens: int = 1024,
+    length: int = TRACED,
+    prompts: int = ORIGIN_PROMPTS,
+    tokens: int = ORIGIN_TOKENS,
     seed: int = 0,
     bos: str | int = "auto",
     batch: int = 0,

@@ -24,6 +24,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
+from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
@@ -36,7 +37,6 @@ from posleak.runs.folder import RECORD_FILE
 from posleak.runs.record import is_finished
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, describe_run
-from posleak.runs.spec import PROMPTS, TRACED
 from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
 from posleak.signatures import checked
@@ -92,8 +92,11 @@ class Trace:
         return cls(ordinary, borrowed, {k: conditions.run(_step(k)) for k in upto})
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace | None:
-        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run."""
+    def load(cls, path: str | Path, ordinary: Run | None = None) -> Trace | None:
+        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run.
+
+        ordinary: the folder's ordinary run, if it is loaded already.
+        """
         folder = Path(path)
         second = condition_folder(folder, BORROWED)
         if not (second / RECORD_FILE).is_file():
@@ -101,7 +104,7 @@ class Trace:
         if not is_finished(second):
             raise RunError("the run with a borrowed context is not finished", where=str(second),
                            remedy="start the same `posleak trace` or `posleak claims` again: it resumes")  # fmt: skip
-        ordinary, borrowed = Run.load(folder), Run.load(second)
+        ordinary, borrowed = ordinary or Run.load(folder), Run.load(second)
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
             raise RunError("the two runs of the trace read different prompts", where=str(folder),
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip
@@ -250,6 +253,7 @@ def trace(
     by_layer: bool = False,
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
+    root: str | Path | None = None,
     fresh: bool = False,
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -266,7 +270,8 @@ def trace(
     by_layer    also borrow up to layer K only, for K = 0, 1, 2, 4, …: one more run for each
     metrics     metrics of other papers in the ordinary run, as in `measure`: `trace.ordinary.metrics`
     out         folder for the ordinary run, with the other runs below it; runs that it has are loaded
-    fresh       measure again what is in `out`
+    root        parent of the folder if `out` is not given, as in `measure`
+    fresh       measure again what is in the folder
     max_memory  limit of the whole process, as in `measure`
     progress    callback that receives a status line
 
@@ -276,8 +281,9 @@ def trace(
         subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics),
     )  # fmt: skip
-    folder, say = None if out is None else Path(out), progress or (lambda what: None)
-    conditions = Conditions(request.subject, request.spec, folder, fresh, max_memory, say, request.given)
+    status = progress or (lambda line: None)
+    conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
+    conditions.choose_folder(out, root)
     return traced(conditions, by_layer=by_layer)
 
 

@@ -1,4 +1,4 @@
-"""Position 0 as a page for people: a line for each question, then all depths. 80 columns."""
+"""Tables of the analysis of position 0: `posleak origin`."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ COLUMNS = (
     "layer", "‖x_0‖", "alike", "body", "readers", "at 0", "writes", "spread", "along", "moved", "error", "−sink",
 )  # fmt: skip
 LEGEND = """\
-‖x_0‖: before each layer; alike: mean cosine there among first tokens, and body: among ordinary positions, for \
-comparison
-readers: heads with mean a_r0 > {epsilon}, and interval; the next four are means: a_r0; norm of a_r0 W_O v_0 over the \
-norm of the output; standard deviation of a_i0 over i; share of the output's variance over i on the line of W_O v_0
-moved: how much another first token changes states in the last quarter
-error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same without the directions \
-that sink-reading heads have written"""
+‖x_0‖: norm before each layer; alike: mean cosine there among first tokens; body: the same among ordinary positions
+readers: heads with mean a_r0 > {epsilon}, with interval; the next four are means over them
+at 0: a_r0; writes: norm of a_r0 W_O v_0 over the norm of the output; spread: standard deviation of a_i0 over i; \
+along: share of the variance of the output over i in the direction of W_O v_0
+moved: relative change of states in the last quarter under another first token
+error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same after removing the \
+directions that sink-reading heads have written"""
 
 
-def origin_page(found: Origin) -> Iterator[RenderableType]:
-    """What was looked at, the answers, the depths, and what the columns mean."""
-    yield Group(*_heading(found))
+def origin_tables(origin: Origin) -> Iterator[RenderableType]:
+    """Yield the heading, one line per analysis, one row per depth, and the legend."""
+    yield Group(*_heading(origin))
     answers = FittedTable((Column(""), Column("", wraps=True, most=68)), gap=1)
-    for name, answer in _answers(found):
+    for name, answer in _answers(origin):
         answers.add_row(Text(name, style="bold"), answer)
     yield answers
-    yield depths_table(found)
-    yield prose(LEGEND.format(epsilon=found.reading.epsilon), style="dim", indent=2)
+    yield _depths_table(origin)
+    yield prose(LEGEND.format(epsilon=origin.reading.epsilon), style="dim", indent=2)
 
 
-def _heading(found: Origin) -> Iterator[Prose]:
-    yield prose(f"{found.identity.name}: position 0", style="bold")
-    yield prose(" · ".join(found.identity.facts), style="dim")
+def _heading(origin: Origin) -> Iterator[Prose]:
+    yield prose(f"{origin.identity.name}: position 0", style="bold")
+    yield prose(" · ".join(origin.identity.facts), style="dim")
     yield prose(
-        f"{found.prompts} prompts of {found.length} random tokens · {found.portrait.n} first tokens · "
-        f"seed {found.seed}\n{found.inputs.first_token}",
+        f"{origin.prompts} prompts of {origin.length} random tokens · {origin.portrait.n} first tokens · "
+        f"seed {origin.seed}\n{origin.inputs.first_token}",
         style="dim",
     )
 
 
-def _answers(found: Origin) -> Iterator[tuple[str, Text]]:
-    yield "closed", _closed(found)
-    yield "trajectory", _trajectory(found)
-    yield "portrait", _portrait(found)
-    yield "readers", _readers(found)
-    yield "fingerprint", _fingerprint(found)
-    yield "position", _position(found)
+def _answers(origin: Origin) -> Iterator[tuple[str, Text]]:
+    yield "closed", _closed(origin)
+    yield "trajectory", _trajectory(origin)
+    yield "portrait", _portrait(origin)
+    yield "readers", _readers(origin)
+    yield "fingerprint", _fingerprint(origin)
+    yield "position", _position(origin)
 
 
-def _closed(found: Origin) -> Text:
-    closure = found.closure
+def _closed(origin: Origin) -> Text:
+    closure = origin.closure
     mark = Text("✓ ", style="green") if closure.ok else Text("✗ ", style="red")
     verdict = "its state is the same in context and alone" if closure.ok else "its state depends on later tokens"
     mark.append(f"{verdict}: within {closure.worst:.1e}, {len(closure.per_layer)} depths")
     return mark.append(f" (bound {closure.bound:.0e}, n={closure.n})", style="dim")
 
 
-def _trajectory(found: Origin) -> Text:
-    path = found.trajectory
+def _trajectory(origin: Origin) -> Text:
+    path = origin.trajectory
     text = Text(f"{spark(math.log(norm) if norm > 0 else math.nan for norm in path.norm)}  norm by depth (log)\n")
     peak, jump = int(np.argmax(np.nan_to_num(path.relative))), path.jump
     text.append(f"×{path.norm[jump] / path.norm[jump - 1]:.0f} in layer {jump - 1}; ")
@@ -82,75 +82,75 @@ def _trajectory(found: Origin) -> Text:
     return text.append(f"{kind} channel{'s' if len(middle) > 1 else ''} {shown} of ‖x_0‖²")
 
 
-def _portrait(found: Origin) -> Text:
-    portrait, path = found.portrait, found.trajectory
+def _portrait(origin: Origin) -> Text:
+    portrait, path = origin.portrait, origin.trajectory
     at = int(np.argmax(np.nan_to_num(portrait.among.value[path.settles : path.leaves + 1], nan=-1))) + path.settles
     text = Text(f"{spark(portrait.among.value, 0, 1)}  cosine among first tokens\n")
     text.append(f"{portrait.among.value[0]:.2f} at the embedding, {formatted(portrait.among[at], '.3f')} at depth {at}")
-    text.append(f"\n  to {found.reference.name} {formatted(portrait.to_reference[at], '.3f')}; ")
+    text.append(f"\n  to {origin.reference.name} {formatted(portrait.to_reference[at], '.3f')}; ")
     text.append(f"among body states {path.body.alike[at]:.3f}\n")
     text.append(f"channel {portrait.top[at]} is the largest for {portrait.top_share[at]:.0%} of them, ")
     text.append(f"massive for {portrait.massive_share[at]:.0%}")
     return text.append(f" (n={portrait.n})", style="dim")
 
 
-def _readers(found: Origin) -> Text:
-    reading = found.reading
+def _readers(origin: Origin) -> Text:
+    reading = origin.reading
     text = Text(f"{formatted(reading.readers, '.0f')} of {reading.of} heads read it: ")
     text.append(f"mean a_r0 > {reading.epsilon}")
-    text.append(f" (n={found.prompts})", style="dim")
+    text.append(f" (n={origin.prompts})", style="dim")
     if reading.heads:
         text.append(f"\n‖a_r0 W_O v_0‖ is {formatted(reading.mean['written'], '.0%')} of the norm of their output")
         text.append(f"\na_i0 varies over i by {formatted(reading.mean['spread'], '.2f')} (standard deviation); ")
         text.append(f"\n{formatted(reading.mean['positional'], '.0%')} of that variance is the same in every prompt")
     if reading.space != "output":
-        text.append("\nW_O was not found: measured on value vectors", style="yellow")
+        text.append("\nW_O was not origin: measured on value vectors", style="yellow")
     return text
 
 
-def _fingerprint(found: Origin) -> Text:
-    marks = found.fingerprint
+def _fingerprint(origin: Origin) -> Text:
+    marks = origin.fingerprint
     if marks.same.worst is None:
         return Text("no head reads position 0", style="dim")
     text = Text(f"W_O v_0, same first token: 1 − cosine ≤ {max(marks.same.worst, 1e-16):.0e}")
     text.append(f" (n={marks.same.n})", style="dim")
     text.append(f"\nanother first token: cosine {formatted(marks.different, '.3f')}")
     text.append(f" (n={marks.different.n})", style="dim")
-    return text.append(f", late states move by {formatted(marks.carried[-1], '.0%')}")
+    return text.append(f", late states change by {formatted(marks.carried[-1], '.0%')}")
 
 
-def _position(found: Origin) -> Text:
-    probe = found.position_probe
+def _position(origin: Origin) -> Text:
+    probe = origin.position_probe
     assert probe is not None
     error, best = probe.plain.error, int(np.argmin(probe.plain.error.value))
-    text = Text(f"{spark(-error.value, -probe.chance, 0)}  position, read off the states\n")
-    text.append(f"off by {formatted(error[best], '.1f')} tokens at depth {best}, R² {probe.plain.r2.value[best]:.2f}")
+    text = Text(f"{spark(-error.value, -probe.chance, 0)}  position decoded from the states\n")
+    text.append(f"error {formatted(error[best], '.1f')} tokens at depth {best}, R² {probe.plain.r2.value[best]:.2f}")
     text.append(f" (chance {probe.chance:.1f})", style="dim")
     if math.isnan(probe.overall.value):
         return text
-    text.append(f"\nwithout what sink-readers wrote {formatted(probe.overall, '+.2f')} tokens worse than")
-    return text.append(" without as many random directions, mean over depths")
+    text.append(f"\n{formatted(probe.overall, '+.2f')} tokens without the directions written by sink-reading heads,")
+    return text.append(" compared with as many random directions, mean over depths")
 
 
-def depths_table(found: Origin) -> FittedTable:
-    """One line per layer: the state that it reads, its heads, and the probe on that state; the last has no heads."""
-    made = table(COLUMNS, right=COLUMNS, gap=1)
-    depths = len(found.trajectory.norm)
-    probe, marks = found.position_probe, found.fingerprint
+def _depths_table(origin: Origin) -> FittedTable:
+    """Return one row per layer: the state that it reads, its heads, and the probe on that state."""
+    rows = table(COLUMNS, right=COLUMNS, gap=1)
+    depths = len(origin.trajectory.norm)
+    probe, marks = origin.position_probe, origin.fingerprint
     assert probe is not None
     for depth in range(depths):
-        alike, body = found.portrait.among.value[depth], found.trajectory.body.alike[depth]
-        state = (size(found.trajectory.norm[depth]), f"{alike:.2f}", f"{body:.2f}")
+        alike, body = origin.portrait.among.value[depth], origin.trajectory.body.alike[depth]
+        state = (size(origin.trajectory.norm[depth]), f"{alike:.2f}", f"{body:.2f}")
         moved = f"{marks.carried.value[depth]:.0%}"
         after = f"{probe.projected.error.value[depth]:.1f}" if probe.rank[depth] else "–"
         name = str(depth) if depth < depths - 1 else "end"
-        made.add_row(name, *state, *_heads(found, depth), moved, number(probe.plain.error[depth]), after)
-    return made
+        rows.add_row(name, *state, *_heads(origin, depth), moved, _error(probe.plain.error[depth]), after)
+    return rows
 
 
-def _heads(found: Origin, layer: int) -> Sequence[TableCell | str]:
-    """readers, at 0, writes, spread, along: of the attention calls of one layer."""
-    reading = found.reading
+def _heads(origin: Origin, layer: int) -> Sequence[TableCell | str]:
+    """Return the columns readers, at 0, writes, spread and along of one layer."""
+    reading = origin.reading
     counts = [call.readers for call in reading.calls if call.layer == layer]
     if not counts:
         return [""] * 5
@@ -163,7 +163,7 @@ def _heads(found: Origin, layer: int) -> Sequence[TableCell | str]:
     return [count, *(f"{mean:.2f}" for mean in means)]
 
 
-def number(estimate: Estimate) -> TableCell:
-    """23.1 22–24"""
+def _error(estimate: Estimate) -> TableCell:
+    """Return `23.1 22–24`."""
     interval = "" if math.isnan(estimate.low) else f"{estimate.low:.0f}–{estimate.high:.0f}"
     return TableCell(Text(f"{estimate.value:.1f}"), interval)

@@ -1,0 +1,311 @@
+"""The commands that run one model, and `posleak models`. Each calls the public function of the same name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+import posleak
+from posleak.defaults import (
+    BATCH,
+    BOS,
+    DEFAULT_ORIGIN,
+    DENSITY,
+    DOCTOR_PROMPTS,
+    INPUTS,
+    LENGTH,
+    ORIGIN_PROMPTS,
+    ORIGIN_TOKENS,
+    PROMPTS,
+    RUNS,
+    SEED,
+    TEXT_INPUTS,
+    TRACED,
+)  # fmt: skip
+from posleak.papers import POSITION, named_papers
+
+from .app import app, emit, err, out, present, spoken_warnings, working
+from .failures import BY_DESIGN, FAILED, SUCCESS
+from .options import (
+    Bos,
+    Fresh,
+    Inputs,
+    Json,
+    Length,
+    Loss,
+    MaxMemory,
+    Metrics,
+    OriginWidth,
+    Profiled,
+    Prompts,
+    RunFolder,
+    Seed,
+)  # fmt: skip
+from .profile import TimeProfile
+from .progress import prompt_progress
+from .subject import ModelRequest, model_command
+
+DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
+"""Exit statuses of `posleak doctor`, by verdict."""
+
+
+@model_command("measure")
+def measure_command(
+    model: ModelRequest,
+    inputs: Inputs = INPUTS,
+    bos: Bos = BOS,
+    length: Length = LENGTH,
+    prompts: Prompts = PROMPTS,
+    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 4096 tokens.")] = BATCH,
+    seed: Seed = SEED,
+    origin: OriginWidth = DEFAULT_ORIGIN,
+    density: Annotated[
+        int, typer.Option(help="Factor on the numbers of sampled queries, references and offsets.")
+    ] = DENSITY,
+    edit: Annotated[
+        list[str] | None,
+        typer.Option(help="Intervention on the model, e.g. bos=zero or sink=cut (docs/edits.md); repeatable."),
+    ] = None,
+    metrics: Metrics = "none",
+    loss: Loss = False,
+    folder: RunFolder = None,
+    fresh: Fresh = False,
+    max_memory: MaxMemory = None,
+    profile: Profiled = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the leakage of absolute position and decompose it into mask, drift and sink.
+
+    Example: `posleak measure smollm2-135m --length 512 --prompts 16`
+    """
+    spec: dict[str, Any] = {
+        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "batch": batch,
+        "density": density, "origin": origin, "edits": edit or (), "metrics": metrics, "loss": loss,
+    }  # fmt: skip
+    with TimeProfile(profile) as spent:
+        subject = model.load(max_memory=max_memory, **spec)
+        with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as on_progress:
+            run = posleak.measure(
+                subject, **spec, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory, on_progress=on_progress
+            )
+    from posleak.reports.terminal.run import run_tables
+
+    present(run, run_tables, as_json, spent.as_dict(run.record.memory.total))
+
+
+@model_command("trace")
+def trace_command(
+    model: ModelRequest,
+    inputs: Inputs = INPUTS,
+    bos: Bos = BOS,
+    length: Length = TRACED,
+    prompts: Annotated[int, typer.Option(help="Number of prompts. Both passes use the same prompts.")] = PROMPTS,
+    seed: Seed = SEED,
+    origin: OriginWidth = DEFAULT_ORIGIN,
+    by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--by-layer", help="Also lend the context up to layer K only, for K = 0, 1, 2, 4, …: one more pass each."
+        ),
+    ] = False,
+    metrics: Metrics = "none",
+    folder: RunFolder = None,
+    fresh: Fresh = False,
+    max_memory: MaxMemory = None,
+    profile: Profiled = False,
+    as_json: Json = False,
+) -> None:
+    """Trace where position comes from: own mask (here), masks of earlier layers (earlier), position 0 (origin).
+
+    A second pass reads each prompt after a borrowed context, so that position cannot be inferred from the number of
+    visible keys.
+
+    Example: `posleak trace smollm2-135m --length 256 --prompts 16`
+    """
+    spec: dict[str, Any] = {
+        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
+        "metrics": metrics,
+    }  # fmt: skip
+    with TimeProfile(profile) as spent:
+        subject = model.load(max_memory=max_memory, **spec)
+        with spent.measuring(subject), spoken_warnings(), working("trace") as status:
+            trace = posleak.trace(
+                subject, **spec, by_layer=by_layer, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
+                progress=status,
+            )  # fmt: skip
+    from posleak.reports.terminal.trace import trace_tables
+
+    present(trace, trace_tables, as_json, spent.as_dict(trace.borrowed.record.memory.total))
+
+
+@model_command("origin")
+def origin_command(
+    model: ModelRequest,
+    length: Length = TRACED,
+    prompts: Annotated[
+        int, typer.Option(min=3, help="Number of prompts of random tokens; at least 3.")
+    ] = ORIGIN_PROMPTS,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Number of first tokens compared in the portrait.")
+    ] = ORIGIN_TOKENS,
+    bos: Bos = BOS,
+    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = BATCH,
+    seed: Seed = SEED,
+    max_memory: MaxMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Analyse position 0: its state by depth, the heads that read it, and what they write.
+
+    The exit status is 1 if position 0 is not closed, that is, if its state depends on later tokens.
+
+    Example: `posleak origin smollm2-135m --tokens 4096`
+    """
+    from posleak.runs.spec import require_between
+
+    spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos, "batch": batch}
+    require_between("tokens", tokens, 2)
+    subject = model.load(max_memory=max_memory, **spec)
+    with spoken_warnings(), working("position 0") as status:
+        origin = posleak.origin(subject, **spec, tokens=tokens, max_memory=max_memory, progress=status)
+    from posleak.reports.terminal.origin import origin_tables
+
+    present(origin, origin_tables, as_json)
+    raise typer.Exit(SUCCESS if origin.closure.ok else FAILED)
+
+
+@model_command("claims")
+def claims_command(
+    model: ModelRequest,
+    paper: Annotated[
+        str,
+        typer.Option(
+            help="Paper whose claims are tested: position (sources of positional information), sinks (attention sinks "
+            "as reference frames), wavelets (heads as multi-resolution filters), a paper of a plugin, or all."
+        ),
+    ] = POSITION,
+    length: Length = TRACED,
+    prompts: Annotated[
+        int, typer.Option(min=2, help="Number of prompts, the same in all conditions. A verdict needs 16.")
+    ] = PROMPTS,
+    seed: Seed = SEED,
+    bos: Bos = BOS,
+    inputs: Annotated[str, typer.Option(help="Source of the prompts: random, text:PATH or text:stdlib.")] = INPUTS,
+    folder: RunFolder = None,
+    fresh: Fresh = False,
+    max_memory: MaxMemory = None,
+    profile: Profiled = False,
+    as_json: Json = False,
+) -> None:
+    """Test the claims of a paper on this model: effect, interval, verdict and method of each claim.
+
+    Example: `posleak claims smollm2-135m`
+    """
+    spec: dict[str, Any] = {"inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed}
+    with TimeProfile(profile) as spent:
+        named_papers(paper)
+        subject = model.load(max_memory=max_memory, **spec)
+        with spent.measuring(subject), spoken_warnings(), working("claims") as status:
+            claims = posleak.claims(
+                subject, **spec, paper=paper, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
+                progress=status,
+            )  # fmt: skip
+    from posleak.reports.terminal.claims import claims_tables
+
+    present(claims, claims_tables, as_json, spent.as_dict(None))  # each condition has a memory plan of its own
+
+
+@model_command("advise")
+def advise_command(
+    model: ModelRequest,
+    inputs: Inputs = TEXT_INPUTS,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per prompt. Default: 512, or the model's context if it is shorter.")
+    ] = None,
+    prompts: Prompts = PROMPTS,
+    seed: Seed = SEED,
+    bos: Bos = BOS,
+    origin: OriginWidth = DEFAULT_ORIGIN,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option("--try", help="Settings to try: bos, window, rope, scale or dtype; repeatable. Default: all."),
+    ] = None,
+    edits: Annotated[
+        list[str] | None,
+        typer.Option("--edit", help="Another setting to try: an edit, or several joined by commas; repeatable."),
+    ] = None,
+    folder: RunFolder = None,
+    fresh: Fresh = False,
+    max_memory: MaxMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Compare settings that need no training by their effect on leakage and on next-token loss.
+
+    Settings: first token, windows and streaming caches, RoPE scaling, logits scaled with log n, dtype. Each is
+    compared with the unchanged model on the same prompts.
+
+    Example: `posleak advise smollm2-135m --try window --edit sink=cut`
+    """
+    from posleak.analyses.advise.settings import GROUPS, of_edits, require_groups
+
+    spec: dict[str, Any] = {
+        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
+    }  # fmt: skip
+    require_groups(groups or ())
+    of_edits(edits or ())
+    subject = model.load(max_memory=max_memory, loss=True, **spec)
+    with spoken_warnings(), working("advise") as status:
+        advice = posleak.advise(
+            subject, **spec, groups=groups or GROUPS, edits=edits or (), out=folder, root=RUNS, fresh=fresh,
+            max_memory=max_memory, progress=status,
+        )  # fmt: skip
+    from posleak.reports.terminal.advice import advice_tables
+
+    present(advice, advice_tables, as_json)
+
+
+@model_command("doctor")
+def doctor_command(
+    model: ModelRequest,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per prompt. Default: 96, or longer than the model's attention windows.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=2, help="Number of prompts for the statistical laws.")] = DOCTOR_PROMPTS,
+    seed: Seed = SEED,
+    bos: Bos = BOS,
+    max_memory: MaxMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Check that this model can be measured and that the results are correct on this machine.
+
+    The exit status is 0 if every law holds, 3 if the model violates a law by design and the results are correct, 1 if
+    a check fails for an unknown reason. With `--bos auto`, a BOS outside of the vocabulary is omitted, with a note.
+
+    Example: `posleak doctor smollm2-135m`
+    """
+    spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos}
+    subject = model.load(max_memory=max_memory, **spec)
+    with spoken_warnings(), working("checking") as status:
+        diagnosis = posleak.doctor(subject, **spec, max_memory=max_memory, progress=status)
+    from posleak.reports.terminal.doctor import doctor_tables
+
+    present(diagnosis, doctor_tables, as_json)
+    raise typer.Exit(DOCTOR_STATUSES[diagnosis.verdict.value])
+
+
+@app.command(name="models")
+def models_command(as_json: Json = False) -> None:
+    """List the built-in models, the source of their weights, and whether they are in the cache.
+
+    Example: `posleak models`
+    """
+    from posleak.models import builtin
+    from posleak.reports.terminal.models import models_tables
+
+    models = list(builtin.list_models())
+    if as_json:
+        emit({"models": [asdict(model) for model in models]})
+        return
+    for table in models_tables(models):
+        out.print(table)

@@ -1,0 +1,23 @@
+"""Default arguments of the Python functions and of the command-line options. This module imports nothing."""
+
+MODEL = "smollm2-135m"
+INPUTS, TEXT_INPUTS = "random", "text:stdlib"
+"""Source of the prompts; `advise`, which reports the loss, uses text."""
+
+LENGTH, PROMPTS = 512, 16
+"""Tokens per prompt and number of prompts."""
+
+TRACED = 256
+"""Tokens per prompt in analyses that read every prompt several times: `trace`, `claims`, `origin`."""
+
+ORIGIN_PROMPTS, ORIGIN_TOKENS = 8, 1024
+"""Prompts of `origin`, and first tokens in its portrait."""
+
+DOCTOR_LENGTH, DOCTOR_PROMPTS = 96, 12
+BOS, SEED, BATCH, DENSITY = "auto", 0, 0, 1
+
+DEFAULT_ORIGIN = 4
+"""Number of leading tokens treated as the origin: as many as StreamingLLM keeps."""
+
+RUNS = "runs"
+"""Parent of the run folders that the command line chooses itself."""

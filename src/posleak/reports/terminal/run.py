@@ -1,0 +1,148 @@
+"""Tables of a measurement: `posleak measure`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from posleak.runs.loss import LOSS_UNIT
+from posleak.show.colours import LIGHT
+from posleak.show.lines import Prose, prose
+from posleak.show.numbers import NAN, estimate, percent, short
+from posleak.show.terminal import cell, parts_of, share_bar, table
+from posleak.show.words import QUERIES
+
+if TYPE_CHECKING:
+    from posleak.leakage import Estimate, Summary
+    from posleak.metrics import Metrics
+    from posleak.runs.loss import Losses
+    from posleak.runs.run import Run
+
+LEGEND = """\
+powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
+shares of the total: █ mask ▒ drift · sink ╱ scaling, − negative; n.s.: total not significantly above 0
+at 0: attention to position 0, mean over reference queries"""
+
+SINK_WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
+"""Smallest and largest width of each group of heads."""
+
+
+def run_tables(run: Run) -> Iterator[RenderableType]:
+    """Yield the summary of a measurement: heading, layers, sinks, shares, stabilisation, loss, metrics, remainder."""
+    summary = run.summary
+    yield heading(run)
+    yield layers_table(summary)
+    yield prose(LEGEND, style="dim", indent=2)
+    yield _sink_lines(summary, run.record.plan.origin)
+    for queries, label in QUERIES.items():
+        shares = summary.model[queries].share
+        yield shares_line(label, {name: shares[name] for name in parts_of(summary.model[queries])}, summary.prompts)
+    yield _stabilisation(summary)
+    if run.loss is not None:
+        yield _labelled("next-token loss", _losses(run.loss))
+    if run.metrics is not None:
+        yield metrics_table(run.metrics)
+    yield remainder_line(run.remainder, run)
+
+
+def heading(run: Run) -> Group:
+    """Return the name of the model, its properties and those of the measurement."""
+    return Group(
+        prose(run.name, style="bold"),
+        prose(" · ".join(run.record.model_facts), style="dim"),
+        prose(" · ".join(run.record.facts), style="dim"),
+    )
+
+
+def layers_table(summary: Summary) -> RenderableType:
+    """Return one row per layer: powers, shares, attention to position 0."""
+    decomposition = summary.layers["all"]
+    parts = parts_of(decomposition)
+    layers = table(["layer", "total", *parts, "shares", "at 0"], right=["layer", "at 0"], gap=1)
+    for layer, name in enumerate(summary.layer_names):
+        powers = [cell(decomposition.power[part][layer], part) for part in ("total", *parts)]
+        bar = share_bar({part: float(decomposition.share[part][layer].value) for part in parts})
+        layers.add_row(name, *powers, bar, f"{summary.layer_sink_attention[layer].value:.2f}")
+    return layers
+
+
+def metrics_table(metrics: Metrics) -> Group:
+    """Return one row per metric of other papers."""
+    widths = {"metric": 44, "value, with its 95% interval": 34}
+    rows = table(list(widths), wrap=widths, most=widths)
+    for row in metrics.rows:
+        depth = "" if row.at is None else f", depth {row.at}"
+        value = Text(estimate(row.value, row.metric.unit)).append(f", n={row.value.n}{depth}", style="dim")
+        rows.add_row(Text(row.metric.title), value)
+    frame = [] if metrics.frame is None else [prose(f"reference frame: {metrics.frame.words}", indent=2)]
+    return Group(
+        prose("metrics of other papers, from the same forward passes", style="bold"),
+        rows,
+        *frame,
+        prose("definitions, sources and limitations: docs/metrics.md", style="dim", indent=2),
+    )
+
+
+def shares_line(label: str, shares: dict[str, Estimate], prompts: int) -> Prose:
+    """Return `label   mask 31% (20%…41%)  drift …  n=16`."""
+    parts = [_named_share(name, share) for name, share in shares.items()]
+    return _labelled(label, Text("  ").join([*parts, Text(f"n={prompts}", style="dim")]))
+
+
+def remainder_line(remainder: float, run: Run) -> Prose:
+    """Return the remainder of the decomposition and the path of the run."""
+    line = Text(f"remainder {remainder:.1e} nats · run", style="dim").append(f" {run.path}", style="not dim")
+    return Prose(line, indent=2)
+
+
+def _labelled(label: str, text: Text) -> Prose:
+    return Prose(Text(f"{label:<24} ").append_text(text), indent=2)
+
+
+def _named_share(name: str, share: Estimate) -> Text:
+    text = Text.assemble((name, LIGHT[name]), f" {percent(share.value)}")
+    if math.isnan(share.value) or math.isnan(share.low):
+        return text
+    return text.append(f" ({percent(share.low)}…{percent(share.high)})", style="dim")
+
+
+def _sink_lines(summary: Summary, origin: int) -> Prose:
+    """Return the mean attention to the first positions, and the number of heads by the width of their sink."""
+    measured = np.isfinite(summary.profile.value[..., 0])
+    means = [short(float(summary.profile.value[..., at][measured].mean())) for at in range(6)]
+    widths = summary.width[measured]
+    counts = {name: int(((widths >= low) & (widths <= high)).sum()) for name, (low, high) in SINK_WIDTHS.items()}
+    sizes = ", ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    line = Text("attention to positions 0 … 5:  ").append(" ".join(means), style=LIGHT["sink"])
+    line.append(f"\nheads by the width of their sink, in tokens: {sizes}; the origin has {origin}", style="dim")
+    return Prose(line, indent=2)
+
+
+def _stabilisation(summary: Summary) -> Prose:
+    """Return the mask power without sinks divided by the mask power."""
+    text = Text()
+    for queries in QUERIES:
+        text.append(f"{queries} ").append_text(_times(summary.model[queries].stabilisation)).append("  ")
+    return _labelled("stabilisation", text.append(f"n={summary.prompts}", style="dim"))
+
+
+def _times(ratio: Estimate) -> Text:
+    """Return `×4.4 (3.5…5.7)`."""
+    if math.isnan(ratio.value):
+        return Text(NAN)
+    text = Text(f"×{ratio.value:.1f}")
+    return text if math.isnan(ratio.low) else text.append(f" ({ratio.low:.1f}…{ratio.high:.1f})", style="dim")
+
+
+def _losses(losses: Losses) -> Text:
+    """Return `first 3.12 (2.98 … 3.26)  …`, by part of the prompt."""
+    parts = [f"{name} {estimate(loss)}" for name, loss in losses.numbers.items()]
+    n = losses.numbers["all"].n
+    return Text("  ".join(parts)).append(
+        f"  {LOSS_UNIT}, {losses.positions} positions of each prompt, n={n}", style="dim"
+    )
