@@ -21,6 +21,7 @@ from posleak.models.pretrained import silence_transformers
 from posleak.runs.measure import measure
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
+from posleak.show.unexpected import UNEXPECTED
 
 LENGTH, PROMPTS, TOKENS = 48, 4, 32
 WORKS = "works"
@@ -78,7 +79,7 @@ def _outcome(run: Callable[[], str]) -> str:
 def _claims(subject: Subject) -> str:
     results = list(examine(Lab(subject, MeasureSpec(length=LENGTH, prompts=PROMPTS))))
     for result in results:
-        if "did not foresee" in str(result.reason):
+        if str(result.reason).startswith(UNEXPECTED):
             raise CheckError("a claim broke down", where=f"{subject.identity.name}, {result.id}", got=result.reason)
     return f"{sum(result.reason is None for result in results)} of {len(results)}"
 

@@ -1,7 +1,7 @@
-"""How large a difference may be and still count as rounding: all tolerances that depend on the dtype.
+"""Tolerances by dtype: the largest differences that count as rounding.
 
-transformers computes rotations, norms and softmaxes in float32 whatever the model's dtype, so that float64 models do
-not reach float64 rounding.
+transformers computes rotations, norms and softmaxes in float32 for every dtype of the model, so that float64 models do
+not reach float64 accuracy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference that counts as rounding, by dtype; dtypes narrower than these are judged as bfloat16."""
+    """The largest difference that counts as rounding, by dtype; other dtypes have the tolerance of bfloat16."""
 
     float64: float
     float32: float
@@ -23,12 +23,13 @@ class Tolerance:
     bfloat16: float
 
     def of(self, dtype: torch.dtype) -> float:
-        found: float = getattr(self, str(dtype).removeprefix("torch."), self.bfloat16)
-        return found
+        """Return the tolerance for a dtype."""
+        tolerance: float = getattr(self, str(dtype).removeprefix("torch."), self.bfloat16)
+        return tolerance
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype by which a rotation or a softmax of transformers is judged: float32 where the model is wider."""
+    """Return the dtype in which transformers computes rotations and softmaxes: float32 for a float64 model."""
     import torch
 
     return torch.float32 if dtype == torch.float64 else dtype
@@ -44,16 +45,16 @@ CONSTANT = Tolerance(1e-3, 1e-3, 1e-2, 3e-2)
 """States of equal tokens at different positions, relative: deep models amplify the rounding of the rotation."""
 
 EXACT = Tolerance(1e-9, 1e-6, 1e-1, 1.0)
-"""A power that theory says is zero, in nats²: rounding of the logits, squared."""
+"""A power that is zero in theory, in nats²: squared rounding of the logits."""
 
 AGREE = Tolerance(1e-6, 1e-3, 2e-1, 1.0)
-"""Two computations of the same thing that differ in the order of their sums only, relative or in nats."""
+"""Two computations of the same quantity that differ only in the order of summation, relative or in nats."""
 
 CLOSED = Tolerance(1e-6, 1e-5, 1e-2, 5e-2)
 """The state at position 0 in context against the one-token sequence, relative."""
 
 RING = Tolerance(1e-12, 1e-4, 1e-1, 1.0)
-"""States of a rolled prompt against rolled states, relative; float64 models do not round to float32 there."""
+"""States of a rolled prompt against rolled states, relative; no float32 rounding in float64 models there."""
 
 AFFINE = Tolerance(1e-9, 1e-4, 1e-2, 5e-2)
-"""A module's output against that of the matrix that was read from it, relative."""
+"""A module's output against that of the matrix read from it, relative."""

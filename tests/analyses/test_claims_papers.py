@@ -405,7 +405,7 @@ def test_metrics_that_fail_leave_the_other_claims(
     def broken(*_: object) -> None:
         raise UnsupportedError("this meter does not know the model")
 
-    monkeypatch.setattr("posleak.runs.measure.meters_of", lambda spec: broken() if spec.metrics else None)
+    monkeypatch.setattr("posleak.runs.prepared.meters_of", lambda spec: broken() if spec.metrics else None)
     found = claims(llama, paper=ALL, length=64, prompts=4, out=tmp_path / "run" if out else None)
     by_paper = {name: [each for each in found.results if each.paper == name] for name in ("position", "sinks")}
     assert any(math.isfinite(each.effect) for each in by_paper["position"])

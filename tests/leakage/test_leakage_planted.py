@@ -419,7 +419,7 @@ def test_seeing_the_future_is_refused_by_name() -> None:
 @widths
 def test_a_gap_in_sight_is_refused_by_name(plan: Plan) -> None:
     i, j = torch.tensor(plan.rows)[:, None], torch.arange(N)
-    with pytest.raises(UnsupportedError, match="gaps"):
+    with pytest.raises(UnsupportedError, match="gap"):
         reduce_rows(torch.zeros(1, 1, len(plan.rows), N), (j <= i) & ((i - j) != 1), plan)
 
 

@@ -611,7 +611,7 @@ def test_a_meter_of_ones_own() -> None:
         assert run.data["nearest"].dims == ("prompt", LAYER, HEAD)
         assert ((run.data["nearest"] > 0) & (run.data["nearest"] < 1)).all()
         Nearest.name = "sinks"
-        with pytest.raises(InputError, match="of this name"):
+        with pytest.raises(InputError, match="sinks"):
             register(Nearest)
     finally:
         PLUGIN_METERS.clear()

@@ -126,7 +126,7 @@ def of_sweep() -> list[RenderableType]:
 def of_bench() -> list[RenderableType]:
     spread, ratio = Spread(12.34, 11.98, 13.07, 5), Spread(1.234, 1.101, 1.357, 5)
     results = [
-        Timed("posleak", 2048, 1, spread, ratio, 312.4, beside=ratio, base="eager"),
+        Timed("posleak", 2048, 1, spread, ratio, 312.4, ratio_to_base=ratio, base="eager"),
         Timed("transformer-lens", 8192, 1, error="not enough memory: it needs 34.5 GB, the machine has 15.9 GB free"),
     ]
     machine = {"processor": "a processor with 2 cores at 2.40 GHz", "threads": 2}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,7 +81,7 @@ class Decomposition:
     share: dict[str, Estimate]
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+    def of(cls, products: Products, jackknife: Jackknife) -> Decomposition:
         """Estimate every power and share from the products of prompts."""
         total = jackknife.inner(products.own["total"])
         return cls(
@@ -89,10 +89,9 @@ class Decomposition:
             share={name: jackknife.inner(sums).over(total).estimate for name, sums in products.with_total.items()},
         )
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: Any) -> Decomposition:
         """Return the same numbers of some of the cells."""
-        power, share = ({name: x[index] for name, x in part.items()} for part in (self.power, self.share))
-        return replace(self, power=power, share=share)
+        return Decomposition(*({name: x[index] for name, x in part.items()} for part in (self.power, self.share)))
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
         """Yield every number with its labels: those given, then quantity, component and unit."""
@@ -109,14 +108,15 @@ class LeakageDecomposition(Decomposition):
     stabilisation: Estimate
 
     @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> Self:
+    def of(cls, products: Products, jackknife: Jackknife) -> LeakageDecomposition:
         """Estimate every power, every share and the stabilisation factor from the products of prompts."""
         parts = Decomposition.of(products, jackknife)
         without, mask = (jackknife.inner(products.own[name]) for name in ("mask_without_sink", "mask"))
         return cls(parts.power, parts.share, without.over(mask).estimate)
 
-    def __getitem__(self, index: Any) -> Self:
-        return replace(super().__getitem__(index), stabilisation=self.stabilisation[index])
+    def __getitem__(self, index: Any) -> LeakageDecomposition:
+        parts = super().__getitem__(index)
+        return LeakageDecomposition(parts.power, parts.share, self.stabilisation[index])
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
         yield from super().labelled(**labels)

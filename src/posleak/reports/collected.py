@@ -18,7 +18,7 @@ from posleak.axes import PARTS
 from posleak.leakage import Estimate
 from posleak.show import numbers
 from posleak.signatures import checked
-from posleak.sweeps.collect import KNOBS, PAGE, RATIO, TABLE, Collected, collected, estimate_of
+from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
 from posleak.sweeps.storage import Storage
 
 from .page import rendered
@@ -168,7 +168,7 @@ class CollectedPage:
         """Return the page."""
         return rendered(
             "collected.html.j2", self.data(), "collected.js", page=self, found=self.found, settings=SETTINGS,
-            table=TABLE, most_rows=MOST_ROWS,
+            table=TABLE_FILE, most_rows=MOST_ROWS,
         )  # fmt: skip
 
 
@@ -188,14 +188,14 @@ class Gathered:
 def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     """Write the table of a sweep into its folder, and the page into its folder or to the path `page`."""
     found, storage = collected(folder), Storage(folder)
-    storage.write(TABLE, found.parquet())
+    storage.write(TABLE_FILE, found.parquet())
     text = CollectedPage(found).html().encode()
     if page is None:
-        storage.write(PAGE, text)
-        return Gathered(found, storage.path(TABLE), storage.path(PAGE))
+        storage.write(PAGE_FILE, text)
+        return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE))
     target = Path(page)
     Storage(str(target.parent)).write(target.name, text)
-    return Gathered(found, storage.path(TABLE), str(target))
+    return Gathered(found, storage.path(TABLE_FILE), str(target))
 
 
 @checked

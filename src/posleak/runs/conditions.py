@@ -25,8 +25,16 @@ from posleak.models import Subject
 from posleak.probe import Plan
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, remove_if_empty, remove_unwritten, require_unused
-from .prepared import PreparedRun, chosen_folder
+from .folder import (
+    HEADS_FILE,
+    RECORD_FILE,
+    RESULTS_FILE,
+    chosen_folder,
+    remove_if_empty,
+    remove_unwritten,
+    require_unused,
+)
+from .prepared import PreparedRun
 from .progress import OnProgress, Progress
 from .record import clear_run
 from .run import Run

@@ -15,7 +15,8 @@ from posleak.probe import Edit, Observer
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.signatures import checked
 
-from .prepared import OnPrompts, PreparedRun, chosen_folder
+from .folder import chosen_folder
+from .prepared import OnPrompts, PreparedRun
 from .progress import OnProgress
 from .record import is_finished
 from .request import resolve_request
@@ -84,8 +85,9 @@ def measure(
         _require_idle(Path(out), fresh)
     prepared = PreparedRun.of(request.subject, request.spec, request.given, max_memory, observers=own_observers)
     folder = chosen_folder(out, root, lambda: prepared.folder_name)
-    on_prompts = progress or (lambda done, of: None)
-    return prepared.run_with_warnings(folder, fresh=fresh, progress=on_prompts, on_progress=on_progress)
+    return prepared.run_with_warnings(
+        folder, fresh=fresh, progress=progress or (lambda done, of: None), on_progress=on_progress
+    )
 
 
 def _require_idle(folder: Path, fresh: bool) -> None:

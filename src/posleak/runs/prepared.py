@@ -268,7 +268,7 @@ class PreparedRun:
             recorder.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
         effects = tuple(recorder.effect(edit.text) for edit, recorder in zip(edits, recorders, strict=True))
         for edit, effect in zip(edits, effects, strict=True):
-            if effect.nothing and not edit.null:
+            if effect.nothing and not edit.is_control:
                 raise NoEffectError(
                     "the edit changes nothing in this model: its results would be those without it",
                     where=f"{self.subject.identity.name}, --edit {effect.edit}",
@@ -324,13 +324,6 @@ def _scaled(place: Placement, edits: Sequence[NamedEdit], plan: Plan) -> Placeme
             own = torch.ones(len(plan.rows), dtype=torch.float64) if place.temperature is None else place.temperature
             place = replace(place, temperature=own * more.to(own))
     return place
-
-
-def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
-    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
-    if out is not None:
-        return Path(out)
-    return None if root is None else Path(root) / name()
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:

@@ -16,6 +16,9 @@ from posleak.text import one_line, visible
 DEBUG_VARIABLE = "POSLEAK_DEBUG"
 """Environment variable; with the value 1, tracebacks are also printed."""
 
+UNEXPECTED = "unexpected error in posleak"
+"""How the message of an unexpected error begins."""
+
 TRACEBACKS_KEPT = 20
 
 
@@ -23,7 +26,7 @@ def describe_unexpected(error: BaseException) -> str:
     """Write the traceback to a file and return the message: error, version, path of that file, how to report it."""
     return "\n".join(
         [
-            f"unexpected error in posleak: {one_line(error)}",
+            f"{UNEXPECTED}: {one_line(error)}",
             f"  version: posleak {__version__}",
             f"  traceback: {_stored(error)}",
             "  remedy: please report this to the authors of posleak, with the version and the traceback",

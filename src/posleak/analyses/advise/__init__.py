@@ -1,5 +1,5 @@
-"""Stage 13, advice for engineers: which setting lowers which part of the leakage without training, and what it costs.
+"""Advice for engineers: which settings lower which part of the leakage without training, and their cost in loss.
 
 settings  the settings that are tried on a model: first token, windows, rotations, logits, dtype
-effects   measures each beside the model as it is, on the same text, and says what follows from the intervals
+effects   measures each setting against the baseline on the same prompts, and states what changes
 """

@@ -1,9 +1,8 @@
-"""What a setting does to leakage and to the next token's loss, beside the model as it is, on the same text.
+"""The effect of settings on leakage and on the next-token loss, compared with the unchanged model.
 
-Every setting is a condition of one baseline, on the same prompts, so that changes are paired prompt by prompt. Changes
-of power are in nats², and relative to the baseline where that is clearly above 0; of loss in nats per token. Words such
-as "goes down" are used where an interval that holds for all that is said together (Bonferroni) does not contain 0, and
-nowhere else.
+Every setting is a condition on the prompts of one baseline, so changes are paired. Changes of power are in nats², and
+relative to the baseline where its power is significantly above 0; changes of loss are in nats per token. A sentence
+says that a quantity goes up or down only if its simultaneous interval (Bonferroni over all sentences) excludes 0.
 """
 
 from __future__ import annotations
@@ -40,20 +39,23 @@ if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
 CHANGED = ("total", "mask", "residual", SCALING)
-"""Parts of the leakage whose changes are shown; the last one where queries are scaled by their position."""
+"""Components whose changes are shown; the last one only in models that scale queries by position."""
+
+SIMULTANEOUS = ("total", "mask", "residual", "loss")
+"""Quantities with simultaneous intervals."""
 
 ADVICE_FILE, PLOT_FILE = "advice.json", "advice.png"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What one setting does.
+    """The effect of one setting.
 
-    leakage   change of each part's power in nats², all and early queries: ("all", "total") …
-    relative  the same, divided by the baseline's power; NaN where that is not clearly above 0
-    loss      change of the loss in nats per token, by part of the prompt (runs/loss.py)
-    simultaneous      total, mask, residual (all queries) and loss (all positions), with intervals that hold for all of them and
-              for all settings together
+    leakage        change of the power of each component in nats², for all and for early queries: ("all", "total") …
+    relative       the same divided by the baseline's power; NaN where that is not significantly above 0
+    loss           change of the loss in nats per token, by part of the prompt (runs/loss.py)
+    simultaneous   changes of SIMULTANEOUS (all queries, all positions), with intervals that hold jointly for all of
+                   them and for all settings
     """
 
     setting: Setting
@@ -63,37 +65,36 @@ class Effect:
     simultaneous: dict[str, Estimate]
 
     def direction(self, name: str) -> int:
-        """−1 if what `sure` has under this name clearly goes down, 1 if it clearly goes up, 0 if neither is clear.
-
-        Nothing is clear with fewer prompts than a verdict on a claim needs, either."""
-        found = self.simultaneous[name]
-        return 0 if found.n < ENOUGH else int(found.low > 0) - int(found.high < 0)
+        """Return the sign of a significant change: −1 down, 1 up, 0 not significant or fewer than ENOUGH prompts."""
+        change = self.simultaneous[name]
+        return 0 if change.n < ENOUGH else int(change.low > 0) - int(change.high < 0)
 
     @property
     def unchanged(self) -> bool:
-        """Nothing changed, to the bit."""
-        return all(found.value == found.low == found.high == 0 for found in self.simultaneous.values())
+        """Whether every change is exactly 0."""
+        return all(change.value == change.low == change.high == 0 for change in self.simultaneous.values())
 
     @property
     def sentence(self) -> str:
-        """What follows from the intervals, and no more."""
+        """The significant changes as a sentence."""
         if self.unchanged:
             return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
         share = self.relative["all", "total"].value
-        about = f", {percent(share)}" if np.isfinite(share) else ""
-        parts = [f"{name} {DIRECTIONS[self.direction(name)]}" for name in ("mask", "residual")]
+        relative = f", {percent(share)}" if np.isfinite(share) else ""
+        words = {name: DIRECTIONS[self.direction(name)] for name in SIMULTANEOUS}
+        total, loss = estimate(self.simultaneous["total"]), estimate(self.simultaneous["loss"])
         return (
-            f"Under {self.setting.name} leakage {DIRECTIONS[self.direction('total')]}: {estimate(self.simultaneous['total'])} nats²{about}"
-            f"; {', '.join(parts)}. Loss {DIRECTIONS[self.direction('loss')]}: {estimate(self.simultaneous['loss'])} {LOSS_UNIT}."
+            f"Under {self.setting.name} leakage {words['total']}: {total} nats²{relative}; mask {words['mask']}, "
+            f"residual {words['residual']}. Loss {words['loss']}: {loss} {LOSS_UNIT}."
         )
 
 
-DIRECTIONS = {-1: "goes down", 0: "does not clearly change", 1: "goes up"}
+DIRECTIONS = {-1: "goes down", 0: "does not change significantly", 1: "goes up"}
 
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """All settings of a model, tried. `left_out`: settings that change nothing in it, or cannot be had, and why."""
+    """The effects of all settings of a model; `left_out` has the settings without an effect, with the reasons."""
 
     baseline: Run
     effects: list[Effect]
@@ -104,32 +105,36 @@ class Advice:
 
     @property
     def pareto_front(self) -> list[Effect]:
-        """Settings that lower leakage and that no other one beats in both leakage and loss, by their values."""
-        better = [(effect, _place(effect)) for effect in self.effects if effect.direction("total") < 0]
-        best = [(place[1], effect) for effect, place in better if not any(_beats(other, place) for _, other in better)]
-        return [effect for _, effect in sorted(best, key=lambda pair: pair[0])]
+        """The settings that lower leakage and are not dominated in leakage and loss by another one, by loss."""
+        lower = [(effect, _changes(effect)) for effect in self.effects if effect.direction("total") < 0]
+        front = [
+            (loss, effect)
+            for effect, (leakage, loss) in lower
+            if not any(_dominates(other, (leakage, loss)) for _, other in lower)
+        ]
+        return [effect for _, effect in sorted(front, key=lambda pair: pair[0])]
 
     @property
     def sentences(self) -> list[str]:
-        """What follows from the intervals for all settings together; `Effect.sentence` has it for one."""
-        said, alike = list[str](), dict[tuple[int, int] | None, list[str]]()
+        """Summary of all settings, grouped by the directions of leakage and loss."""
+        groups = dict[tuple[int, int] | None, list[str]]()
         for effect in self.effects:
-            ways = None if effect.unchanged else (effect.direction("total"), effect.direction("loss"))
-            alike.setdefault(ways, []).append(effect.setting.name)
-        for pair in (*((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)), None):
-            if pair in alike:
-                what = "Nothing changes, to the bit" if pair is None else _together(*pair)
-                said.append(f"{what}: {', '.join(alike[pair])}.")
+            directions = None if effect.unchanged else (effect.direction("total"), effect.direction("loss"))
+            groups.setdefault(directions, []).append(effect.setting.name)
+        order = (*((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)), None)
+        return self._headline + [f"{_group(pair)}: {', '.join(groups[pair])}." for pair in order if pair in groups]
+
+    @property
+    def _headline(self) -> list[str]:
+        losses = [effect.direction("loss") for effect in self.effects if effect.direction("total") < 0]
         if self.baseline.prompts < ENOUGH:
-            said.insert(0, f"{self.baseline.prompts} prompts are too few to say what changes: {ENOUGH} are needed.")
-        elif not any(effect.direction("total") < 0 for effect in self.effects):
-            said.insert(0, "No setting that was tried clearly lowers leakage.")
-        elif not any(effect.direction("total") < 0 and effect.direction("loss") <= 0 for effect in self.effects):
-            said.insert(0, "Every setting that lowers leakage costs loss.")
-        return said
+            return [f"{self.baseline.prompts} prompts are too few to say what changes: {ENOUGH} are needed."]
+        if not losses:
+            return ["No setting that was tried significantly lowers leakage."]
+        return [] if min(losses) <= 0 else ["Every setting that lowers leakage raises the loss."]
 
     def plot(self) -> Picture:
-        """Leakage against loss, with the intervals of both."""
+        """Plot the change of leakage against the change of loss, with intervals."""
         from posleak.show.plots import Picture, drawn, trade
 
         run = self.baseline
@@ -138,14 +143,14 @@ class Advice:
         return Picture(drawn(lambda figure: trade(figure, points, title)), title)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak advise --json` (docs/json.md)."""
+        """Return the JSON object of `posleak advise --json` (docs/json.md)."""
         run, record = self.baseline, self.baseline.record
-        found: dict[str, Any] = plain(
+        document: dict[str, Any] = plain(
             {
                 "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed,
                 "baseline": {
-                    "power": {name: each for name, each in run.summary.model["all"].power.items() if name in CHANGED},
+                    "power": {name: power for name, power in run.summary.model["all"].power.items() if name in CHANGED},
                     "loss": run.loss,
                 },
                 "settings": [
@@ -161,29 +166,34 @@ class Advice:
                 "run": None if run.path is None else str(run.path),
             }
         )  # fmt: skip
-        return found
+        return document
 
 
 def _joined(estimates: dict[PowerKey, Estimate]) -> dict[str, Estimate]:
-    """Write keys as JSON has them: `all/total`."""
+    """Return the estimates with the keys of the JSON: `all/total`."""
     return {"/".join(key): estimate for key, estimate in estimates.items()}
 
 
-def _together(leakage: int, loss: int) -> str:
-    alike = {-1: "Leakage and loss both go down", 0: "Neither leakage nor loss clearly changes"}
+def _group(directions: tuple[int, int] | None) -> str:
+    """Describe the directions of leakage and loss that a group of settings has in common."""
+    if directions is None:
+        return "Nothing changes, to the bit"
+    both = {-1: "Leakage and loss both go down", 0: "Neither leakage nor loss changes significantly"}
+    leakage, loss = directions
     if leakage == loss:
-        return alike.get(loss, "Leakage and loss both go up")
+        return both.get(loss, "Leakage and loss both go up")
     return f"Leakage {DIRECTIONS[leakage]}, loss {DIRECTIONS[loss]}"
 
 
 STORED_ADVICE = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
 
 
-def _place(effect: Effect) -> tuple[float, float]:
+def _changes(effect: Effect) -> tuple[float, float]:
+    """Return the changes of leakage and loss."""
     return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
 
 
-def _beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one[0] <= other[0] and one[1] <= other[1] and one != other
 
 
@@ -205,48 +215,49 @@ def advise(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Which settings lower which part of the leakage on this model without training, and what they cost in loss.
+    """Measure which settings lower which part of the leakage without training, and their cost in loss.
 
-    subject     a Subject, a model of transformers, or what `load` takes
-    inputs      what it reads, as in `measure`; loss means most on text like what the model will read
-    length      tokens per prompt: 512, or the model's context if that is shorter; prompts that you have are cut to
-                it, or must be equally long
-    prompts     how many: 16; of prompts that you have the first ones, or all
-    seed        of the prompts
-    bos         position 0 of the baseline, as in `measure`
-    origin      width of the origin: how many first tokens count as it
-    groups      which settings are tried: "bos", "window", "rope", "scale", "dtype"
-    edits       settings of your own besides: each an edit's text, or several joined by commas
-    out         a folder: the baseline and every setting as runs, advice.json and advice.png
+    subject     a Subject, a transformers model, or anything that `load` accepts
+    inputs      source of the prompts, or your own prompts, as in `measure`; use text similar to the model's use
+    length      tokens per prompt (default 512, or the model's context if shorter); your own prompts are cut to it, or
+                must have equal lengths
+    prompts     number of prompts (default 16); of your own prompts the first ones, or all
+    seed        random seed for the prompts
+    bos         token at position 0 of the baseline, as in `measure`
+    origin      number of leading tokens treated as the origin
+    groups      groups of settings to try: "bos", "window", "rope", "scale", "dtype"
+    edits       further settings of your own: each the text of an edit, or of several separated by commas
+    out         folder for the runs of the baseline and of every setting, advice.json and advice.png
     root        parent of the folder if `out` is not given: results go to root/advice-MODEL-DIGEST
-    fresh       measure again what is in the folder
-    max_memory  what the process may hold, as in `measure`
-    progress    called with what is done now, in words
+    fresh       ignore what is in the folder and measure again
+    max_memory  memory limit of the process, as in `measure`
+    progress    callback that receives a status line
+
+    Example: `posleak.advise("smollm2-135m", groups="window").sentences`
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
     who = subject_of(subject)
-    found = resolve_request(
+    request = resolve_request(
         who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
         origin=origin, loss=True,
     )  # fmt: skip
     status = progress or (lambda line: None)
-    conditions = Conditions(found.subject, found.spec, None, fresh, max_memory, status, found.given)
+    conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
     conditions.choose_folder(out, root, prefix="advice-")
     chosen = [groups] if isinstance(groups, str) else list(groups)
     with conditions.writing():
-        wanted = [*settings_for(found.subject, conditions.tokens, found.spec.length, chosen), *own]
-        advice = advised(conditions, wanted)
+        settings = settings_for(request.subject, conditions.tokens, request.spec.length, chosen)
+        advice = advised(conditions, [*settings, *own])
         if conditions.folder is not None:
             STORED_ADVICE.write(conditions.folder / ADVICE_FILE, advice.as_dict())
             advice.plot().save(conditions.folder / PLOT_FILE)
     return advice
 
 
-def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
-    """Try every setting on the baseline's prompts. Left out, with the reason, is what cannot be had on this model, and
-    what it breaks down under."""
+def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
+    """Try every setting on the baseline's prompts; those that the model does not support are left out with a reason."""
     baseline, runs, left_out = conditions.run(), dict[Setting, Run](), dict[str, str]()
-    for setting in wanted:
+    for setting in settings:
         try:
             runs[setting] = conditions.run(*setting.edits)
         except (NoEffectError, UnsupportedError) as error:
@@ -254,13 +265,9 @@ def advised(conditions: Conditions, wanted: Sequence[Setting]) -> Advice:
         except Exception as error:
             if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
-            left_out[setting.name] = f"the model breaks down under it: {one_line(error)}"
+            left_out[setting.name] = f"the model fails with it: {one_line(error)}"
     level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
-
-
-SIMULTANEOUS = ("total", "mask", "residual", "loss")
-"""Of what sentences may be said, for every setting."""
 
 
 def _why(error: PosleakError) -> str:
@@ -275,9 +282,10 @@ def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
     changes = contrasts(after, before, baseline.prompts)
     losses = loss_changes(run.data, baseline.data, baseline.record.plan)
     return Effect(
-        setting, {key: contrast.difference for key, contrast in changes.items()},
-        {key: contrast.relative for key, contrast in changes.items()},
-        {name: change.estimate for name, change in losses.items()},
-        {part: changes["all", part].at(level).difference for part in SIMULTANEOUS[:-1]}
+        setting,
+        leakage={key: contrast.difference for key, contrast in changes.items()},
+        relative={key: contrast.relative for key, contrast in changes.items()},
+        loss={name: change.estimate for name, change in losses.items()},
+        simultaneous={part: changes["all", part].at(level).difference for part in SIMULTANEOUS[:-1]}
         | {"loss": losses["all"].at(level).estimate},
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""Settings that an engineer can change without training, as edits or BOS policies; each with what it is in words."""
+"""Settings that can be changed without training, as edits, each with a description."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from posleak.errors import InputError, did_you_mean
 from posleak.inputs import Prompts
 from posleak.models import Subject
 
-_BETWEEN = re.compile(r",\s*(?=[a-z])")
-"""Between two edits; other commas stand in a scope, as in @3-5,7.0."""
+_SEPARATOR = re.compile(r",\s*(?=[a-z])")
+"""Comma between two edits; other commas belong to a scope, as in @3-5,7.0."""
 
 GROUPS = ("bos", "window", "rope", "scale", "dtype")
-"""What can be asked for, in the order of the table."""
+"""The groups of settings, in the order of the table."""
 
 FACTORS = {"ntk": (2, 4), "linear": (2,), "yarn": (4,)}
-"""Of each scaling of the rotation."""
+"""Factors of each scaling of the rotation."""
 
-KEPT = (1, 4)
-"""First tokens that a streaming cache keeps beside its window."""
+KEPT_TOKENS = (1, 4)
+"""Numbers of first tokens that a streaming cache keeps in addition to its window."""
 
 
 def usual_length(subject: Subject) -> int:
-    """Of prompts whose length nobody chose."""
+    """Return the default length of prompts."""
     return min(LENGTH, subject.context or LENGTH)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: edits that act together, and what it is in words."""
+    """One setting: edits that are applied together, and a description."""
 
     group: str
     about: str
@@ -40,12 +40,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its edits, joined by commas."""
+        """The edits, separated by commas."""
         return ", ".join(self.edits)
 
 
 def settings_for(subject: Subject, base: Prompts, length: int, groups: Sequence[str] = GROUPS) -> list[Setting]:
-    """What can be tried on this model, on prompts of this length; settings that are those it has are left out."""
+    """Return the settings that can be tried on this model, without those that equal its own."""
     require_groups(groups)
     makers = {
         "bos": lambda: _first_tokens(subject, base), "window": lambda: _windows(length),
@@ -55,28 +55,27 @@ def settings_for(subject: Subject, base: Prompts, length: int, groups: Sequence[
 
 
 def require_groups(groups: Iterable[str]) -> None:
-    """Refuse groups of settings that there are not."""
+    """Raise InputError for an unknown group of settings."""
     for group in groups:
         if group not in GROUPS:
-            raise InputError("no such group of settings", where="--try", got=group, remedy=did_you_mean(group, GROUPS))
+            raise InputError("unknown group of settings", where="--try", got=group, remedy=did_you_mean(group, GROUPS))
 
 
 def of_edits(texts: Iterable[str]) -> list[Setting]:
-    """Settings of the user's own: each an edit, or several joined by commas."""
-    found = []
+    """Return the user's own settings: each text is an edit, or several separated by commas."""
+    settings = []
     for text in texts:
-        edits = tuple(part.strip() for part in _BETWEEN.split(text) if part.strip())
-        spelled = tuple(edit.text for edit in parse_edits(edits))
-        found.append(Setting("own", "as asked for", spelled))
-    return found
+        edits = tuple(part.strip() for part in _SEPARATOR.split(text) if part.strip())
+        settings.append(Setting("own", "as asked for", tuple(edit.text for edit in parse_edits(edits))))
+    return settings
 
 
 def _first_tokens(subject: Subject, base: Prompts) -> Iterator[Setting]:
-    """What BOS policies would put first, if it is not there already: nothing, the config's or the tokenizer's BOS."""
+    """Yield other BOS policies than the current one: none, the BOS of the config, the BOS of the tokenizer."""
     here, named = base.describe().bos_id, subject.identity.bos
     prepended = named.get("tokenizer_prepends") or [None]
     if here is not None:
-        yield Setting("bos", "no BOS: the text's own token stands first (--bos none)", ("bos=none",))
+        yield Setting("bos", "no BOS: the first token is that of the text (--bos none)", ("bos=none",))
     for token, words in ((named.get("config_id"), "config names as BOS"), (prepended[0], "tokenizer prepends")):
         if isinstance(token, int) and token != here:
             here = token
@@ -84,10 +83,10 @@ def _first_tokens(subject: Subject, base: Prompts) -> Iterator[Setting]:
 
 
 def _windows(length: int) -> Iterator[Setting]:
-    """A quarter and a half of the prompt, alone and with the first tokens kept."""
+    """Yield windows of a quarter and a half of the prompt, alone and with the first tokens kept."""
     for size in (length // 4, length // 2):
         yield Setting("window", f"a window of {size} tokens", (f"window={size}",))
-        for kept in KEPT:
+        for kept in KEPT_TOKENS:
             text = f"window={size}+sink" + (str(kept) if kept > 1 else "")
             words = f"a streaming cache: {size} tokens and the first{f' {kept}' if kept > 1 else ''}"
             yield Setting("window", words, (text,))
@@ -103,7 +102,7 @@ def _rotations(subject: Subject) -> Iterator[Setting]:
 
 
 def _scales() -> Iterator[Setting]:
-    yield Setting("scale", "logits times log n, divided by the log of the prompt's length", ("scale=logn",))
+    yield Setting("scale", "logits of query i multiplied by log(i + 1) / log(length of the prompt)", ("scale=logn",))
 
 
 def _dtypes(subject: Subject) -> Iterator[Setting]:
