@@ -1,10 +1,14 @@
-"""What a measurement costs: posleak beside the plain forward pass and its peers, the tools that could do the same.
+"""Benchmarks: time and memory of posleak, of the plain forward pass, and of other tools (peers).
 
-statistics  what every contestant computes, and how far two are apart
-cases       the contestants
-worker      peak memory of one contestant, in a process of its own
-timing      interleaved repeats, medians and ratios
-contest     all of it, length by length
+statistics  what every case computes, and the largest difference between two cases
+cases       the cases: forward pass, posleak, peers
+memory      memory that a case will need
+worker      peak memory of one case, in its own process
+timing      interleaved rounds, medians and ratios
+contest     all cases, length by length
+page        docs/cost.md from the stored results
+identity    cost of identifying the model
+coverage    coverage of the confidence intervals
 """
 
 from .cases import CASES, Case

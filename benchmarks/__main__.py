@@ -26,14 +26,14 @@ app = command_line("benchmarks", "Measure what posleak costs.")
 def bench_command(
     model: ModelRequest,
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of the prompt; repeatable. Default: 1024, 2048, 4096 and 8192.")
+        list[int] | None, typer.Option(help="Tokens per prompt; repeatable. Default: 1024, 2048, 4096 and 8192.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="What to run, e.g. eager; repeatable. Default: all that is installed.")
+        list[str] | None, typer.Option(help="Case to run, e.g. eager; repeatable. Default: all that are installed.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the peers take part in the first three only.")] = 5,
-    peers_up_to: Annotated[int, typer.Option(help="The longest prompt for peers and for edits, to save time.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of rounds; peers run in the first three only.")] = 5,
+    peers_up_to: Annotated[int, typer.Option(help="Longest prompt for peers and edits, to save time.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts per forward pass.")] = 1,
     seed: Seed = 0,
     max_memory: MaxMemory = None,
     as_json: Json = False,
@@ -61,27 +61,28 @@ def bench_command(
 
 
 def bench_table(found: Benchmark) -> Group:
-    """One line per contestant and length: medians, with the smallest and the largest repeat."""
+    """Return one row per case and length: medians, with the smallest and the largest round."""
     from rich.console import Group
 
     from posleak.show.lines import prose
     from posleak.show.terminal import table
 
-    names = ("tokens", "contestant", "seconds", "of a forward pass", "MB", "n")
-    made = table(names, right=[name for name in names if name != "contestant"], wrap=["of a forward pass"])
+    names = ("tokens", "case", "seconds", "of a forward pass", "MB", "n")
+    made = table(names, right=[name for name in names if name != "case"], wrap=["of a forward pass"])
     for result in found.results:
         made.add_row(str(result.length), result.name, *_cells(result))
-    beside = [result for result in found.results if result.beside is not None]
     about = found.machine
     return Group(
         prose(found.identity.name, style="bold"),
         prose(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
         made,
-        prose("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
+        prose(
+            "medians of rounds (smallest–largest); MB: peak above the loaded model, in a separate process", style="dim"
+        ),
         *(
-            prose(f"{each.name} at {each.length}: {_spread(each.beside).plain} of {each.base}, n={each.beside.n}")
-            for each in beside
-            if each.beside is not None
+            prose(f"{result.name} at {result.length}: {_spread(ratio).plain} of {result.base}, n={ratio.n}")
+            for result in found.results
+            if (ratio := result.ratio_to_base) is not None
         ),
     )
 

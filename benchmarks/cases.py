@@ -1,6 +1,6 @@
-"""The contestants: the plain forward pass, posleak, and the peers. Same model, same tokens, same statistics.
+"""The cases: the plain forward pass, posleak, and the peers, with the same model, tokens and statistics.
 
-No contestant computes the language-model head, but the one with loss: its cost would hide the differences.
+Only the case with loss computes the language-model head, whose cost would hide the differences.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from . import memory
 from .statistics import Statistics, from_chunk, from_patterns, from_scores
 
 FORWARD = "forward"
-"""What the others are compared with."""
+"""The case that the others are compared with."""
 
 POSLEAK = "posleak"
 ONCE = "posleak, once per run"
 TWO_PASSES, TRACE = "two passes", "posleak trace"
-"""The plain pass and one over a borrowed context, with the same mask; and posleak's trace, compared with both."""
+"""The plain pass and one over a borrowed context with the same mask; posleak's trace, compared with both."""
 
 RUN, WITH_METRICS, WITH_LOSS = "whole measurement", "whole measurement, all metrics", "whole measurement, loss"
-"""Alone, with what others measure, and with the next token's loss."""
+"""Alone, with metrics of other papers, and with the next-token loss."""
 
 KEPT, CELL = "whole measurement, kept", "cell of a sweep"
-"""A measurement into a folder; and the same as a cell, by a worker that has the model in memory already."""
+"""A measurement into a folder; the same as a cell of a sweep, by a worker that has loaded the model."""
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
-"""One pass over ids [B, T]; returns None if it computes no statistics."""
+"""Makes one pass over ids [B, T]; returns None if it computes no statistics."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A contestant: `make` prepares a subject for prompts of the shape of ids [B, T], and returns what is timed.
+    """One case. `make` prepares a subject for prompts of the shape of ids [B, T] and returns the function to time.
 
-    needs: the memory that it takes;  base: what its time is divided by
+    needs     memory that it needs;  base: the case that its time is divided by
     """
 
     name: str
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def missing(self) -> bool:
-        """Is the peer's package not installed?"""
+        """Whether the package of the peer is not installed."""
         return self.package is not None and importlib.util.find_spec(self.package.replace("-", "_")) is None
 
     @property
@@ -129,7 +129,7 @@ def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 
 def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, Ids], Runner]:
-    """A whole measurement, from calibration to the summary, of prompts as long as ids."""
+    """Return the case of a whole measurement, from calibration to summary, with prompts as long as ids."""
 
     def make(subject: Subject, plan: Plan, ids: Ids) -> Runner:
         spec = memory.run_spec(ids.shape[1], metrics, loss)
@@ -144,7 +144,7 @@ def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, 
 
 
 def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """The same with its folder written: what `posleak measure` does after loading."""
+    """Make a measurement into a folder, as `posleak measure` does after loading."""
     spec = memory.run_spec(ids.shape[1])
 
     def run(ids: Ids) -> None:
@@ -155,7 +155,7 @@ def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """The same as a cell of a sweep: looked up, locked, measured, numbers and hashes written, and looked at again."""
+    """Make a measurement as a cell of a sweep: look up, lock, measure, write results and hashes, look up again."""
     spec = memory.run_spec(ids.shape[1])
     cell = Cell(subject.identity.name, MeasureSpec(length=spec.length, prompts=spec.prompts))
 
@@ -172,12 +172,12 @@ def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 
 def after_donor(ids: Ids) -> Ids:
-    """Each prompt after a longer document made of its own tokens: what is read does not matter here."""
+    """Return each prompt after a longer document made of its own tokens; the content does not matter here."""
     return np.concatenate([ids, ids[:, -DONOR_MARGIN:], ids], axis=1)
 
 
 def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """What a run does before its first prompt: calibration, and reading what positions do to queries and keys."""
+    """Do what a run does before its first prompt: calibration, and reading the placements."""
 
     def run(ids: Ids) -> None:
         calibrated(subject, ids)
@@ -246,7 +246,7 @@ def _with_eager_attention(subject: Subject) -> PreTrainedModel:
 
 
 def _copied(subject: Subject) -> PreTrainedModel:
-    """A copy that is the contestant's own, with a config of its own."""
+    """Return a copy of the model with its own config."""
     with exclusive(subject.model):
         return copy.deepcopy(subject.model)
 

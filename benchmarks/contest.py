@@ -1,4 +1,4 @@
-"""The benchmark: first memory, each contestant in its own process; then agreement; then time, in interleaved rounds."""
+"""The benchmark: memory of each case in its own process, then agreement, then time in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ from .worker import peak_in_own_process
 LENGTHS = (1024, 2048, 4096, 8192)
 REPEATS, PEER_REPEATS = 5, 3
 PEERS_UP_TO = 2048
-"""At twice the length, eager attention takes four times the time, and peers that keep it four times the memory."""
+"""Time and memory of eager attention grow with the square of the length."""
 
 AGREE = 1e-2
-"""Nats that a peer may differ by. Orders of sums differ: SmolLM2 in float32 gives 5e-5, a wrong row some nats."""
+"""Largest allowed difference of a peer in nats. SmolLM2 in float32 has 5e-5 by the order of sums; a wrong row, nats."""
 
 TOO_LARGE = 0.7
-"""Contestants that need more than this share of the free memory are not run beside the others."""
+"""Cases that need more than this share of the free memory are not timed together with the others."""
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One contestant at one length: `ratio` to the plain forward pass, `beside` to the contestant `base`, where that is
-    another; `error` says why a number is missing."""
+    """Result of one case at one length.
+
+    ratio          of its time to that of the plain forward pass
+    ratio_to_base  of its time to that of the case `base`, if this is not the forward pass
+    error          why a value is missing
+    """
 
     name: str
     length: int
@@ -53,16 +57,16 @@ class BenchResult:
     agreement: float | None = None
     error: str | None = None
     base: str = FORWARD
-    beside: Spread | None = None
+    ratio_to_base: Spread | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        time, ratio, beside = self.seconds, self.ratio, self.beside or self.ratio
+        time, ratio, to_base = self.seconds, self.ratio, self.ratio_to_base or self.ratio
         return {
             "name": self.name, "length": self.length, "batch": self.batch,
             "seconds": time and time.median, "seconds_range": time and [time.low, time.high],
             "ratio_to_forward": ratio and ratio.median, "ratio_range": ratio and [ratio.low, ratio.high],
-            "base": self.base, "ratio_to_base": beside and beside.median,
-            "ratio_to_base_range": beside and [beside.low, beside.high],
+            "base": self.base, "ratio_to_base": to_base and to_base.median,
+            "ratio_to_base_range": to_base and [to_base.low, to_base.high],
             "n": time.n if time else 0, "peak_mb": self.peak_mb, "planned_mb": self.planned_mb,
             "agreement_nats": self.agreement, "error": self.error,
         }  # fmt: skip
@@ -70,14 +74,14 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All results, and what they were made on."""
+    """All results, with the model and the machine."""
 
     identity: Identity
     results: list[BenchResult]
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `python -m benchmarks --json` (docs/json.md)."""
+        """Return the JSON of `python -m benchmarks --json` (docs/json.md)."""
         peers = {case.package: case.version for case in CASES if case.package is not None and case.version is not None}
         return {
             "model": self.identity.name, "identity": plain(self.identity), "machine": self.machine,
@@ -98,15 +102,14 @@ def bench(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Benchmark:
-    """Time and memory of the contestants.
+    """Measure time and memory of the cases.
 
-    `reload` ({"model", "loading"}) says how another process can load the model: peak memory is measured in a process of
-    its own for each contestant, and is left out without `reload`. `max_memory` is what a process may hold, the loaded
-    model included: a contestant that would need more, or more than the machine has free, is not run.
+    reload      {"model", "loading"}: how another process loads the model, to measure peak memory; None: not measured
+    max_memory  memory limit of a process, including the model: a case that needs more, or more than is free, is not run
     """
     chosen, limit = chosen_cases(names), parse_bytes(max_memory)
     for length in lengths:
-        MeasureSpec(length=length, prompts=batch, batch=batch, seed=seed)  # refuses numbers that cannot be meant
+        MeasureSpec(length=length, prompts=batch, batch=batch, seed=seed)  # rejects out-of-range values
     results = []
     for length in lengths:
         cases = [case for case in chosen if length <= peers_up_to or not _is_extra(case)]
@@ -117,14 +120,14 @@ def bench(
 
 
 def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, limit: int | None) -> dict[str, str]:
-    """Contestants that do not fit beside those before them, with the reason; the plain forward pass must fit."""
+    """Return the cases that do not fit into memory together with those before them, and the reasons."""
     refused, kept, running = dict[str, str](), 0, 0
     for case in cases:
         need = case.needs(subject, batch, length)
         try:
             require_room(
                 subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
-                of=f"{describe_prompts(batch, length)}, beside the others", remedy="use a shorter --length",
+                of=f"{describe_prompts(batch, length)}, together with the other cases", remedy="use a shorter --length",
             )  # fmt: skip
         except InputError as error:
             if case.name == FORWARD:
@@ -140,20 +143,18 @@ def _is_extra(case: Case) -> bool:
 
 
 def chosen_cases(names: Sequence[str]) -> list[Case]:
-    """The named contestants, or all whose packages are installed; the plain forward pass is always among them."""
+    """Return the named cases, or all whose packages are installed; always with the plain forward pass."""
     known = [case.name for case in CASES]
     for name in names:
         if name not in known:
-            raise InputError(
-                "no such contestant", got=name, expected=", ".join(known), remedy=did_you_mean(name, known)
-            )
+            raise InputError("unknown case", got=name, expected=", ".join(known), remedy=did_you_mean(name, known))
     bases = {FORWARD, *(case.base for case in CASES if case.name in names)}
     chosen = [case for case in CASES if case.name in bases or (case.name in names if names else not case.missing)]
     if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
         return chosen_cases([*names, POSLEAK])  # peers are compared with posleak, so it must run too
     if missing := [case for case in chosen if case.missing]:
         raise InputError(
-            "the contestant's package is not installed", got=", ".join(str(case.package) for case in missing),
+            "the package of a peer is not installed", got=", ".join(str(case.package) for case in missing),
             remedy="pip install 'posleak[bench]'",
         )  # fmt: skip
     return chosen
@@ -161,8 +162,10 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
 
 @dataclass
 class Heat:
-    """All contestants at one length, on ids [B, T]. refused: those that do not fit, with the reason;  limit: bytes that
-    a process may hold, if there is a limit."""
+    """All cases at one length, on ids [B, T].
+
+    refused   reasons of the cases that do not fit into memory;  limit: memory limit of a process in bytes
+    """
 
     subject: Subject
     ids: Ids
@@ -177,7 +180,7 @@ class Heat:
         memory = {case.name: self._memory(case) for case in self.cases}
         if "error" in memory[FORWARD]:
             raise InputError(
-                "the plain forward pass itself cannot be run", where=f"{self.ids.shape[1]} tokens",
+                "the plain forward pass does not fit into memory", where=f"{self.ids.shape[1]} tokens",
                 got=memory[FORWARD]["error"], remedy="use a shorter --length",
             )  # fmt: skip
         able = [case for case in self.cases if "error" not in memory[case.name]]
@@ -194,7 +197,7 @@ class Heat:
         self.progress(f"{self.ids.shape[1]} tokens, {what}")
 
     def _memory(self, case: Case) -> dict[str, Any]:
-        """Peak memory in a process of its own, and an error if it is too much to run beside the others."""
+        """Return the peak memory in a separate process, and an error if it is too large for timing."""
         if case.name in self.refused:
             return {"error": self.refused[case.name]}
         if self.reload is None or case.name == ONCE:
@@ -204,19 +207,19 @@ class Heat:
             case=case.name, length=self.ids.shape[1], ids=self.ids.tolist(), limit=self.limit, **self.reload
         )
         if found.get("peak_mb", 0) * 1e6 > TOO_LARGE * available_bytes():
-            found["error"] = "fits into the machine alone, but not beside the others: not timed"
+            found["error"] = "fits into memory alone, but not together with the other cases: not timed"
         return found
 
     def _agreement(self, case: Case, found: dict[str, Statistics | None]) -> float | None:
-        """How far a peer is from posleak, in nats; an error where that is more than rounding."""
+        """Return the largest difference of a peer from posleak in nats; raise CheckError if it exceeds rounding."""
         theirs, ours = found.get(case.name), found.get(POSLEAK)
         if not case.is_peer or theirs is None or ours is None:
             return None
         if not (gap := theirs.gap(ours)) <= AGREE:
             raise CheckError(
-                "a contestant computes something else than posleak, so that their times cannot be compared",
+                "a peer computes other values than posleak, so that the times cannot be compared",
                 where=f"{case.name}, {self.ids.shape[1]} tokens",
-                got=f"{gap:.3g} nats apart",
+                got=f"{gap:.3g} nats",
                 expected=f"at most {AGREE}",
             )
         return gap
@@ -244,7 +247,7 @@ class Heat:
 
 
 def machine() -> dict[str, Any]:
-    """What the seconds were measured on."""
+    """Describe the machine."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -1,12 +1,11 @@
-"""How often do 95% intervals contain the truth? posleak's intervals, and those that were considered and rejected.
+"""Coverage of 95% intervals: posleak's intervals, and alternatives that were rejected.
 
-    python benchmarks/coverage.py simulate                      # made-up prompts whose truth is known; four minutes
+    python benchmarks/coverage.py simulate                      # synthetic prompts with known truth; four minutes
     python benchmarks/coverage.py real smollm2-135m --truth 384 # a model's own prompts; five minutes
 
-`real` measures many prompts once. It draws subsets of n of them, and takes the number of all the *others* as the truth:
-a subset that is part of its own truth would be too near to it. That truth has noise of its own, n / (prompts − n) of
-the variance that an interval is made for, so that a perfect 95% interval of 32 out of 384 prompts covers 94%. Subsets
-overlap, and coverage is averaged over layers, so that no simple error can be given: it is a check, and no proof.
+`real` measures many prompts once. It draws subsets of n prompts and takes the estimate from all *other* prompts as the
+truth. This truth has its own variance, n / (prompts − n) of that of the subset, so that a perfect 95% interval of 32 out
+of 384 prompts covers 94%. Subsets overlap and coverage is averaged over layers, so that its error is not known.
 
 Both print a markdown table and write it into results/coverage.json.
 """
@@ -36,7 +35,7 @@ NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Draw:
-    """Experiments of one regime: Gram matrices [T, n, n], or plain numbers [T, n]; a ratio has a denominator."""
+    """Experiments of one regime: Gram matrices [T, n, n] or values [T, n]; a ratio has a denominator."""
 
     above: Array
     truth: float
@@ -51,7 +50,7 @@ def replicated(x: Array) -> Sampled:
     return jackknife.inner(of_gram(x)) if x.ndim == 3 else jackknife.mean(x.T)
 
 
-# Methods: experiments -> the ends of their intervals, [T] each.
+# Methods: experiments -> lower and upper ends of their intervals, [T] each.
 
 
 def shipped(draw: Draw) -> tuple[Array, Array]:
@@ -59,7 +58,7 @@ def shipped(draw: Draw) -> tuple[Array, Array]:
 
 
 def jackknife_t(draw: Draw) -> tuple[Array, Array]:
-    """value ± t · the plain jackknife's standard error."""
+    """Return value ± t · standard error of the delete-one jackknife."""
     number = draw.number(replicated)
     without = number.samples[: number.n]
     half = stdtrit(number.n - 1, 0.975) * np.sqrt((number.n - 1) * without.var(0))
@@ -67,14 +66,14 @@ def jackknife_t(draw: Draw) -> tuple[Array, Array]:
 
 
 def weights(n: int) -> Array:
-    """Of bootstrap resamples with two different prompts or more."""
+    """Return the weights of bootstrap resamples with at least two different prompts."""
     drawn = np.random.default_rng(n).multinomial(n, np.full(n, 1 / n), size=2 * RESAMPLES)
     found: Array = drawn[(drawn > 0).sum(1) > 1][:RESAMPLES].astype(float)
     return found
 
 
 def weighted(x: Array, w: Array) -> tuple[Array, Array]:
-    """A number of resamples [T, S], and its derivative by each prompt's weight [T, S, n]; no prompt meets itself."""
+    """Return the statistic of resamples [T, S] and its derivative by weight [T, S, n], without self-products."""
     if x.ndim == 2:
         value = x @ w.T / w.sum(1)
         return value, (x[:, None] - value[..., None]) / w.sum(1)[:, None]
@@ -85,7 +84,7 @@ def weighted(x: Array, w: Array) -> tuple[Array, Array]:
 
 
 def resampled(draw: Draw, w: Array) -> tuple[Array, Array]:
-    """Of the number itself: value and derivative."""
+    """Return value and derivative of the statistic or ratio."""
     above, above_by = weighted(draw.above, w)
     if draw.below is None:
         return above, above_by
@@ -183,12 +182,12 @@ def gain(spread: float) -> Regime:
 
 
 def _gain(rng: np.random.Generator, shape: tuple[int, int, int], spread: float) -> Array:
-    """Of each prompt, 1 on average."""
+    """Return a factor for each prompt, with mean 1."""
     return np.exp(spread * rng.standard_normal((*shape[:2], 1)) - spread**2 / 2)
 
 
 def share(part: float, opposite: float = 0.0, total: float = 1.0) -> Regime:
-    """A part that goes along with the total and across it; `opposite` noise is taken from the rest."""
+    """Make a part with components along and across the total; `opposite` noise is subtracted from the rest."""
 
     def regime(rng: np.random.Generator, T: int, n: int) -> Draw:
         shape = (T, n, 60)
@@ -204,7 +203,7 @@ def share(part: float, opposite: float = 0.0, total: float = 1.0) -> Regime:
 
 
 def share_of_two(part: float) -> Regime:
-    """Two directions make all the noise."""
+    """Make noise in two directions only."""
 
     def regime(rng: np.random.Generator, T: int, n: int) -> Draw:
         one, two = (rng.standard_normal((T, n, 1)) * rng.standard_normal((T, 1, 60)) / 2 for _ in range(2))
@@ -216,7 +215,7 @@ def share_of_two(part: float) -> Regime:
 
 
 def kept(factor: float, spread: float = 0.0) -> Regime:
-    """Power after / before, on the same prompts."""
+    """Make the ratio of powers after / before, on the same prompts."""
 
     def regime(rng: np.random.Generator, T: int, n: int) -> Draw:
         shape = (T, n, 60)
@@ -228,7 +227,7 @@ def kept(factor: float, spread: float = 0.0) -> Regime:
 
 
 def slope(rise: float) -> Regime:
-    """Of powers over twelve layers with half of their noise in common."""
+    """Make powers of twelve layers that share half of their noise."""
 
     def regime(rng: np.random.Generator, T: int, n: int) -> Draw:
         depth, common, total = np.linspace(-0.5, 0.5, 12), rng.standard_normal((T, n, 40)), np.zeros((T, n, n))
@@ -272,7 +271,7 @@ REGIMES: dict[str, Regime] = {
 
 
 def covered(regime: Regime, n: int, methods: list[str], trials: int, seed: int) -> dict[str, dict[str, float]]:
-    """Coverage of each method with its binomial error; ratios count where posleak gives one."""
+    """Return the coverage of each method with its binomial error; ratios count where posleak reports one."""
     rng, inside, some = (
         np.random.default_rng([seed, n]),
         {name: list[NDArray[np.bool_]]() for name in methods},
@@ -292,7 +291,7 @@ def covered(regime: Regime, n: int, methods: list[str], trials: int, seed: int) 
 
 
 def simulate(few: list[int], many: list[int], trials: int) -> dict[str, Any]:
-    """The shipped method for all n, the others for `many` with a quarter of the experiments."""
+    """Run the shipped method for all n, the others for `many` with a quarter of the experiments."""
     found = {}
     for seed, (name, regime) in enumerate(REGIMES.items()):
         found[name] = {n: covered(regime, n, ["shipped"], trials, seed) for n in (*few, *many)}
@@ -318,7 +317,7 @@ def real(model: str, truth: int, length: int, subsets: int, sizes: list[int]) ->
     data = posleak.measure(posleak.load(model), length=length, prompts=truth, seed=1).data
 
     def grams(name: str, other: str) -> Array:
-        """Gram matrices by layer [L, B, B], mean over heads; subsets of prompts are cut out of them."""
+        """Return Gram matrices by layer [L, B, B], means over heads."""
         x, y = (component(data, each).values for each in (name, other))
         return np.stack([layer_gram(x[:, layer], y[:, layer]) for layer in range(x.shape[1])])
 
@@ -352,7 +351,7 @@ def _places(inside: list[Array]) -> dict[str, float]:
 
 
 def of_the_rest(gram: Array, rest: Array) -> Array:
-    """⟨x, y⟩ of the prompts that weigh 1, for every row of `rest` [subsets, B]: [subsets, cells]."""
+    """Return ⟨x, y⟩ over the prompts with weight 1, for every row of `rest` [subsets, B]: [subsets, cells]."""
     count, own = rest.sum(1), np.diagonal(gram, axis1=-2, axis2=-1)
     sums = ((gram @ rest.T) * rest.T).sum(1) - own @ rest.T
     found: Array = (sums / (count * (count - 1))).T
@@ -360,7 +359,7 @@ def of_the_rest(gram: Array, rest: Array) -> Array:
 
 
 def layer_gram(x: Array, y: Array) -> Array:
-    """Mean over heads, queries and offsets [B, …] of the products of prompts: [B, B]."""
+    """Return the mean over heads, queries and offsets [B, …] of the products of prompts: [B, B]."""
     there = np.isfinite(x[0]) & np.isfinite(y[0])
     found: Array = x[:, there] @ y[:, there].T / there.sum()
     return found
@@ -369,7 +368,7 @@ def layer_gram(x: Array, y: Array) -> Array:
 def numbers(
     own: dict[str, Array], crossed: dict[str, Array], chosen: NDArray[np.int64], true: dict[str, Array]
 ) -> dict[str, tuple[Sampled, Array]]:
-    """Powers and shares of the chosen prompts, each with its truth; cells are the layers, and last the model."""
+    """Return powers and shares of the chosen prompts with their truths; cells are the layers, then the model."""
     jackknife = Jackknife(len(chosen))
     power = {name: jackknife.inner(of_gram(g[:, chosen[:, None], chosen])) for name, g in own.items()}
     part = {name: jackknife.inner(of_gram(g[:, chosen[:, None], chosen])) for name, g in crossed.items()}

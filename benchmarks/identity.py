@@ -27,7 +27,7 @@ ROUNDS, LENGTH, PROMPTS = 7, 256, 16
 def main(model: str) -> None:
     warnings.simplefilter("ignore")
     subject, shares, totals, added = pl.load(model), [], [], []
-    pl.measure(subject, length=64, prompts=2)  # what a first pass does once is no cost of identity
+    pl.measure(subject, length=64, prompts=2)  # warm-up
     for _ in range(ROUNDS):
         with Stopwatch() as watch:
             pl.measure(subject, length=LENGTH, prompts=PROMPTS)

@@ -1,4 +1,4 @@
-"""How much memory a contestant of the benchmark will hold, computed before it is made."""
+"""Memory that a case of the benchmark will need, computed before it is made."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from posleak.runs.memory import ModelSizes, memory_plan
 from posleak.runs.spec import MeasureSpec
 
 RUN_TOKENS = 8192
-"""Tokens of a whole measurement that is timed: 16 prompts of 512 tokens, as `posleak measure` makes it by default."""
+"""Tokens of a whole measurement: 16 prompts of 512 tokens, the defaults of `posleak measure`."""
 
 
 @dataclass(frozen=True)
 class CaseMemory:
-    """Bytes: `kept` from when a contestant is made until the last round is over, and `running` while it runs."""
+    """Bytes of a case: `kept` until the last round, and `running` while it runs."""
 
     kept: int
     running: int
 
 
 Needs = Callable[[Subject, int, int], CaseMemory]
-"""(subject, prompts, tokens) -> what a contestant needs"""
+"""(subject, prompts, tokens) -> memory of a case."""
 
 
 def forward(subject: Subject, prompts: int, length: int) -> CaseMemory:
@@ -34,7 +34,7 @@ def forward(subject: Subject, prompts: int, length: int) -> CaseMemory:
 
 
 def posleak(*edits: str) -> Needs:
-    """A measurement, calibration included."""
+    """Return the memory of a measurement, including calibration."""
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
         return CaseMemory(
@@ -48,7 +48,7 @@ def posleak(*edits: str) -> Needs:
 
 
 def run(metrics: str = "none", loss: bool = False) -> Needs:
-    """A whole measurement of RUN_TOKENS tokens."""
+    """Return the memory of a whole measurement of RUN_TOKENS tokens."""
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
         return CaseMemory(0, memory_plan(subject, run_spec(length, metrics, loss).resolved()).total)
@@ -61,7 +61,7 @@ def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureS
 
 
 def two_passes(subject: Subject, prompts: int, length: int) -> CaseMemory:
-    """The second one is twice as long, and has a mask of its own, which is kept, and added to logits as numbers."""
+    """Return the memory of both passes; the second is twice as long, with a dense mask that is kept."""
     longer, item = 2 * length + DONOR_MARGIN, subject.dtype.itemsize
     return CaseMemory(longer**2, ModelSizes.of(subject).forward(prompts * longer, item) + longer**2 * (4 + 2 * item))
 
@@ -71,7 +71,7 @@ def trace(subject: Subject, prompts: int, length: int) -> CaseMemory:
 
 
 def patterns(copies: int, layers: bool) -> Needs:
-    """Eager attention in a copy of the model; `copies` of the patterns, of all layers or of one."""
+    """Return the memory of eager attention in a copy of the model, with `copies` of the patterns of all layers or one."""
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
         item, sizes = subject.dtype.itemsize, ModelSizes.of(subject)
@@ -83,7 +83,7 @@ def patterns(copies: int, layers: bool) -> Needs:
 
 
 def _own_attention(subject: Subject, prompts: int, length: int) -> int:
-    """What the model's own attention holds beside the activations: all weights if it is eager, a mask for windows."""
+    """Return the memory of the model's own attention: all weights if it is eager, a mask for windows."""
     item = subject.dtype.itemsize
     if subject.model.config._attn_implementation == "eager":
         return ModelSizes.of(subject).eager(prompts, length, item)

@@ -1,6 +1,6 @@
-"""docs/cost.md and its picture, made from the results beside this file: `python benchmarks/page.py`.
+"""docs/cost.md and its figure, from the results in this folder: `python benchmarks/page.py`.
 
-The prose of the page stays as it is; what stands between two markers is written anew.
+Only the text between markers is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def contest() -> dict[str, Any]:
-    """The comparison, with one length more that was run once."""
+    """Return the comparison, with one more length that was run once."""
     found, longer = results("comparison.json"), results("longer.json")
     return {**found, "cases": found["cases"] + longer["cases"]}
 
@@ -49,7 +49,7 @@ def machine(found: dict[str, Any]) -> Iterator[str]:
 
 
 def comparison(found: dict[str, Any]) -> Iterator[str]:
-    """One row per contestant and length."""
+    """Yield one row per case and length."""
     yield "| tokens | contestant | seconds | times the forward pass | peak MB above the loaded model | n |\n"
     yield "|---:|---|---:|---:|---:|---:|\n"
     for row in found["cases"]:
@@ -66,7 +66,7 @@ def cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def long_contexts(found: dict[str, Any]) -> Iterator[str]:
-    """`posleak measure --prompts 1 --profile --json`, one row per model and length."""
+    """Yield one row per model and length of `posleak measure --prompts 1 --profile --json`."""
     yield "| model | tokens | seconds | in the model's own forward pass | peak MB above the model | planned MB |\n"
     yield "|---|---:|---:|---:|---:|---:|\n"
     for row in found["runs"]:
@@ -75,8 +75,8 @@ def long_contexts(found: dict[str, Any]) -> Iterator[str]:
         yield f"{profile['forward_share']:.1%} | {memory['peak_mb']:,.0f} | {memory['planned_mb']:,.0f} |\n"
 
 
-def beside(found: dict[str, Any]) -> Iterator[str]:
-    """Contestants that are divided by another one than the forward pass."""
+def compared_with_base(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the cases that are compared with another case than the forward pass."""
     yield "| tokens | contestant | seconds | divided by | ratio | n |\n"
     yield "|---:|---|---:|---|---:|---:|\n"
     for row in found["cases"]:
@@ -87,7 +87,7 @@ def beside(found: dict[str, Any]) -> Iterator[str]:
 
 
 def written(page: str, name: str, text: str) -> str:
-    """The page with what stands between the markers of `name` replaced."""
+    """Return the page with the text between the markers of `name` replaced."""
     start, end = (marker.format(name=name) for marker in MARKERS)
     if start not in page or end not in page:
         raise SystemExit(f"{PAGE.name} has no markers for {name}")
@@ -101,8 +101,8 @@ def made() -> str:
         "machine": machine(found),
         "comparison": comparison(found),
         "long": long_contexts(long),
-        "sweep": beside(results("sweep.json")),
-        "loss": beside(results("loss.json")),
+        "sweep": compared_with_base(results("sweep.json")),
+        "loss": compared_with_base(results("loss.json")),
     }
     for name, text in parts.items():
         page = written(page, name, "".join(text))
@@ -110,7 +110,7 @@ def made() -> str:
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Seconds and memory against length, both axes logarithmic; bars from the smallest to the largest repeat."""
+    """Draw seconds and memory by length on logarithmic axes, with ranges over rounds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""What every contestant must compute, and how far two of them are apart.
+"""The statistics that every case computes, and the difference between two cases.
 
-Attention patterns alone give the total leakage and the attention to position 0; scores also give drift. Mask and sink
-need queries and keys, since the origin's keys are moved. Each contestant is asked for as much as it can give, at the
-same queries, references and offsets.
+Attention patterns give the total leakage and the attention to position 0; scores also give drift. Mask and sink need
+queries and keys, because the keys of the origin are moved. Each case computes what it can, at the same queries,
+references and offsets.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Statistics:
-    """total [B, L, H, Q, D] in nats, NaN where there is no pair; attention_0 [B, L, H, Q]; parts as far as known."""
+    """total [B, L, H, Q, D] in nats, NaN without a pair; attention_0 [B, L, H, Q]; the parts that the case has."""
 
     total: Array
     attention_0: Array
     parts: dict[str, Array]
 
     def gap(self, other: Statistics) -> float:
-        """The largest difference of what both have, in nats, or in attention; infinite if NaNs are at other places."""
+        """Return the largest difference in nats or attention; infinite if NaNs differ."""
         pairs = [(self.total, other.total), (self.attention_0, other.attention_0)]
         pairs += [(self.parts[name], other.parts[name]) for name in self.parts.keys() & other.parts.keys()]
         return max(_gap(x, y) for x, y in pairs)
@@ -47,14 +47,14 @@ def _gap(x: Array, y: Array) -> float:
 
 
 def from_chunk(chunk: Chunk) -> Statistics:
-    """What posleak measures. Where queries are scaled by position, scores alone do not give the same parts."""
+    """Return the statistics of posleak. If queries are scaled by position, scores do not give the same parts."""
     parts = {name: chunk[name] for name in ("mask", "drift", "sink")}
     total = (parts["mask"] + parts["sink"])[..., None] + parts["drift"]
     return Statistics(total + chunk.get(SCALING, 0.0), chunk["attention_0"], {} if SCALING in chunk else parts)
 
 
 def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
-    """Rows of masked scores [B, H, P, T], one per layer: a hidden key has the dtype's lowest number, or −inf."""
+    """Return the statistics of masked scores [B, H, P, T], one per layer; hidden keys have the lowest value or −inf."""
     parts: list[Parts] = []
     for s in (layer.cpu() for layer in layers):
         visible = s[0, 0] > torch.finfo(s.dtype).min / 2
@@ -64,7 +64,7 @@ def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
 
 
 def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
-    """Rows of attention weights [B, H, P, T], one per layer: a hidden key has weight 0."""
+    """Return the statistics of attention weights [B, H, P, T], one per layer; hidden keys have weight 0."""
     positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
     totals, firsts = [], []
     for a in (layer.cpu() for layer in layers):

@@ -1,4 +1,4 @@
-"""Interleaved repeats: in each round every contestant runs once, so that a slow minute of the machine hits them all."""
+"""Interleaved timing: every case runs once per round, so that a slow period affects all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posleak.stopwatch import finish_devices
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of n repeats, with the smallest and the largest of them."""
+    """Median, minimum and maximum of n rounds."""
 
     median: float
     low: float
@@ -30,7 +30,7 @@ class Spread:
 def interleaved(
     work: Mapping[str, Callable[[], Any]], repeats: Mapping[str, int], progress: Callable[[str], None]
 ) -> dict[str, list[float | None]]:
-    """Seconds of every contestant in every round, None where it did not run; every other round is in reverse order."""
+    """Return the seconds of every case by round, None if it did not run. Every second round has the reverse order."""
     seconds: dict[str, list[float | None]] = {name: [] for name in work}
     for round_ in range(max(repeats.values())):
         for name in list(work) if round_ % 2 == 0 else list(work)[::-1]:
@@ -49,7 +49,7 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def ratios(seconds: list[float | None], to: list[float | None]) -> Spread:
-    """Round by round: both numbers of a ratio are from the same minute."""
+    """Return the ratios within each round."""
     return Spread.of([x / y for x, y in zip(seconds, to, strict=True) if x is not None and y is not None])
 
 

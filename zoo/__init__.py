@@ -1,14 +1,15 @@
-"""Stage 12, small models trained here that differ in one knob: what does the knob do to leakage?
+"""Small models that differ in one setting: trained, measured and compared (zoo/README.md).
 
-corpus     real text that every machine with posleak has
-recipe     how a model is made: size, data, optimiser
-variants   the knobs
-tokens     batches for every step, and prompts that are held out
-entropy    the least loss that is possible on Bigram-Backcopy
-training   one model: resumable to the bit, its loss and checkpoints kept
-jobs       many models, one after the other
-measuring  both splits, sinks and position 0 of trained models and their checkpoints
+corpus     training text: documentation that is on every machine with posleak
+recipe     size of a model, its data and its optimiser
+variants   the settings in which models differ
+tokens     batches for every training step, and held-out prompts
+entropy    lowest possible loss on Bigram-Backcopy
+training   training of one model: resumable to the bit, with loss curve and checkpoints
+jobs       training of many models
+measuring  decompositions, sinks and position 0 of trained models and their checkpoints
 layout     intervals over models: variants and seeds as randomised blocks
-table      the balance of every variant beside standard RoPE
-verdicts   what matched models say about sentences on architectures
+table      every variant compared with standard RoPE
+verdicts   what matched models say about claims on architectures
+terminal   tables for the terminal
 """

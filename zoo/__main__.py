@@ -24,39 +24,41 @@ app = command_line("zoo", "Train small models that differ in one setting, and me
 
 ROOT = RUNS / "zoo"
 Zoo = Annotated[
-    Path, typer.Option("--out", parser=named_path, metavar="<path>", help="Where models and their records are kept.")
+    Path, typer.Option("--out", parser=named_path, metavar="<path>", help="Folder of the models and their records.")
 ]
 Data = Annotated[
     list[str] | None,
-    typer.Option(help="text (documentation on this machine) or backcopy (a task in which sinks form); repeatable."),
+    typer.Option(
+        help="Training data: text (documentation on this machine) or backcopy (a task in which sinks form); repeatable."
+    ),
 ]
-SPOKEN = 60.0
-"""Seconds between lines of progress where there is no terminal."""
+STATUS_INTERVAL = 60.0
+"""Seconds between status lines without a terminal."""
 
 
 @app.command(name="train")
 def train_command(
     variants: Annotated[
-        list[str] | None, typer.Argument(metavar="VARIANT...", parser=named, help="As `python -m zoo list` names them.")
+        list[str] | None, typer.Argument(metavar="VARIANT...", parser=named, help="Names, as in `python -m zoo list`.")
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every variant, two seeds each, on both kinds of data: the full zoo.")
+        bool, typer.Option("--all", help="Train the full zoo: every variant with two seeds on both kinds of data.")
     ] = False,
     data: Data = None,
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of first weights and data order; repeatable. Default: 0.")
+        list[int] | None, typer.Option("--seed", help="Seed of initial weights and data order; repeatable. Default: 0.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the optimiser, instead of the recipe's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimiser steps, instead of the recipe's.")] = None,
     text: Annotated[
-        str | None, typer.Option(parser=named, metavar="<path>", help="A file or folder to train on, instead.")
+        str | None, typer.Option(parser=named, metavar="<path>", help="File or folder of text to train on instead.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; the same number gives the same weights.")] = None,
     root: Zoo = ROOT,
     as_json: Json = False,
 ) -> None:
-    """Train models of the zoo, or go on where training was interrupted; what is finished is not trained again.
+    """Train models, or resume interrupted trainings. Finished models are not trained again.
 
-    The same command started twice shares the work: a model that another process is training is left to it.
+    Models that another process is training are skipped, so that two processes can share the work.
 
     Example: `python -m zoo train rope window --seed 0 --seed 1`
     """
@@ -87,7 +89,7 @@ def train_command(
 
 
 def _trained(found: Training) -> str:
-    """A finished training, in a line."""
+    """Describe a finished training in one line."""
     from posleak.show.numbers import number
 
     first, last, data = found.held_out[0], found.held_out[-1], found.data
@@ -99,7 +101,7 @@ def _trained(found: Training) -> str:
 
 @contextmanager
 def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
-    """Loss and time left: a bar over all models on a terminal, a line a minute elsewhere."""
+    """Show loss and time left: a bar over all models on a terminal, otherwise a line per minute."""
     before, total = dict[tuple[str, str], int](), 0
     for job in wanted:
         before[job.recipe.data, job.name] = total
@@ -112,7 +114,7 @@ def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
 
     def say(at: TrainingProgress) -> None:
         nonlocal spoken
-        if time.monotonic() - spoken > SPOKEN:
+        if time.monotonic() - spoken > STATUS_INTERVAL:
             spoken = time.monotonic()
             done = f"step {at.step} of {at.steps}, loss {at.loss:.3f}, {at.left / 60:.1f} minutes left"
             tell("", f"{which(at)}: {done}")
@@ -128,15 +130,17 @@ def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
 def measure_command(
     data: Data = None,
     prompts: Annotated[
-        int | None, typer.Option(min=4, help="Prompts for each model. Default: 32 of text, 64 of backcopy.")
+        int | None, typer.Option(min=4, help="Number of prompts. Default: 32 of text, 64 of backcopy.")
     ] = None,
-    with_checkpoints: Annotated[bool, typer.Option("--checkpoints/--no-checkpoints", help="Checkpoints, too.")] = True,
+    with_checkpoints: Annotated[
+        bool, typer.Option("--checkpoints/--no-checkpoints", help="Also measure checkpoints.")
+    ] = True,
     root: Zoo = ROOT,
     as_json: Json = False,
 ) -> None:
-    """Both splits, sinks and position 0 of every trained model, compared with standard RoPE; intervals over models.
+    """Measure leakage, sinks and position 0 of every trained model and compare variants with standard RoPE.
 
-    What was measured before is not measured again. zoo.json, beside the models, has every number.
+    Intervals are over models. Stored results are not measured again. ROOT/DATA/zoo.json contains all results.
 
     Example: `python -m zoo measure --data text`
     """
@@ -169,7 +173,7 @@ def measure_command(
 
 @app.command(name="list")
 def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
-    """The variants, what is trained of them, and which trained models come with posleak.
+    """List the variants, their trained models, and the trained models that ship with posleak.
 
     Example: `python -m zoo list`
     """
@@ -201,8 +205,8 @@ def _listing(root: Path) -> Iterator[RenderableType]:
         made.add_row(name, variant.about, *(", ".join(map(_state, each)) or "–" for each in own))
     yield made
     yield prose(
-        f"below {root}, of each seed: the held-out loss in nats per token, or how far it is; –: not trained. "
-        f"Trained models that come with posleak: {', '.join(shipped_names())}", style="dim",
+        f"{root}: held-out loss of each seed in nats per token, or its current step; –: not trained. "
+        f"Trained models that ship with posleak: {', '.join(shipped_names())}", style="dim",
     )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
-"""Real text that every machine with posleak has: the documentation inside Python and a few packages that posleak needs.
+"""Training text: the documentation of Python and of a few packages that posleak depends on, or a text of the user.
 
-Docstrings of the standard library and of `PACKAGES`, and the packages' long descriptions; or any text that a user
-names. Sources are parsed, never imported. What comes out depends only on the versions that are installed:
+The documentation consists of the docstrings of the standard library and of `PACKAGES`, and of the long descriptions of
+the packages. Sources are parsed, never imported. The text depends only on the installed versions:
 
-    1. characters   tabs become spaces, and paragraphs with characters outside of printable ASCII are left out
-    2. paragraphs   one that stood somewhere before is left out, too: documentation repeats itself
-    3. passages     what is left of a document, in pieces of about a thousand characters
-    4. held out     one passage in twenty, chosen by its own sha256
+    1. characters   tabs become spaces; paragraphs with characters other than printable ASCII are removed
+    2. paragraphs   repeated paragraphs are removed
+    3. passages     the rest of a document is split into pieces of about a thousand characters
+    4. held out     one passage in twenty, chosen by its sha256
 
-Tokens are bytes: a character is a token, its index in `ALPHABET`; all of them occur in the documentation.
+A token is a character: its index in `ALPHABET`. All of them occur in the documentation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from posleak.inputs.corpus import EXCLUDED_FOLDERS, STDLIB, file_docstrings, rea
 ALPHABET = "\n" + "".join(map(chr, range(0x20, 0x7F)))
 
 PACKAGES = ("matplotlib", "numpy", "pandas", "scipy", "xarray")
-"""Whose documentation is read: much prose, and little of it made by programs."""
+"""Packages whose documentation is read: much prose, little of it generated."""
 
 PASSAGE, HELD_OUT = 1_000, 20
-"""Characters of a passage, at least, where a document has so many; one in so many passages is held out."""
+"""Minimum length of a passage in characters; one in HELD_OUT passages is held out."""
 
 LEAST = 100_000
-"""Characters that a text must have for training."""
+"""Minimum length of a training text in characters."""
 
 _FOREIGN = re.compile(r"[^\n -~]")
 _BLANK = re.compile(r"\n[ ]*\n\s*")
@@ -46,7 +46,7 @@ _CODES[np.frombuffer(ALPHABET.encode("ascii"), dtype=np.uint8)] = np.arange(len(
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Where some of the text came from: a package or a file, its version, and how much is left of it."""
+    """One source of the text: a package or a file, its version, and the number of characters that are used."""
 
     name: str
     version: str
@@ -55,7 +55,7 @@ class CorpusPart:
 
 @dataclass(frozen=True, eq=False)
 class CorpusText:
-    """Tokens to train on and tokens that are held out, uint8; `sha256` is of both."""
+    """Training tokens and held-out tokens, uint8; `sha256` covers both."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -67,20 +67,20 @@ class CorpusText:
 
     @property
     def unigram_nats(self) -> float:
-        """Entropy of single characters: the loss of a model that knows how often each occurs, and nothing else."""
+        """Entropy of single characters: the loss of a model that knows only their frequencies."""
         counts = np.bincount(self.train, minlength=len(ALPHABET))
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
 
 def encode(text: str) -> np.ndarray:
-    """uint8 tokens of a text that is in the alphabet."""
+    """Return the tokens (uint8) of a text whose characters are all in the alphabet."""
     return np.asarray(_CODES[np.frombuffer(text.encode("ascii"), dtype=np.uint8)])
 
 
 @cache
 def read_text(path: str | None = None) -> CorpusText:
-    """The documentation on this machine, or the text at `path`: a file, or a folder of files."""
+    """Return the documentation on this machine, or the text at `path`, which is a file or a folder."""
     named = _documentation() if path is None else _given(path)
     seen: set[bytes] = set()
     train, held, parts = list[str](), list[str](), list[CorpusPart]()
@@ -93,15 +93,15 @@ def read_text(path: str | None = None) -> CorpusText:
         if sum(map(len, part)) < least:
             raise InputError(
                 "the text is too short to train on", where="zoo",
-                got=f"{sum(map(len, train)):,} characters, and {sum(map(len, held)):,} that are held out",
-                expected=f"{LEAST:,} or more, without repeated paragraphs and those that are not plain ASCII",
-                remedy="name a longer text",
+                got=f"{sum(map(len, train)):,} characters for training and {sum(map(len, held)):,} held out",
+                expected=f"{LEAST:,} or more, without repeated paragraphs and paragraphs that are not plain ASCII",
+                remedy="use a longer text",
             )  # fmt: skip
     return CorpusText(encode("\n\n".join(train)), encode("\n\n".join(held)), tuple(parts))
 
 
 def passages(document: str, seen: set[bytes]) -> Iterator[str]:
-    """Paragraphs of a document that were not `seen` before, joined to passages; they are seen now."""
+    """Yield passages made of the paragraphs that are not in `seen`, and add these paragraphs to it."""
     text = document.expandtabs(4).replace("\r\n", "\n")
     piece, length = list[str](), 0
     for paragraph in _BLANK.split(text.strip("\n")):
@@ -134,7 +134,7 @@ def _documentation() -> Iterator[Named]:
         except PackageNotFoundError as error:
             raise InputError(
                 "a package whose documentation is read is not installed", where="zoo", got=name,
-                remedy=f"pip install {name}, or train on a text of your own: --text PATH",
+                remedy=f"pip install {name}, or train on your own text: --text PATH",
             ) from error  # fmt: skip
         files = sorted(str(file) for file in found.files or () if _is_documented(str(file)))
         docstrings = (text for file in files for text in file_docstrings(Path(str(found.locate_file(file)))))
@@ -151,7 +151,7 @@ def _given(path: str) -> Iterator[Named]:
 
 
 def _short(document: str) -> Iterator[str]:
-    """Paragraphs, long ones in pieces: a file may have no blank lines, or no lines at all."""
+    """Yield paragraphs, long ones in pieces: a file may have no blank lines."""
     for paragraph in _BLANK.split(document):
         for start in range(0, len(paragraph), PASSAGE):
             yield paragraph[start : start + PASSAGE]

@@ -1,9 +1,9 @@
-"""Many trainings, one after the other: which models, where they are kept, and how far they are.
+"""Training of many models, one after the other, and the list of what has been trained.
 
-    ROOT/DATA/VARIANT-SEED          a model of the recipe
-    ROOT/DATA/VARIANT-SEED-STEPS    one with another number of steps
+    ROOT/DATA/VARIANT-SEED          a model trained for the steps of its recipe
+    ROOT/DATA/VARIANT-SEED-STEPS    a model trained for another number of steps
 
-A model that another process is training is left to it, so that the same command started twice shares the work.
+A model that another process is training is skipped, so that two processes share the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .training import RECORD, OnTrainingProgress, Training, read_training, train
 from .variants import VARIANTS, Variant, variant_named
 
 SEEDS = (0, 1)
-"""Of the full zoo: each variant is trained so many times."""
+"""Seeds of the full zoo."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As its training will be called."""
+        """Name of the training."""
         return training_name(self.variant.name, self.seed, self.recipe)
 
     def folder(self, root: Path) -> Path:
@@ -47,9 +47,9 @@ def jobs(
     seeds: Sequence[int] = (0,),
     steps: int | None = None,
 ) -> list[Job]:
-    """Models to train, all seeds of a variant together; without names, every variant."""
+    """Return the models to train, all seeds of a variant together; every variant if none is named."""
     if steps is not None and steps < 1:
-        raise InputError("a training needs a step", where="--steps", got=steps, expected="1 or more")
+        raise InputError("training needs at least one step", where="--steps", got=steps, expected="1 or more")
     recipes = [recipe_named(each) for each in data]
     chosen = [variant_named(name) for name in dict.fromkeys(variants)] or list(VARIANTS.values())
     return [
@@ -69,7 +69,7 @@ def train_all(
     watch: OnTrainingProgress = lambda reached: None,
     done: Callable[[Job, Training | None], None] = lambda job, found: None,
 ) -> list[Training]:
-    """Train what is not trained yet. `done` is called after each, with None where another process is at work on it."""
+    """Train the models that are not trained yet; `done` is called after each, with None if it was skipped."""
     found = list[Training]()
     for job in wanted:
         tokens = tokens_for(job.recipe, text)
@@ -85,7 +85,7 @@ def train_all(
 
 
 def trained(root: Path, data: str | None = None) -> Iterator[tuple[Path, Training]]:
-    """Every training below `root`, finished or not, in the order of the variants."""
+    """Yield every training below `root`, finished or not, in the order of the variants."""
     kinds = RECIPES if data is None else [data]
     order = list(VARIANTS)
     for kind in kinds:

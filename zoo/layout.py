@@ -1,19 +1,19 @@
-"""Models in a table of variants and seeds: what a variant does, with an interval over models.
+"""Effects of variants with intervals over models, from a table of variants and seeds.
 
-Two seeds are too few to say by themselves how much models of one variant differ. But all variants of a seed share first
-weights and data, and all variants have the same seeds: randomised blocks. What remains of
+Two seeds are too few to estimate the variance within one variant. But all variants of a seed share initial weights and
+data, and all variants have the same seeds: a randomised block design. The residuals of
 
-    y[v, s] = mean + variant[v] + seed[s] + rest[v, s]
+    y[v, s] = mean + variant[v] + seed[s] + residual[v, s]
 
-after variants and seeds are taken out says how much chance there is in one number, from all models together:
+estimate the variance of one value from all models together:
 
-    σ² = Σ rest² / ((V − 1)(S − 1))
+    σ² = Σ residual² / ((V − 1)(S − 1))
     mean of a variant             ±  t · σ √(1 / S)
     difference of two variants    ±  t · σ √(2 / S)
 
-with Student's t of (V − 1)(S − 1) degrees of freedom. Means are those of these seeds: what all variants of a seed have
-in common is not in their intervals, and cancels in differences. It is assumed that chance is about equally large in all
-variants. Noise of prompts is part of it: models of different seeds are measured on different prompts.
+with Student's t of (V − 1)(S − 1) degrees of freedom. Means are conditional on these seeds: the effect of a seed that
+all variants share is not in the intervals, and cancels in differences. The variance is assumed to be equal in all
+variants. It includes the variance over prompts, because models of different seeds are measured on different prompts.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from posleak.leakage import Estimate
 
 LEVEL = 0.95
 ALIKE = 1e-12
-"""Rests that are so small beside the numbers are rounding: models do not differ by chance, and there is no interval."""
+"""Relative residuals below this are rounding errors: then there is no interval."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of V variants and S seeds; the first variant is the one that others are compared with."""
+    """Values of V variants and S seeds; the first variant is the baseline."""
 
     values: Float64[np.ndarray, "V S"]
 
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or not np.isfinite(self.values).all():
-            raise ValueError(f"a layout needs a number for each variant and seed, got shape {self.values.shape}")
+            raise ValueError(f"a layout needs a finite value for each variant and seed, got shape {self.values.shape}")
 
     @property
     def models(self) -> int:
@@ -53,27 +53,29 @@ class Layout:
 
     @property
     def sigma(self) -> float:
-        """How much one number owes to chance; NaN where that cannot be told: one seed, one variant, no difference."""
+        """Residual standard deviation; NaN if it is not defined: one seed, one variant, no residuals."""
         if self.freedom < 1:
             return float("nan")
         means, blocks = self.values.mean(1, keepdims=True), self.values.mean(0)
-        rest = self.values - means - blocks + self.values.mean()
-        found = float(np.sqrt((rest**2).sum() / self.freedom))
-        return found if found > ALIKE * float(np.abs(self.values).max()) else float("nan")
+        residuals = self.values - means - blocks + self.values.mean()
+        sigma = float(np.sqrt((residuals**2).sum() / self.freedom))
+        return sigma if sigma > ALIKE * float(np.abs(self.values).max()) else float("nan")
 
     @property
     def means(self) -> Estimate:
-        """Of each variant [V], over these seeds."""
+        """Mean of each variant [V] over the seeds."""
         return self._around(self.values.mean(1), 1)
 
     @property
     def differences(self) -> Estimate:
-        """Of each variant from the first [V]; that of the first is 0, and has no interval."""
+        """Difference of each variant from the baseline [V]; that of the baseline is 0 without an interval."""
         means = self.values.mean(1)
-        found = self._around(means - means[0], 2)
-        found.low[0] = found.high[0] = np.nan
-        return found
+        differences = self._around(means - means[0], 2)
+        differences.low[0] = differences.high[0] = np.nan
+        return differences
 
     def _around(self, value: Float64[np.ndarray, "V"], terms: int) -> Estimate:
-        reach = stats.t.ppf(0.5 + LEVEL / 2, max(self.freedom, 1)) * self.sigma * np.sqrt(terms / self.values.shape[1])
-        return Estimate(value, value - reach, value + reach, self.models)
+        half_width = (
+            stats.t.ppf(0.5 + LEVEL / 2, max(self.freedom, 1)) * self.sigma * np.sqrt(terms / self.values.shape[1])
+        )
+        return Estimate(value, value - half_width, value + half_width, self.models)

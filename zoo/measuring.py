@@ -1,7 +1,7 @@
-"""What trained models show: both splits, sinks and position 0, of the trained model and of its checkpoints.
+"""Measurements of trained models and their checkpoints: both decompositions, sinks and position 0.
 
-Everything goes through `trace` (or `measure`, where a borrowed context is not defined) and `origin`, like any other
-model. Results are kept beside each model, in measured.json, and are not made again.
+Models are measured by `trace` (`measure` if a borrowed context is not defined) and `origin`. Results are stored with
+each model, in measured.json, and are not measured again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .training import Training
 
 MEASURED = "measured.json"
 UNSEEN = 1_000_000
-"""Added to a model's seed for the prompts that it is measured on: no training has read these."""
+"""Added to the seed of a model for the prompts that it is measured on, which were not used in training."""
 EXPECTED = (
     ".*is beyond the model's context",  # of a borrowed context, by its positions; no offset is
     "the origin's keys cannot be moved",  # learned positions
     "the origin of .* tokens is too narrow",
-    ".*equal|.*overlap",
+    ".*intervals.* are too narrow",
 )
-"""What is said of single models and is known of these; docs/zoo.md says it once."""
+"""Warnings that are expected for these models, as patterns; docs/zoo.md explains them."""
 PROMPTS = {"text": 32, "backcopy": 64}
-"""How many prompts each model is measured on: prompts of the task are short, and differ much."""
+"""Number of prompts by kind of data: prompts of backcopy are short and vary more."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that is measured of every model."""
+    """A quantity that is measured on every model."""
 
     name: str
     title: str
@@ -54,12 +54,12 @@ class Quantity:
 
     @property
     def is_power(self) -> bool:
-        """Powers are compared by their ratio, and averaged as geometric means."""
+        """Powers are compared by ratio and averaged as geometric means."""
         return self.unit == "nats²"
 
     @property
     def is_share(self) -> bool:
-        """Is it shown in percent?"""
+        """Whether it is shown in percent."""
         return self.unit == "share"
 
 
@@ -89,7 +89,7 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class VariantMeasurement:
-    """One model at one step, on one kind of input. `numbers`: by the name of the quantity."""
+    """Results of one model at one step on one source of prompts. `numbers`: estimates by name of the quantity."""
 
     step: int
     inputs: str
@@ -102,12 +102,12 @@ class VariantMeasurement:
 
 @dataclass(frozen=True)
 class AllMeasured:
-    """measured.json: what is known of a training's models."""
+    """All results of one training: the content of measured.json."""
 
     found: tuple[VariantMeasurement, ...]
 
     def of(self, step: int, inputs: str, prompts: int) -> VariantMeasurement | None:
-        """What was measured by the definitions of today."""
+        """Return the results under the current definitions, None if there are none."""
         key = (step, inputs, prompts, DEFINITIONS_VERSION)
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
 
@@ -120,14 +120,14 @@ def read_measured(folder: Path) -> AllMeasured:
 
 
 def inputs_of(record: Training) -> tuple[str, str]:
-    """What a model is measured on: the kind of data that it knows, with its checkpoints too; and random tokens."""
+    """Return the sources that a model is measured on: the data it was trained on (checkpoints, too), random tokens."""
     if record.data.data != "text":
         return record.data.data, "random"
     return f"text:{STDLIB if record.data.path is None else record.data.path}", "random"
 
 
 def length_of(record: Training) -> int:
-    """Tokens per prompt: so many that a donor, which is longer, is no longer than what the model was trained on."""
+    """Return the tokens per prompt, such that a donor, which is longer, still fits into the training context."""
     return record.recipe.context - DONOR_MARGIN
 
 
@@ -139,7 +139,7 @@ def measure_models(
     with_checkpoints: bool = True,
     progress: Callable[[str], None] = lambda what: None,
 ) -> AllMeasured:
-    """Measure a finished training, as far as that is not done. Models of different seeds read different prompts."""
+    """Measure what is missing of a finished training. Models of different seeds read different prompts."""
     prompts = PROMPTS[record.data.data] if prompts is None else prompts
     with sole_writer(folder):
         kept = read_measured(folder)
@@ -168,7 +168,7 @@ def _wanted(folder: Path, record: Training, with_checkpoints: bool) -> Iterator[
 
 
 def numbers_of(subject: Subject, inputs: str, length: int, prompts: int, seed: int) -> dict[str, Estimate]:
-    """Every quantity of a model, by name. Where a borrowed context is not defined, the sources are missing."""
+    """Return every quantity of a model by name, without the sources if a borrowed context is not defined."""
     asked = {"length": length, "prompts": prompts, "seed": seed}
     found: dict[str, Estimate] = {}
     try:
@@ -187,7 +187,7 @@ def numbers_of(subject: Subject, inputs: str, length: int, prompts: int, seed: i
 
 
 def _readers(run: Run) -> Estimate:
-    """Share of heads that read position 0; n heads, which are all there are: without an interval."""
+    """Return the share of heads that read position 0. n counts heads; there is no interval."""
     attention = np.nanmean(run.data["profile"].values[..., 0], axis=0)  # [L, H]
     heads = attention[np.isfinite(attention)]
     share = np.asarray(float((heads > EPSILON).mean()))
@@ -195,8 +195,7 @@ def _readers(run: Run) -> Estimate:
 
 
 def _pull(subject: Subject, seed: int) -> Estimate:
-    """Are different tokens more alike where they stand first than elsewhere? Middle depth; above 0: position 0 is an
-    attractor."""
+    """Return the mean cosine among different tokens at position 0, minus that at other positions, at middle depth."""
     found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
     middle = len(found.portrait.among.value) // 2
     alike = float(found.trajectory.body.alike[middle])

@@ -1,6 +1,6 @@
-"""How a model of the zoo is made: its size, what it reads, and how it is trained. Two recipes: text, and backcopy.
+"""Recipes of the models: size, data and optimiser. There are two: text and backcopy.
 
-Text models of this size have no sinks; backcopy is there for those. What was tried to get both is in LOG.md.
+Text models of this size have no sinks; backcopy models have. Attempts to get both are described in LOG.md.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .corpus import ALPHABET
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way of making a model; everything but the knob that a variant turns.
+    """Everything that determines a model except for the setting of the variant.
 
-    data         text or backcopy;  tokens: its ordinary ones, 0 … tokens − 1. BOS is the next
+    data         text or backcopy;  tokens: number of ordinary tokens; BOS has the next id
     layers, width, heads, feedforward      of the model; heads have width / heads dimensions
     context      tokens per prompt, BOS included;  batch: prompts per step;  steps: of the optimiser
-    rate         the highest learning rate: reached after `warmup` steps, falling to a tenth along a cosine
-    decay        weight decay of AdamW, on matrices alone;  clip: of the gradient's norm
+    rate         peak learning rate, after `warmup` steps, followed by a cosine decay to a tenth
+    decay        weight decay of AdamW, on matrices only;  clip: maximum norm of the gradient
     """
 
     data: str
@@ -46,17 +46,17 @@ class Recipe:
 
     @property
     def window(self) -> int:
-        """Keys that a query sees in variants with a window."""
+        """Window size in variants with a window."""
         return self.context // 4
 
     def rate_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0: a linear warm-up, then a cosine down to a tenth."""
-        fallen = 0.5 * (1 + math.cos(math.pi * min(step / max(self.steps, 1), 1.0)))
-        return self.rate * min(1.0, (step + 1) / self.warmup) * (0.1 + 0.9 * fallen)
+        """Return the learning rate of a step, counted from 0: linear warm-up, then cosine decay to a tenth."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step / max(self.steps, 1), 1.0)))
+        return self.rate * min(1.0, (step + 1) / self.warmup) * (0.1 + 0.9 * cosine)
 
     @property
     def kept_steps(self) -> tuple[int, ...]:
-        """After how many steps a checkpoint is kept: 0, 16, 32, 64 … and at the end."""
+        """Steps of the checkpoints: 0, 16, 32, 64 … and the last."""
         return (0, *(2**power for power in range(4, 40) if 2**power < self.steps), self.steps)
 
 
@@ -70,7 +70,7 @@ RECIPES = {recipe.data: recipe for recipe in (TEXT, BACKCOPY)}
 
 
 def recipe_named(data: str) -> Recipe:
-    """The recipe for this kind of data."""
+    """Return the recipe for this kind of data."""
     if data not in RECIPES:
-        raise InputError("no data of this name", where="zoo", got=data, remedy=did_you_mean(data, RECIPES))
+        raise InputError("unknown kind of data", where="zoo", got=data, remedy=did_you_mean(data, RECIPES))
     return RECIPES[data]

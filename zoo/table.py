@@ -1,7 +1,7 @@
-"""zoo.json, the balance table: every quantity of every variant over its seeds, and how it differs from standard RoPE.
+"""The table of all variants, zoo.json: every quantity over seeds, and its difference from standard RoPE.
 
-Powers are compared by their ratio and averaged as geometric means, everything else by its difference. Intervals are
-over models (layout.py). What cannot be compared is left out, and the table says why.
+Powers are compared by ratio and averaged as geometric means, other quantities by difference. Intervals are over models
+(layout.py). What cannot be compared is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLE = "zoo.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training, and what is known of it."""
+    """A finished training with its results."""
 
     folder: Path
     record: Training
@@ -41,11 +41,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class VariantComparison:
-    """One quantity on one kind of input.
+    """One quantity on one source of prompts, compared over variants.
 
-    variants   in order, standard RoPE first: those that can be compared;  left_out: why others cannot
-    seeds      of them all;  models: each model's own number and interval over prompts [V][S]
-    means      [V];  effects: [V] difference from standard RoPE, or for powers the ratio to it; intervals over models
+    variants   that can be compared, standard RoPE first;  left_out: reasons why others cannot
+    seeds      shared by all variants;  models: estimate of each model over prompts [V][S]
+    means      [V];  effects: [V] difference from standard RoPE, ratio for powers; both with intervals over models
     freedom    degrees of freedom of these intervals
     """
 
@@ -67,14 +67,14 @@ class VariantComparison:
         return self.effects[self.variants.index(variant)] if variant in self.variants else None
 
     def differs(self, variant: str) -> bool:
-        """Does the interval of the difference from standard RoPE exclude 0, or that of the ratio 1?"""
+        """Return whether the interval of the effect excludes no effect: difference 0, ratio 1."""
         effect, none = self.effect(variant), 1.0 if self.is_ratio else 0.0
         return effect is not None and bool(effect.low > none or effect.high < none)
 
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """A quantity of one variant over training, on the data that it knows: values [step][seed], NaN where undefined."""
+    """A quantity of one variant over training, on its training data: values [step][seed], NaN if undefined."""
 
     variant: str
     quantity: str
@@ -85,9 +85,9 @@ class TrainingCurve:
 
 @dataclass(frozen=True)
 class ZooTable:
-    """All comparisons of one kind of data, curves over training, and the trainings behind them.
+    """All comparisons on one kind of data, curves over training, and the records of the trainings.
 
-    incomparable   quantities in which standard RoPE itself cannot be compared on the data that it knows, and why
+    incomparable   quantities that are not defined for standard RoPE on its training data, with reasons
     """
 
     data: str
@@ -97,12 +97,12 @@ class ZooTable:
     incomparable: dict[str, str]
 
     def comparison(self, quantity: str, inputs: str | None = None) -> VariantComparison | None:
-        """The first of this quantity: on the data that models know, unless inputs are named."""
+        """Return the comparison of a quantity, on the training data unless `inputs` is given; None if there is none."""
         chosen = [each for each in self.comparisons if each.quantity == quantity and inputs in (None, each.inputs)]
         return chosen[0] if chosen else None
 
     def why_not(self, quantities: Sequence[str]) -> str:
-        """Why none of these quantities is compared, in words, on the data that models know."""
+        """Return the reasons why none of these quantities is compared on the training data."""
         titles: dict[str, list[str]] = {}
         for name in quantities:
             titles.setdefault(self.incomparable.get(name, "not measured"), []).append(QUANTITIES[name].title)
@@ -119,7 +119,7 @@ def write_table(root: Path, table: ZooTable) -> Path:
 
 
 def finished(root: Path, data: str) -> list[Trained]:
-    """Every finished training of the recipe, on the text of the first; others are no part of the zoo."""
+    """Return every finished training of the recipe whose text is that of the first."""
     own = recipe_named(data)
     found = [(folder, record) for folder, record in trained(root, data) if record.finished and record.recipe == own]
     text = {record.data.sha256 for _, record in found[:1]}
@@ -129,12 +129,12 @@ def finished(root: Path, data: str) -> list[Trained]:
 
 
 def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
-    """The table of what is measured, on so many prompts."""
+    """Return the table of the results on `prompts` prompts."""
     models, prompts = finished(root, data), PROMPTS[data] if prompts is None else prompts
     if len({each.record.variant for each in models}) < 2 or STANDARD not in {each.record.variant for each in models}:
         raise RunError(
-            "there is nothing to compare", where=str(root / data),
-            got=", ".join(each.record.name for each in models) or "no finished training of the recipe's own steps",
+            "nothing to compare", where=str(root / data),
+            got=", ".join(each.record.name for each in models) or "no training that finished all steps of the recipe",
             expected=f"{STANDARD} and another variant, trained by the recipe for {data}",
             remedy=f"train some: python -m zoo train {STANDARD} window --data {data} --seed 0 --seed 1",
         )  # fmt: skip
@@ -155,11 +155,11 @@ def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
 
 
 Numbers = dict[str, dict[int, Estimate]]
-"""By variant and seed."""
+"""Estimates by variant and seed."""
 
 
 def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prompts: int) -> VariantComparison | str:
-    """The comparison, or why there is none."""
+    """Return the comparison, or the reason why there is none."""
     numbers: Numbers = {}
     for each in models:
         at_end = each.at_end(inputs, prompts)
@@ -183,7 +183,7 @@ def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prom
 
 
 def _obstacle(quantity: Quantity, own: dict[int, Estimate], seeds: Sequence[int]) -> str | None:
-    """Why a variant cannot be compared by this number; None if it can."""
+    """Return the reason why a variant cannot be compared, None if it can."""
     if not own:
         return "not defined for such models"
     values = [float(own[seed].value) for seed in seeds if seed in own]

@@ -1,4 +1,4 @@
-"""Tables of the zoo: variants beside standard RoPE, and what they say about sentences on architectures."""
+"""Tables of the zoo: variants compared with standard RoPE, and verdicts on claims about architectures."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GROUPS = (
 
 
 def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
-    """The balance of each variant, on the data that it knows, and the verdicts."""
+    """Yield the quantities of each variant on its training data, and the verdicts."""
     from zoo.measuring import QUANTITIES
 
     if not found.comparisons:
-        yield prose(f"{found.data}: no number of rope can be compared with another variant's")
+        yield prose(f"{found.data}: no quantity of rope can be compared with another variant")
         return
     first = found.comparisons[0]
     facts = f"{len(found.trainings)} models, {len(first.seeds)} seeds, measured on {first.inputs}"
@@ -44,9 +44,9 @@ def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
         about = [f"{QUANTITIES[each.quantity].title}: {QUANTITIES[each.quantity].about}" for each in compared]
         yield prose("; ".join(about), style="dim")
     yield prose(
-        "means over seeds (of powers: geometric), with 95% intervals over models; *: the interval of the difference "
-        "from rope excludes 0, or for powers that of the ratio 1. Of twenty numbers that do not differ, one gets a * "
-        "by chance", style="dim",
+        "means over seeds (geometric for powers), with 95% intervals over models; *: the interval of the difference "
+        "from rope excludes 0, or the ratio of powers excludes 1. One in twenty quantities without a difference is "
+        "expected to have a *", style="dim",
     )  # fmt: skip
     yield _verdicts(found)
 

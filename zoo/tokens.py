@@ -1,7 +1,7 @@
-"""What a recipe's models read: batches for each step of training, and prompts that are held out.
+"""Training batches and held-out prompts of a recipe.
 
-Both follow from (seed, step) alone, whatever the variant: all variants of a seed read the same tokens in the same
-order, and a training that was interrupted goes on with the batch that came next.
+Batches depend only on (seed, step): all variants of a seed read the same tokens in the same order, and an interrupted
+training resumes with the next batch.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HELD_PROMPTS = 64
-"""Prompts on which the held-out loss is computed."""
+"""Number of prompts for the held-out loss."""
 
 _APART = SEED_LIMIT - 1
-"""Where held-out prompts are counted from, downwards: no training comes so far."""
+"""Index of the first held-out prompt; the others have lower indices, which training does not reach."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a record says about what was read.
+    """Description of the training data in a record.
 
-    sha256        of the text;  parts: where it came from, with versions;  path: of a text that was named
-    tokens        there are to train on; None: as many as one likes
-    unigram_nats  loss of a model that knows how often each token occurs, and nothing else
+    sha256        of the text;  parts: its sources with versions;  path: of a text given by the user
+    tokens        number of training tokens; None: unlimited
+    unigram_nats  loss of a model that knows only the frequencies of tokens
     """
 
     data: str
@@ -47,23 +47,23 @@ class DataFacts:
 
 
 class Tokens(Protocol):
-    """Where batches come from. Place 0 is an ordinary token; who wants a BOS writes it there."""
+    """Source of batches. Position 0 has an ordinary token, which a BOS may replace."""
 
     @property
     def facts(self) -> DataFacts: ...
 
     def batch(self, seed: int, step: int, count: int, length: int) -> np.ndarray:
-        """int64 [count, length]"""
+        """Return ids [count, length], int64."""
         ...
 
     def held_out(self, length: int) -> np.ndarray:
-        """int64 [HELD_PROMPTS, length]; always the same."""
+        """Return the held-out ids [HELD_PROMPTS, length], int64."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokens:
-    """Crops from random places of a text."""
+    """Crops of a text at random positions."""
 
     text: CorpusText
     path: str | None = None
@@ -87,7 +87,7 @@ def _crops(text: np.ndarray, seed: int, step: int, count: int, length: int) -> n
 
 @dataclass(frozen=True, eq=False)
 class BackcopyTokens:
-    """Walks of the chain."""
+    """Samples of the Bigram-Backcopy chain."""
 
     body: BackcopyBody
 
@@ -103,14 +103,14 @@ class BackcopyTokens:
 
 
 def tokens_for(recipe: Recipe, text: str | None = None) -> Tokens:
-    """The tokens of a recipe; `text`: a path, instead of the documentation on this machine."""
+    """Return the tokens of a recipe; `text` is a path that replaces the documentation on this machine."""
     if recipe.data == "text":
         return TextTokens(read_text(text), text)
     return BackcopyTokens(BackcopyBody(np.arange(CHAIN_TOKENS)))
 
 
 def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerBase:
-    """A tokenizer of single characters, ids as in `ALPHABET`; what is not in it becomes a question mark."""
+    """Return a tokenizer of characters with the ids of `ALPHABET`; other characters become question marks."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,12 +1,12 @@
-"""Training one model of the zoo: resumable to the bit, with its loss and its checkpoints kept.
+"""Training of one model: resumable to the bit, with loss curve and checkpoints.
 
     FOLDER/training.json           the record: recipe, data, loss, versions; sealed
-    FOLDER/checkpoint-0 … -STEPS   models in Hugging Face's layout, by the number of steps
-    FOLDER/config.json …           the trained model itself, once it is finished
-    FOLDER/resume.safetensors      weights and moments of the optimiser, while it is not
+    FOLDER/checkpoint-0 … -STEPS   models in the layout of Hugging Face, by step
+    FOLDER/config.json …           the trained model, once training has finished
+    FOLDER/resume.safetensors      weights and optimiser state of an unfinished training
 
-A step depends on nothing but the weights, the moments and its own number, so that a training that was interrupted and
-goes on with the same number of threads ends with the weights that it would have had.
+A step depends only on the weights, the optimiser state and its index. An interrupted training that resumes with the
+same number of threads therefore ends with the same weights.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 
 RECORD, RESUME = "training.json", "resume.safetensors"
 EVERY = 10
-"""Steps over which a point of the loss curve is the mean."""
+"""Steps that each point of the loss curve averages."""
 KEEP = 20.0
-"""Seconds after which an unfinished training is written down: so much of it is lost at most."""
+"""Seconds between saves of an unfinished training."""
 
 
 @dataclass(frozen=True)
 class LossPoint:
-    """Loss in nats per token after so many steps."""
+    """Loss in nats per token after `step` steps."""
 
     step: int
     loss: Number
 
 
 def training_name(variant: str, seed: int, recipe: Recipe) -> str:
-    """What tells a model from the others on its data; the steps are named if they are not the recipe's own."""
+    """Return the name of a training among those on the same data, with the steps if they differ from the recipe."""
     own = recipe_named(recipe.data).steps
     return f"{variant}-{seed}" + ("" if recipe.steps == own else f"-{recipe.steps}")
 
 
 @dataclass(frozen=True)
 class Training:
-    """training.json: how a model came to be.
+    """Record of a training: the content of training.json.
 
-    curve       training loss, means over `EVERY` steps;  held_out: at every checkpoint
-    seconds     that training took, by the clock;  threads: of torch, which decide the last bits of the weights
+    curve       training loss, means over `EVERY` steps;  held_out: loss at every checkpoint
+    seconds     wall-clock time;  threads: of torch, which affect the last bits of the weights
     """
 
     variant: str
@@ -91,16 +91,16 @@ class Training:
         return self.held_out[-1].loss if self.held_out else float("nan")
 
     def up_to(self, step: int) -> Training:
-        """What was known after so many steps."""
+        """Return the record as it was after `step` steps."""
         curve, held_out = ([each for each in points if each.step <= step] for points in (self.curve, self.held_out))
         return replace(self, curve=tuple(curve), held_out=tuple(held_out))
 
     def same_work(self, other: Training) -> bool:
-        """Is it the same model, from the same data, by the same recipe?"""
+        """Return whether variant, seed, recipe and data are the same."""
         return not self.differences(other)
 
     def differences(self, other: Training) -> list[str]:
-        """What another training differs in, in words."""
+        """Return the names of what differs from another training."""
         found = [name for name in ("variant", "seed", "recipe") if getattr(self, name) != getattr(other, name)]
         same = (self.data.data, self.data.sha256) == (other.data.data, other.data.sha256)
         return found if same else [*found, "text"]
@@ -111,7 +111,7 @@ TRAINING = Sealed("posleak training", 1, Training, "delete the folder and train 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress: so many steps are done, with this loss, and so many seconds are left, about."""
+    """Progress of a training: finished steps, current loss, estimated seconds left."""
 
     data: str
     name: str
@@ -126,7 +126,7 @@ OnTrainingProgress = Callable[[TrainingProgress], None]
 
 @dataclass
 class _Work:
-    """A model under training: weights, moments, how far it is, and the losses since the curve's last point."""
+    """State of a running training, with the losses since the last point of the curve."""
 
     model: PreTrainedModel
     optimiser: Any
@@ -144,7 +144,7 @@ def train(
     watch: OnTrainingProgress = lambda reached: None,
     threads: int | None = None,
 ) -> Training:
-    """Train a model into `folder`, or go on where it was interrupted; a finished one is read back."""
+    """Train a model into `folder`, or resume it there; return the record of a finished one."""
     with _threads(threads) as used:
         work = _work(variant.build(recipe, seed), recipe)
         asked = _asked(variant, seed, tokens, work, recipe, used)
@@ -157,7 +157,7 @@ def train(
 def _begun(
     variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: Training, watch: OnTrainingProgress
 ) -> Training:
-    """Begin, or take up what is there."""
+    """Start a training, or resume the one in the folder."""
     known, record = _known(folder, asked), asked
     remove_leftovers(folder, lambda name: name in (RECORD, RESUME))
     if known is not None and (folder / RESUME).is_file():
@@ -165,8 +165,8 @@ def _begun(
         record = replace(known.up_to(work.step), threads=asked.threads, versions=asked.versions)
         if (known.threads, known.versions) != (asked.threads, asked.versions):
             warn(
-                f"{folder}: training goes on with other versions or another number of threads than it began with: its "
-                "last digits will be others than without the interruption"
+                f"{folder}: training resumes with other versions or another number of threads; the last digits of the "
+                "weights will differ from those of an uninterrupted training"
             )
     return _trained(variant, asked.seed, tokens, folder, work, record, watch)
 
@@ -205,7 +205,7 @@ def _trained(
 
 
 def _step(work: _Work, recipe: Recipe, batch: Tensor) -> float:
-    """One step of the optimiser; returns the batch's loss before it."""
+    """Make one optimiser step; return the loss of the batch before it."""
     import torch
 
     for group in work.optimiser.param_groups:
@@ -220,7 +220,7 @@ def _step(work: _Work, recipe: Recipe, batch: Tensor) -> float:
 
 
 def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of each next token, in nats."""
+    """Return the mean next-token cross-entropy in nats."""
     from torch.nn.functional import cross_entropy
 
     logits = model(batch, use_cache=False).logits[:, :-1]
@@ -228,7 +228,7 @@ def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
 
 
 def held_out_loss(model: PreTrainedModel, prompts: Tensor) -> float:
-    """The same on prompts that no training saw, a few at a time."""
+    """Return the loss on held-out prompts, a few at a time."""
     import torch
 
     model.eval()
@@ -239,7 +239,7 @@ def held_out_loss(model: PreTrainedModel, prompts: Tensor) -> float:
 
 
 def _prompts(variant: Variant, recipe: Recipe, ids: np.ndarray) -> Tensor:
-    """A batch as the variant reads it: BOS is written over place 0, so that all else is the same without one."""
+    """Return a batch as the variant reads it: a BOS replaces the token at position 0."""
     import torch
 
     if variant.bos:
@@ -262,7 +262,7 @@ def _work(model: PreTrainedModel, recipe: Recipe) -> _Work:
 
 
 def read_training(folder: Path) -> Training | None:
-    """The record of a folder, finished or not; None if there is none."""
+    """Return the record of a folder, finished or not; None if there is none."""
     return TRAINING.read(folder / RECORD) if (folder / RECORD).is_file() else None
 
 
@@ -273,7 +273,7 @@ def _known(folder: Path, asked: Training) -> Training | None:
     raise RunError(
         "the folder holds another training", where=str(folder),
         got=f"another {' and '.join(known.differences(asked))}",
-        remedy="choose another place with --out, or delete the folder; the text differs where packages do",
+        remedy="choose another folder with --out, or delete this one; the text depends on the versions of packages",
     )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def _asked(variant: Variant, seed: int, tokens: Tokens, work: _Work, recipe: Rec
 
 
 def _keep(folder: Path, work: _Work, record: Training) -> None:
-    """Write down an unfinished training: the record first, which may then be ahead of the state, and is cut to it."""
+    """Save an unfinished training. The record is written first; on resume it is cut to the step of the state."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -305,7 +305,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def _take_up(path: Path, work: _Work) -> None:
-    """Weights and moments as they were."""
+    """Load weights and optimiser state."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -318,12 +318,12 @@ def _take_up(path: Path, work: _Work) -> None:
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise RunError(
             "the state of an interrupted training cannot be read", where=str(path), got=str(error),
-            remedy="delete this file: the training then begins again",
+            remedy="delete this file: the training then starts again",
         ) from error  # fmt: skip
 
 
 def _finish(folder: Path, work: _Work, record: Training, variant: Variant) -> Training:
-    """The model itself, then its record: without that, the training is not finished."""
+    """Write the model, then the record, which marks the training as finished."""
     done = replace(record, finished=True)
     with _saved(work.model, folder, variant, record.recipe) as made:
         for path in sorted(made.iterdir()):
@@ -334,7 +334,7 @@ def _finish(folder: Path, work: _Work, record: Training, variant: Variant) -> Tr
 
 
 def _save_checkpoint(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> None:
-    """Whole or not at all."""
+    """Write a checkpoint atomically."""
     with _saved(model, folder, variant, recipe) as made:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(made, folder)
@@ -342,7 +342,7 @@ def _save_checkpoint(model: PreTrainedModel, folder: Path, variant: Variant, rec
 
 @contextmanager
 def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> Iterator[Path]:
-    """A folder beside `folder` that holds the model in Hugging Face's layout, with a tokenizer for characters."""
+    """Yield a temporary folder next to `folder` with the model and, for text, a character tokenizer."""
     from posleak.models.pretrained import silence_transformers
 
     made = folder.with_name(f".{folder.name}.unfinished")
@@ -363,7 +363,7 @@ def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recip
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[int]:
-    """torch computes with so many threads meanwhile."""
+    """Set the number of threads of torch; yield the number in use."""
     import torch
 
     before = torch.get_num_threads()

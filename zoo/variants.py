@@ -1,7 +1,8 @@
-"""The variants: models that differ from standard RoPE in one thing, and start from the same weights.
+"""The variants: models that differ from standard RoPE in one setting and start from the same weights.
 
-Where transformers has an architecture that is Llama but for the knob, it is used: Mistral (a window), SmolLM3 (layers
-without RoPE), Phi-3 (part of each head rotated), Granite SWA (a learned sink logit). Two have none there: siblings.py.
+Where transformers has an architecture that differs from Llama in this setting only, it is used: Mistral (window),
+SmolLM3 (layers without RoPE), Phi-3 (partial rotation), Granite SWA (learned sink logit). The others are in
+posleak/models/siblings.py.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ NTK = 4.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One knob, turned.
+    """One setting that differs from standard RoPE.
 
-    about        what differs from standard RoPE, in a few words
-    kind         the architecture, by transformers' name
-    changes      fields of its config
-    bos          does every prompt begin with BOS in training? Without one, the vocabulary does not have it
+    about        the difference in words
+    kind         architecture, as transformers names it
+    changes      changed fields of its config
+    bos          whether training prompts start with a BOS; without it, the vocabulary has none
     """
 
     name: str
@@ -40,7 +41,7 @@ class Variant:
     bos: bool = True
 
     def config(self, recipe: Recipe) -> Any:
-        """The config of a model of the recipe's size."""
+        """Return the config of a model of the recipe's size."""
         from transformers import AutoConfig
 
         if self.kind == SIBLING_MODEL_TYPE:
@@ -58,7 +59,7 @@ class Variant:
         return AutoConfig.for_model(self.kind, **{**sizes, **changes})
 
     def build(self, recipe: Recipe, seed: int) -> PreTrainedModel:
-        """A model before training, on its default attention. Variants of one seed have the same first weights."""
+        """Return an untrained model. Variants of one seed have the same initial weights."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -75,7 +76,7 @@ class Variant:
 
 
 def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by name, and besides under the names that Phi-3 has for matrices which it keeps as one."""
+    """Return the weights by name, also under the names of the fused matrices of Phi-3."""
     import torch
 
     made = dict(weights)
@@ -91,7 +92,7 @@ def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ntk_base(base: float, factor: float, dimensions: int) -> float:
-    """NTK-aware scaling: base · s^(d / (d − 2)), which slows the slowest of d dimensions down by s."""
+    """Return the NTK-scaled base, base · s^(d / (d − 2)), which slows the slowest of d dimensions by a factor s."""
     return float(base * factor ** (dimensions / (dimensions - 2)))
 
 
@@ -154,7 +155,7 @@ VARIANTS = {
 
 
 def variant_named(name: str) -> Variant:
-    """One of the variants."""
+    """Return a variant by name."""
     if name not in VARIANTS:
-        raise InputError("no variant of this name", where="zoo", got=name, remedy=did_you_mean(name, VARIANTS))
+        raise InputError("unknown variant", where="zoo", got=name, remedy=did_you_mean(name, VARIANTS))
     return VARIANTS[name]

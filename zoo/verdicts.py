@@ -1,8 +1,8 @@
-"""What matched models say about sentences on architectures: each compares a variant with standard RoPE.
+"""Verdicts of matched models on claims about architectures: each compares a variant with standard RoPE.
 
-Pretrained models differ in everything at once; these differ in one thing, start from the same weights and read the same
-data, so that a difference is the knob's doing, at this size. The interval judges them, as in `posleak claims`. It is
-over models, and their number is in Student's t: unlike there, no least number is asked for.
+Pretrained models differ in many settings. These models differ in one, start from the same weights and read the same
+data, so that a difference is caused by this setting, at this size. Verdicts follow from the interval, as in `posleak
+claims`. The interval is over models and uses Student's t, so that no minimum number of models is required.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence that matched models can judge.
+    """A claim that matched models can test.
 
-    quantity, variant   what is compared with standard RoPE;  side: where the sentence puts the variant
-    paper               does it say what arXiv 2606.06160 says of pretrained models?
+    quantity, variant   compared with standard RoPE;  side: on which the claim expects the variant
+    paper               whether arXiv 2606.06160 makes this claim for pretrained models
     """
 
     id: str
@@ -35,7 +35,7 @@ class Sentence:
     paper: bool = True
 
     def judged(self, table: ZooTable) -> Finding:
-        """On the data that the models know."""
+        """Return the finding on the training data."""
         found = table.comparison(self.quantity)
         if found is None:
             return Finding.not_applicable(table.incomparable.get(self.quantity, "not measured"))
@@ -98,7 +98,7 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class Judged:
-    """A sentence and what was found."""
+    """A claim with its finding."""
 
     sentence: Sentence
     finding: Finding
@@ -113,5 +113,5 @@ class Judged:
 
 
 def verdicts(table: ZooTable) -> list[Judged]:
-    """Every sentence, judged."""
+    """Return every claim with its finding."""
     return [Judged(sentence, sentence.judged(table)) for sentence in SENTENCES]

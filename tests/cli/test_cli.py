@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import subprocess
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+import posleak as pl
 from posleak import __version__
 from posleak.analyses.doctor.check import Check
 from posleak.cli import main
 from posleak.cli.app import spoken_warnings
 from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
-from posleak.models import load
+from posleak.models import DEFAULT_MODEL, load
 from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
@@ -232,7 +234,8 @@ def test_measure_resumes_and_refuses_by_folder(posleak: Posleak, models: Path, t
 def test_one_prompt_shows_dashes_and_warns(posleak: Posleak, models: Path) -> None:
     said = posleak("measure", models / "llama", "--length", "48", "--prompts", "1")
     assert said.status == 0
-    assert said.err.startswith("warning too few prompts, 1: noise cannot be told from signal")
+    assert said.err.startswith("warning too few prompts")
+    assert "use --prompts " in said.err
     assert "–" in next(line for line in said.out.splitlines() if line.split()[:1] == ["0"])
     assert "nan" not in said.out.lower()
     contract = json.loads(posleak("measure", models / "llama", "--length", "48", "--prompts", "1", "--json").out)
@@ -576,3 +579,38 @@ def test_advise_names_its_folder_after_the_run_within_the_memory_limit(posleak: 
         record = read_record(folder)
         assert record.spec.batch == batch
         assert folder.name.endswith(record.digest[:10])
+
+
+PUBLIC = ("measure", "trace", "claims", "advise", "origin", "doctor")
+
+
+@pytest.mark.parametrize("command", PUBLIC)
+def test_options_have_the_defaults_of_the_function_in_python(command: str) -> None:
+    (registered,) = (each for each in app.registered_commands if each.name == command)
+    assert registered.callback is not None
+    options = inspect.signature(registered.callback).parameters
+    arguments = inspect.signature(getattr(pl, command)).parameters
+    shared = {name for name in arguments if name in options} - {"metrics", "groups", "edits"}
+    assert {"length", "prompts", "seed", "bos"} <= shared
+    for name in shared:
+        if arguments[name].default is not None:
+            assert options[name].default == arguments[name].default, name
+    assert options["model"].default == DEFAULT_MODEL
+
+
+@pytest.mark.parametrize("command", PUBLIC)
+def test_a_command_calls_the_public_function_once(
+    posleak: Posleak, models: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def work(subject: object, **options: Any) -> None:
+        calls.append(options)
+        raise Loaded
+
+    monkeypatch.setattr(f"posleak.{command}", work)
+    posleak(command, models / "llama", *SMALL, "--seed", "3", "--max-memory", "8GB")
+    (options,) = calls
+    assert {"length": 48, "prompts": 4, "seed": 3, "max_memory": "8GB"}.items() <= options.items()
+    if "out" in options:
+        assert (options["out"], options["root"]) == (None, "runs")

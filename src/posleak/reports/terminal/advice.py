@@ -66,6 +66,6 @@ def _loss(advice: Advice) -> Iterator[RenderableType]:
     yield rows
     before = ", ".join(f"{name} {estimate(loss)}" for name, loss in losses.numbers.items())
     yield prose(
-        f"change in {LOSS_UNIT}, at {losses.positions} positions of each prompt; first: before position {EARLY}, end: the "
-        f"last quarter; baseline: {before} {LOSS_UNIT}", style="dim",
+        f"change in {LOSS_UNIT}, at {losses.positions} positions of each prompt; first: before position {EARLY}, end: "
+        f"the last quarter; baseline: {before} {LOSS_UNIT}", style="dim",
     )  # fmt: skip
