@@ -38,9 +38,7 @@ ROW_COPIES = 3  # of sampled rows: logits, exponentials, one intermediate; queri
 EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explicitly; of a matrix in eager attention
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
 GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
-LOGIT_COPIES = (
-    4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
-)
+LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
 MOVED_COPIES = 6  # in float64, of the logits of moved keys
 RESULT_COPIES = 3  # of the results: in batches, joined, and as they are written
 COMPONENT_COPIES = 8 + 3  # components of the leakage at every pair, and intermediates of the same size
