@@ -26,7 +26,7 @@ from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
 from posleak.leakage.number import LabelledEstimate
 from posleak.papers import ALL
-from posleak.reports.gather import DOCTOR
+from posleak.reports.gather import DOCTOR_FILE
 from posleak.runs.run import Run
 from posleak.show.numbers import NAN, estimate
 from posleak.typed import plain
@@ -98,7 +98,7 @@ def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
             trace = pl.measure(subject, **{**asked, "progress": None})
         claims = pl.claims(subject, paper=ALL, **asked) if entry.claims else None
         if entry.claims:
-            write_json(folder / DOCTOR, plain(pl.doctor(subject)))
+            write_json(folder / DOCTOR_FILE, plain(pl.doctor(subject)))
         found.append(Found(trace, claims))
     return found
 

@@ -20,8 +20,9 @@ from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
 from posleak.metrics.table import MetricRow
 from posleak.reports.assets import agreement_figure
-from posleak.reports.gather import ShownRun, gather
-from posleak.reports.related import RelatedMetrics, agreements
+from posleak.reports.gather import gather
+from posleak.reports.related import RelatedMetrics
+from posleak.reports.view import RunView
 from posleak.runs.software import slug
 from posleak.show import numbers
 from posleak.show.plots import write
@@ -48,9 +49,9 @@ def _group(looks: Looks) -> Iterator[str]:
     yield ""
 
 
-def results(found: Sequence[ShownRun]) -> str:
+def results(found: Sequence[RunView]) -> str:
     """Return the results of all runs, with intervals and n."""
-    rows = {shown.label: {each.metric.id: each for each in _others(shown).rows} for shown in found}
+    rows = {shown.label: {each.metric.id: each for each in _related(shown).metrics.rows} for shown in found}
     lines = [f"- {_about(shown)}" for shown in found]
     lines += ["", row("metric", *rows), "|---|" + "---|" * len(rows)]
     for metric in CATALOGUE:
@@ -58,18 +59,17 @@ def results(found: Sequence[ShownRun]) -> str:
             lines.append(
                 row(f"{metric.title}{_unit(metric)}", *(_value(each.get(metric.id)) for each in rows.values()))
             )
-    frames = [frame.words if (frame := _others(shown).frame) is not None else numbers.NAN for shown in found]
+    frames = [frame.words if (frame := _related(shown).metrics.frame) is not None else numbers.NAN for shown in found]
     return "\n".join([*lines, row("Reference frame, mean over layers", *frames)])
 
 
-def _others(shown: ShownRun) -> RelatedMetrics:
-    others = RelatedMetrics.of(shown.run, shown.trace)
-    if others is None:
+def _related(shown: RunView) -> RelatedMetrics:
+    if shown.related is None:
         raise RunError("the run has no metrics", where=str(shown.run.path), remedy="measure it with --metrics all")
-    return others
+    return shown.related
 
 
-def _about(shown: ShownRun) -> str:
+def _about(shown: RunView) -> str:
     spec = shown.run.record.spec
     traced = "with a trace" if shown.trace is not None else "without a trace"
     return (
@@ -89,24 +89,24 @@ def _value(found: MetricRow | None) -> str:
     return f"{numbers.estimate(found.value, found.metric.unit)}, n = {found.value.n}{at}"
 
 
-def agreement(found: Sequence[ShownRun]) -> str:
+def agreement(found: Sequence[RunView]) -> str:
     """Return the figures of all runs."""
     return "\n\n".join(f"![{alternative(shown)}]({IMAGES}/{picture_name(shown)})" for shown in found)
 
 
-def alternative(shown: ShownRun) -> str:
+def alternative(shown: RunView) -> str:
     """Return the alternative text of the figure."""
     return f"{shown.label}: rank correlation of each metric with the leakage and its parts, over heads and over layers"
 
 
-def picture_name(shown: ShownRun) -> str:
+def picture_name(shown: RunView) -> str:
     return f"metrics-agreement-{slug(shown.label)}.png"
 
 
-def seen(found: Sequence[ShownRun]) -> str:
+def seen(found: Sequence[RunView]) -> str:
     """Return a table: whether a metric can see the mask, and its strongest correlation in every run."""
     by_run = [
-        {each.metric: each for over in agreements(shown.run, shown.trace).values() for each in alignments(over)}
+        {each.metric: each for over in _related(shown).agreements.values() for each in alignments(over)}
         for shown in found
     ]
     lines = [row("metric", "over", "can see the mask", *(shown.label for shown in found))]
@@ -132,13 +132,13 @@ def make(page: Path, runs: Sequence[Path]) -> None:
     """Write the generated parts of the page; those of runs only if runs are given."""
     text = replaced(page.read_text(encoding="utf-8"), "catalogue", catalogue())
     if runs:
-        found, refused = gather(runs, partial=False)
+        found, refused = gather(runs, unfinished=False)
         for each in refused:
             raise RunError("a run cannot be read", where=each.name, got=each.reason)
         for name, maker in {"results": results, "agreement": agreement, "seen": seen}.items():
             text = replaced(text, name, maker(found))
         for shown in found:
-            figure = agreement_figure(agreements(shown.run, shown.trace), shown.label)
+            figure = agreement_figure(_related(shown).agreements, shown.label)
             write_atomically(page.parent / IMAGES / picture_name(shown), partial(write, figure, "png"))
     write_atomically(page, lambda path: path.write_text(text, encoding="utf-8"))
 

@@ -237,11 +237,8 @@ def read_regular(path: Path, limit: int = MAX_JSON) -> bytes:
         content = file.read(limit + 1)
         if len(content) > limit:
             total = max(os.fstat(file.fileno()).st_size, len(content))
-            raise OSError(
-                errno.EINVAL,
-                f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}",
-                str(path),
-            )
+            text = f"the file has {format_bytes(total)}, the limit is {format_bytes(limit)}"
+            raise OSError(errno.EINVAL, text, str(path))
     return content
 
 
@@ -427,7 +424,7 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         raise BusyError(
-            "somebody else is writing here", where=str(path.parent), got=_owner(place),
+            "another process or thread is writing here", where=str(path.parent), got=_owner(place),
             remedy="wait until it is finished and start again, or choose another place with --out",
         ) from None  # fmt: skip
     try:

@@ -1,6 +1,6 @@
-"""The papers whose claims can be tested, by the names that `--paper` takes.
+"""Papers whose claims can be tested, by the names that `--paper` accepts.
 
-They are known without torch, so that a wrong name is refused at once.
+This module does not import torch, so that a wrong name is rejected immediately.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from posleak.plugins import load_plugins
 
 POSITION, SINKS, WAVELETS = "position", "sinks", "wavelets"
 ALL = "all"
-"""In the place of a name: every paper."""
+"""The name that stands for every paper."""
 
 OWN = "claims of your own"
-"""What claims are called that name no paper."""
+"""Heading of claims without a paper."""
 
 
 @dataclass(frozen=True)
 class Paper:
-    """`name`: what it is called on the command line; `arxiv`: its number there, if it has one."""
+    """A paper: its name on the command line, its title, and its arXiv id if it has one."""
 
     name: str
     title: str
@@ -30,7 +30,7 @@ class Paper:
 
     @property
     def heading(self) -> str:
-        """`Title (arXiv 2606.06160)`"""
+        """Title and arXiv id: `Title (arXiv 2606.06160)`."""
         return self.title if self.arxiv is None else f"{self.title} (arXiv {self.arxiv})"
 
 
@@ -44,29 +44,29 @@ _BUILT_IN = {
 }
 
 PAPERS: dict[str, Paper] = dict(_BUILT_IN)
-"""The registry, by name, in the order in which papers are shown."""
+"""Registered papers by name, in the order of display."""
 
 
 def register(paper: Paper) -> None:
-    """Add a paper; a name that posleak uses itself is refused, and one of a plugin's may be registered again."""
+    """Register a paper; names of built-in papers are rejected, others may be registered again."""
     if paper.name == ALL or _BUILT_IN.get(paper.name, paper) != paper:
-        raise InputError("posleak uses this name for a paper itself", got=paper.name, remedy="choose another name")
+        raise InputError("name of a built-in paper", got=paper.name, remedy="choose another name")
     PAPERS[paper.name] = paper
 
 
 def named_papers(name: str) -> tuple[str, ...]:
-    """The papers that a name stands for: itself, or every one if it is `all`. Plugins are asked for an unknown name."""
+    """Return the papers that a name stands for; `all` stands for every paper. Unknown names load the plugins."""
     if name not in PAPERS:
         load_plugins()
     if name == ALL:
         return tuple(PAPERS)
     if name not in PAPERS:
-        raise InputError("no paper of this name", where="--paper", got=name, remedy=did_you_mean(name, [*PAPERS, ALL]))
+        raise InputError("unknown paper", where="--paper", got=name, remedy=did_you_mean(name, [*PAPERS, ALL]))
     return (name,)
 
 
 class OfPaper(Protocol):
-    """What belongs to a paper, or to none."""
+    """An item that belongs to a paper, or to none."""
 
     @property
     def paper(self) -> str | None: ...
@@ -76,9 +76,9 @@ Item = TypeVar("Item", bound=OfPaper)
 
 
 def by_paper(items: Iterable[Item]) -> dict[str, list[Item]]:
-    """In groups, by the headings of their papers, in the order in which these first occur.
+    """Group items by the headings of their papers, in order of first occurrence.
 
-    A paper that is not registered here, since its plugin is missing, is called by its name.
+    The heading of an unregistered paper, whose plugin is missing, is its name.
     """
     groups: dict[str, list[Item]] = {}
     for item in items:

@@ -1,14 +1,14 @@
-"""The most memory that a piece of work held at one time, above what was there before it.
+"""Peak memory of a piece of work, above the memory that was in use before it.
 
     with PeakMemory() as peak:
         ...
     peak.bytes
 
-On Linux the kernel keeps the largest resident size and can be told to start anew; elsewhere it is sampled. On a GPU it
-is what torch's allocator handed out (untested: no machine of ours has one).
+On Linux the kernel records the largest resident size and can reset it; elsewhere it is sampled. On a GPU it is the peak
+of torch's allocator (not tested on a GPU).
 
-Weights are mapped from their file and enter memory when they are first read. Call `posleak.models.read_weights` before,
-or they count towards the peak.
+Weights are mapped from their file and become resident when they are first read. Call `posleak.models.read_weights`
+first, or they count towards the peak.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pathlib import Path
 
 import psutil
 
-STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-EVERY = 0.005
-"""Seconds between samples, where sampling is needed."""
+STATUS_FILE, RESET_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+SAMPLING_SECONDS = 0.005
 
 
 class PeakMemory:
-    """`bytes` [int]: peak minus start, of main memory and of GPUs together; known when the context is left."""
+    """A context manager; afterwards `bytes` is peak minus start, of main memory and GPUs together."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -33,7 +32,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         self._before = psutil.Process().memory_info().rss
-        if not _forget_peak():
+        if not _reset_peak():
             self._sampler = Sampler()
             self._sampler.start()
         self._gpus = _gpu_bytes(start=True)
@@ -45,7 +44,7 @@ class PeakMemory:
 
 
 class Sampler(threading.Thread):
-    """Looks at the resident size again and again, and keeps the largest."""
+    """A thread that samples the resident size and keeps the largest."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -55,7 +54,7 @@ class Sampler(threading.Thread):
         process = psutil.Process()
         while not self._over.is_set():
             self.peak = max(self.peak, process.memory_info().rss)
-            self._over.wait(EVERY)
+            self._over.wait(SAMPLING_SECONDS)
 
     def finish(self) -> int:
         self._over.set()
@@ -63,23 +62,23 @@ class Sampler(threading.Thread):
         return max(self.peak, int(psutil.Process().memory_info().rss))
 
 
-def _forget_peak() -> bool:
-    """Tell the kernel to count the peak from now on; False where it cannot be told."""
+def _reset_peak() -> bool:
+    """Reset the kernel's peak; return False where this is not supported."""
     try:
-        REFERENCES.write_text("5")
+        RESET_FILE.write_text("5")
     except OSError:
         return False
-    return STATUS.exists()
+    return STATUS_FILE.exists()
 
 
 def _kernel_peak() -> int:
-    """VmHWM, in bytes; the file gives kibibytes."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    """Return VmHWM in bytes; the file has kibibytes."""
+    line = next(line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def _gpu_bytes(start: bool = False) -> int:
-    """What torch's allocators hold at the start, or held at most since then."""
+    """Return what torch's allocators hold at the start, or their peak since then."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0

@@ -1,13 +1,13 @@
-"""Where the time goes: code says which stage it is in, and a stopwatch, if one is running, adds up the seconds.
+"""Profiling by stages: code names its stage, and a running stopwatch adds up the seconds of each stage.
 
     with Stopwatch() as watch:
         with stage("forward"):
-            with stage("rows"):      # counted as rows, and no longer as forward
+            with stage("rows"):      # counted as rows, not as forward
                 ...
-    watch.seconds                    # adds up to the whole
+    watch.seconds                    # sums to the whole
 
-Without a stopwatch a stage costs a microsecond. Work that a device still has to do is waited for, so that it counts in
-the stage that asked for it.
+Without a stopwatch a stage costs a microsecond. At the end of a stage the stopwatch waits for pending work of GPUs, so
+that it is counted in the stage that started it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OTHER = "other"
-"""Time outside of all stages."""
+"""Stage of the time outside all stages."""
 
 _held: ContextVar[Stopwatch | None] = ContextVar("stopwatch", default=None)
 
 
 @dataclass
 class Stopwatch:
-    """Seconds and entries of each stage, in the order of their first entry; inner stages are not counted in outer ones.
+    """Seconds and number of entries of each stage; inner stages are not counted in outer ones.
 
-    `before`: seconds that the process had run before the stopwatch started; they count as the stage `start`.
+    before   seconds that the process had run before the stopwatch started; counted as the stage `start`
     """
 
     before: float = 0.0
@@ -56,7 +56,7 @@ class Stopwatch:
         return sum(self.seconds.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """`stages`, of which each has its seconds, its share of the whole and how often it was entered."""
+        """Return total seconds, and seconds, share and entries of each stage."""
         stages = [
             {"stage": name, "seconds": spent, "share": spent / self.total, "entries": self.entries.get(name, 1)}
             for name, spent in self.seconds.items()
@@ -73,7 +73,7 @@ class Stopwatch:
         self._inside.pop()
 
     def _charge(self) -> None:
-        """What passed since the last change belongs to the innermost stage."""
+        """Add the time since the last change to the innermost stage."""
         finish_devices()
         now = time.perf_counter()
         name = self._inside[-1]
@@ -83,7 +83,7 @@ class Stopwatch:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Count the time inside as `name`, on the stopwatch that is running, if any."""
+    """Count the time inside as stage `name` on the running stopwatch, if any."""
     watch = _held.get()
     if watch is None:
         yield
@@ -96,7 +96,7 @@ def stage(name: str) -> Iterator[None]:
 
 
 def finish_devices() -> None:
-    """Wait for GPUs, where torch has been loaded and uses one. Untested: no machine of ours has one."""
+    """Wait for GPUs if torch has been imported and uses one (not tested on a GPU)."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):

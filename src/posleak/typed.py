@@ -1,8 +1,8 @@
-"""The border between files and code: JSON comes in as the dataclass it was written from, or not at all.
+"""Conversion between dataclasses and JSON.
 
-Everything that posleak writes as JSON is made by `plain` and read by `from_json`, which checks every field against its
-type and names the first that is wrong. JSON has no NaN: `plain` writes null, and fields of type `Number` (or `Array`,
-arrays.py) read null as NaN.
+`plain` makes everything that posleak writes as JSON. `from_json` reads it, checks every field against its type and
+names the first that is wrong. JSON has no NaN: `plain` writes null, and fields of type `Number` (or `Array`, arrays.py)
+read null as NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _NullIsNan:
-    """Reads null as NaN."""
+    """Annotation that reads null as NaN."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -30,12 +30,12 @@ Number = Annotated[float, _NullIsNan]
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """The value of this type that the text holds; ValueError says which field is wrong, and how."""
+    """Return the value of this type that a JSON text holds; raise a ValueError that names the first wrong field."""
     from pydantic import ValidationError
 
     try:
-        found: T = _reader(cast(Any, kind)).validate_json(text, strict=True)
-        return found
+        value: T = _reader(cast(Any, kind)).validate_json(text, strict=True)
+        return value
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(step) for step in first["loc"])
@@ -50,7 +50,7 @@ def _reader(kind: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A JSON-ready copy: numbers, strings, lists and objects. Whatever has `as_dict` is asked for it."""
+    """Return a copy of numbers, strings, lists and dicts for JSON; objects are converted by `as_dict` or by field."""
     if hasattr(value, "as_dict"):
         return plain(value.as_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -58,7 +58,7 @@ def test_every_paper_has_claims_under_its_name() -> None:
 
 @pytest.mark.parametrize("call", [named_papers, registry, lambda name: pl.claims("no-such-model", paper=name)])
 def test_an_unknown_paper_gets_the_nearest_name(call: Callable[[str], Any]) -> None:
-    with pytest.raises(InputError, match="no paper of this name") as error:
+    with pytest.raises(InputError, match="unknown paper") as error:
         call("wavelet")
     assert "did you mean 'wavelets'?" in str(error.value)
 
@@ -94,7 +94,7 @@ def test_a_claim_may_bring_its_paper_and_one_without_is_tested_always() -> None:
 @pytest.mark.usefixtures("own")
 def test_a_name_that_posleak_uses_is_no_name_for_another_paper() -> None:
     for taken in ("sinks", ALL):
-        with pytest.raises(InputError, match="posleak uses this name for a paper itself"):
+        with pytest.raises(InputError, match="built-in paper"):
             claim(100, "mine", "Mine", "Mine.", "not at all", paper=Paper(taken, "Other sinks"))
     with pytest.raises(InputError, match=r"claim mine[\s\S]*sink[\s\S]*'sinks'"):
         claim(100, "mine", "Mine", "Mine.", "not at all", paper="sink")
@@ -405,7 +405,7 @@ def test_metrics_that_fail_leave_the_other_claims(
     def broken(*_: object) -> None:
         raise UnsupportedError("this meter does not know the model")
 
-    monkeypatch.setattr("posleak.runs.measure.meters_of", lambda spec: broken() if spec.metrics else None)
+    monkeypatch.setattr("posleak.runs.prepared.meters_of", lambda spec: broken() if spec.metrics else None)
     found = claims(llama, paper=ALL, length=64, prompts=4, out=tmp_path / "run" if out else None)
     by_paper = {name: [each for each in found.results if each.paper == name] for name in ("position", "sinks")}
     assert any(math.isfinite(each.effect) for each in by_paper["position"])

@@ -15,6 +15,7 @@ from posleak.analyses.trace.trace import BORROWED, SOURCES, Trace, rungs
 from posleak.errors import RunError, UnsupportedError
 from posleak.models import Subject
 from posleak.runs import loop, prepared
+from posleak.runs.placements import placements_of
 from posleak.runs.run import Run
 from support.runs_tiny import assert_same_bits, counted_passes, subject
 
@@ -134,11 +135,11 @@ def test_another_trace_in_the_folder_is_refused(folder: Path, llama: Subject) ->
 
 def test_placements_are_read_once_per_run(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once without and once with a donor; runs that borrow up to some layer use those of the borrowed run."""
-    lengths, read = list[int](), prepared.placements_of
+    lengths = list[int]()
 
     def counted(model: Any, ids: Any, *more: Any) -> Any:
         lengths.append(ids.shape[1])
-        return read(model, ids, *more)
+        return placements_of(model, ids, *more)
 
     monkeypatch.setattr(prepared, "placements_of", counted)
     monkeypatch.setattr(loop, "placements_of", counted)

@@ -427,7 +427,7 @@ def test_results_print_themselves_in_a_line(run: Run, llama: pl.Subject, tmp_pat
     assert repr(run.save(tmp_path / "here")).endswith(f"{tmp_path / 'here'})")
     traced = pl.trace(llama, length=48, prompts=4)
     assert "earlier " in repr(traced)
-    assert traced.plot()._repr_html_().count("where from") == 1
+    assert traced.plot()._repr_html_().count("by source") == 1
     found = [run, traced, pl.doctor(llama, short=True), pl.origin(llama, length=48, prompts=3, tokens=20), llama]
     found += [run.plot(), ClaimsRun(run, ()), pl.compare([run, run])]
     for each in found:

@@ -182,7 +182,7 @@ def tables(items: list[RenderableType]) -> Iterator[FittedTable]:
 
 def said(text: str) -> str:
     """As one line, without what is said about the width itself."""
-    return re.sub(r"intervals are left out: the terminal has \d+ columns, \d+ show them;", "", " ".join(text.split()))
+    return re.sub(r"intervals are left out: the terminal has \d+ columns, [^;]*;", "", " ".join(text.split()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,9 +213,8 @@ def test_intervals_go_first_and_the_table_says_so() -> None:
     assert rendered([example()], 37)[1] == "    0  0.23 0.12–0.34  1.05 0.98–1.12"
     lines = rendered([example()], 36)
     assert lines[:3] == ["layer  total  mask", "    0  0.23   1.05", "    1  0.23   1.05"]
-    assert " ".join(lines[3:]) == (
-        "intervals are left out: the terminal has 36 columns, 37 show them; --json has all"
-    )  # fmt: skip
+    note = " ".join(lines[3:])
+    assert all(text in note for text in ("intervals are left out", "36 columns", " 37;", "--json"))
 
 
 def test_then_the_table_is_turned_and_has_its_intervals_again() -> None:

@@ -404,7 +404,7 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
 
 
 def test_models_are_shipped_only_if_all_are_trained(zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(builtin, "ROOT", tmp_path / "shipped")
+    monkeypatch.setattr(builtin, "SHIPPED_ROOT", tmp_path / "shipped")
     monkeypatch.setattr(ship, "CHOSEN", {"backcopy": ("rope", "nope")})
     with pytest.raises(RunError, match="nope-0"):
         ship.ship(zoo)

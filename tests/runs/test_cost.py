@@ -94,7 +94,7 @@ def test_a_measurement_names_its_stages() -> None:
 @pytest.mark.parametrize("kernel_counts", [True, False])
 def test_the_peak_is_what_was_held_at_most(kernel_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel_counts:
-        monkeypatch.setattr("posleak.peak._forget_peak", lambda: False)
+        monkeypatch.setattr("posleak.peak._reset_peak", lambda: False)
     with PeakMemory() as peak:
         held = np.ones(8_000_000)
         for _ in range(6000):  # until it is sampled

@@ -108,7 +108,7 @@ def _child(work: str, subject: Subject, folder: Path) -> _Forked:
         WORK[work](subject, folder)
         status = 0
     except StorageError as error:
-        status = REFUSED if "somebody else is writing here" in str(error) else 1
+        status = REFUSED if "is writing here" in str(error) else 1
     except BaseException:
         traceback.print_exc()
     finally:

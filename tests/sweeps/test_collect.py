@@ -18,7 +18,7 @@ from posleak.errors import RunError
 from posleak.leakage import Estimate, Jackknife
 from posleak.reports.collected import CollectedPage
 from posleak.runs.run import Run
-from posleak.sweeps.collect import TABLE, collected, estimate_of
+from posleak.sweeps.collect import TABLE_FILE, collected, estimate_of
 from posleak.sweeps.manifest import manifest
 from posleak.sweeps.state import CELL_FILE, FINISHED
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
@@ -74,7 +74,7 @@ def test_every_cell_is_there_once_with_its_own_numbers(said: dict[str, Any], roo
 
 
 def test_the_file_says_the_same(root: Path, table: pd.DataFrame) -> None:
-    pd.testing.assert_frame_equal(pd.read_parquet(root / TABLE), table, check_dtype=False)
+    pd.testing.assert_frame_equal(pd.read_parquet(root / TABLE_FILE), table, check_dtype=False)
 
 
 def test_the_queries_of_the_documentation_work(root: Path, table: pd.DataFrame) -> None:

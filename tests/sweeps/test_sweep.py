@@ -251,7 +251,7 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(
     def crash(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("of all things")
 
-    monkeypatch.setattr("posleak.sweeps.work._results", crash)
+    monkeypatch.setattr("posleak.sweeps.work.Worker._results", crash)
     found = swept({"models": models[:1], **SMALL}, tmp_path)
     error = found.cells[0].error
     assert error is not None

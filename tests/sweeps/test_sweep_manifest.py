@@ -68,8 +68,8 @@ def test_ids_and_records_of_earlier_versions_stay_valid(monkeypatch: pytest.Monk
     cell = Cell("a/b", MeasureSpec(edits=parse_edits("window=9"), length=64), dtype="bfloat16", resources=Resources(1))
     asked = {
         "model": "a/b", "edits": ["window=9"], "length": 64, "prompts": 16, "seed": 0, "inputs": "random",
-        "bos": "auto", "dtype": "bfloat16", "kind": "measure", "origin": 4, "density": 1, "batch": 0, "metrics": [], "device": None,
-        "device_map": None,
+        "bos": "auto", "dtype": "bfloat16", "kind": "measure", "origin": 4, "density": 1, "batch": 0, "metrics": [],
+        "device": None, "device_map": None,
     }  # fmt: skip
     software = {"posleak": "1", "torch": "2", "transformers": "3"}
     text = json.dumps([DEFINITIONS_VERSION, asked, software, None], sort_keys=True)
@@ -102,7 +102,7 @@ def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> No
         ({"models": ["a/b"], "bos": False}, "put it in quotes"),
         ({"models": ["a/b"], "seed": []}, "the list is empty"),
         ({"models": ["a/b"], "resources": {"memory": "lots"}}, "not an amount of memory"),
-        ({"models": ["a/b"], "resources": {"gpus": -1}}, "not a number of processors"),
+        ({"models": ["a/b"], "resources": {"gpus": -1}}, "greater than or equal to 0"),
         ({"models": [{"model": "a/b", "checkpoints": "c"}]}, "either `model` or `checkpoints`"),
         ({"models": [{"model": "a/b@main", "revisions": ["x"]}]}, "has a revision already"),
         ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, "takes no edits"),

@@ -1,9 +1,10 @@
-"""Stage 4, what if: changes to the embedding at 0, positions, visibility, context, and reads of position 0.
+"""Edits: interventions on the embedding at position 0, positions, visibility, context, and reads of position 0.
 
-Each is a frozen value with a short text (`--edit TEXT`), says where it acts, and leaves the model as it was. An edit
-that changes nothing by its own text, such as `shift=0`, changes no bit of the result. docs/edits.md lists them all.
+An edit is a frozen value with a short text (`--edit TEXT`). It declares where it acts and leaves the model unchanged
+after the run. An edit that is a control by its own text, such as `shift=0`, changes no bit of the result. docs/edits.md
+lists all edits.
 
-A text is read and refused without torch: modules here import it only inside the functions that compute.
+Texts are parsed without torch: modules here import it only inside the functions that compute.
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.

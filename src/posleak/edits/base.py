@@ -1,7 +1,6 @@
-"""What every edit declares: where it acts, its short text, and what decides which edits it can be combined with.
+"""Base classes of edits, and the registry of the kinds of edits that `--edit` takes.
 
-`register` adds an edit of your own to those that `--edit` takes (docs/extending.md); docs/edits.md is made from the
-registry.
+`register` adds a kind of your own (docs/extending.md). docs/edits.md is generated from the registry.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Site(Enum):
-    """Where an edit acts; the order in which edits of one run are applied."""
+    """Where an edit acts, in the order in which the edits of a run are applied."""
 
     DTYPE = "dtype"
     CONTEXT = "context before the prompt"
@@ -38,11 +37,11 @@ class Site(Enum):
 
 
 class NamedEdit(Edit):
-    """An edit with a name: `text` is what `--edit` takes and what results carry.
+    """An edit with a text, which `--edit` takes and which results and JSON hold.
 
-    causal: queries still do not see later keys under it; otherwise leakage at equal offsets is not defined.
-    needs_causal: it is only defined where queries do not see later keys.
-    null: by its own text it changes nothing, as `shift=0`: a control. Any other edit that changes nothing is an error.
+    causal         queries do not see later keys under it; otherwise leakage at equal offsets is not defined
+    needs_causal   it is defined only where queries do not see later keys
+    is_control     it changes nothing by its own text, such as `shift=0`. Any other edit without effect is an error
     """
 
     site: ClassVar[Site]
@@ -51,11 +50,11 @@ class NamedEdit(Edit):
 
     @property
     def text(self) -> str:
-        raise AssertionError(f"{type(self).__name__} has no text")
+        raise AssertionError(f"{type(self).__name__} must define text")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Read an edit from JSON, where it is its text."""
+        """Return the schema that reads an edit from its text in JSON."""
         from pydantic_core import core_schema
 
         from .parse import parse_edit
@@ -63,18 +62,18 @@ class NamedEdit(Edit):
         return core_schema.no_info_after_validator_function(parse_edit, core_schema.str_schema())
 
     def require_within(self, calibration: Calibration) -> None:
-        """Refuse a model that does not have what it names."""
+        """Raise an InputError if the model does not have the layers and heads that the edit names."""
 
     def require_length(self, length: int) -> None:
-        """Refuse prompts that are too short for it to change anything."""
+        """Raise a NoEffectError if prompts are too short for the edit to change anything."""
 
     @property
-    def null(self) -> bool:
+    def is_control(self) -> bool:
         return False
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """The dtype of the copy of the weights that the edit makes; None if it makes no copy."""
+        """Return the dtype of the copy of the weights that the edit makes; None if it makes no copy."""
         return None
 
 
@@ -98,18 +97,18 @@ class ScopedEdit(NamedEdit):
         return self.at(call, heads) if bool(heads.any()) else call
 
     def at(self, call: Call, heads: Tensor) -> Call:
-        """The call, changed at the heads with heads [H] true; there is at least one."""
-        raise AssertionError(f"{type(self).__name__} does nothing")
+        """Return the call changed at the heads with heads [H] true; at least one is."""
+        raise AssertionError(f"{type(self).__name__} must define at")
 
 
 @dataclass(frozen=True)
 class EditKind:
-    """A name that `--edit` takes.
+    """A kind of edit that `--edit NAME=…` takes.
 
-    form      how it is written;  example: one that can be tried
-    changes   what it changes, and what it leaves alone;  refuses: what it cannot be used with
-    make      (text after the =, scope) -> the edit; KeyError or ValueError if the text cannot be read
-    scoped    may it be given layers and heads, as in sink=cut@3.1?
+    form      its syntax;  example: a valid text
+    changes   what it changes and what it leaves unchanged;  refuses: what it cannot be combined with
+    make      (text after the =, scope) -> the edit; raises a KeyError or ValueError if the text is malformed
+    scoped    whether it takes layers and heads, as in sink=cut@3.1
     """
 
     name: str
@@ -122,10 +121,10 @@ class EditKind:
 
 
 KINDS: dict[str, EditKind] = {}
-"""Every kind of edit, by name."""
+"""All kinds of edits, by name."""
 
 
 def register(kind: EditKind) -> None:
-    """Let `--edit NAME=…` make edits of this kind."""
+    """Add a kind of edit to those that `--edit` takes; raise an InputError if posleak has one of this name."""
     reject_builtin_name("edit", kind.name, KINDS.get(kind.name), kind)
     KINDS[kind.name] = kind

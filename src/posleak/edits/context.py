@@ -1,13 +1,13 @@
-"""`context=borrowed`: every query sees equally many keys, because those that it lacks are lent by another document.
+"""`context=borrowed`: every query also attends to keys of another document, so that all see equally many keys.
 
-The model reads [donor of N + 64 tokens] [prompt of N tokens], position ids in order. The donor's queries see the donor
-only, and the prompt's position 0 sees itself only. Every later query of the prompt sees its nearest N keys: its own,
-position 0, and as many of the donor's last ones as it lacks. A layer's own window applies on top; where it always
-shows the first token, that is the prompt's position 0, and the window is filled up without it. In layers out of scope
-the prompt sees itself only.
+The model reads [donor of N + 64 tokens] [prompt of N tokens] with consecutive position ids. Queries of the donor see
+the donor only, and the prompt's position 0 sees itself only. Every later query of the prompt sees the nearest N keys:
+those of the prompt, and as many of the donor's last keys as are missing. A layer's own window applies as well. If it
+always shows the first token, the prompt's position 0 is shown, and the window is filled with other keys. In layers
+outside the scope the prompt sees itself only.
 
-Rows are taken without the lent keys, so that they split into mask, drift and sink; what the lent keys take away from
-the total is kept beside them as `lent`.
+Rows are computed without donor keys, so that they split into mask, drift and sink. The effect of the donor keys on the
+total is stored separately as `lent`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from posleak.probe import Call, Visibility
     from posleak.probe.visibility import Rule
 
-SHORT = 32
-"""Length of the prompt on which it is checked that nothing but attention carries a donor to it."""
+CHECK_LENGTH = 32
+"""Length of the prompt on which it is checked that a donor changes prompts through attention only."""
 
 
 @dataclass(frozen=True)
 class Borrow(ScopedEdit):
-    """Queries of the layers in scope are lent the keys that they lack."""
+    """Let queries of the layers in scope also attend to keys of a donor."""
 
     name: ClassVar[str] = "context=borrowed"
     site: ClassVar[Site] = Site.CONTEXT
@@ -45,7 +45,9 @@ class Borrow(ScopedEdit):
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
-            raise InputError("a context is lent to whole layers", where=self.text, expected="layers, as in @0-5")
+            raise InputError(
+                "a context is borrowed by whole layers", where=self.text, expected="layers, as in @0-5"
+            )  # fmt: skip
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors()
@@ -60,28 +62,29 @@ class Borrow(ScopedEdit):
         )
 
     def changed_heads(self, before: Call, after: Call) -> int:
-        """Those that are lent something."""
+        """Return the number of heads that see donor keys."""
         return int(self.scope.heads(before).sum())
 
 
 def require_same_sight(seen: Visibility, length: int) -> None:
-    """Refuse a layer in which a prompt sees other keys of its own after a donor: chunks are counted from the start.
+    """Raise an UnsupportedError if a prompt sees other keys of its own after a donor, as with chunked attention.
 
-    Position 0 is no such key: a layer may show it to every query, and is then made to show the prompt's."""
+    Position 0 is not compared: a layer may show it to every query, and `borrowed` then shows the prompt's.
+    """
     import torch
 
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
     moved = seen.rows(rows + length + DONOR_MARGIN, slice(length + DONOR_MARGIN + 1, None))
     if not torch.equal(moved, seen.rows(rows, slice(1, length))):
         raise UnsupportedError(
-            "a borrowed context is not defined here: attention is cut into chunks that are counted from the first "
-            "token, so that a document before the prompt moves them",
+            "a borrowed context is not defined here: attention is cut into chunks counted from the first token, and a "
+            "document before the prompt shifts them",
             remedy=f"use a --length that is a multiple of the chunk, less {DONOR_MARGIN}",
         )  # fmt: skip
 
 
 def keeps_first(seen: Visibility) -> bool:
-    """Does the layer show position 0 to the last query, which does not see the key behind it?"""
+    """Return whether the layer shows position 0, but not position 1, to the last query."""
     import torch
 
     first, second = seen.rows(torch.tensor([seen.shape[2] - 1]), slice(0, 2))[0, 0, 0].tolist()
@@ -89,11 +92,11 @@ def keeps_first(seen: Visibility) -> bool:
 
 
 def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) -> Rule:
-    """Another rule, narrowed: a donor of length + 64 keys among itself, then a prompt that sees the nearest `length`
-    keys, or itself only if nothing is lent.
+    """Return a rule for [donor of length + 64 keys] [prompt]: a prompt's query sees the nearest `length` keys.
 
-    kept: the rule shows position 0 to every query. Then the prompt's is shown, and a window has room for one lent key
-    more, since position 0 is not one of those that it is filled with.
+    lends   donor keys are visible; otherwise the prompt sees itself only
+    kept    `rule` shows position 0 to every query. Then the prompt's position 0 is shown instead of the donor's, and a
+            window has room for one more donor key
     """
     import torch
 
@@ -111,42 +114,44 @@ def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) ->
     return seen
 
 
-INSTEAD = "`posleak measure` splits its leakage into mask, drift and sink"
+MEASURE_INSTEAD = "use `posleak measure`, which splits the leakage into mask, drift and sink"
 """The remedy where a borrowed context is not defined."""
 
 NOWHERE = Scope(everywhere=False)
-"""No layer at all: the donor is there, and nothing is lent."""
+"""No layer: the donor is there, and its keys are not visible."""
 
 
 def require_closed(model: PreTrainedModel) -> None:
-    """Refuse a model in which the donor changes a prompt that does not see it: there, lending is not what makes the
-    difference. The same prompt is read after two donors, at the same positions, with nothing lent."""
+    """Raise an UnsupportedError if a donor changes a prompt that does not see it, as in recurrent layers.
+
+    The same prompt is read after two donors at the same positions, with donor keys hidden.
+    """
     import torch
 
     from posleak.probe import attach, relative_difference
 
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-    ids = (torch.arange(2 * SHORT + DONOR_MARGIN, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
-    ids[1, :-SHORT] = ids[1, :-SHORT].flip(0)
+    ids = (torch.arange(2 * CHECK_LENGTH + DONOR_MARGIN, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
+    ids[1, :-CHECK_LENGTH] = ids[1, :-CHECK_LENGTH].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
-        one, other = probe.forward(ids)[0][:, -SHORT:]
+        one, other = probe.forward(ids)[0][:, -CHECK_LENGTH:]
     gap, bound = relative_difference(other, one), CLOSED.of(model.dtype)
     if gap > bound:
         raise UnsupportedError(
-            "a borrowed context is not defined for this model: what stands before a prompt changes it although no "
-            "query sees it, through layers that carry a state along",
-            where=type(model).__name__, got=f"states differ by {gap:.2g}, relative", expected=f"at most {bound:.2g}",
-            remedy=INSTEAD,
+            "a borrowed context is not defined for this model: a document before a prompt changes it although no query "
+            "sees the document, through layers with a recurrent state",
+            where=type(model).__name__, got=f"a relative difference of states of {gap:.2g}",
+            expected=f"at most {bound:.2g}", remedy=MEASURE_INSTEAD,
         )  # fmt: skip
 
 
 register(
     EditKind(
         "context", "context=borrowed[@LAYERS]",
-        "what each query sees: keys of another document, which stands before the prompt, in the place of those that it "
-        "lacks, so that every query sees equally many. `@LAYERS`: only there; in the other layers the prompt sees "
-        "itself only. Rows are measured without the lent keys; `left` is the total with them. `posleak trace` compares "
-        "this with the ordinary pass",
+        "what each query sees: it also attends to keys of another document before the prompt, so that every query sees "
+        "equally many keys. `@LAYERS`: in these layers only; in the others the prompt sees itself only. Rows are "
+        "measured without the donor keys; `left` is the total with them. `posleak trace` compares this run with the "
+        "ordinary one",
         "edits of the embedding or the read of position 0, and of visibility; models with learned positions, scaled "
         "queries or recurrent layers", "context=borrowed@0-5",
         lambda value, scope: {"borrowed": Borrow(scope)}[value], scoped=True,

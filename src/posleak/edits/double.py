@@ -1,4 +1,4 @@
-"""Float64 all the way, for laws that hold to sixteen digits."""
+"""Computation in float64 throughout, for laws that hold to sixteen digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AllDouble(TorchFunctionMode):
-    """Keeps float64 tensors float64 where models cast to float32 and back, inside their norms and softmaxes."""
+    """Keep float64 tensors in float64 where models cast to float32 and back, in norms and softmaxes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

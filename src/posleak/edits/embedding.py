@@ -1,4 +1,4 @@
-"""The embedding at position 0, replaced before the forward pass: `bos=zero|mean|noise[:SEED]|token:ID|none|random`."""
+"""Replace the embedding at position 0: `bos=zero|mean|noise[:SEED]|token:ID|none|random`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FirstEmbedding(NamedEdit):
-    """What the model finds at position 0 before its first layer.
+    """Replace the embedding at position 0 before the first layer.
 
     zero   the zero vector
     mean   the mean embedding of the vocabulary
-    noise  a random direction with the norm of what stood there; one direction for all prompts, by seed
-    token  the embedding of another token (`number` is its id)
+    noise  a random direction, the same for all prompts (`number`: random seed), with the norm of the original embedding
+    token  the embedding of another token (`number`: its id)
     """
 
     kind: str
@@ -63,7 +63,7 @@ class FirstEmbedding(NamedEdit):
             hook.remove()
 
     def vector(self, table: torch.nn.Module) -> Tensor:
-        """The new embedding [W]; for noise a unit vector. Made by calling the module, which may scale its rows."""
+        """Return the new embedding [W], for noise a unit vector. The module is called, since it may scale its rows."""
         import torch
 
         weight = next(table.parameters())
@@ -72,10 +72,10 @@ class FirstEmbedding(NamedEdit):
             if self.kind == "token":
                 if not 0 <= self.number < rows:
                     raise InputError(
-                        "no such token", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
+                        "unknown token id", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
                     )
-                found: Tensor = table(torch.tensor([self.number], device=device))[0]
-                return found
+                embedding: Tensor = table(torch.tensor([self.number], device=device))[0]
+                return embedding
             like: Tensor = table(torch.zeros(1, dtype=torch.long, device=device))[0]
             if self.kind == "mean":
                 ids = torch.arange(rows, device=device).split(8192)
@@ -89,7 +89,7 @@ class FirstEmbedding(NamedEdit):
 
 @dataclass(frozen=True)
 class FirstOrdinary(NamedEdit):
-    """No BOS: position 0 holds what the text has there (`none`), or a random token of each prompt's own (`random`)."""
+    """Put the prompt's own first token at position 0 (`none`), or a random token of each prompt's own (`random`)."""
 
     kind: str
 
@@ -102,8 +102,8 @@ class FirstOrdinary(NamedEdit):
     def prompts(self, prompts: Prompts) -> Prompts:
         if self.kind == "none" and isinstance(prompts.body, GivenBody):
             raise InputError(
-                "the prompts were given with their first token: nothing else can stand there without a BOS",
-                where=self.text, remedy="give prompts without it (of texts: bos='none'), or use bos=random",
+                "prompts that were passed by the user have a fixed first token", where=self.text,
+                remedy="pass prompts without BOS (for texts: bos='none'), or use bos=random",
             )  # fmt: skip
         first = FirstToken(self.kind, None, None)
         body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body
@@ -123,10 +123,10 @@ register(
     EditKind(
         "bos", "bos=zero|mean|noise[:SEED]|token:ID|none|random",
         "the token embedding at position 0, before the first layer. `zero`: all zeros. `mean`: the mean embedding of "
-        "the vocabulary. `noise`: a random direction with the norm of what stood there; the direction follows from "
-        "SEED (0 if left out) and is the same in all prompts. `token`: the embedding of the token ID. `none`: no BOS, "
-        "so that the prompt's own first token stands there. `random`: a random token, another in each prompt",
-        "an ID outside the vocabulary; a second edit of the embedding at position 0, which `patch0` is too",
+        "the vocabulary. `noise`: a random direction with the norm of the original embedding; the direction depends on "
+        "SEED (default 0) and is the same in all prompts. `token`: the embedding of the token ID. `none`: no BOS; the "
+        "prompt's own first token is at position 0. `random`: a random token, different in each prompt",
+        "an ID outside the vocabulary; a second edit of the embedding at position 0, such as `patch0`",
         "bos=mean", _make,
     )
 )  # fmt: skip

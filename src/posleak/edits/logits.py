@@ -1,4 +1,4 @@
-"""Logits scaled by position: `scale=logn` multiplies those of query i by log(i + 1) / log(N) (scalable softmax)."""
+"""Scale logits by position: `scale=logn` multiplies those of query i by log(i + 1) / log(N) (scalable softmax)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogScale(NamedEdit):
-    """Query i times log(i + 1) / log(N), so that attention does not flatten as keys become more (Nakanishi 2025, with
-    the trained factor s replaced by 1 / log N). N: `reference`, or the length of the prompt if that is 0."""
+    """Multiply query i by log(i + 1) / log(N), so that attention does not flatten with the number of keys.
+
+    Nakanishi 2025, with the trained factor s replaced by 1 / log N. N: `reference`, or the prompt's length if it is 0.
+    """
 
     reference: int = 0
 
@@ -37,7 +39,7 @@ class LogScale(NamedEdit):
         return self.factors(rows, length)
 
     def factors(self, rows: Sequence[int], length: int) -> Tensor:
-        """By position. Query 0 sees itself only, whatever its logits are; it is left alone."""
+        """Return the factors by position. Query 0, which sees itself only, is not scaled."""
         import torch
 
         seen = torch.tensor(list(rows), dtype=torch.float64) + 1
@@ -54,10 +56,10 @@ def _make(value: str, scope: Scope) -> LogScale:
 register(
     EditKind(
         "scale", "scale=logn[:N]",
-        "logits: those of the query at position i are multiplied by log(i + 1) / log(N), N being the length of the "
-        "prompt if it is left out. Scalable softmax (Nakanishi 2025, arXiv 2501.19399) with its trained factor "
-        "replaced by 1 / log(N), so that the query with N keys is left as it is. What the factors themselves do to "
-        "leakage is told apart as `scaling`",
+        "logits: those of the query at position i are multiplied by log(i + 1) / log(N); N is by default the length of "
+        "the prompt. This is scalable softmax (Nakanishi 2025, arXiv 2501.19399) with its trained factor replaced by "
+        "1 / log(N), so that a query with N keys is unchanged. The effect of the factors on leakage is reported "
+        "separately as `scaling`",
         "a second edit of the logits; `context`, where queries see other numbers of keys", "scale=logn:512", _make,
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is read at position 0: `sink=cut` and `sink=freeze`, at chosen heads or layers, and `patch0=ID`."""
+"""Change what queries read at position 0: `sink=cut` and `sink=freeze`, at chosen layers and heads, and `patch0=ID`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CutSink(ScopedEdit):
-    """No later query reads position 0; the rest of its attention is renormalised."""
+    """Hide position 0 from later queries; the rest of their attention is renormalised."""
 
     name: ClassVar[str] = "sink=cut"
     site: ClassVar[Site] = Site.ORIGIN
@@ -34,7 +34,7 @@ class CutSink(ScopedEdit):
 
 @dataclass(frozen=True)
 class FreezeSink(ScopedEdit):
-    """Every later query gives position 0 the same share of attention: the references' mean, per head and prompt."""
+    """Fix the attention of later queries to position 0 at the mean of the reference queries, per head and prompt."""
 
     name: ClassVar[str] = "sink=freeze"
     site: ClassVar[Site] = Site.ORIGIN
@@ -72,9 +72,9 @@ class FirstKeys(threading.local):
 
 @dataclass(frozen=True)
 class PatchOrigin(NamedEdit):
-    """Later queries read another token's trajectory at position 0, taken from that token's own one-token run.
+    """Replace keys and values at position 0 by those of another token, taken from a run on that token alone.
 
-    Position 0 itself starts from the embedding that it has; no later query reads what becomes of that.
+    The state of position 0 starts from its own embedding; no later query reads it.
     """
 
     token: int
@@ -91,7 +91,7 @@ class PatchOrigin(NamedEdit):
     def installed(self, probe: Probe) -> Iterator[None]:
         vocabulary = probe.model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
         if not 0 <= self.token < vocabulary:
-            raise InputError("no such token", where=self.text, got=self.token, expected=f"below {vocabulary}")
+            raise InputError("unknown token id", where=self.text, got=self.token, expected=f"below {vocabulary}")
         self._taken.probe = probe
         try:
             yield
@@ -99,7 +99,7 @@ class PatchOrigin(NamedEdit):
             self._taken.forget()
 
     def reads(self, ids: Tensor) -> None:
-        """The token's own run is made before the first pass, when all other edits are installed: it has them too."""
+        """Run the token alone before the first pass, when all other edits are installed and apply to it, too."""
         import torch
 
         probe = self._taken.probe
@@ -116,7 +116,7 @@ class PatchOrigin(NamedEdit):
 
 
 def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
-    """x [B, K, T, E] with its position 0 replaced, by a copy, but for the prompts to keep [B]."""
+    """Return a copy of x [B, K, T, E] with position 0 replaced, except in the prompts `keep` [B]."""
     import torch
 
     chosen = torch.where(keep.to(x.device)[:, None, None], x[:, :, 0], first.to(x))
@@ -126,9 +126,8 @@ def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:
 register(
     EditKind(
         "sink", "sink=cut|freeze[@LAYERS.HEADS]",
-        "what queries after position 0 read there. `cut`: nothing, and the rest of their attention is renormalised. "
-        "`freeze`: all of them the same share of their attention, which is the mean share of the reference queries, "
-        "per head and prompt",
+        "what later queries read at position 0. `cut`: nothing; the rest of their attention is renormalised. `freeze`: "
+        "the attention of all of them to position 0 is fixed at the mean of the reference queries, per head and prompt",
         "`mask` and `ring`; a second edit of the read of position 0, even at other layers", "sink=cut@3-5,7.0",
         lambda value, scope: {"cut": CutSink(scope), "freeze": FreezeSink(scope)}[value], scoped=True,
     )
@@ -137,10 +136,10 @@ register(
     EditKind(
         "patch0", "patch0=ID",
         "what all queries read at position 0: in every layer the key and the value that the token ID has in a sequence "
-        "of its own. Later queries cannot tell this from the token itself (`bos=token:ID`). The state of position 0 "
-        "changes too, since it reads its own key, but no other query reads it",
-        "an ID outside the vocabulary; `mask` and `ring`; a second edit of the embedding at position 0, which `bos` is "
-        "too", "patch0=42",
+        "of its own. For later queries this is equivalent to the token itself (`bos=token:ID`). The state of position "
+        "0 changes too, since it reads its own key, but no other query reads it",
+        "an ID outside the vocabulary; `mask` and `ring`; a second edit of the embedding at position 0, such as `bos`",
+        "patch0=42",
         lambda value, scope: PatchOrigin(int(value)),
     )
 )  # fmt: skip

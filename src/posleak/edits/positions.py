@@ -1,4 +1,4 @@
-"""Positions: `shift=K` moves position ids, `rope=…` changes the rotation, `ring` closes it into a circle (law L6)."""
+"""Change positions: `shift=K` shifts position ids, `rope=…` changes the rotation, `ring` makes it periodic (law L6)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from posleak.probe import Call, Placement, Probe
 
-SUFFIX = "inv_freq"
-MOVING = ("dynamic", "longrope")
+FREQUENCIES_SUFFIX = "inv_freq"
+RECOMPUTED_ROTATIONS = ("dynamic", "longrope")
 """Kinds of rotation that recompute their frequencies from call to call."""
 
 
 @dataclass(frozen=True)
 class Shift(NamedEdit):
-    """Every position id + `by`."""
+    """Add `by` to every position id."""
 
     by: int
 
@@ -39,16 +39,16 @@ class Shift(NamedEdit):
         return f"shift={self.by}"
 
     @property
-    def null(self) -> bool:
+    def is_control(self) -> bool:
         return self.by == 0
 
     def positions(self, positions: Tensor) -> Tensor:
         return positions + self.by if self.by else positions
 
     def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
-        """Where positions do anything at all: a shift moves all of them alike."""
+        """Return the calls in which positions have any effect: a shift changes all of them equally."""
         turned = [place.rotation is None or len(place.rotation.first) > 0 for place in within]
-        return [call for call, turns in enumerate(turned) if turns and not self.null]
+        return [call for call, turns in enumerate(turned) if turns and not self.is_control]
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -57,14 +57,14 @@ class Shift(NamedEdit):
         if not takes_positions(probe.model):
             raise UnsupportedError(
                 "the model takes no position ids, so that a shift changes nothing", where=f"--edit {self.text}",
-                remedy="it counts its tokens for itself: measure it without the shift",
+                remedy="measure it without the shift: it computes positions itself",
             )  # fmt: skip
         yield
 
 
 @dataclass(frozen=True)
 class RotationEdit(NamedEdit):
-    """Other rotary frequencies, put into the rotary modules for the time of the run.
+    """Replace the rotary frequencies for the time of the run.
 
     With frequencies f_k = base^(−2k/d):
     ntk:S     f_k · S^(−2k/(d−2)), which is the base raised to base · S^(d/(d−2))
@@ -85,7 +85,7 @@ class RotationEdit(NamedEdit):
         return f"rope={self.kind}" if self.kind == "none" else f"rope={self.kind}:{self.number:.15g}"
 
     @property
-    def null(self) -> bool:
+    def is_control(self) -> bool:
         return self.kind in ("ntk", "linear", "yarn") and self.number == 1
 
     @contextmanager
@@ -93,7 +93,7 @@ class RotationEdit(NamedEdit):
         kept: list[tuple[torch.nn.Module, str, Any]] = []
         try:
             for module, buffer in rotary_buffers(probe):
-                prefix = buffer.removesuffix(SUFFIX)
+                prefix = buffer.removesuffix(FREQUENCIES_SUFFIX)
                 frequencies, temperature = self.frequencies(module, getattr(module, buffer), prefix.rstrip("_"))
                 for name, new in ((buffer, frequencies), (f"{prefix}attention_scaling", temperature)):
                     if new is not None:
@@ -105,12 +105,12 @@ class RotationEdit(NamedEdit):
                 setattr(module, name, value)
 
     def frequencies(self, module: Any, old: Tensor, layer_type: str) -> tuple[Tensor, float | None]:
-        """New frequencies [d/2], and a new temperature where the kind has one."""
+        """Return new frequencies [d/2], and a new temperature if the kind has one."""
         import torch
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         k, d = torch.arange(len(old), device=old.device), 2 * len(old)
-        if self.null:
+        if self.is_control:
             return old, None
         if self.kind == "ntk":
             return old * (self.number ** (-2 * k / max(d - 2, 1))).to(old), None
@@ -132,31 +132,31 @@ class RotationEdit(NamedEdit):
 
 
 def rotary_buffers(probe: Probe) -> list[tuple[torch.nn.Module, str]]:
-    """Every buffer of rotary frequencies in the model; nested ones (one per layer type) have a prefix."""
-    found = [
+    """Return (module, name) of every buffer of rotary frequencies; those of one layer type have a prefix."""
+    buffers = [
         (module, name)
         for module in probe.model.modules()
         for name, _ in module.named_buffers(recurse=False)
-        if name.endswith(SUFFIX) and "original" not in name
+        if name.endswith(FREQUENCIES_SUFFIX) and "original" not in name
     ]
     where = type(probe.model).__name__
-    if not found:
+    if not buffers:
         raise UnsupportedError("the model has no rotary frequencies to change", where=where)
-    for module, _ in found:
+    for module, _ in buffers:
         kinds = getattr(module, "rope_type", "default")
-        if any(kind in MOVING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+        if any(kind in RECOMPUTED_ROTATIONS for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             raise UnsupportedError(
-                "its rotation is recomputed from call to call and cannot be replaced", where=where, got=kinds
+                "the model recomputes its rotation from call to call, so it cannot be replaced", where=where, got=kinds
             )
-    return found
+    return buffers
 
 
 @dataclass(frozen=True)
 class Ring(NamedEdit):
-    """Positions on a circle of N: no mask, and every frequency a whole number of turns per N positions.
+    """Make positions periodic: no mask, and every frequency an integer number of turns per N positions.
 
-    Then nothing is left that tells one place from another, and rolling the input rolls every state. In a float64 model
-    the law can be seen to sixteen digits, if nothing rounds on the way (`AllDouble`).
+    Then only the tokens distinguish positions, and rolling the input rolls every state. In a float64 model this law
+    holds to sixteen digits, since `AllDouble` keeps every computation in float64.
     """
 
     site: ClassVar[Site] = Site.ROTATION
@@ -187,15 +187,15 @@ class Ring(NamedEdit):
 
 
 def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin at whole turns per N positions, to the precision of the states: transformers' own are float32.
+    """Return cos and sin with integer turns per N positions, in the precision of the states.
 
-    The frequency is the angle between the first two positions; turns are counted in whole numbers, so that position N
-    is position 0 to the last bit, however the module lays out its dimensions.
+    The frequency is the angle between the first two positions, rounded to integer turns, so that position N equals
+    position 0 to the last bit in any layout of the dimensions.
     """
     import torch
 
     if not (isinstance(out, tuple) and len(out) == 2 and not torch.is_complex(out[0])):
-        raise UnsupportedError("its rotation is not a pair of cosines and sines", where=type(module).__name__)
+        raise UnsupportedError("the rotation is not a pair of cosines and sines", where=type(module).__name__)
     cos, sin = (part.double() for part in out)
     N, temperature = cos.shape[-2], torch.hypot(cos, sin)[..., :1, :]  # of position 0, where it is exact
     angle = torch.atan2(sin, cos)
@@ -206,7 +206,7 @@ def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Ten
 
 
 def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Every query sees every key."""
+    """Return a rule under which every query sees every key."""
     return (query >= 0) & (key >= 0)
 
 
@@ -222,10 +222,10 @@ def _make_rotation(value: str, scope: Scope) -> RotationEdit:
 register(
     EditKind(
         "rope", "rope=ntk:S|linear:S|yarn:S|base:B|none",
-        "the rotary frequencies of every layer. `ntk`: the base raised as if the context were S times as long. "
-        "`linear`: all frequencies divided by S. `yarn`: transformers' YaRN with factor S, its temperature included, "
-        "in the place of the model's own scaling. `base`: the frequencies of the base B, in the place of the model's "
-        "own. `none`: no rotation at all",
+        "the rotary frequencies of every layer. `ntk`: the base is raised as for a context S times as long. `linear`: "
+        "all frequencies are divided by S. `yarn`: transformers' YaRN with factor S, including its temperature, "
+        "replaces the model's own scaling. `base`: the frequencies of the base B replace the model's own. `none`: no "
+        "rotation",
         "`ring`, or any second edit of the rotation; models without rotary frequencies, and those that "
         "recompute them from call to call (dynamic, longrope)", "rope=ntk:4", _make_rotation,
     )
@@ -233,21 +233,19 @@ register(
 register(
     EditKind(
         "shift", "shift=K",
-        "position ids: K is added to each. RoPE knows differences only, so that nothing but rounding should change",
-        "a second edit of positions; `ring`; models that take no position ids, or whose table of positions ends before",
-        "shift=512",
-        lambda value, scope: Shift(int(value)),
+        "position ids: K is added to each. RoPE depends on differences only, so that only rounding should change",
+        "a second edit of positions; `ring`; models that take no position ids, or too few positions",
+        "shift=512", lambda value, scope: Shift(int(value)),
     )
 )  # fmt: skip
 register(
     EditKind(
         "ring", "ring",
-        "visibility and rotation: no mask, and every frequency a whole number of turns per N positions, N being the "
-        "length of the prompt. Nothing but the tokens is left that tells one place from another. `claims` tests law L6 "
-        "with it. Leakage is not defined under it",
+        "visibility and rotation: no mask, and every frequency an integer number of turns per N positions, where N is "
+        "the length of the prompt. Only the tokens distinguish positions. `claims` tests law L6 with it. Leakage is "
+        "not defined under it",
         "`measure`; `shift`, `rope`, `window` and `mask`; `sink`, `patch0` and `context`, which are defined for "
         "causal queries only; models without rotary frequencies, those that recompute them from call to call, and "
-        "those whose rotation is not by cosines and sines", "ring",
-        lambda value, scope: {"": Ring()}[value],
+        "those whose rotation is not by cosines and sines", "ring", lambda value, scope: {"": Ring()}[value],
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dtype=NAME`: the model's parameters rounded to another dtype during the run: rounding as a source of leakage."""
+"""`dtype=NAME`: convert the model's parameters to another dtype for the run, to measure leakage by rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Precision(NamedEdit):
-    """Parameters are replaced by rounded ones, and restored afterwards. Buffers, such as rotary frequencies, stay."""
+    """Convert all parameters, and restore them afterwards. Buffers, such as rotary frequencies, are not converted."""
 
     name: str
 
@@ -36,38 +36,38 @@ class Precision(NamedEdit):
     def weights_dtype(self) -> torch.dtype:
         import torch
 
-        found: torch.dtype = getattr(torch, self.name)
-        return found
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
 
     def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
-        """It changes numbers and no positions."""
+        """Return no calls: a conversion does not change positions."""
         return []
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        dtype, kept = self.weights_dtype, {}
+        dtype, originals = self.weights_dtype, {}
         if any(parameter.is_meta for parameter in probe.model.parameters()):
             raise UnsupportedError(
-                "offloaded weights cannot be converted: they are read again for every pass", where=self.text,
+                "offloaded weights cannot be converted: they are loaded again for every pass", where=self.text,
                 remedy=f"load the model in {self.name} instead (--dtype)",
             )  # fmt: skip
         try:
             for parameter in probe.model.parameters():
                 if parameter.is_floating_point() and parameter.dtype != dtype:
                     probe.effect_of(self).note("parameters")
-                    kept[parameter] = parameter.data
+                    originals[parameter] = parameter.data
                     parameter.data = parameter.data.to(dtype)
             yield
         finally:
-            for parameter, data in kept.items():
+            for parameter, data in originals.items():
                 parameter.data = data
 
 
 register(
     EditKind(
         "dtype", "dtype=" + "|".join(DTYPES),
-        "the parameters, converted to this dtype for the time of the run, which holds a second copy of them. Buffers "
-        "such as rotary frequencies stay as they are", "a second dtype", "dtype=bfloat16",
+        "the parameters, which are converted to this dtype for the time of the run; this needs memory for a second "
+        "copy. Buffers such as rotary frequencies are not converted", "a second dtype", "dtype=bfloat16",
         lambda value, scope: {name: Precision(name) for name in DTYPES}[value],
     )
 )  # fmt: skip

@@ -1,7 +1,6 @@
-"""At which layers and heads an edit acts: `@3`, `@2-5`, `@3.1` (layer 3, head 1), `@2-5,7.0`; nothing: everywhere.
+"""The layers and heads at which an edit acts: `@3`, `@2-5`, `@3.1` (layer 3, head 1), `@2-5,7.0`; default: all.
 
-Layers have the numbers that the model itself gives them: in a hybrid, whose attention is in some layers only, these are
-the numbers that tables show.
+Layers have the ids of the model itself, as in tables, also in hybrid models with attention in some layers only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ITEM = re.compile(r"(?P<first>\d+)(-(?P<last>\d+)|\.(?P<head>\d+))?")
 
 @dataclass(frozen=True)
 class Scope:
-    """`items`: (first layer, last layer, head or None). An empty text means everywhere."""
+    """A selection of layers and heads; `items`: (first layer, last layer, head or None)."""
 
     items: tuple[tuple[int, int, int | None], ...] = ()
     everywhere: bool = True
@@ -46,7 +45,7 @@ class Scope:
         return "@" + ",".join(parts)
 
     def heads(self, call: Call) -> Tensor:
-        """bool [H]: the heads of this call that are in scope."""
+        """Return which heads of a call are in scope, bool [H]."""
         import torch
 
         chosen = torch.full((call.heads,), self.everywhere, dtype=torch.bool, device=call.query.device)
@@ -55,18 +54,18 @@ class Scope:
                 chosen[slice(None) if head is None else slice(head, head + 1)] = True
         return chosen
 
-    def require(self, numbers: Sequence[int], heads: Sequence[int], where: str) -> None:
-        """Refuse layers and heads that the model does not have: by attention call, the layer's number and its heads.
+    def require(self, layer_ids: Sequence[int], heads: Sequence[int], where: str) -> None:
+        """Raise an InputError if the model lacks a layer or head; `layer_ids` and `heads` are given by attention call.
 
-        A layer without attention may lie within a range, but not stand alone.
+        A layer without attention may be part of a range, but cannot be named alone.
         """
         for first, last, head in self.items:
-            here = [count for number, count in zip(numbers, heads, strict=True) if first <= number <= last]
-            if not here or last > max(numbers):
+            here = [count for layer, count in zip(layer_ids, heads, strict=True) if first <= layer <= last]
+            if not here or last > max(layer_ids):
                 raise InputError(
-                    "the edit names layers in which there is no attention to change", where=where,
+                    "the edit names layers without attention", where=where,
                     got=f"layer {first}" if first == last else f"layers {first} to {last}",
-                    expected=f"among {format_layers(numbers)}",
+                    expected=f"among {format_layers(layer_ids)}",
                 )  # fmt: skip
             if head is not None and head >= max(here):
                 raise InputError(

@@ -1,4 +1,4 @@
-"""What queries may see: `mask=off`, `window=W`, `window=W+sink` (position 0 kept; `+sinkM`: M tokens), `window=off`."""
+"""Change which keys queries see: `mask=off`, `window=W`, `window=W+sinkM` (keeps the first M keys), `window=off`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from posleak.probe import Call, Visibility
 
-ROWS = 64
-"""Queries that are looked at to see whether a window hides anything."""
+CHECKED_ROWS = 64
+"""Queries that are checked for a change of their visible keys."""
 
 
 @dataclass(frozen=True)
 class MaskOff(NamedEdit):
-    """Bidirectional attention."""
+    """Show every key to every query (bidirectional attention)."""
 
     site: ClassVar[Site] = Site.VISIBILITY
     causal: ClassVar[bool] = False
@@ -38,7 +38,7 @@ class MaskOff(NamedEdit):
 
 @dataclass(frozen=True)
 class Window(NamedEdit):
-    """Each query sees only the nearest `size` of its keys, and the first `sink` of them. size 0: no window at all."""
+    """Show each query only the nearest `size` of its keys, and the first `sink` keys; size 0: remove all windows."""
 
     size: int
     sink: int = 0
@@ -57,7 +57,7 @@ class Window(NamedEdit):
 
             return call if seen.causal else _with(call, self.text, seen.with_rule("causal", causal, True))
         if self.size >= call.query.shape[2]:
-            return call  # no key is farther away, so the window hides nothing, and the kernel needs no mask for it
+            return call  # the window hides nothing, and the kernel needs no mask for it
 
         def nearest(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             near = query - key < self.size
@@ -75,13 +75,13 @@ class Window(NamedEdit):
 
 
 def _with(call: Call, name: str, new: Visibility) -> Call:
-    """The call with another visibility; itself if no query sees other keys: its own window may be the narrower one."""
+    """Return the call with another visibility; the call itself if no query sees other keys than before."""
     import torch
 
     seen = call.visibility
 
     def differ() -> bool:
-        rows = torch.unique(torch.linspace(0, seen.shape[2] - 1, ROWS).long())
+        rows = torch.unique(torch.linspace(0, seen.shape[2] - 1, CHECKED_ROWS).long())
         return not torch.equal(seen.rows(rows), new.rows(rows))
 
     return replace(call, visibility=new) if seen.cached((name, "differs"), differ) else call
@@ -99,17 +99,17 @@ def _make_window(value: str, scope: Scope) -> Window:
 register(
     EditKind(
         "window", "window=W|W+sink[M]|off",
-        "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: position "
-        "0 too, and `+sink4` the first four, as a streaming cache keeps them. `off`: all keys up to itself, whatever "
-        "windows or chunks the model has of its own",
-        "a second edit of visibility, which `mask` is too; `ring`", "window=64+sink", _make_window,
+        "what each query sees: of the keys that the model shows it, the nearest W, itself included. `+sink`: also "
+        "position 0; `+sink4`: also the first four keys, as in a streaming cache. `off`: all keys up to itself, "
+        "without the windows or chunks of the model",
+        "a second edit of visibility, such as `mask`; `ring`", "window=64+sink", _make_window,
     )
 )  # fmt: skip
 register(
     EditKind(
         "mask", "mask=off",
-        "what each query sees: every key, later ones too. `claims` shows with it that position 0 is then not closed. "
-        "Leakage is not defined under it",
+        "what each query sees: every key, also later ones. `claims` shows with it that position 0 then depends on "
+        "later tokens. Leakage is not defined under it",
         "`measure`; `window` and `ring`; `sink`, `patch0` and `context`, which are defined for causal queries only",
         "mask=off",
         lambda value, scope: {"off": MaskOff()}[value],

@@ -45,9 +45,9 @@ EXTRA_BUFFER_BYTES = 1 << 28
 
 def require_max_size(path: Path, limit: int) -> None:
     """Reject a file that is larger than any of its kind, before it is read."""
-    if (found := path.stat().st_size) > limit:
+    if (stored := path.stat().st_size) > limit:
         raise ModelError(
-            f"{path.name} is too large", where=str(path), got=format_bytes(found),
+            f"{path.name} is too large", where=str(path), got=format_bytes(stored),
             expected=f"at most {format_bytes(limit)}", remedy=FETCH_AGAIN,
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: in
     limit = EXTRA_BUFFER_BYTES + 4 * stored
     if need.buffer_bytes > limit:
         raise ModelError(
-            "the config asks for huge tables beside the weights", where=str(path),
+            "the config asks for huge tables in addition to the weights", where=str(path),
             got=format_bytes(need.buffer_bytes), expected=f"at most {format_bytes(limit)}",
             remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip

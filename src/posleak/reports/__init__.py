@@ -1,13 +1,13 @@
-"""Stage 13, what is shown: tables, figures, one self-contained page.
+"""Reports of runs: one self-contained page, comparisons, figures for print and tables.
 
-gather      run folders as they are found: whole, partial, or refused with the reason; with their trace, if there is one
-curves      every head's curves with intervals
-view        a run as the page shows it
-neighbours  what others measure, and how it agrees with the leakage
-figures     plotly figures; metric_figures: those of what others measure
-page        the page: templates, style, script and numbers in one file
-compare     runs side by side, with differences and intervals; formats: as a terminal table, Markdown, LaTeX
-assets      figures for print, and every table as CSV and Parquet
+gather      read run folders; runs that cannot be shown are refused with the reason
+view        a run with everything that reports derive from it, each computed once
+curves      curves of every head;  related: metrics of other papers and their rank agreement
+figures     plotly figures;  metric_figures: those of metrics of other papers;  payload: arrays for the page's script
+page        the page of runs;  collected: the page of a sweep
+compare     runs and their differences;  formats: as a terminal table, Markdown, LaTeX
+tables      every number as rows;  assets: the rows as CSV and Parquet, and figures for print
+terminal    tables of the commands
 
-No claim is known by name here: the page shows whatever findings a run has, and those about edits in their own section.
+No claim is known by name here: the page shows all claims of a run, and those about edits in their own section.
 """

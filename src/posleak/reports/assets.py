@@ -27,7 +27,7 @@ from posleak.metrics.table import Metrics
 from posleak.runs.software import slug
 from posleak.show import plots
 from posleak.show.colours import LIGHT
-from posleak.show.plots import HEIGHT, WIDTH, as_text, drawn, write
+from posleak.show.plots import WIDTH, as_text, drawn, write
 
 from .compare import Comparison
 from .figures import LEAST_RATIO, RATIO_TICKS, every_part, forest_rows, lent_to
@@ -77,47 +77,42 @@ def figures(views: Sequence[RunView]) -> Iterator[tuple[str, Figure]]:
     """Yield names and figures; with several runs a name ends with the run's index and label."""
     for k, view in enumerate(views):
         suffix = f"-{k + 1}-{slug(view.label)}" if len(views) > 1 else ""
-        for name, (draw, height) in _run_figures(view).items():
-            yield f"{name}{suffix}", drawn(draw, (WIDTH, height))
+        for name, figure in _run_figures(view):
+            yield f"{name}{suffix}", figure
     if len(views) > 1:
         yield "balance", drawn(partial(balance, views=views), (WIDTH, 0.8 + 0.5 * len(views)))
 
 
-def _run_figures(view: RunView) -> dict[str, tuple[Callable[[Figure], None], float]]:
-    """The figures of one run: how each is drawn, and its height in inches."""
+def _run_figures(view: RunView) -> Iterator[tuple[str, Figure]]:
     layers, summary, trace = len(view.names), view.summary, view.trace
-    attention, parts = summary.layer_sink_attention, (summary.layers["all"].power, view.parts)
-    made: dict[str, tuple[Callable[[Figure], None], float]] = {
-        "depth": (
-            lambda f: plots.depth(f, summary.layers["all"], attention, view.parts, view.places, view.title),
-            HEIGHT,
-        ),
-        "sink-profile": (partial(sink_profile, view=view), 1.2 + 0.09 * layers),
-    }
+    power, attention = summary.layers["all"], summary.layer_sink_attention
+    yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, view.places, view.title))
+    yield "sink-profile", drawn(partial(sink_profile, view=view), (WIDTH, 1.2 + 0.09 * layers))
     if trace is not None:
-        sources = trace.layers["all"].power, view.sources
-        made["both"] = (lambda f: plots.both(f, sources, parts, view.places, view.title)), HEIGHT
-        if trace.ladder is not None:
-            made["by-layer"] = partial(by_layer, view=view, steps=trace.ladder), 1.2 + 0.2 * len(trace.ladder.upto)
-    made["heads"] = partial(heads, view=view), 1.2 + 0.09 * layers
+        above, below = (trace.layers["all"].power, view.sources), (power.power, view.parts)
+        yield "both", drawn(lambda f: plots.both(f, above, below, view.places, view.title))
+        if (steps := trace.ladder) is not None:
+            height = 1.2 + 0.2 * len(steps.upto)
+            yield "by-layer", drawn(partial(by_layer, view=view, steps=steps), (WIDTH, height))
+    yield "heads", drawn(partial(heads, view=view), (WIDTH, 1.2 + 0.09 * layers))
     if view.origin is not None:
-        made["position-0"] = partial(position_0, origin=view.origin.record), 2.4
+        yield "position-0", drawn(partial(position_0, origin=view.origin.record), (WIDTH, 2.4))
     if view.edited:
-        made["edits"] = partial(edits, view=view), 0.8 + 0.42 * len(view.edited)
+        yield "edits", drawn(partial(edits, view=view), (WIDTH, 0.8 + 0.42 * len(view.edited)))
     if view.related is not None:
         metrics, ranked = view.related.metrics, view.related.agreements
         if ranked:
-            made["agreement"] = partial(agreement, ranked=ranked, title=view.title), agreement_height(ranked)
+            yield "agreement", agreement_figure(ranked, view.title)
         if metrics.frames:
-            made["frames"] = partial(frames, view=view, metrics=metrics), 2.0
+            yield "frames", drawn(partial(frames, view=view, metrics=metrics), (WIDTH, 2.0))
         if curves := curves_of(metrics.depths):
-            made["states"] = partial(states, metrics=metrics), 1.7 * ((len(curves) + 1) // 2)
-    return made
+            yield "states", drawn(partial(states, metrics=metrics), (WIDTH, 1.7 * ((len(curves) + 1) // 2)))
 
 
-def agreement_height(ranked: Mapping[str, Agreement]) -> float:
-    """Return the height of `agreement` in inches."""
-    return sum(0.9 + 0.16 * len(grouped(ranking.rows)) for ranking in ranked.values())
+def agreement_figure(ranked: Mapping[str, Agreement], title: str) -> Figure:
+    """Return maps of ρ over heads and over layers, one below the other."""
+    height = sum(0.9 + 0.16 * len(grouped(ranking.rows)) for ranking in ranked.values())
+    return drawn(partial(agreement, ranked=ranked, title=title), (WIDTH, height))
 
 
 def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> None:
@@ -190,6 +185,7 @@ def sink_profile(figure: Figure, view: RunView) -> None:
     wide = np.flatnonzero((profile.width > 0) & (profile.width <= profile.attention.value.shape[1]))
     axes.vlines(profile.width[wide] - 0.5, wide - 0.5, wide + 0.5, color="black", linewidth=2)
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set(xlabel="position", ylabel="layer", title=as_text(view.title))
     _name_layers(axes.yaxis, view)
 
@@ -216,7 +212,6 @@ def _map(axes: Axes, value: Array, name: str, top: float | None = None) -> AxesI
     """Values in the colour of `name`, on a square-root scale from 0."""
     ramp = LinearSegmentedColormap.from_list(name, [PALE, LIGHT[name]])
     most = float(np.nanmax([*value.flat, 1e-12])) if top is None else max(top, 1e-12)
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     return axes.imshow(value, cmap=ramp, norm=PowerNorm(0.5, 0, most), aspect="auto")
 
 
@@ -231,6 +226,7 @@ def heads(figure: Figure, view: RunView) -> None:
         axes.plot(head, layer, "o", color=GREY, markersize=1.5, markerfacecolor="none", linewidth=0)
         axes.patch.set(hatch="/////", edgecolor=LIGHT_GREY, facecolor="white")
         axes.set(title=name, xlabel="head")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
     _name_layers(figure.axes[0].yaxis, view)
@@ -262,8 +258,9 @@ def edits(figure: Figure, view: RunView) -> None:
         if not np.isnan(ratio.low):
             axes.plot(np.maximum([ratio.low, ratio.high], LEAST_RATIO), [y, y], color=colour, linewidth=1)
         marker = "<" if ratio.value < LEAST_RATIO else "D" if early else "o"
-        axes.plot(np.maximum(ratio.value, LEAST_RATIO), y, marker, color=colour, markersize=4,
-                  markerfacecolor=colour if early else "white", label=None if kept.name in named else kept.name)  # fmt: skip
+        face, name = colour if early else "white", None if kept.name in named else kept.name
+        x = np.maximum(ratio.value, LEAST_RATIO)
+        axes.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=4, label=name)
         named.add(kept.name)
     axes.axvline(1, color=GREY, linewidth=0.6, linestyle=":")
     axes.set(xscale="log", xlabel="power after / before the edit", ylim=(len(view.edited) - 0.4, -0.6))
@@ -271,7 +268,7 @@ def edits(figure: Figure, view: RunView) -> None:
     ticks = {x: text for x, text in RATIO_TICKS.items() if low <= x <= high}
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xticks([], minor=True)
-    names = [as_text(claim.edited.about) for claim in view.edited if claim.edited is not None]
+    names = [as_text(edited.about) for _, edited in view.edited]
     axes.set_yticks(range(len(names)), names)
     if named:
         figure.legend(ncols=4, loc="outside upper center")

@@ -1,18 +1,19 @@
-"""Runs side by side: the balance of mask, drift and sink of each, and differences from the first with intervals.
+"""Comparison of runs: every quantity of each run, and its difference from the first run, with intervals.
 
-Runs that read the same prompts are paired: what the prompts have in common cancels; others are taken as independent.
-Models of any size compare: every number is a mean over all heads of all layers.
+Differences between runs on the same prompts are paired; other runs are treated as independent. Every quantity is a mean
+over all heads of all layers, so models of any size can be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from posleak.axes import PARTS
+from posleak.analyses.trace.trace import SOURCES
+from posleak.axes import LEFT, PARTS, SCALING
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
 from posleak.leakage.contrast import QUERIES
 from posleak.leakage.summary import Products
@@ -21,19 +22,21 @@ from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
-from .gather import Given, Refused, ShownRun, gather, require_some
+from .gather import Refused, RunLike, gather, require_some
+from .view import RunView
 
-QUANTITIES = {
-    "total": "nats²", "residual": "nats²", "mask": "share", "drift": "share", "sink": "share",
-    "stabilisation": "times", "sink_attention": "share",
+ALWAYS = {
+    "total": "nats²", "residual": "nats²", **dict.fromkeys(PARTS, "share"), "stabilisation": "times",
+    "sink_attention": "share",
 }  # fmt: skip
-"""Columns of the balance and their units; `total` and `residual` are powers, mask, drift and sink shares of the total,
-`sink_attention` the mean attention of reference queries to position 0 (not defined for early queries)."""
+QUANTITIES = ALWAYS | {SCALING: "share", **dict.fromkeys(SOURCES, "share"), LEFT: "nats²"}
+"""Quantities and their units. Parts and sources are shares of the total. `sink_attention` is the mean attention of the
+reference queries to position 0, not defined for early queries. Sources need a trace, `left` a borrowed context."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of the table: a run, or the difference of a run from the first (`minus`)."""
+    """The quantities of a run, or their differences from another run (`minus`), by name."""
 
     run: int
     queries: str
@@ -44,7 +47,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Rows for all queries, then for early ones; in each the runs, then their differences from the first."""
+    """Rows of all queries, then of early queries; in each, the runs and then their differences from the first run."""
 
     labels: list[str]
     facts: list[dict[str, Any]]
@@ -56,95 +59,107 @@ class Comparison:
         refused = f"; {len(self.refused)} refused" if self.refused else ""
         return f"Comparison({visible(', '.join(self.labels))}{refused})"
 
+    @property
+    def units(self) -> dict[str, str]:
+        """Units of the quantities that at least one run has."""
+        present = {name for row in self.rows for name in row.cells}
+        return {name: unit for name, unit in QUANTITIES.items() if name in ALWAYS or name in present}
+
     def name(self, row: ComparisonRow) -> str:
-        """`B`, or `B − A`."""
+        """Return the label of a row: `B`, or `B − A`."""
         own = self.labels[row.run]
         return own if row.minus is None else f"{own} − {self.labels[row.minus]}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak compare --json` (docs/report.md)."""
-        records = [
+        """Return the JSON of `posleak compare --json` (docs/report.md)."""
+        rows = [
             {"run": self.labels[row.run], "minus": None if row.minus is None else self.labels[row.minus],
              "queries": row.queries, "paired": row.paired, **row.cells}
             for row in self.rows
         ]  # fmt: skip
-        refused = [{"run": each.name, "reason": each.reason} for each in self.refused]
-        found: dict[str, Any] = plain(
-            {"runs": self.facts, "units": QUANTITIES, "rows": records, "refused": refused, "notes": self.notes}
+        refused = [{"run": run.name, "reason": run.reason} for run in self.refused]
+        made: dict[str, Any] = plain(
+            {"runs": self.facts, "units": self.units, "rows": rows, "refused": refused, "notes": self.notes}
         )
-        return found
+        return made
 
 
 @checked
-def compare(runs: Iterable[Given]) -> Comparison:
-    """Compare finished runs: each beside the first, with differences and intervals.
+def compare(runs: Iterable[RunLike]) -> Comparison:
+    """Compare finished runs with the first one: every quantity, its difference and their intervals.
 
-    Runs that cannot be compared are named in `refused` with the reason.
+    Runs with a trace are also compared by source. Runs that cannot be compared are in `refused`, with the reason.
 
-    runs        two or more runs, traces or folders
+    runs        two or more runs, traces or run folders
+
+    Example: `posleak.compare(["runs/step1000", "runs/step2000"]).rows`
     """
-    found, refused = gather(runs, partial=False, traces=False)
-    require_some(found, refused, 2, "a comparison")
-    return comparison(found, refused)
+    views, refused = gather(runs, unfinished=False, only_traces=True)
+    require_some(views, refused, 2, "a comparison")
+    compared = comparison(views, refused)
+    return replace(
+        compared, notes=[*compared.notes, *(f"{view.label}: {note}" for view in views for note in view.notes)]
+    )
 
 
-def comparison(found: Sequence[ShownRun], refused: Sequence[Refused] = ()) -> Comparison:
-    """The first run is what the others are compared with."""
-    first, others = found[0], found[1:]
-    rows, sums = list[ComparisonRow](), [{q: s.run.products[q].averaged((0, 1)) for q in QUERIES} for s in found]
+def comparison(views: Sequence[RunView], refused: Sequence[Refused] = ()) -> Comparison:
+    """Compare runs with the first of them."""
+    first, rows = views[0], list[ComparisonRow]()
     for queries in QUERIES:
-        own = [_numbers(s.run, sums[k][queries], queries) for k, s in enumerate(found)]
-        rows += [ComparisonRow(k, queries, _estimates(numbers)) for k, numbers in enumerate(own)]
-        for k, other in enumerate(others, start=1):
-            paired = same_prompts(first.run, other.run)
-            differences = {name: Contrast(number, own[0][name], paired).difference for name, number in own[k].items()}
-            rows.append(ComparisonRow(k, queries, differences, 0, paired))
-    return Comparison([s.label for s in found], [facts(s) for s in found], rows, list(refused), _notes(found))
+        own = [_quantities(view, queries) for view in views]
+        rows += [ComparisonRow(k, queries, {n: x.estimate for n, x in some.items()}) for k, some in enumerate(own)]
+        for k, view in enumerate(views[1:], start=1):
+            paired = same_prompts(first.run, view.run)
+            both = {name: Contrast(own[k][name], own[0][name], paired) for name in own[k] if name in own[0]}
+            rows.append(ComparisonRow(k, queries, {name: c.difference for name, c in both.items()}, 0, paired))
+    return Comparison([view.label for view in views], [facts(view) for view in views], rows, list(refused),
+                      _notes(views))  # fmt: skip
 
 
 def same_prompts(one: Run, other: Run) -> bool:
-    """Did the two runs read the same tokens, apart from position 0?"""
+    """Return whether two runs read the same tokens, apart from position 0."""
     return one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
 
 
-def facts(shown: ShownRun) -> dict[str, Any]:
-    run, identity, spec = shown.run, shown.run.record.identity, shown.run.record.spec
+def facts(view: RunView) -> dict[str, Any]:
+    """Return what identifies a run."""
+    run, identity, spec = view.run, view.record.identity, view.record.spec
     return {
-        "label": shown.label, "model": identity.name, "architecture": identity.architecture,
+        "label": view.label, "model": identity.name, "architecture": identity.architecture,
         "layers": run.data.sizes["layer"], "heads": identity.heads, "dtype": identity.dtype,
         "quantisation": identity.quantisation, "windows": identity.spans, "inputs": spec.inputs,
         "first_token": run.record.inputs.first_token, "length": spec.length, "prompts": run.prompts,
-        "seed": spec.seed, "edits": list(spec.edit_texts), "partial": shown.partial,
+        "seed": spec.seed, "edits": list(spec.edit_texts), "partial": view.partial,
         "run": None if run.path is None else str(run.path),
     }  # fmt: skip
 
 
-def _numbers(run: Run, products: Products, queries: str) -> dict[str, Sampled]:
-    """Every quantity with its replicates."""
-    jackknife = Jackknife(run.prompts)
+def _quantities(view: RunView, queries: str) -> dict[str, Sampled]:
+    """Every quantity that a run has, with its replicates."""
+    run, jackknife = view.run, Jackknife(view.run.prompts)
+    products = run.products[queries].averaged((0, 1))
     power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
-    found = {
-        "total": power["total"],
-        "residual": power["residual"],
-        **{name: jackknife.inner(products.with_total[name]).over(power["total"]) for name in PARTS},
-        "stabilisation": power["mask_without_sink"].over(power["mask"]),
-    }
+    made = {name: power[name] for name in ("total", "residual")}
+    made |= _shares(products, (*PARTS, SCALING), jackknife)
+    made["stabilisation"] = power["mask_without_sink"].over(power["mask"])
     if queries == "all":
-        found["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
-    return found
+        made["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
+    if view.trace is not None:
+        made |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
+    return made | ({LEFT: power[LEFT]} if LEFT in power else {})
 
 
-def _estimates(numbers: dict[str, Sampled]) -> dict[str, Estimate]:
-    return {name: number.estimate for name, number in numbers.items()}
+def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> dict[str, Sampled]:
+    total, sums = jackknife.inner(products.own["total"]), products.with_total
+    return {name: jackknife.inner(sums[name]).over(total) for name in names if name in sums}
 
 
-def _notes(found: Sequence[ShownRun]) -> list[str]:
-    """What a reader of differences must know: powers depend on where they were measured."""
-    specs = [s.run.record.spec for s in found]
-    notes = [
-        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(str(v) for v in values)})"
-        for name in ("length", "inputs", "density", "origin")
-        if len(values := sorted({getattr(spec, name) for spec in specs})) > 1
+def _notes(views: Sequence[RunView]) -> list[str]:
+    """Settings that differ between the runs, since powers depend on them."""
+    specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
+    settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
+    return [
+        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(map(str, sorted(values)))})"
+        for name, values in (settings | {"dtype": dtypes}).items()
+        if len(values) > 1
     ]
-    dtypes = sorted({s.run.record.identity.dtype for s in found})
-    return [*notes, *([f"dtype differs between the runs ({', '.join(dtypes)})"] if len(dtypes) > 1 else [])]

@@ -266,7 +266,7 @@ def forest(view: RunView) -> Figure:
         figure.add_trace(_forest_trace(name, chosen, y, least))
     figure.add_vline(x=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
     ticks = {x: text for x, text in RATIO_TICKS.items() if least / 1.5 <= x <= most * 1.5}
-    labels = [escaped(claim.edited.about) for claim in view.edited if claim.edited is not None]
+    labels = [escaped(edited.about) for _, edited in view.edited]
     figure.update_layout(
         xaxis={"type": "log", "tickvals": list(ticks), "ticktext": list(ticks.values()),
                "range": [math.log10(least / 1.25), math.log10(most * 1.25)]},
@@ -279,8 +279,8 @@ def forest(view: RunView) -> Figure:
 def forest_rows(view: RunView) -> list[tuple[float, Kept]]:
     """Return (height, ratio) of every ratio that is drawn; undefined ratios are only in the table."""
     rows = list[tuple[float, Kept]]()
-    for row, claim in enumerate(view.edited):
-        defined = [] if claim.edited is None else [k for k in claim.edited.kept if not math.isnan(k.ratio.value)]
+    for row, (_, edited) in enumerate(view.edited):
+        defined = [kept for kept in edited.kept if not math.isnan(kept.ratio.value)]
         rows += [(row + 0.19 * (rank - (len(defined) - 1) / 2), kept) for rank, kept in enumerate(defined)]
     return rows
 

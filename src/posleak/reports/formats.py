@@ -1,103 +1,110 @@
-"""A comparison as text: a table for the terminal, Markdown or LaTeX for a paper."""
+"""A comparison as text: a table for the terminal, Markdown or LaTeX."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from posleak.leakage import Estimate
+from posleak.analyses.trace.trace import SOURCES
 from posleak.leakage.contrast import QUERIES
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
-from posleak.show.words import QUERIES as TITLES
+from posleak.show.words import QUERIES as QUERY_TITLES
 
 from .compare import QUANTITIES, Comparison, ComparisonRow
 
-HEADS = {
-    "total": "total, nats²", "residual": "residual, nats²", "mask": "mask", "drift": "drift", "sink": "sink",
-    "stabilisation": "stabilisation", "sink_attention": "attention to 0",
-}  # fmt: skip
-LEGEND = (
-    "mask, drift and sink are shares of the total; 95% jackknife intervals over prompts; – not defined or not clearly "
-    "above 0; * the interval of a difference does not contain 0"
-)
+TITLES = {"sink_attention": "attention to 0"}
 
 
-def as_table(found: Comparison) -> RenderableType:
-    """Two blocks, all and early queries; the interval stands below its number, so that it fits a terminal."""
-    parts: list[RenderableType] = []
-    heads = [name.replace(", ", "\n") for name in HEADS.values()]
-    for queries in QUERIES:
-        table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=TITLES[queries])
-        for row in rows_of(found, queries):
-            cells = [_two_lines(row, name) for name in HEADS]
-            table.add_row(Text(row_name(found, row), style="" if row.minus is None else "italic"), *cells)
-        parts.append(table)
-    notes = [LEGEND, *found.notes, *(f"not compared: {each.name}: {each.reason}" for each in found.refused)]
-    return Group(*parts, *(prose(note, style="dim") for note in notes))
+def as_table(compared: Comparison) -> RenderableType:
+    """Return terminal tables for all and for early queries, and for sources; intervals are below their values."""
+    columns = titles(compared)
+    groups = {
+        "": [name for name in columns if name not in SOURCES],
+        ", by source": [n for n in SOURCES if n in columns],
+    }
+    tables = [_table(compared, queries, names, suffix) for queries in QUERIES for suffix, names in groups.items()]
+    return Group(*(table for table in tables if table.rows), *(prose(note, style="dim") for note in _notes(compared)))
 
 
-def markdown(found: Comparison) -> str:
-    """One table, GitHub's flavour."""
-    lines = ["| run | queries | " + " | ".join(HEADS.values()) + " |", "|---|---|" + "---:|" * len(HEADS)]
-    for queries in QUERIES:
-        for row in rows_of(found, queries):
-            cells = (_text(row, name) for name in HEADS)
-            lines.append(f"| {_pipes(row_name(found, row))} | {queries} | " + " | ".join(cells) + " |")
-    notes = [LEGEND, *found.notes, *(f"not compared: {each.name}: {each.reason}" for each in found.refused)]
-    return "\n".join([*lines, "", *(f"{_pipes(note)}  " for note in notes)]) + "\n"
+def _table(compared: Comparison, queries: str, names: Sequence[str], suffix: str) -> terminal.FittedTable:
+    """One table of the quantities `names`, with the rows that have any of them."""
+    heads = [titles(compared)[name].replace(", ", "\n") for name in names]
+    table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=f"{QUERY_TITLES[queries]}{suffix}")
+    for row in compared.rows:
+        if row.queries == queries and any(name in row.cells for name in names):
+            label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
+            table.add_row(label, *(_table_cell(row, name) for name in names))
+    return table
 
 
-def latex(found: Comparison) -> str:
-    """A booktabs table; intervals small, in brackets."""
-    lines = [
-        r"\begin{tabular}{ll" + "r" * len(HEADS) + "}",
-        r"\toprule",
-        "run & queries & " + " & ".join(escape_latex(head) for head in HEADS.values()) + r" \\",
-    ]
-    for queries in QUERIES:
-        lines.append(r"\midrule")
-        for row in rows_of(found, queries):
-            cells = " & ".join(_latex_cell(row, name) for name in HEADS)
-            lines.append(f"{escape_latex(row_name(found, row))} & {queries} & {cells} \\\\")
-    notes = [LEGEND, *found.notes, *(f"not compared: {each.name}: {each.reason}" for each in found.refused)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *(f"% {' '.join(n.split())}" for n in notes)]) + "\n"
+def markdown(compared: Comparison) -> str:
+    """Return one GitHub-flavoured Markdown table."""
+    columns = titles(compared)
+    lines = ["| run | queries | " + " | ".join(columns.values()) + " |", "|---|---|" + "---:|" * len(columns)]
+    for row in compared.rows:
+        cells = (" ".join(piece for piece in row_pieces(row, name) if piece) for name in columns)
+        lines.append(f"| {_escape_markdown(row_name(compared, row))} | {row.queries} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{_escape_markdown(note)}  " for note in _notes(compared))]) + "\n"
+
+
+def latex(compared: Comparison) -> str:
+    """Return one booktabs table, with intervals in small type."""
+    columns, queries = titles(compared), ""
+    heads = " & ".join(escape_latex(title) for title in columns.values())
+    lines = [r"\begin{tabular}{ll" + "r" * len(columns) + "}", r"\toprule", rf"run & queries & {heads} \\"]
+    for row in compared.rows:
+        lines += [r"\midrule"] if row.queries != queries else []
+        queries = row.queries
+        cells = " & ".join(_latex_cell(row, name) for name in columns)
+        lines.append(rf"{escape_latex(row_name(compared, row))} & {queries} & {cells} \\")
+    notes = (f"% {' '.join(note.split())}" for note in _notes(compared))
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {"markdown": markdown, "latex": latex}
 
 
-def rows_of(found: Comparison, queries: str) -> list[ComparisonRow]:
-    return [row for row in found.rows if row.queries == queries]
+def titles(compared: Comparison) -> dict[str, str]:
+    """Return the titles of the columns by the names of their quantities."""
+    texts = {name: TITLES.get(name, name) for name in compared.units}
+    return {name: f"{text}, nats²" if QUANTITIES[name] == "nats²" else text for name, text in texts.items()}
 
 
-def row_name(found: Comparison, row: ComparisonRow) -> str:
-    pairing = {True: " (paired)", False: " (unpaired)", None: ""}[row.paired]
-    return found.name(row) + pairing
+def legend(compared: Comparison) -> str:
+    """Return the explanation of the columns and marks."""
+    shares = ["mask, drift and sink"] + ["earlier, here and origin"] * (SOURCES[0] in compared.units)
+    return (
+        f"{' and '.join(shares)} are shares of the total; 95% jackknife intervals over prompts; – not defined; "
+        "* the difference is significant: its interval does not contain 0"
+    )
 
 
-def _clear(row: ComparisonRow, cell: Estimate) -> bool:
-    return row.minus is not None and bool(cell.low > 0 or cell.high < 0)
+def _notes(compared: Comparison) -> Iterator[str]:
+    yield from (legend(compared), *compared.notes)
+    yield from (f"not compared: {run.name}: {run.reason}" for run in compared.refused)
+
+
+def row_name(compared: Comparison, row: ComparisonRow) -> str:
+    """Return the label of a row, and whether a difference is paired."""
+    return compared.name(row) + {True: " (paired)", False: " (unpaired)", None: ""}[row.paired]
 
 
 def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
-    """The number, signed and starred in a difference, and its interval."""
+    """Return a value, signed and starred in a difference, and its interval."""
     if name not in row.cells:
         return numbers.NAN, ""
-    cell, unit = row.cells[name], "" if row.minus is not None and QUANTITIES[name] == "times" else QUANTITIES[name]
-    sign = "+" if row.minus is not None and cell.value > 0 else ""
-    star = "*" if _clear(row, cell) else ""
+    cell, unit, difference = row.cells[name], QUANTITIES[name], row.minus is not None
+    unit = "" if difference and unit == "times" else unit
+    sign = "+" if difference and cell.value > 0 else ""
+    star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
     return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
 
 
-def _text(row: ComparisonRow, name: str) -> str:
-    return " ".join(piece for piece in row_pieces(row, name) if piece)
-
-
-def _two_lines(row: ComparisonRow, name: str) -> terminal.TableCell:
+def _table_cell(row: ComparisonRow, name: str) -> terminal.TableCell:
     value, interval = row_pieces(row, name)
     return terminal.TableCell(Text(value), interval.strip("()").replace(" … ", "…"), below=True)
 
@@ -107,8 +114,7 @@ def _latex_cell(row: ComparisonRow, name: str) -> str:
     return value + (rf" {{\scriptsize {interval}}}" if interval else "")
 
 
-def _pipes(text: str) -> str:
-    """Text inside a Markdown table: nothing in it may be read as markup."""
+def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\|`*_<>\[\]])", r"\\\1", " ".join(text.split()))
 
 
@@ -120,4 +126,5 @@ LATEX = {
 
 
 def escape_latex(text: str) -> str:
+    """Return text in which LaTeX finds no commands."""
     return "".join(LATEX.get(character, character) for character in text)

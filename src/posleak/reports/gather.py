@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,11 +39,11 @@ class Refused:
 
 
 def gather(
-    runs: Iterable[RunLike], *, partial: bool = True, only_traces: bool = False
+    runs: Iterable[RunLike], *, unfinished: bool = True, only_traces: bool = False
 ) -> tuple[list[RunView], list[Refused]]:  # fmt: skip
     """Return the runs that can be shown, in order, and those that cannot.
 
-    partial      accept unfinished runs
+    unfinished   accept unfinished runs
     only_traces  of the other results of a folder, read the trace only
     """
     views, refused = list[RunView](), list[Refused]()
@@ -50,7 +51,7 @@ def gather(
         trace, source = (given, given.ordinary) if isinstance(given, Trace) else (None, given)
         try:
             if not isinstance(source, Run):
-                source = Run.load_partial(source) if partial else Run.load(source)
+                source = Run.load_partial(source) if unfinished else Run.load(source)
             views.append(_read(source, trace, only_traces))
         except Exception as error:  # a damaged file can raise anything; the other runs are still shown
             name = source.path or source.name if isinstance(source, Run) else source
@@ -91,11 +92,9 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
             return None
 
     if finished and run.metrics is None and not only_traces:
-        measured = run
-        run = read("the run with metrics", lambda: _with_metrics(measured)) or run
+        run = read("the folder of metrics", partial(_with_metrics, run)) or run
     if finished and trace is None:
-        ordinary = run
-        trace = read("the trace", lambda: Trace.load(folder, ordinary))
+        trace = read("the trace", partial(Trace.load, folder, run))
     if only_traces:
         return RunView(run, run.name, trace, notes=tuple(notes))
     claims = read("claims.json", lambda: read_findings(folder, run.record.digest))
@@ -104,11 +103,11 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
     return RunView(run, run.name, trace, claims or None, origin, doctor, tuple(notes))
 
 
-def _with_metrics(run: Run) -> Run | None:
+def _with_metrics(run: Run) -> Run:
     """The run with the metrics that `posleak claims` measured on the same prompts in a folder below it."""
     folder = condition_folder(run.path or Path(), METRICS)
     if not is_finished(folder):
-        return None
+        return run
     other = Run.load(folder)
     if not run.record.inputs.same_tokens(other.record.inputs):
         raise RunError("its metrics were measured on different prompts", where=str(folder))

@@ -26,7 +26,7 @@ from posleak.signatures import checked
 
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
-from .formats import row_name, row_pieces, titles
+from .formats import legend, row_name, row_pieces, titles
 from .gather import Refused, RunLike, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
 from .payload import run_data
@@ -36,10 +36,11 @@ MOST_CURVES = 640
 """Number of heads per page that have curves, so that the page stays below 10 MB."""
 
 TEMPLATE_NAMES = {
-    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
-    "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of, "grouped": grouped,
-    "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of, "run_facts": run_facts,
-    "row_name": row_name, "row_pieces": row_pieces, "titles": titles, "version": __version__,
+    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION,
+    "times": SINK_RATIO, "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of,
+    "grouped": grouped, "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of,
+    "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "titles": titles, "legend": legend,
+    "version": __version__,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from .view import RunView
 
 
 def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
-    """Return everything but the figures; at most `most_curves` heads have curves, those with the largest total power."""
+    """Return everything but the figures; `most_curves` heads have curves, those with the largest total power."""
     data: dict[str, Any] = {
         "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
         "names": view.names, "windows": view.record.calibration.windows, "heads": _heads(view),

@@ -1,4 +1,4 @@
-"""A run as reports show it: the results of its folder, and what the page, the figures and the tables derive from them."""
+"""A run as reports show it: the results of its folder, and what page, figures and tables derive from them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from posleak.analyses.claims.catalogue import ClaimResult
+from posleak.analyses.claims.finding import Edited
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.store import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
@@ -147,9 +148,9 @@ class RunView:
         return np.asarray(np.isfinite(self.run.data["profile"].values[0, ..., 0]))
 
     @property
-    def edited(self) -> tuple[ClaimResult, ...]:
-        """Claims that compare an edit with the baseline."""
-        return tuple(claim for claim in self.claims or () if claim.edited is not None)
+    def edited(self) -> list[tuple[ClaimResult, Edited]]:
+        """Claims that compare an edit with the baseline, and their comparisons."""
+        return [(claim, claim.edited) for claim in self.claims or () if claim.edited is not None]
 
     @property
     def claims_by_paper(self) -> dict[str, list[ClaimResult]]:

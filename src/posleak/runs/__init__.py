@@ -1,18 +1,22 @@
-"""Stage 6, the one measuring path: request, record, loop and folder; atomic, verifiable, resumable.
+"""The one measuring path: specification, loop, record and folder of a run; atomic, verifiable, resumable.
 
-request   what a call from Python asks for: a subject, prompts, and the rest as a spec
-spec      what is asked for, checked before a model is loaded
-record    run.json as dataclasses
-folder    files that are whole or not there
-sizes     how many tensors are held at the same time
-memory    what a measurement will hold, and the batch that keeps it within a limit
-loop      prompts -> results batch by batch, each written as soon as it is measured
-progress  how far a batch is, layer by layer
-measure   one measurement from beginning to end
-run       the result: a record and labelled arrays
-software  with which versions, and when
-balance   the whole model's shares, and how the residual changes with depth
-conditions  the same prompts under many edits, each a run
+spec           the specification of a measurement, checked before a model is loaded
+request        arguments of a call from Python -> subject, spec and prompts
+memory         the memory planner
+progress       progress inside a batch
+placements     what positions do in every layer
+loop           forward passes -> chunks of arrays
+short_prompts  metrics that read short prompts of their own
+loss           next-token loss
+folder         the files of a run
+record         run.json as dataclasses
+run            a run: its record and its labelled arrays
+notes          warnings about sizes and results
+prepared       one measurement from its checks to its results
+measure        the public function
+conditions     the same prompts under several edits, each a run
+balance        the main results of a run
+software       versions, hashes, time and folder names
 
-`spec` is imported without torch, so that a wrong call is refused at once.
+`spec`, `memory` and `software` are imported without torch, so that a wrong call is rejected at once.
 """

@@ -1,4 +1,4 @@
-"""The balance of one measurement: what is mask, what drift, what sink, and how the residual changes with depth."""
+"""The main results of one run: powers and shares of the whole model, and the trend of the residual over depth."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .run import Run
 
 @dataclass(frozen=True)
 class Balance:
-    """Powers and shares of the whole model, early and all queries, and the residual's slopes per relative depth.
+    """The main results of a run.
 
-    slopes     over `all` layers, and over `sliding` and `global` ones separately where the model has both; in nats² per
-               relative depth, which is 0 at the first layer and 1 at the last
+    numbers    powers and shares of the whole model, for early and for all queries
+    slopes     of the residual's power over relative depth (0 at the first layer, 1 at the last), in nats²: over `all`
+               layers, and separately over `sliding` and `global` layers if the model has both
     relative   slopes divided by the mean over layers
     """
 
@@ -37,11 +38,11 @@ class Balance:
         sliding = [layer for layer, window in enumerate(run.record.calibration.windows) if window is not None]
         if 0 < len(sliding) < len(sums):
             kinds |= {"sliding": sliding, "global": [layer for layer in kinds["all"] if layer not in sliding]}
-        found = {kind: depth_slope(powers, layers) for kind, layers in kinds.items() if len(layers) > 1}
+        trends = {kind: depth_slope(powers, layers) for kind, layers in kinds.items() if len(layers) > 1}
         return cls(
             numbers=run.summary.model,
-            slopes={kind: pair[0].estimate for kind, pair in found.items()},
-            relative={kind: pair[1].estimate for kind, pair in found.items()},
+            slopes={kind: pair[0].estimate for kind, pair in trends.items()},
+            relative={kind: pair[1].estimate for kind, pair in trends.items()},
             sink_attention=jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2))).estimate,
             prompts=run.prompts,
         )

@@ -1,12 +1,12 @@
-"""A run folder on disk: what is in it, and what of it may be removed.
+"""The files of a run folder.
 
-run.json        what was asked, of which model, with which software, and how it ended; sha256 of the files beside it
-results.nc      labelled per-prompt arrays (netCDF)
-heads.parquet   tidy per-head numbers
-batches/        finished batches of an unfinished run; gone when it is finished
-.lock           while somebody writes (posleak.files)
+run.json        the record: request, model, software, how the run ended, and sha256 of the other files
+results.nc      labelled arrays per prompt (netCDF)
+heads.parquet   powers and metrics by head, as a tidy table
+batches/        finished batches of an unfinished run; removed at its end
+.lock           held while a process writes (posleak.files)
 
-Nothing is removed that posleak did not write.
+Only files that posleak wrote are removed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ RECORD_FILE, RESULTS_FILE, HEADS_FILE, BATCHES = "run.json", "results.nc", "head
 
 _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
 _SEAL = ".seal"
-"""The array in a batch that describes it."""
+"""Name of the array in a batch file that describes the batch."""
 
-REMEASURE = "delete this file and start again: only its prompts are measured anew"
+REMEASURE = "delete this file and start again: only its prompts are measured again"
 
 
 def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
@@ -53,7 +53,7 @@ def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callabl
 
 
 def has_record(folder: Path) -> bool:
-    """Return whether the folder has a run.json; one that cannot be searched is a StorageError."""
+    """Return whether the folder has a run.json; raise a StorageError if the folder cannot be read."""
     try:
         return (folder / RECORD_FILE).exists()
     except OSError as error:
@@ -61,7 +61,7 @@ def has_record(folder: Path) -> bool:
 
 
 def verify_file(folder: Path, name: str, expected: str | None) -> Path:
-    """The path of a file whose content is what the record beside it says, or an error that names it."""
+    """Return the path of a file of a run; raise a RunError if its sha256 is not the expected one."""
     path = folder / name
     if expected is None:
         raise RunError(
@@ -69,20 +69,21 @@ def verify_file(folder: Path, name: str, expected: str | None) -> Path:
         )
     if not path.is_file():
         raise RunError("a file of the run is missing", where=str(path), remedy="measure again with --fresh")
-    if (found := sha256_of(path)) != expected:
+    if (actual := sha256_of(path)) != expected:
         raise RunError(
-            "a file of the run is corrupt or was changed", where=str(path), got=f"sha256 {found}",
+            "a file of the run is corrupt or was changed", where=str(path), got=f"sha256 {actual}",
             expected=f"sha256 {expected}", remedy="restore it from a copy, or measure again with --fresh",
         )  # fmt: skip
     return path
 
 
 def batch_path(folder: Path, prompts: range) -> Path:
+    """Return the file of a batch."""
     return folder / BATCHES / f"{prompts.start:06d}-{prompts.stop - 1:06d}.npz"
 
 
 def write_batch(folder: Path, prompts: range, arrays: Chunk, digest: str) -> None:
-    """Write one finished batch of the run with this digest, with a seal that tells it from every other batch."""
+    """Write a finished batch of the run with this digest, with a seal that describes it."""
 
     def save(path: Path) -> None:
         with path.open("wb") as file:
@@ -92,17 +93,17 @@ def write_batch(folder: Path, prompts: range, arrays: Chunk, digest: str) -> Non
 
 
 def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
-    """Read a finished batch of the run with this digest; None where there is none yet. Any other batch is refused."""
+    """Return a finished batch; None if there is none. Raise a RunError if it is of another run or was changed."""
     path = batch_path(folder, prompts)
     if not path.exists():
         return None
     with translate_read_errors(path, REMEASURE), open_regular(path) as file:
         arrays = read_npz(file, path, REMEASURE)
-    found = [str(each) for each in arrays.pop(_SEAL, np.array([])).flat]
-    if found != (expected := _seal(prompts, arrays, digest)):
-        differing = [pair for pair in zip(found, expected) if pair[0] != pair[1]] or [("a batch without a seal", "one")]
+    seal = [str(line) for line in arrays.pop(_SEAL, np.array([])).flat]
+    if seal != (expected := _seal(prompts, arrays, digest)):
+        differing = [pair for pair in zip(seal, expected) if pair[0] != pair[1]] or [("a batch without a seal", "one")]
         raise RunError(
-            "a finished batch does not belong here, or was changed after it was written", where=str(path),
+            "a finished batch is of another run, or was changed after it was written", where=str(path),
             got="; ".join(got for got, _ in differing), expected="; ".join(wanted for _, wanted in differing),
             remedy=REMEASURE,
         )  # fmt: skip
@@ -110,7 +111,7 @@ def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
 
 
 def _seal(prompts: range, arrays: Chunk, digest: str) -> list[str]:
-    """Describe a batch: its prompts, its run, and a checksum of every array's name, type, shape and content."""
+    """Return lines that describe a batch: its prompts, its run, and a checksum of all arrays."""
     checksum = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         checksum.update(f"{name} {array.dtype.str} {array.shape} ".encode())
@@ -123,23 +124,23 @@ def _seal(prompts: range, arrays: Chunk, digest: str) -> list[str]:
 
 
 def remove_batches(folder: Path) -> None:
-    """Remove finished batches; a file of another name stays, and the folder with it."""
-    place = folder / BATCHES
-    for path in sorted(place.glob("*.npz")):
+    """Remove finished batches, and their folder unless it has other files."""
+    batches = folder / BATCHES
+    for path in sorted(batches.glob("*.npz")):
         if _BATCH.fullmatch(path.name):
             remove(path)
-    remove_leftovers(place, _BATCH.fullmatch)
-    remove_if_empty(place)
+    remove_leftovers(batches, _BATCH.fullmatch)
+    remove_if_empty(batches)
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove a folder, unless it holds something or is not there."""
+    """Remove a folder if it exists and is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def remove_run(folder: Path) -> None:
-    """Remove a run's own files and nothing else; run.json goes last: without it the other files belong to no run."""
+    """Remove the files of a run, run.json last: the other files are recognised by it."""
     remove_batches(folder)
     for name in (RESULTS_FILE, HEADS_FILE, RECORD_FILE):
         remove(folder / name)
@@ -152,15 +153,15 @@ def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD_FILE, RESULTS_
 
 
 def has_leftovers(folder: Path) -> bool:
-    """Return whether a finished run has batches, unwritten files or a lock: a process killed at its end leaves them."""
+    """Return whether a finished run has batches, temporary files or a lock of a process that was killed at its end."""
     return (folder / BATCHES).exists() or (folder / LOCK_FILE).exists() or any(folder.glob(".*.tmp"))
 
 
 def require_unused(folder: Path, names: Iterable[str] = (RESULTS_FILE, HEADS_FILE, BATCHES)) -> None:
-    """Refuse a place where a run would overwrite files that no run.json accounts for: they are somebody else's."""
+    """Raise a RunError if a folder without run.json has files that a run would overwrite."""
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         raise RunError(
-            "the folder has no run.json, but files that a run would overwrite", where=str(folder),
+            "the folder has no run.json, but has files that a run would overwrite", where=str(folder),
             got=", ".join(taken), remedy="choose another --out, or move these files away",
         )  # fmt: skip

@@ -93,8 +93,8 @@ def _narrow_origin(run: Run) -> Iterator[str]:
         where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
         yield (
             f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to "
-            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; use --origin "
-            f"{max(narrow.values())}"
+            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; "
+            f"use --origin {max(narrow.values())}"
         )
 
 

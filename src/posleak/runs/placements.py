@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from posleak.edits import NamedEdit
-from posleak.edits.context import INSTEAD, require_closed
+from posleak.edits.context import MEASURE_INSTEAD, require_closed
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive, input_device
 from posleak.probe import Edit, Placement, Plan, read_placements
@@ -70,6 +70,5 @@ def _require_same_rotation(
 
 
 def _not_defined(model: PreTrainedModel, reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"a borrowed context is not defined for this model: {reason}", where=type(model).__name__, remedy=INSTEAD
-    )
+    what = f"a borrowed context is not defined for this model: {reason}"
+    return UnsupportedError(what, where=type(model).__name__, remedy=MEASURE_INSTEAD)

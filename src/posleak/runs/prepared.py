@@ -268,7 +268,7 @@ class PreparedRun:
             recorder.calls |= {call: (calibration.numbers[call], calibration.heads[call]) for call in calls}
         effects = tuple(recorder.effect(edit.text) for edit, recorder in zip(edits, recorders, strict=True))
         for edit, effect in zip(edits, effects, strict=True):
-            if effect.nothing and not edit.null:
+            if effect.nothing and not edit.is_control:
                 raise NoEffectError(
                     "the edit changes nothing in this model: its results would be those without it",
                     where=f"{self.subject.identity.name}, --edit {effect.edit}",

@@ -1,13 +1,12 @@
-"""run.json as dataclasses: what was asked, of which model, on which tokens, with which software, and how it ended.
+"""run.json as dataclasses: the request, the model, the prompts, the software, and how the run ended.
 
-This is the one place that writes and reads run.json. All other code uses the fields of `Record`.
+Only this module writes and reads run.json. All other code uses the fields of `Record`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,16 @@ from .spec import MeasureSpec
 
 FORMAT_VERSION = 5
 
-SUBJECT = (
+IDENTITY_FIELDS = (
     "weights_sha256", "config_sha256", "tokenizer_sha256", "code_sha256", "architecture", "dtype", "device", "adapters",
     "hooks",
 )  # fmt: skip
-"""Of all that is recorded about a model, what decides the numbers. The fingerprint is compared up to rounding."""
+"""Fields of a model's identity that determine results. The fingerprint is compared separately, up to rounding."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the numbers were computed on."""
+    """The machine on which a run was measured."""
 
     platform: str
     python: str
@@ -52,14 +51,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """The record of one run.
 
-    digest      the hash of everything that decides its numbers: runs with the same digest have the same numbers
-    asked       the measurement as it was asked for;  spec: with every default filled in
-    touched     what each edit changed, seen in the first batch
-    finished    when it was finished; None while it runs
-    files       sha256 of the files beside run.json, by name
-    changed     how the model after the measurement differed from the one before it; None if it did not
+    digest      hash of everything that determines the results: runs with the same digest have the same results
+    asked       the spec as requested;  spec: with every default filled in
+    touched     what each edit changed in the first batch
+    finished    time of the end; None while it runs
+    files       sha256 of the other files of the run, by name
+    changed     how the model differed after the run; None if it did not
     """
 
     digest: str
@@ -83,30 +82,30 @@ class Record:
 
     @property
     def positions(self) -> Positions:
-        """How the model told positions apart in this run."""
+        """Return how the model encodes positions in this run."""
         return Positions.of(self.motion, self.calibration)
 
     @property
     def model_facts(self) -> list[str]:
-        """What a reader must know about the model, in words."""
+        """Return descriptions of the model, for tables and figures."""
         return [*self.identity.facts, f"positions: {self.positions.text}"]
 
     @property
     def facts(self) -> list[str]:
-        """What was measured, in words, without the model."""
+        """Return descriptions of the prompts and edits, for tables and figures."""
         spec = self.spec
         prompts = f"{spec.prompts} prompts of {spec.length} tokens"
-        edits = [f"{each.edit} ({each.words})" for each in self.touched] or spec.edit_texts
+        edits = [f"{effect.edit} ({effect.words})" for effect in self.touched] or spec.edit_texts
         return [prompts, spec.inputs, f"seed {spec.seed}", self.inputs.first_token, *edits]
 
     @property
     def caption(self) -> str:
-        """What stands below a figure of these numbers, so that others can make them again."""
+        """Return the caption of a figure, with what is needed to reproduce it."""
         made = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
         return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", made])
 
     def ended(self, files: dict[str, str], notes: list[str]) -> Record:
-        """The record of the finished run."""
+        """Return the record of the finished run."""
         return replace(self, finished=now(), files=files, warnings=(*self.warnings, *notes))
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,41 +120,40 @@ RUN = Sealed("posleak run", FORMAT_VERSION, Record, "measure again with --fresh"
 
 
 def digest(
-    spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str], once: str = ""
+    spec: MeasureSpec, identity: Identity, inputs: InputFacts, computed_with: dict[str, str], salt: str = ""
 ) -> str:
-    """Hash of what was asked, of which model, on which tokens, with which software; `once` makes it like no other.
+    """Return the hash of a measurement: its spec, model, prompts and software; `salt` makes it unique.
 
-    A text that was changed under the same name has another hash in `inputs`.
+    `inputs` has the hash of a text, so that a changed text of the same name gives another digest.
     """
-    subject = {name: getattr(identity, name) for name in SUBJECT}
-    bits = {name: computed_with[name] for name in COMPUTED_WITH}
-    return measurement_hash(spec.identifying, subject, inputs, bits, salt=once)
+    subject = {name: getattr(identity, name) for name in IDENTITY_FIELDS}
+    software = {name: computed_with[name] for name in COMPUTED_WITH}
+    return measurement_hash(spec.identifying, subject, inputs, software, salt=salt)
 
 
 def read_record(folder: Path) -> Record:
-    """The record of a run folder, checked field by field."""
+    """Return the record of a run folder after checking every field."""
     path = folder / RECORD_FILE
     if path.is_dir():
         raise foreign_file_error(path)
     if not path.is_file():
         raise RunError(
-            "this is no run folder: it has no run.json",
-            where=str(folder),
-            remedy="give a folder that `measure`, `trace` or `claims` wrote",
-        )
+            "not a run folder: it has no run.json", where=str(folder),
+            remedy="name a folder that `measure`, `trace` or `claims` wrote",
+        )  # fmt: skip
     version = RUN.fields(path).get("definitions_version", DEFINITIONS_VERSION)
     if version != DEFINITIONS_VERSION:
         raise RunError(
-            f"its numbers follow version {version} of the definitions, this posleak follows "
-            f"{DEFINITIONS_VERSION}: they cannot stand side by side", where=str(path),
+            f"the run follows version {version} of the definitions and this posleak version {DEFINITIONS_VERSION}: "
+            "they cannot be compared", where=str(path),
             remedy="measure again with --fresh, or read it with the posleak that wrote it",
         )  # fmt: skip
     return RUN.read(path)
 
 
 def clear_run(folder: Path) -> None:
-    """Remove a run, if there is one, and no file that is not its own. Killed in between, it leaves a run that can be
-    started again."""
+    """Remove the files of the folder's run, if it has one; a process killed in between leaves a run that can be
+    resumed."""
     path = folder / RECORD_FILE
     if not path.exists():
         require_unused(folder)
@@ -168,27 +166,24 @@ def clear_run(folder: Path) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Does the folder hold a finished run?"""
+    """Return whether the folder holds a finished run."""
     return (folder / RECORD_FILE).is_file() and read_record(folder).finished is not None
 
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:
-    """Refuse a folder that holds another measurement, saying what differs."""
-    unlike = fingerprint_difference(earlier.identity, identity)
-    if earlier.digest == digest(spec, identity, inputs, versions()) and not unlike:
+    """Raise a RunError that names the differences if the folder holds another measurement."""
+    differences = list(fingerprint_difference(earlier.identity, identity))
+    if earlier.digest == digest(spec, identity, inputs, versions()) and not differences:
         return
-    pairs: Iterator[tuple[str, Any, Any]] = (
-        (name, there, asked)
-        for one, other, names in (
-            (plain(earlier.spec), plain(spec), None), (plain(earlier.identity), plain(identity), SUBJECT),
-            (plain(earlier.inputs), plain(inputs), None), (earlier.versions, versions(), COMPUTED_WITH),
-        )
-        for name in names or other
-        if (there := one.get(name)) != (asked := other.get(name))
-    )  # fmt: skip
-    differing = "; ".join([*(f"{name} {there!r} there, {asked!r} asked for" for name, there, asked in pairs), *unlike])
+    for stored, requested, names in (
+        (plain(earlier.spec), plain(spec), None), (plain(earlier.identity), plain(identity), IDENTITY_FIELDS),
+        (plain(earlier.inputs), plain(inputs), None), (earlier.versions, versions(), COMPUTED_WITH),
+    ):  # fmt: skip
+        for name in names or requested:
+            if stored.get(name) != requested.get(name):
+                differences.append(f"{name} {stored.get(name)!r} there, {requested.get(name)!r} requested")
     raise RunError(
         "the folder holds another measurement", where=str(folder),
-        got=differing or "another version of the definitions",
+        got="; ".join(differences) or "another version of the definitions",
         remedy="choose another --out, or --fresh to measure again and overwrite it",
     )  # fmt: skip

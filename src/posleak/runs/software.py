@@ -1,4 +1,4 @@
-"""With which software a number was made, and when; and folder names. Imported without torch."""
+"""Versions of the software that computes results, hashes of measurements, time, and folder names; without torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from typing import Any
 from posleak.typed import plain
 
 DEFINITIONS_VERSION = 2
-"""Increased when the mathematics changes: runs with different versions cannot be compared."""
+"""Increased when the mathematics changes. Runs with different versions cannot be compared."""
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")
-"""Of all packages, those that decide the numbers."""
+"""Packages whose versions determine results."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that computed the numbers."""
+    """Return the versions of the packages that compute results."""
     return {name: _version(name) for name in (*COMPUTED_WITH, "numpy", "xarray")}
 
 
-@cache
-def _version(name: str) -> str:
-    """Reading it off a package's metadata takes a millisecond, and every cell of a sweep asks."""
-    return version(name)
+_version = cache(version)
+"""Reading a version takes a millisecond, and every cell of a sweep needs it."""
 
 
 def measurement_hash(*parts: Any, salt: str = "") -> str:
@@ -37,10 +35,11 @@ def measurement_hash(*parts: Any, salt: str = "") -> str:
 
 
 def now() -> str:
+    """Return the time in UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def slug(name: str, most: int = 100) -> str:
-    """A name as a folder's name. A long one is cut, and a hash of the whole keeps it apart from others."""
-    found = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
-    return found if len(found) <= most else f"{found[:most]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    """Return a name for a folder. A name of more than `most` characters is cut and gets a hash of the whole name."""
+    text = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+    return text if len(text) <= most else f"{text[:most]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

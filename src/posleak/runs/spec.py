@@ -1,4 +1,4 @@
-"""What is asked for: one measurement as a frozen value that has checked itself, before any model is loaded."""
+"""The specification of one measurement, checked before a model is loaded and without importing torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
 
 GIVEN = "given"
-"""In the place of `inputs`: the prompts were handed over as ids."""
+"""Value of `inputs` for prompts that the user passed."""
 
-MOST = 10**6
-"""Prompts that any work may be asked for: each is one of a number's replicates, and a thousand are many."""
+MAX_COUNT = 10**6
+"""Largest number of prompts, and of other things that are counted."""
 
 TOKENS_AT_ONCE = 4096
-"""Enough to keep a machine busy; the same on every machine, since the batch size affects the last bits."""
+"""Tokens per batch by default: the same on every machine, since the batch size affects the last bits of results."""
 
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """One measurement. `batch` prompts go through the model at once (0: chosen); `density` refines the plan of rows;
-    the first `origin` tokens are the origin; `loss`: the next token's loss at the sampled positions, too."""
+    """One measurement.
+
+    batch     prompts per forward pass (0: chosen);  density: refines the plan of sampled rows
+    origin    number of leading tokens treated as the origin
+    edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
+    loss      also measure the next token's loss at the sampled positions
+    """
 
     inputs: str = "random"
     bos: str | int = "auto"
@@ -51,7 +56,7 @@ class MeasureSpec:
 
     def __post_init__(self) -> None:
         for name in ("length", "prompts", "seed", "batch", "density", "origin"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
+            object.__setattr__(self, name, require_integer(name, getattr(self, name)))
         require_between("prompts", self.prompts, 1)
         require_between("batch", self.batch, 0)
         require_between("seed", self.seed, 0, SEED_LIMIT - 1)
@@ -63,26 +68,26 @@ class MeasureSpec:
         object.__setattr__(self, "metrics", parse_metrics(self.metrics))
         if self.metrics and self.borrowed:
             raise InputError(
-                "metrics of others are not defined under a borrowed context", where="--metrics",
+                "the metrics of other papers are not defined under a borrowed context", where="--metrics",
                 remedy="measure them without the edit",
             )  # fmt: skip
         if not isinstance(self.loss, bool):
-            raise InputError("loss is yes or no", where="--loss", got=repr(self.loss), expected="true or false")
+            raise InputError("loss must be true or false", where="--loss", got=repr(self.loss), expected="a bool")
         if self.loss and self.borrowed:
             raise InputError(
-                "the loss of prompts that see another document's keys says nothing about the model", where="--loss",
+                "the loss is not defined where prompts attend to keys of another document", where="--loss",
                 remedy="measure it without the edit",
             )  # fmt: skip
-        _ = self.plan  # refuses a length that is too short or too long
+        _ = self.plan  # raises if the length is too short or too long
 
     def require_effect(self) -> None:
-        """Raise NoEffectError if an edit changes nothing in prompts of this length, whatever the model."""
+        """Raise a NoEffectError if an edit changes nothing in prompts of this length, whatever the model."""
         for edit in self.edits:
             edit.require_length(self.length)
 
     @property
     def identifying(self) -> dict[str, Any]:
-        """The fields as JSON, for the hashes of runs and of cells.
+        """Return the fields as JSON, for the hashes of runs and of cells.
 
         Metrics and loss are left out where they are not measured: hashes from before they existed stay valid.
         """
@@ -91,7 +96,7 @@ class MeasureSpec:
 
     @cached_property
     def plan(self) -> Plan:
-        """Which rows are looked at."""
+        """Return the plan of sampled rows."""
         return default_plan(self.length, self.density, self.origin)
 
     @property
@@ -100,39 +105,39 @@ class MeasureSpec:
         return tuple(edit.text for edit in self.edits)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them: edits are texts."""
+        """Return the fields for JSON, with edits as texts."""
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"edits": self.edit_texts}
 
     @property
     def borrowed(self) -> int:
-        """How many tokens of another document stand before each prompt."""
+        """Return the number of donor tokens before each prompt; 0 without a borrowed context."""
         return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.edits) else 0
 
     @property
     def shifted(self) -> int:
-        """By how many positions edits move the prompts."""
+        """Return the number of positions by which edits shift the prompts."""
         return sum(edit.by for edit in self.edits if isinstance(edit, Shift))
 
     def resolved(self) -> MeasureSpec:
-        """With every default filled in."""
+        """Return the spec with every default filled in."""
         batch = self.batch or max(1, TOKENS_AT_ONCE // self.length)
         return replace(self, batch=min(batch, self.prompts))
 
     def batches(self) -> list[range]:
-        """Prompts 0 … prompts − 1 in consecutive batches."""
+        """Return prompts 0 … prompts − 1 in consecutive batches."""
         return batches(self.prompts, self.batch)
 
 
-def whole(name: str, value: Any) -> int:
-    """The value as an int; numpy's are taken too, and a text or a fraction is refused."""
+def require_integer(name: str, value: Any) -> int:
+    """Return an integer, also of numpy, as an int; raise an InputError for other values."""
     try:
         return operator.index(value)
     except TypeError:
-        raise InputError(f"{name} must be a whole number", got=repr(value)) from None
+        raise InputError(f"{name} must be an integer", got=repr(value)) from None
 
 
-def require_between(name: str, value: int, least: int, most: int = MOST, *, why: str | None = None) -> None:
-    """Refuse a number that cannot be meant, before anything is made of it. why: what the least is needed for."""
+def require_between(name: str, value: int, least: int, most: int = MAX_COUNT, *, why: str | None = None) -> None:
+    """Raise an InputError for an out-of-range value; `why`: the reason for the lower bound."""
     if least <= value <= most:
         return
     small = value < least
@@ -145,21 +150,22 @@ def require_between(name: str, value: int, least: int, most: int = MOST, *, why:
 
 
 def batches(prompts: int, batch: int) -> list[range]:
+    """Return consecutive ranges of at most `batch` prompts."""
     return [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
 
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+DECIMAL_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_bytes(text: str | int | None) -> int | None:
-    """`8GB`, `500MB`, `2GiB` -> bytes; a number is bytes, and None is no limit."""
+    """Return `8GB`, `500MB` or `2GiB` in bytes; an integer is bytes already, and None means no limit."""
     if text is None or type(text) is int:
         return text
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
-    if found is None or (found[3] and not found[2]):
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
+    if match is None or (match[3] and not match[2]):
         raise InputError(
             "not an amount of memory", where="--max-memory", got=f"{text!r:.80}",
             expected="a number with a unit, like 8GB",
         )  # fmt: skip
-    return int(float(found[1]) * (BINARY if found[3] else UNITS)[found[2]])
+    return int(float(match[1]) * (BINARY_UNITS if match[3] else DECIMAL_UNITS)[match[2]])

@@ -1,4 +1,4 @@
-"""Colours: Okabe and Ito's, which colour-blind readers can tell apart too, and lighter ones for dark pages."""
+"""Colours of components and runs: the colour-blind-safe palette of Okabe and Ito, and a lighter one for dark pages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ DARK = {
 }  # fmt: skip
 
 LINE = "#999999"
-"""Of lines that mark zero or no effect, in print."""
+"""Colour of lines that mark zero or no effect in printed figures."""
 
 GLYPHS = {"mask": "█", "drift": "▒", "sink": "·", "scaling": "╱", "earlier": "▒", "here": "█", "origin": "·"}
-"""What bars in a terminal are made of, so that they can be read without colour."""
+"""Characters of bars in a terminal, which differ so that bars can be read without colour."""
 
 FAINT = {"total": 0.1}
 BAND = 0.17
-"""How opaque bands of intervals are."""
+"""Opacity of the bands of intervals."""
 
 
 def style_sheet() -> str:
-    """The colours as CSS variables: `--mask`, and `--mask-band` for its intervals."""
+    """Return the colours as CSS variables: `--mask`, and `--mask-band` for its intervals."""
     return f":root {{ {_variables(LIGHT)} }}\n:root[data-theme='dark'] {{ {_variables(DARK)} }}\n"
 
 

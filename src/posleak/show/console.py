@@ -1,4 +1,4 @@
-"""A console that shows text as it is: no markup in it is obeyed, and no control character reaches the terminal."""
+"""A console that prints text literally: markup is ignored, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from posleak.text import visible
 
 
 class PlainConsole(Console):
-    """Strings are literal, since they may hold names and messages of strangers; styles are given as rich's Text."""
+    """A rich console for untrusted text, such as model names; use rich's Text for styles."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What rich would write, with control characters spelled out, but for the codes of rich itself."""
+        """Yield rich's segments with control characters escaped, except for rich's own control codes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
@@ -28,5 +28,5 @@ class PlainConsole(Console):
             super().print(*objects, **settings)
 
     def on_broken_pipe(self) -> None:
-        """Left to the command's net; rich would end the process with status 1, which means that a check failed."""
+        """Re-raise BrokenPipeError; rich would exit with status 1, which means a failed check."""
         raise  # the BrokenPipeError that rich is handling

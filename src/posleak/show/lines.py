@@ -1,4 +1,4 @@
-"""Text in lines that fit the terminal: broken at spaces, and not between a number and its name, unit or interval."""
+"""Line breaking that keeps a number together with its name, unit and interval."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NUMBER = re.compile(r"[×+−-]?\.?\d")
 _INTERVAL = re.compile(r"\([×+−-]?\.?\d[^()\n]*[…–][^()\n]*\)")
 _BETWEEN = ("…", "→", "<", ">", "≤", "−")
 _SEAM = re.compile(r"[/\\_=:](?=.)|-(?=\D)")
-"""After which characters a word that is too long may be broken."""
+"""Characters after which a long word may be broken."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Prose:
-    """Text that breaks itself; lines after the first of a paragraph begin with `indent` spaces."""
+    """Text that wraps to the width of the console; continuation lines are indented by `indent` spaces."""
 
     text: Text
     indent: int = 0
@@ -46,12 +46,12 @@ def longest_line(text: str) -> int:
 
 
 def longest_piece(text: str) -> int:
-    """How narrow a column of this text may be before something is broken that belongs together."""
+    """Return the width of the longest unbreakable piece."""
     return max((cell_len(text[a:b]) for line in _paragraphs(text) for a, b in _pieces(text, *line)), default=0)
 
 
 def broken(text: Text, width: int, indent: int = 0) -> list[Text]:
-    """The lines of a text; what is too long for a line by itself is broken at its spaces, a word at its seams."""
+    """Return the lines of a text; pieces that are too long are broken at spaces, long words at seams."""
     text = text.copy()
     text.expand_tabs(8)
     lines = list[Text]()
@@ -60,7 +60,7 @@ def broken(text: Text, width: int, indent: int = 0) -> list[Text]:
             line = Text(" " * min(indent, width // 2) if number else "", style=text.style)
             lines.append(line.append_text(text[a:b]))
     for line in lines:
-        line.no_wrap, line.overflow = True, "crop"  # nothing is left to crop; rich does not align what it ignores
+        line.no_wrap, line.overflow = True, "crop"  # "ignore" would disable alignment; no line is too long
     return lines
 
 
@@ -72,7 +72,7 @@ def _paragraphs(text: str) -> Iterator[Span]:
 
 
 def _lines(text: str, start: int, end: int, width: int, indent: int) -> Iterator[Span]:
-    """Where each line begins and ends; spaces at a break are dropped."""
+    """Spans of the lines, without the spaces at breaks."""
     begin, last = start, start
     for a, b in _fitting(text, _pieces(text, start, end), width - indent):
         room = width if begin == start else width - indent
@@ -84,7 +84,7 @@ def _lines(text: str, start: int, end: int, width: int, indent: int) -> Iterator
 
 
 def _fitting(text: str, pieces: list[Span], width: int) -> Iterator[Span]:
-    """Pieces, cut into words where they are too wide, and words cut where those are."""
+    """Pieces that fit the width: too wide ones are cut into words, and words into fragments."""
     for a, b in pieces:
         if cell_len(text[a:b]) <= width:
             yield a, b
@@ -106,7 +106,7 @@ def _cut(text: str, start: int, end: int, width: int) -> Iterator[Span]:
 
 
 def _pieces(text: str, start: int, end: int) -> list[Span]:
-    """Words of one line, joined where they belong together."""
+    """Spans of the words of one line; words that must not be separated form one piece."""
     pieces, before, closed = list[Span](), "", start
     for word in _WORD.finditer(text, start, end):
         interval = _INTERVAL.match(text, word.start(), end)
@@ -119,7 +119,7 @@ def _pieces(text: str, start: int, end: int) -> list[Span]:
 
 
 def _together(one: str, other: str, interval: bool) -> bool:
-    """A name and its number, a number and its interval or unit, the two ends of a range."""
+    """Whether two words must stay together: name and number, number and interval or unit, ends of a range."""
     number = one[-1] in "0123456789%" and _NUMBER.match(one) is not None
     if _NUMBER.match(other):
         return one in _BETWEEN or (not number and (one[-1].isalnum() or one[-1] == ":"))

@@ -1,4 +1,4 @@
-"""A measurement or a trace in a notebook: a few lines of HTML with the shares, their intervals, and the facts."""
+"""Compact HTML of a run or a trace for notebooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:
-    """A heading, one bar and one line of numbers for early and for all queries."""
+    """Return a heading, and a bar and a row of shares with intervals for early and for all queries."""
     rows = "".join(
         f"<tr><td style='text-align:left'>{queries}</td><td>{_bar(found.share)}</td>"
         + "".join(f"<td style='text-align:left'>{_share(part, found.share[part])}</td>" for part in _parts(found.share))
@@ -42,7 +42,7 @@ def _share(name: str, share: Estimate) -> str:
 
 
 def _bar(shares: Mapping[str, Estimate]) -> str:
-    """Positive shares as one bar; one that cancels leakage has no length."""
+    """A bar of the positive shares."""
     found = {name: float(shares[name].value) for name in _parts(shares)}
     sizes = {name: max(size, 0.0) if size == size else 0.0 for name, size in found.items()}
     whole = sum(sizes.values()) or 1.0

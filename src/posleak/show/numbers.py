@@ -1,4 +1,4 @@
-"""Numbers as text: always with their interval, and a dash where a number is not defined."""
+"""Numbers and intervals as text; a dash where a number is not defined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAN = "–"
 
 
 def percent(value: Any) -> str:
-    """`31%`, `−4%`, `0.3%`; finer than a percent only where rounding would hide the sign."""
+    """Return `31%`, `−4%` or `0.3%`: one decimal only where the rounded value would be 0%."""
     if math.isnan(value):
         return NAN
     digits = 1 if 0 < abs(value) < 0.005 else 0
@@ -20,7 +20,7 @@ def percent(value: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """Three significant digits; an exponent for the very small and the very large."""
+    """Return a number with three significant digits; very small and very large ones with an exponent."""
     if math.isnan(value):
         return NAN
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
@@ -30,7 +30,7 @@ def number(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """For narrow columns: two decimals without the leading zero; for small numbers one digit and an exponent."""
+    """Return a number for narrow columns: two decimals without the leading zero, or one digit and an exponent."""
     if value == 0:
         return "0"
     if abs(value) < 0.005:
@@ -39,35 +39,35 @@ def short(value: Any) -> str:
 
 
 def size(value: float) -> str:
-    """3.3, 98.7, 810, 25.1k"""
+    """Return a size such as 3.3, 98.7, 810 or 25.1k."""
     return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """A number of this unit: shares as percent, factors with a ×."""
+    """Return a value in its unit: shares in percent, factors with ×."""
     if unit.startswith("share"):
         return percent(value)
     return f"×{number(value)}" if unit == "times" and not math.isnan(value) else number(value)
 
 
 def interval(found: Estimate, unit: str = "") -> str:
-    """`(20% … 41%)`, or nothing where there is no interval."""
+    """Return `(20% … 41%)`, or an empty string if there is no interval."""
     if math.isnan(found.low) or math.isnan(found.high):
         return ""
     return f"({shown(found.low, unit)} … {shown(found.high, unit)})"
 
 
 def estimate(found: Estimate, unit: str = "") -> str:
-    """A number with its interval as text: `0.31 (0.2 … 0.41)`, or `31% (20% … 41%)`.
+    """Return a value with its interval: `0.31 (0.2 … 0.41)`, or `31% (20% … 41%)`.
 
-    found       the number
-    unit        "share": in percent; "times": with a ×
+    found       the estimate
+    unit        "share": in percent; "times": with ×
     """
     return f"{shown(found.value, unit)} {interval(found, unit)}".strip()
 
 
 def formatted(found: Estimate, form: str) -> str:
-    """Value and interval in one format, as in `0.31 (0.20…0.41)`; the value alone where there is no interval."""
+    """Return value and interval in a given format, such as `0.31 (0.20…0.41)`."""
     if math.isnan(found.value):
         return NAN
     if math.isnan(found.low):
@@ -80,9 +80,9 @@ REMOVED = "share removed"
 
 
 def effect(found: Estimate, unit: str) -> tuple[str, str]:
-    """A claim's effect in two pieces, the number to stress and the rest: `39%` and `(22% … 50%) removed`.
+    """Return the effect of a claim in two pieces, the value and the rest: `39%` and `(22% … 50%) removed`.
 
-    A power that more than doubled is said to have grown so many times, since `−1839% removed` is hard to read.
+    A power that more than doubled is given as a factor, since `−1839% removed` is hard to read.
     """
     if unit == REMOVED and found.value < -1:
         ratio = 1 - found

@@ -1,7 +1,4 @@
-"""Figures by matplotlib: powers by layer with their intervals, for print and for a notebook.
-
-A filled dot where the interval leaves out "no effect", an open one where it does not.
-"""
+"""Figures by matplotlib for print and for notebooks. Open markers: the interval contains the value of no effect."""
 
 from __future__ import annotations
 
@@ -39,31 +36,31 @@ FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 300}, "svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}},
 }  # fmt: skip
 WIDTH = 6.75
-"""Inches: the text width of most two-column papers."""
+"""Width of figures in inches: the text width of most two-column papers."""
 
 HEIGHT = 4.6
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Picture:
-    """A figure: a notebook shows it, and `save` writes it. `figure` is matplotlib's, to be changed at will."""
+    """A figure that notebooks display and `save` writes; `figure` is the matplotlib figure."""
 
     figure: Figure
     title: str
 
     def save(self, path: str | Path) -> Path:
-        """Write it as PNG, SVG or PDF, by the ending of the file's name; returns the path."""
+        """Write the figure as PNG, SVG or PDF, by the suffix of the path, and return the path."""
         place = Path(path)
         suffix = place.suffix.lower().removeprefix(".")
         if suffix not in FORMATS:
             raise InputError(
-                "not a format of pictures", where="save", got=str(place), expected=" | ".join(f".{f}" for f in FORMATS)
+                "unknown figure format", where="save", got=str(place), expected=" | ".join(f".{f}" for f in FORMATS)
             )
         write_atomically(place, lambda temporary: write(self.figure, suffix, temporary))
         return place
 
     def _repr_html_(self) -> str:
-        """In a notebook: the picture as SVG."""
+        """Return the figure as SVG."""
         made = io.BytesIO()
         write(self.figure, "svg", made)
         text = made.getvalue().decode()
@@ -74,13 +71,13 @@ class Picture:
 
 
 def write(figure: Figure, suffix: str, place: Any) -> None:
-    """Into a file or a stream."""
+    """Write a figure into a file or a stream."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(place, format=suffix, bbox_inches="tight", **FORMATS[suffix])
 
 
 def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:
-    """A new figure, drawn in posleak's style."""
+    """Return a new figure in posleak's style, drawn by `draw`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
@@ -91,7 +88,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, HE
 def depth(
     figure: Figure, numbers: LeakageDecomposition, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
 ) -> None:  # fmt: skip
-    """Powers per layer with bands; below it stabilisation and attention to position 0. x: where the layers stand."""
+    """Draw powers by layer above stabilisation and attention to position 0; x: coordinates of the layers."""
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
     top, below = figure.add_subfigure(rows[0]), figure.add_subfigure(rows[1])
     axes = top.subplots()
@@ -112,16 +109,16 @@ def both(
     x: Array,
     title: str,
 ) -> None:
-    """Above where position comes from, below where it is read, over one axis of layers; each as powers and names."""
+    """Draw powers by source above powers by part, over one axis of layers; each is given as powers and names."""
     above, below = figure.subplots(2, 1, sharex=True)
     powers(above, sources[0], ("total", *sources[1]), x)
     powers(below, parts[0], ("total", *parts[1]), x)
-    above.set(ylabel="where from, nats²", title=as_text(title))
-    below.set(xlabel="layer", ylabel="where read, nats²")
+    above.set(ylabel="by source, nats²", title=as_text(title))
+    below.set(xlabel="layer", ylabel="by part, nats²")
 
 
 def powers(axes: Axes, found: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
-    """Several components over the layers."""
+    """Draw several components by layer."""
     for name in names:
         band(axes, found[name], LIGHT[name], x, name)
     axes.axhline(0, color=LINE, linewidth=0.5)
@@ -132,7 +129,7 @@ def powers(axes: Axes, found: Mapping[str, Estimate], names: Sequence[str], x: A
 def band(
     axes: Axes, estimate: Estimate, colour: str, x: Array, label: str | None = None, no_effect: float = 0.0
 ) -> None:  # fmt: skip
-    """One number by layer, with its interval."""
+    """Draw one quantity by layer, with its interval."""
     value, low, high = estimate.value, estimate.low, estimate.high
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -143,15 +140,15 @@ def band(
 
 
 def as_text(text: str) -> str:
-    """Text for matplotlib, which reads $ as mathematics: $ is escaped, and unprintable characters are spelled out."""
+    """Return text with $ and unprintable characters escaped, since matplotlib reads $ as mathematics."""
     return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
 def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]], title: str) -> None:
-    """Change of leakage against change of loss, with the intervals of both: (name, group, leakage, loss) each.
+    """Draw change of leakage against change of loss, with intervals; a point is (name, group, leakage, loss).
 
-    Points have numbers, which a list beside the plot explains. Both axes are linear around 0 and logarithmic beyond the
-    median of what is shown, so that small changes and large ones can be told apart.
+    Points are numbered, and the legend lists their names. Both axes are linear around 0 and logarithmic beyond the
+    median absolute value, so that small and large changes are visible.
     """
     axes = figure.subplots()
     groups = list(dict.fromkeys(group for _, group, _, _ in points))
@@ -170,12 +167,12 @@ def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]],
         line(0, color=LINE, linewidth=0.5)
     axes.set(xlabel="change of loss, nats per token", ylabel="change of leakage, nats²", title=as_text(title))
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.0, fontsize=7)
-    figure.draw_without_rendering()  # the axes stand where they will be drawn
+    figure.draw_without_rendering()  # fixes the positions of the axes
     number_points(axes, [(float(loss.value), float(leakage.value)) for loss, leakage in there])
 
 
 def number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """1, 2, 3 … beside the points, each where it hides none of the others as far as there is room."""
+    """Label points 1, 2, 3 …, each at the candidate place that is farthest from other points and labels."""
     places = [axes.transData.transform(point) for point in points]
     taken = [np.asarray(place) for place in places]
     for number, place in enumerate(places, start=1):

@@ -1,4 +1,4 @@
-"""How much of the numbers and their intervals a picture shows."""
+"""Ranges of axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def power_range(powers: Mapping[str, Estimate], names: Iterable[str]) -> list[float]:
-    """An axis for the values: of a band that is much wider it shows a part, so that the lines can be read."""
+    """Return the range of an axis that fits the values; bands that are much wider are cut off."""
     cells = np.concatenate([np.stack([powers[n].value, powers[n].low, powers[n].high]) for n in names], axis=-1)
     if not np.isfinite(cells[0]).any():
         return [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""What tables in a terminal are made of: columns, cells with intervals, bars."""
+"""Building blocks of terminal tables: columns, cells with intervals, bars, sparklines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class TableCell:
-    """Text, and an interval that stands behind or below it; of a table without room, the interval is left out first."""
+    """Text and an interval behind or below it; tables that are too wide drop intervals first."""
 
     text: Text
     interval: str = ""
@@ -47,7 +47,7 @@ class TableCell:
 
 @dataclass(frozen=True)
 class Column:
-    """wraps: its text may be broken into lines;  most: how wide it may be, however much room there is."""
+    """A column; wraps: its text may be broken into lines, most: its maximal width."""
 
     name: str
     right: bool = False
@@ -57,11 +57,10 @@ class Column:
 
 @dataclass
 class FittedTable:
-    """A table without lines that fits the terminal, and never cuts a number.
+    """A borderless table that fits the terminal and never truncates a number.
 
-    Where it is too wide, columns that may be wrapped become narrower; else intervals are left out, and a line says so;
-    else it is turned: a block of lines for each row. Strings are shown as they are: rich would read `[bold]` in a
-    model's name as markup.
+    If it is too wide, first its wrapping columns become narrower, then intervals are dropped with a note, then every
+    row becomes a block of lines. Strings are literal: rich would read `[bold]` in a model's name as markup.
     """
 
     columns: tuple[Column, ...]
@@ -90,24 +89,24 @@ class FittedTable:
         return self.gap * (len(self.columns) - 1)
 
     def _most(self, intervals: bool) -> list[int]:
-        """How wide columns are where there is room."""
+        """Widths of the columns if there is room."""
         wide = [max(longest_line(each.name), self._need(at, intervals)) for at, each in enumerate(self.columns)]
         return [min(own, column.most or own) for own, column in zip(wide, self.columns, strict=True)]
 
     def _least(self, intervals: bool) -> list[int]:
-        """How narrow they may become; names of columns may be broken, too."""
+        """Minimal widths of the columns; their names may be broken."""
         return [
             max(longest_piece(each.name), self._need(at, intervals, broken=each.wraps), min(NARROW, most) * each.wraps)
             for at, (each, most) in enumerate(zip(self.columns, self._most(intervals), strict=True))
         ]
 
     def _need(self, at: int, intervals: bool, broken: bool = False) -> int:
-        """The room that the cells of a column need."""
+        """Width that the cells of a column need."""
         room = longest_piece if broken else longest_line
         return max((room(row[at].shown(intervals).plain) for row in self.rows), default=0)
 
     def _widths(self, width: int, intervals: bool) -> list[int] | None:
-        """Widths of columns that fit, the widest made narrower first; None if there are none."""
+        """Widths that fit, reducing the widest column first; None if no widths do."""
         found, least = self._most(intervals), self._least(intervals)
         found = [max(pair) for pair in zip(found, least, strict=True)]
         while sum(found) + self._gaps > width:
@@ -129,7 +128,7 @@ class FittedTable:
         return made
 
     def _turned(self) -> Iterator[RenderableType]:
-        """Each row as a block: its first cells, then a line for every other."""
+        """Each row as a block: its first cells, then one line for each other cell."""
         names = [column.name.replace("\n", ", ") for column in self.columns]
         first = next((at for at, name in enumerate(names) if name), 0)
         longest = max([len(name) for name in names[first + 1 :] if len(name) <= NARROW], default=0)
@@ -146,9 +145,9 @@ class FittedTable:
 
 
 NARROW = 12
-"""Columns of text are not made narrower than this: they would be hard to read."""
+"""Minimal width of a wrapped column, so that it stays readable."""
 
-LEFT_OUT = "intervals are left out: the terminal has {width} columns, {needed} show them; --json has all"
+LEFT_OUT = "intervals are left out: the terminal has {width} columns, they need {needed}; --json has all of them"
 
 
 def _text(cell: str | Text) -> Text:
@@ -156,7 +155,7 @@ def _text(cell: str | Text) -> Text:
 
 
 def literal(cell: str | Text) -> Text:
-    """The cell with control characters spelled out, before a column is made as wide as its cells."""
+    """Return a cell with control characters escaped, so that its width is known."""
     text = _text(cell)
     if visible(text.plain) == text.plain:
         return text
@@ -167,7 +166,7 @@ def literal(cell: str | Text) -> Text:
 
 
 def _moved(text: Text, place: int) -> int:
-    """Where a place in the text is after spelling out what stands before it."""
+    """The index of a character after the text before it is escaped."""
     return len(visible(text.plain[:place]))
 
 
@@ -179,20 +178,19 @@ def table(
     most: Mapping[str, int] | None = None,
     title: str = "",
 ) -> FittedTable:
-    """A table of these columns: those in `right` are right-aligned, those in `wrap` may be broken, `most`: at most so
-    wide."""
+    """Return an empty table; columns in `right` are right-aligned, those in `wrap` may be broken."""
     right, wrap, most = set(right), set(wrap), most or {}
     columns = tuple(Column(name, name in right, name in wrap, most.get(name)) for name in names)
     return FittedTable(columns, gap, title)
 
 
 def parts_of(numbers: Decomposition) -> tuple[str, ...]:
-    """Mask, drift and sink; and scaling in models that scale their queries by position."""
+    """Return mask, drift and sink, and scaling if the model scales its queries by position."""
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
 def cell(found: Estimate, component: str = "") -> TableCell:
-    """Value and interval; a dash where the value is not defined."""
+    """Return value and interval; a dash if the value is not defined."""
     if math.isnan(found.value):
         return TableCell(Text(NAN, style="dim"))
     text = Text(short(found.value).rjust(4), style=LIGHT.get(component, "") if component != "total" else "")
@@ -200,7 +198,7 @@ def cell(found: Estimate, component: str = "") -> TableCell:
 
 
 def share(found: Estimate) -> TableCell:
-    """A share and its interval, in percent; a dash where the share is not defined."""
+    """Return a share and its interval in percent; a dash if the share is not defined."""
     if math.isnan(found.value):
         return TableCell(Text(NAN, style="dim"))
     return TableCell(
@@ -209,7 +207,7 @@ def share(found: Estimate) -> TableCell:
 
 
 def share_bar(shares: dict[str, float]) -> Text:
-    """Positive shares as a bar; a component that cancels leakage has no length and a minus sign at the end."""
+    """Return a bar of the positive shares; a minus sign at its end marks a component that cancels leakage."""
     if any(math.isnan(part) for part in shares.values()):
         return Text("n.s.".ljust(BAR), style="dim")
     positive = {name: max(part, 0.0) for name, part in shares.items()}
@@ -226,7 +224,7 @@ def share_bar(shares: dict[str, float]) -> Text:
 
 
 def spark(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
-    """One block per value; NaN and infinity are dots."""
+    """Return one block character per value; NaN and infinity are dots."""
     numbers = [float(value) for value in values]
     there = [value for value in numbers if math.isfinite(value)] or [0.0]
     bottom, top = min(there) if low is None else low, max(there) if high is None else high

@@ -1,4 +1,4 @@
-"""Sentences and names that several places show."""
+"""Sentences and names that the terminal and the page share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ = {
 """Where it is read."""
 
 COMPONENTS = {"mask_without_sink": "mask without the sink", "sink_attention": "attention to position 0"}
-"""Names for people where they differ from those in the data."""
+"""Names for readers where they differ from those in the data."""
 
 QUERIES = {"early": f"early queries (i < {EARLY})", "all": "all queries"}
 MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not applicable": "–"}
@@ -35,7 +35,7 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 
 
 def lead(shares: Mapping[str, Estimate]) -> str:
-    """How the answer begins: which source is ahead, or which part, said only as strongly as the intervals allow."""
+    """Return the predicate of the answer: the leading source, or part, only as strongly as the intervals allow."""
     if set(SOURCES) <= set(shares):
         return _lead({name: shares[name] for name in SOURCES}, SOURCES, "gets its sense of absolute position", "from")
     return _lead({name: shares[name] for name in READ if name in shares}, READ, "leaks absolute position", "through")
@@ -45,30 +45,26 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     from posleak.leakage.sampled import MIN_PROMPTS
 
     if any(math.isnan(share.value) for share in shares.values()):
-        return "shows no leakage of absolute position that is clearly above noise"
+        return "shows no significant leakage of absolute position"
     n = next(iter(shares.values())).n
     if n < MIN_PROMPTS:
-        return (
-            f"was measured on {n} prompts, too few for intervals ({MIN_PROMPTS}), so no share can be said to be largest"
-        )
+        return f"was measured on {n} prompts; intervals need {MIN_PROMPTS}, so the largest share is not known"
     ends = {name: _ends(share) for name, share in shares.items()}
-    order = sorted(ends, key=lambda name: -float(shares[name].value))
-    first, others = order[0], order[1:]
+    first, *others = sorted(ends, key=lambda name: -float(shares[name].value))
     low = ends[first][0]
     if low <= 0:
-        return f"{begins} in a way that cannot be told: no share is clearly above 0"
+        return f"{begins}, but no share is significantly above 0"
     level = [name for name in others if ends[name][1] >= low]
     if not level and low > 0.5 and all(ends[name][1] < 0.5 for name in others):
         return f"{begins} mostly {by} {names[first]}"
     if not level:
         return f"{begins} more {by} {names[first]} than {by} anything else"
     clear = [names[name] for name in (first, *level) if ends[name][0] > 0]
-    unsure = [names[name] for name in level if ends[name][0] <= 0]
-    said = " and ".join([*clear, *(f"perhaps {name}" for name in unsure)])
-    return f"{begins} {by} {said}, {'neither' if len(level) == 1 else 'none of them'} clearly ahead"
+    unclear = [f"perhaps {names[name]}" for name in level if ends[name][0] <= 0]
+    return f"{begins} {by} {' and '.join([*clear, *unclear])}, without a significantly larger share"
 
 
 def _ends(share: Estimate) -> tuple[float, float]:
-    """The interval; the number itself where prompts do not differ."""
+    """The interval, or the value itself where all prompts give the same value."""
     value, low, high = float(share.value), float(share.low), float(share.high)
     return (value, value) if math.isnan(low) else (low, high)

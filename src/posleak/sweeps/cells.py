@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Cell:
     """
 
     model: str
-    spec: MeasureSpec = MeasureSpec()
+    spec: MeasureSpec = field(default_factory=MeasureSpec)
     kind: str = MEASURE
     dtype: str | None = None
     device: str | None = None
@@ -62,7 +62,7 @@ class Cell:
         if self.kind == TRACE and self.spec.edits:
             raise InputError(
                 "a trace takes no edits: it is itself an intervention", where=self.label,
-                got=", ".join(self.spec.edit_texts), remedy="use kind: measure for cells with edits, in a grid of their own",
+                got=", ".join(self.spec.edit_texts), remedy="put cells with edits into a grid with kind: measure",
             )  # fmt: skip
 
     @property
@@ -127,7 +127,7 @@ class Cell:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON, with those of the spec on the same level."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spec"}
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"}
         return {**own, "resources": asdict(self.resources), **plain(self.spec)}
 
     @classmethod
@@ -142,10 +142,9 @@ def _with_spec(value: Any) -> Any:
     """Move the fields of the spec into one."""
     if not isinstance(value, dict):
         return value
-    own = {field.name for field in fields(Cell)}
-    spec = {name: field for name, field in value.items() if name not in own}
-    kept = {name: field for name, field in value.items() if name in own}
-    return {**kept, "spec": from_json(MeasureSpec, json.dumps(spec))}
+    names = [each.name for each in fields(Cell)]
+    spec = {name: entry for name, entry in value.items() if name not in names}
+    return {name: value[name] for name in names if name in value} | {"spec": from_json(MeasureSpec, json.dumps(spec))}
 
 
 @lru_cache(maxsize=64)

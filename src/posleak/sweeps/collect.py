@@ -1,8 +1,8 @@
-"""All finished cells of a place as one tidy table: one row per number, with the cell that it is of.
+"""All finished cells of a sweep as one tidy table: one row per number, with the columns of its cell.
 
-Cells of different seeds read different prompts of the same kind, and cells of different edits read the same ones. So
-numbers of cells that differ in their seed alone are pooled, and powers under an edit are also given as their ratio to
-the same cell without edits, prompt by prompt.
+Cells that differ only in their seed have different prompts of the same kind: their numbers are pooled. Cells that
+differ only in their edits have the same prompts: powers under an edit are also given as their ratio to the cell without
+edits, paired by prompt.
 """
 
 from __future__ import annotations
@@ -27,33 +27,31 @@ from posleak.leakage.number import SHARE_UNIT, LabelledEstimate
 
 from .balance import BalanceTable, balance_table
 from .cells import Cell, Resources
-from .numbers import PRODUCTS, read_numbers, read_products
+from .numbers import PRODUCTS_FILE, SCHEMA, read_numbers, read_products
 from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, NUMBERS_FILE, Failed, Finished, read_sealed
 from .storage import CELLS_FOLDER, Storage
 from .work import error_line
 
-TABLE, PAGE = "collected.parquet", "collected.html"
+TABLE_FILE, PAGE_FILE = "collected.parquet", "collected.html"
 
-MOST_NUMBERS = 1 << 32
+MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
 
 KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
-"""What cells can differ in, besides their seed and, of a series of checkpoints, the step."""
+"""What cells can differ in, besides the seed and the step of a checkpoint."""
 
 CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run")
-NUMBER = ("layer", "queries", "quantity", "component", "value", "low", "high", "n", "unit")
 RATIO = "ratio"
-"""Power over the power of the same cell without edits."""
-
-Products = dict[PowerKey, Array]
+"""Power divided by the power of the same cell without edits."""
 
 NO_EDITS = "none"
-MEND = "start the sweep again to mend it"
+
+Products = dict[PowerKey, Array]
 
 
 @dataclass(frozen=True)
 class Omitted:
-    """A cell that is in the place and has no rows in the table, and why."""
+    """A cell that has no rows in the table, and why."""
 
     name: str
     label: str
@@ -62,9 +60,9 @@ class Omitted:
 
 @dataclass(frozen=True, repr=False)
 class Collected:
-    """What a place holds. `table`: one row per number; docs/sweeps.md has the columns.
+    """The cells of a sweep. `table` has one row per number (docs/sweeps.md).
 
-    failed, left_out, omitted   cells without numbers: that failed, that would change nothing, that cannot be used
+    failed, left_out, omitted   cells without rows: failed, without effect, unreadable or outdated
     """
 
     root: str
@@ -79,14 +77,14 @@ class Collected:
 
     @cached_property
     def pooled(self) -> pd.DataFrame:
-        """Numbers of the whole model, over seeds: cells that differ in nothing else are one row."""
+        """Numbers of the whole model, pooled over seeds."""
         whole = self.table[self.table["layer"].isna()]
-        apart = [*KNOBS, "series", "step", "queries", "quantity", "component", "unit"]
+        key = [*KNOBS, "series", "step", "queries", "quantity", "component", "unit"]
         rows = [
-            {**dict(zip(apart, key, strict=True)), "seeds": len(group), **_pool(group)}
-            for key, group in whole.groupby(apart, sort=False, dropna=False)
+            {**dict(zip(key, values, strict=True)), "seeds": len(group), **_pool(group)}
+            for values, group in whole.groupby(key, sort=False, dropna=False)
         ]
-        return pd.DataFrame(rows, columns=[*apart, "seeds", "value", "low", "high", "n"])
+        return pd.DataFrame(rows, columns=[*key, "seeds", "value", "low", "high", "n"])
 
     @cached_property
     def balance(self) -> BalanceTable:
@@ -95,66 +93,123 @@ class Collected:
         return balance_table(Storage(self.root), self.finished, left_out)
 
     def varied(self) -> dict[str, list[Any]]:
-        """Knobs in which the cells differ, with their values in order."""
+        """Return the knobs in which the cells differ, with their values in order."""
         cells = [knobs(record) for record in self.finished]
-        found = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
-        return {name: _ordered(values) for name, values in found.items() if len(values) > 1}
+        values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
+        return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
 
     def parquet(self) -> bytes:
-        """The table as a Parquet file."""
+        """Return the table as a Parquet file."""
         buffer = io.BytesIO()
         pq.write_table(pa.Table.from_pandas(self.table, preserve_index=False), buffer, compression="zstd")
         return buffer.getvalue()
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `posleak collect --json`, but for the files' places (docs/json.md)."""
-        gone = [{"cell": e.cell.details, "why": e.what} for e in self.failed]
-        without = [{"cell": e.cell.details, "why": e.what} for e in self.left_out]
+        """Return the JSON of `posleak collect --json`, except the paths of the files (docs/json.md)."""
+        failed, left_out = (
+            [{"cell": error.cell.details, "why": error.what} for error in errors]
+            for errors in (self.failed, self.left_out)
+        )
+        omitted = [{"cell": each.label, "why": each.why} for each in self.omitted]
         return {
             "root": self.root, "finished": len(self.finished), "rows": len(self.table), "varied": self.varied(),
-            "failed": gone, "left_out": without, "omitted": [{"cell": o.label, "why": o.why} for o in self.omitted],
+            "failed": failed, "left_out": left_out, "omitted": omitted,
         }  # fmt: skip
 
 
 def collected(root: str) -> Collected:
-    """Everything that a place holds, each cell once. A damaged cell is left out and named."""
-    storage = Storage(root)
-    finished, failed, omitted = list[Finished](), list[Failed](), list[Omitted]()
-    tables, products = dict[str, pd.DataFrame](), dict[str, Products]()
-    names = storage.cell_folders()
-    if not names:
+    """Read all cells of a sweep, each once. Cells that cannot be read are omitted, with the reason."""
+    storage, omitted = Storage(root), list[Omitted]()
+    folders = storage.cell_folders()
+    if not folders:
         raise RunError(
-            "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` makes it",
+            "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
             remedy="give the folder of a sweep (its --out)",
         )  # fmt: skip
-    records = dict[str, Finished]()
-    now = storage.snapshot([f"{CELLS_FOLDER}/{name}/{file}" for name in names for file in (CELL_FILE, ERROR_FILE)])
-    for name in names:
-        with _omitting(name, omitted):
-            record = read_sealed(now, FINISHED, f"{CELLS_FOLDER}/{name}/{CELL_FILE}")
-            if record is None:
-                failed += _failure(now, name, omitted)
-            else:
-                records[name] = record
-    files = [f"{CELLS_FOLDER}/{name}/{record.place}" for name, record in records.items()]
-    now = storage.snapshot([place + file for place in files for file in (NUMBERS_FILE, PRODUCTS)])
-    for name, record in records.items():
-        with _omitting(name, omitted):
-            if any(other[:12] == record.id[:12] for other in tables):
-                raise RunError("its record is that of another cell", remedy="delete this folder")
-            tables[record.id] = read_numbers(*_file(now, name, record, NUMBERS_FILE))
-            products[record.id] = read_products(*_file(now, name, record, PRODUCTS), record.cell.spec.prompts)
-            finished.append(record)
-    finished, older = _newest(sorted(finished, key=lambda record: _place(record.cell)))
+    records, failed = _read_records(storage, folders, omitted)
+    finished, tables, products = _read_files(storage, records, omitted)
+    finished, older = _newest(finished)
     omitted += older
-    table = _tidy(storage, finished, tables, products)
     return Collected(
-        root, finished, table, [e for e in failed if not e.left_out], [e for e in failed if e.left_out], omitted
-    )
+        root, finished, _tidy(storage, finished, tables, products), [error for error in failed if not error.left_out],
+        [error for error in failed if error.left_out], omitted,
+    )  # fmt: skip
+
+
+def _read_records(
+    storage: Storage, folders: Sequence[str], omitted: list[Omitted]
+) -> tuple[dict[str, Finished], list[Failed]]:
+    """Read cell.json or error.json of every folder."""
+    records, failed = dict[str, Finished](), list[Failed]()
+    names = (CELL_FILE, ERROR_FILE)
+    now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in names)
+    for folder in folders:
+        with _omitting(folder, omitted):
+            if (record := read_sealed(now, FINISHED, f"{CELLS_FOLDER}/{folder}/{CELL_FILE}")) is not None:
+                records[folder] = record
+            elif (error := read_sealed(now, FAILED, f"{CELLS_FOLDER}/{folder}/{ERROR_FILE}")) is not None:
+                failed.append(error)
+            else:
+                omitted.append(Omitted(folder, folder, "it is not finished; start the sweep again to resume it"))
+    return records, failed
+
+
+def _read_files(
+    storage: Storage, records: Mapping[str, Finished], omitted: list[Omitted]
+) -> tuple[list[Finished], dict[str, pd.DataFrame], dict[str, Products]]:
+    """Read the numbers and products of finished cells, by the cells' ids."""
+    finished, tables, products = list[Finished](), dict[str, pd.DataFrame](), dict[str, Products]()
+    places = [f"{CELLS_FOLDER}/{folder}/{record.place}" for folder, record in records.items()]
+    now = storage.snapshot(place + name for place in places for name in (NUMBERS_FILE, PRODUCTS_FILE))
+    for folder, record in records.items():
+        with _omitting(folder, omitted):
+            if record.id in tables:
+                raise RunError("its record is that of another cell", remedy="delete this folder")
+            tables[record.id] = read_numbers(*_file(now, folder, record, NUMBERS_FILE))
+            products[record.id] = read_products(*_file(now, folder, record, PRODUCTS_FILE), record.cell.spec.prompts)
+            finished.append(record)
+    return finished, tables, products
+
+
+def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[bytes, str]:
+    """Return the content and the path of a cell's file, if it is unchanged."""
+    place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
+    content, facts = storage.read(place, MAX_NUMBERS), record.files.get(name)
+    if content is None or facts is None or hashlib.sha256(content).hexdigest() != facts.sha256:
+        what, remedy = f"{name} is missing, damaged or was changed", "start the sweep again to repair it"
+        raise RunError(what, where=storage.path(place), remedy=remedy)
+    return content, storage.path(place)
+
+
+@contextmanager
+def _omitting(folder: str, omitted: list[Omitted]) -> Iterator[None]:
+    """Turn an error into an omitted cell."""
+    try:
+        yield
+    except (PosleakError, MemoryError) as error:
+        omitted.append(Omitted(folder, folder, error_line(error)))
+
+
+def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]:
+    """Return the records in the order of the table, of cells that were measured again only the newest."""
+    newest = {replace(each.cell, resources=Resources()): each for each in sorted(records, key=lambda r: r.finished)}
+    kept = {record.id for record in newest.values()}
+    why = "it was measured again later, with other versions of posleak, torch or transformers"
+    older = [Omitted(r.cell.folder, r.cell.details, why) for r in records if r.id not in kept]
+    return sorted((record for record in records if record.id in kept), key=lambda record: _order(record.cell)), older
+
+
+def _order(cell: Cell) -> Any:
+    """Sort checkpoints in the order of training, then edits, lengths and seeds."""
+    step, spec = -1 if cell.step is None else cell.step, cell.spec
+    return cell.kind, cell.series or cell.name, step, cell.name, spec.inputs, spec.edit_texts, spec.length, spec.seed
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 def knobs(record: Finished) -> dict[str, Any]:
-    """What a finished cell was, by the names of the columns; the dtype is the one that it had."""
+    """Return the values of the knobs of a finished cell; the dtype is the one that it was measured in."""
     cell, spec = record.cell, record.cell.spec
     return {
         "model": cell.name, "kind": cell.kind, "edits": " + ".join(spec.edit_texts) or NO_EDITS, "inputs": spec.inputs,
@@ -164,107 +219,60 @@ def knobs(record: Finished) -> dict[str, Any]:
 
 
 def _tidy(
-    storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame],
-    products: dict[str, Products],
-) -> pd.DataFrame:  # fmt: skip
-    """Every number of every cell, with the cell's columns before it."""
-    columns = [*CELL_COLUMNS, *NUMBER]
+    storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame], products: dict[str, Products]
+) -> pd.DataFrame:
+    """Return every number of every cell, with the cell's columns in front."""
+    columns = [*CELL_COLUMNS, *SCHEMA.names]
     if not finished:
         return pd.DataFrame(columns=columns)
-    first = {_without_edits(record): record for record in finished if not record.cell.spec.edits}
-    found = dict[str, pd.DataFrame]()
+    baselines = {_without_edits(record): record for record in finished if not record.cell.spec.edits}
+    numbers = dict[str, pd.DataFrame]()
     for record in finished:
-        own = tables[record.id]
-        base = first.get(_without_edits(record))
-        if base is not None and record.cell.spec.edits and base.inputs.same_tokens(record.inputs):
-            rows = _ratios(products[record.id], products[base.id], record.cell.spec.prompts)
+        own, baseline = tables[record.id], baselines.get(_without_edits(record))
+        if baseline is not None and record.cell.spec.edits and baseline.inputs.same_tokens(record.inputs):
+            rows = _ratios(products[record.id], products[baseline.id], record.cell.spec.prompts)
             own = pd.concat([own, pd.DataFrame(list(rows), columns=own.columns).astype(own.dtypes)])
-        found[record.id[:12]] = own
-    about = pd.DataFrame([_about(storage, record) for record in finished], columns=CELL_COLUMNS)
-    numbers = pd.concat(found, names=["cell", None]).reset_index(level=0)
-    table = numbers.merge(about, how="left", on="cell", validate="many_to_one")[columns]
+        numbers[record.id[:12]] = own
+    cells = pd.DataFrame([_cell_columns(storage, record) for record in finished], columns=CELL_COLUMNS)
+    rows = pd.concat(numbers, names=["cell", None]).reset_index(level=0)
+    table = rows.merge(cells, how="left", on="cell", validate="many_to_one")[columns]
     return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
 
 
-def _about(storage: Storage, record: Finished) -> dict[str, Any]:
-    """The columns of a cell."""
+def _without_edits(record: Finished) -> tuple[str, Cell]:
+    """Return what identifies a measurement except its edits."""
+    spec = replace(record.cell.spec, edits=())
+    cell = replace(record.cell, spec=spec, resources=Resources(), title=None, series=None, step=None)
+    return record.model.weights_sha256, cell
+
+
+def _cell_columns(storage: Storage, record: Finished) -> dict[str, Any]:
+    cell, model = record.cell, record.model
     return {
-        "cell": record.id[:12], **knobs(record), "series": record.cell.series, "step": record.cell.step,
-        "seed": record.cell.spec.seed, "device": record.model.device, "architecture": record.model.architecture,
-        "weights_sha256": record.model.weights_sha256, "run": storage.path(f"{CELLS_FOLDER}/{record.cell.folder}"),
+        "cell": record.id[:12], **knobs(record), "series": cell.series, "step": cell.step, "seed": cell.spec.seed,
+        "device": model.device, "architecture": model.architecture, "weights_sha256": model.weights_sha256,
+        "run": storage.path(f"{CELLS_FOLDER}/{cell.folder}"),
     }  # fmt: skip
 
 
 def _ratios(after: Products, before: Products, prompts: int) -> Iterator[dict[str, Any]]:
     for (queries, component), contrast in contrasts(after, before, prompts).items():
         labels = {"queries": queries, "quantity": RATIO, "component": component, "unit": SHARE_UNIT}
-        yield LabelledEstimate(contrast.ratio.estimate, labels).as_row(NUMBER)
-
-
-def _without_edits(record: Finished) -> tuple[str, Cell]:
-    """Return what identifies the measurement without its edits."""
-    spec = replace(record.cell.spec, edits=())
-    cell = replace(record.cell, spec=spec, resources=Resources(), title=None, series=None, step=None)
-    return record.model.weights_sha256, cell
-
-
-def _newest(finished: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]:
-    """One of each: what was measured again, with other versions or of a changed model, counts once, the newest."""
-    found: dict[Any, Finished] = {}
-    for record in sorted(finished, key=lambda each: each.finished):
-        found[replace(record.cell, resources=Resources())] = record
-    kept = {record.id for record in found.values()}
-    why = "it was measured again later, with other versions of posleak, torch or transformers"
-    older = [Omitted(r.cell.folder, r.cell.details, why) for r in finished if r.id not in kept]
-    return [record for record in finished if record.id in kept], older
-
-
-@contextmanager
-def _omitting(name: str, omitted: list[Omitted]) -> Iterator[None]:
-    """Name a cell that cannot be read; the others are read."""
-    try:
-        yield
-    except (PosleakError, MemoryError) as error:
-        omitted.append(Omitted(name, name, error_line(error)))
-
-
-def _failure(storage: Storage, name: str, omitted: list[Omitted]) -> list[Failed]:
-    """The error of a cell that has one; without, it is not finished, and named."""
-    error = read_sealed(storage, FAILED, f"{CELLS_FOLDER}/{name}/{ERROR_FILE}")
-    if error is None:
-        omitted.append(Omitted(name, name, "it is not finished; start the sweep again: it goes on"))
-    return [] if error is None else [error]
-
-
-def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[bytes, str]:
-    """Return a cell's file, if it is what was written, and its path."""
-    place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
-    found, facts = storage.read(place, MOST_NUMBERS), record.files.get(name)
-    if found is None or facts is None or hashlib.sha256(found).hexdigest() != facts.sha256:
-        raise RunError(f"{name} is gone, damaged or was changed", where=storage.path(place), remedy=MEND)
-    return found, storage.path(place)
-
-
-def _place(cell: Cell) -> Any:
-    """Where a cell stands in a table: checkpoints in the order of training, then edits, lengths and seeds."""
-    step = -1 if cell.step is None else cell.step
-    spec = cell.spec
-    return cell.kind, cell.series or cell.name, step, cell.name, spec.inputs, spec.edit_texts, spec.length, spec.seed
+        yield LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names)
 
 
 def estimate_of(row: Mapping[Any, Any]) -> Estimate:
-    """A row's number with its interval."""
+    """Return the estimate in a row of the table."""
     return LabelledEstimate.from_row(row).estimate
 
 
 def _pool(group: pd.DataFrame) -> dict[str, Any]:
     parts = [estimate_of(row) for row in group[["value", "low", "high", "n"]].to_dict("records")]
-    mean = parts[0] if len(parts) == 1 else Estimate.average(parts)
-    return LabelledEstimate(mean).as_row()
+    return LabelledEstimate(parts[0] if len(parts) == 1 else Estimate.average(parts)).as_row()
 
 
 def _ordered(values: list[Any]) -> list[Any]:
-    """Numbers by size; texts as they came, without edits first."""
+    """Sort numbers; keep the order of texts, except that `none` comes first."""
     if all(isinstance(value, int) for value in values):
         return sorted(values)
     return sorted(values, key=lambda value: value != NO_EDITS)

@@ -27,6 +27,11 @@ Fields = dict[str, Any]
 
 def models_of(entry: ModelKeys, where: str) -> list[Fields]:
     """Return the fields that decide the model of a cell, for every model that an entry stands for."""
+    if (entry.model is None) == (entry.checkpoints is None):
+        raise InputError("an entry needs either `model` or `checkpoints`", where=where)
+    if entry.revisions is not None and "@" in (entry.model or ""):
+        remedy = "leave out that one, or `revisions`"
+        raise InputError("the model has a revision already", where=where, got=entry.model, remedy=remedy)
     if entry.checkpoints is not None:
         models = _checkpoints(entry.checkpoints, entry.title, where)
     elif entry.revisions is not None:

@@ -1,8 +1,7 @@
-"""What cells may take: memory and time, guessed without loading a model, and called guesses where they are shown.
+"""Estimates of the memory and time of cells, without loading a model.
 
-Memory is the weights, as their files' headers state them, what libraries take, and what a batch holds. Time is that of
-finished cells of the same model, by tokens; where there are none, that of a machine that computes as fast as this one
-multiplies matrices.
+Memory: the weights, by the headers of their files, the libraries, and the tensors of a batch. Time: that of finished
+cells of the same model, per token; without any, the model's arithmetic at the speed of this machine's matrix products.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ from .cells import TRACE, Cell
 from .state import Finished
 
 RATE = 0.3
-"""Which part of a fast product's speed a forward pass reaches, with all that is done beside it."""
+"""Speed of a measured forward pass relative to that of a large matrix product."""
 
-EXTRA, LOADING = 0.5, 5.0
-"""Seconds of a cell, and of the first one of a model, that do not grow with its tokens."""
+CELL_SECONDS, LOADING_SECONDS = 0.5, 5.0
+"""Time that does not depend on the number of tokens: per cell, and for the first cell of a model."""
 
-BITS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a cell may take: bytes and seconds; None where nothing is known. `seen`: the seconds are of finished cells
-    of the same model, and not a guess from its size."""
+    """Estimated bytes and seconds of a cell; None if unknown. `seen`: seconds are from finished cells of the model."""
 
     memory: int | None
     seconds: float | None
@@ -46,13 +44,13 @@ class Guess:
 
 
 def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> list[Guess]:
-    """Memory and time of every cell; `finished`: cells by whose times the others' are guessed."""
+    """Return an estimate for every cell; the time is based on `finished` cells of the same model."""
     rates = dict[Any, list[float]]()
     for record in finished:
         rates.setdefault(record.cell.group, []).append(record.seconds.measuring / record.cell.work)
     speed = _speed() if any(cell.group not in rates for cell in cells) else 1.0
     first = {cell.group: cell.id for cell in reversed(cells)}
-    loading = {cell.id: LOADING if first[cell.group] == cell.id else 0.0 for cell in cells}
+    loading = {cell.id: LOADING_SECONDS if first[cell.group] == cell.id else 0.0 for cell in cells}
     return [_guess(cell, rates.get(cell.group), speed, loading[cell.id]) for cell in cells]
 
 
@@ -63,16 +61,15 @@ def _guess(cell: Cell, rates: list[float] | None, speed: float, loading: float) 
     shape = shape_of(cell.model)
     if shape is None:
         return Guess(memory, None, False)
-    return Guess(memory, loading + EXTRA + 2 * shape.parameters * cell.work / (RATE * speed), False)
+    return Guess(memory, loading + CELL_SECONDS + 2 * shape.parameters * cell.work / (RATE * speed), False)
 
 
 def memory_of(cell: Cell) -> int | None:
-    """Bytes that a worker with this cell may hold; None if the model's files are not here yet."""
+    """Return the estimated bytes of a worker with this cell; None if the model's files are not on this machine."""
     shape = shape_of(cell.model)
     if shape is None:
         return None
-    item = BITS.get(cell.dtype or "float32", 4)
-    spec = cell.spec
+    spec, item = cell.spec, ITEM_BYTES.get(cell.dtype or "float32", 4)
     read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
     batch = min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
     tokens = batch * read
@@ -83,18 +80,18 @@ def memory_of(cell: Cell) -> int | None:
 
 @cache
 def shape_of(model: str) -> ModelSizes | None:
-    """What the files say; None if they are not on this machine, or say nothing that can be read."""
+    """Return the model's sizes from its files; None if they are not on this machine or cannot be read."""
     folder = _folder(model)
     if folder is None:
         return None
     with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
         config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
-        held = weights.read_headers(folder, allow_pickle=True)
+        headers = weights.read_headers(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
         inner = config.get("intermediate_size") or 4 * width
         return ModelSizes(
-            held.elements, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
+            headers.elements, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
             int(config.get("num_attention_heads") or config.get("n_head") or 1), width,
             int(max(inner) if isinstance(inner, list) else inner),
         )  # fmt: skip
@@ -116,13 +113,13 @@ def _folder(model: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(text, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    path_of_config = try_to_load_from_cache(text, "config.json", revision=revision)
+    return Path(path_of_config).parent if isinstance(path_of_config, str) else None
 
 
 @cache
 def _speed() -> float:
-    """Products and sums per second of this machine, in float32."""
+    """Return the floating-point operations per second of this machine in a float32 matrix product."""
     import numpy as np
 
     a = np.ones((1024, 1024), dtype=np.float32)

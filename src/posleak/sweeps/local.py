@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
 from typing import IO, Any
@@ -26,7 +27,7 @@ from posleak.typed import from_json, plain
 from .cells import Cell
 from .progress import Tracker
 from .storage import Storage
-from .work import Outcome, Worker, write_failure
+from .work import Outcome, Worker, worker_died
 
 PAUSE = 2.0
 """Seconds before a cell that another sweep has is checked again."""
@@ -67,7 +68,7 @@ class InMemory:
             tracker.started(cell)
             if cell.model in self.subjects:
                 self.worker.hold(cell, self.subjects[cell.model])
-            tracker.ended(self.worker.run(storage, cell, on_status=lambda status: tracker.started(cell, status)))
+            tracker.ended(self.worker.run(storage, cell, on_status=partial(tracker.started, cell)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Local:
     worker: Worker
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
-        """Measure every open cell, model by model. Cells that another sweep has come last, once it has released them."""
+        """Measure every open cell, model by model; cells that another sweep has come last, once it releases them."""
         attempts = dict[str, int]()
         while cells := sorted(tracker.open, key=lambda cell: tuple(map(str, cell.group))):
             free = [cell for cell in cells if not storage.is_locked(cell.folder)]
@@ -115,16 +116,6 @@ class Local:
 
 def _threads(cell: Cell) -> int | None:
     return None if cell.resources.cpus is None else max(1, int(cell.resources.cpus))
-
-
-def worker_died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
-    """Write the failure of a cell whose workers died."""
-    times = "once" if attempts == 1 else f"{attempts} times"
-    what = (
-        f"its worker died {times} ({how}); the machine may have run out of memory: use a shorter length or a smaller "
-        "batch"
-    )
-    return write_failure(storage, cell, what, None, attempts)
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.errors import InputError, PosleakError, did_you_mean
+from posleak.files import stays_in_folder
 from posleak.runs.spec import TRACED, MeasureSpec
 from posleak.text import visible
 
@@ -103,6 +104,9 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Manifest:
     """Return the manifest that a mapping describes: the content of a YAML file, as in docs/sweeps.md."""
     top = validated(ManifestKeys, value, where)
+    if not stays_in_folder(top.name or name):
+        remedy = "use a plain name"
+        raise InputError("the name leads out of the folder", where=f"{where}, name", got=top.name, remedy=remedy)
     general = {key: value[key] for key in value if key in GridKeys.model_fields}
     cells: dict[str, Cell] = {}
     for number, grid in enumerate(top.grids, 1):

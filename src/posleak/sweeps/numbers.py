@@ -1,7 +1,7 @@
-"""The numbers of one finished cell as files beside its run, small enough to be read by the thousand.
+"""The results of one finished cell as two files next to its run, small enough to read thousands of them.
 
-numbers.parquet   one row per number: the whole model's and every layer's powers and shares, with intervals and units
-products.npz      products of prompts of the whole model, by which two cells that read the same prompts are compared
+numbers.parquet   one row per number: powers and shares of the whole model and of every layer, with intervals and units
+products.npz      products of prompts of the whole model, for paired contrasts of cells with the same prompts
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from posleak.runs.run import Run
 
 from .state import NUMBERS_FILE
 
-PRODUCTS = "products.npz"
-ANEW = "delete the cell's cell.json and start the sweep again: it is measured anew"
+PRODUCTS_FILE = "products.npz"
+REMEDY = "delete the cell's cell.json and start the sweep again: the cell is measured again"
 
 SCHEMA = pa.schema(
     [
@@ -41,28 +41,28 @@ SCHEMA = pa.schema(
         pa.field("high", pa.float64()), pa.field("n", pa.int64()), pa.field("unit", pa.string()),
     ]
 )  # fmt: skip
-"""Of numbers.parquet. `layer` is null where a number is of the whole model."""
+"""Columns of numbers.parquet. `layer` is null for the whole model."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a cell gave: a run, or a trace, of which `run` is the ordinary pass."""
+class CellResults:
+    """The results of a cell: a run, or a trace with `run` as its ordinary pass."""
 
     run: Run
     trace: Trace | None = None
 
     def write(self, folder: Path) -> None:
-        """Both files, into the cell's folder."""
+        """Write both files into the cell's folder."""
         table = pa.Table.from_pylist(list(self.rows()), schema=SCHEMA)
         write_atomically(folder / NUMBERS_FILE, lambda path: pq.write_table(table, path, compression="zstd"))
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **self.products())
-        write_atomically(folder / PRODUCTS, lambda path: path.write_bytes(buffer.getvalue()))
+        write_atomically(folder / PRODUCTS_FILE, lambda path: path.write_bytes(buffer.getvalue()))
 
     def rows(self) -> Iterator[Row]:
-        """Every number of the whole model and of its layers."""
+        """Yield every number of the whole model and of its layers."""
         summary, balance = self.run.summary, Balance.of(self.run)
         for queries in QUERIES:
             for layer, numbers in _levels(summary.model[queries], summary.layers[queries], summary.layer_ids):
@@ -80,8 +80,8 @@ class Measured:
         if self.trace is not None:
             own = set(summary.model["all"].power)
             for queries in QUERIES:
-                found = _levels(self.trace.model[queries], self.trace.layers[queries], summary.layer_ids)
-                for layer, numbers in found:
+                levels = _levels(self.trace.model[queries], self.trace.layers[queries], summary.layer_ids)
+                for layer, numbers in levels:
                     for number in numbers.labelled(layer=layer, queries=queries):
                         if number.labels["component"] not in own:
                             yield number.as_row(SCHEMA.names)
@@ -90,29 +90,29 @@ class Measured:
                 yield _row(row.at, "all", "metric", row.metric.id, row.value, row.metric.unit)
 
     def products(self) -> dict[str, Array]:
-        """Products of prompts of the whole model, by `queries/component`."""
-        found = model_products(self.run.products)
+        """Return products of prompts of the whole model, by `queries/component`."""
+        products = model_products(self.run.products)
         if self.trace is not None:
-            found |= {key: sums for key, sums in model_products(self.trace.products).items() if key[1] in SOURCES}
-        return {"/".join(key): sums for key, sums in found.items()}
+            products |= {key: sums for key, sums in model_products(self.trace.products).items() if key[1] in SOURCES}
+        return {"/".join(key): sums for key, sums in products.items()}
 
 
 def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Array]:
-    """Read what products.npz holds; anything but products of so many prompts is a RunError that names the path."""
-    arrays, found = read_npz(io.BytesIO(content), path, ANEW), dict[PowerKey, Array]()
+    """Read products.npz; raise RunError, with the path, unless it has products of this number of prompts."""
+    arrays, products = read_npz(io.BytesIO(content), path, REMEDY), dict[PowerKey, Array]()
     expected = (prompts + len(prompt_pairs(prompts)[0]),)
-    with translate_read_errors(path, ANEW):
+    with translate_read_errors(path, REMEDY):
         for name, sums in arrays.items():
             queries, _, component = name.partition("/")
             if queries not in QUERIES or not component or sums.dtype != np.float64 or sums.shape != expected:
                 raise ValueError(f"{name} is {sums.dtype} {sums.shape}, not float64 {expected} of some queries")
-            found[queries, component] = sums
-    return found
+            products[queries, component] = sums
+    return products
 
 
 def read_numbers(content: bytes, path: str) -> pd.DataFrame:
-    """Read what numbers.parquet holds; any other table is a RunError that names the path."""
-    with translate_read_errors(path, ANEW):
+    """Read numbers.parquet; raise RunError, with the path, if it has other columns."""
+    with translate_read_errors(path, REMEDY):
         table = pq.read_table(io.BytesIO(content))
         if not table.schema.equals(SCHEMA):
             raise ValueError(f"the columns are {', '.join(table.schema.names)}, not {', '.join(SCHEMA.names)}")
@@ -128,6 +128,6 @@ def _levels(
         yield layer, layers[call]
 
 
-def _row(layer: int | None, queries: str, quantity: str, component: str, found: Estimate, unit: str) -> Row:
+def _row(layer: int | None, queries: str, quantity: str, component: str, estimate: Estimate, unit: str) -> Row:
     labels = {"layer": layer, "queries": queries, "quantity": quantity, "component": component, "unit": unit}
-    return LabelledEstimate(found, labels).as_row(SCHEMA.names)
+    return LabelledEstimate(estimate, labels).as_row(SCHEMA.names)

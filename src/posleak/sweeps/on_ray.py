@@ -24,10 +24,10 @@ from posleak.text import format_bytes, one_line
 
 from .cells import Cell
 from .estimate import memory_of
-from .local import PAUSE, WorkOrder, worker_died
+from .local import PAUSE, WorkOrder
 from .progress import Tracker
 from .storage import Storage
-from .work import Outcome, Worker, write_failure
+from .work import Outcome, Worker, worker_died, write_failure
 
 REFRESH = 1.0
 """Seconds between reports of progress while nothing happens."""
@@ -210,7 +210,7 @@ class _Scheduler:
             outcome = self.ray.get(future)
         except self.ray.exceptions.RayTaskError as error:  # an error of posleak: workers return all others
             assert actor.cell is not None
-            self._settle(actor, actor.cell, write_failure(self.storage, actor.cell, one_line(error), str(error), 1))
+            self._settle(actor, actor.cell, write_failure(self.storage, actor.cell, error, 1))
         except self.ray.exceptions.RayError as error:
             self._actor_died(actor, error)
             return

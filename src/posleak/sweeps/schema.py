@@ -6,15 +6,23 @@ A list is an axis of the grid, and a single value is a list of one. Unknown keys
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
-from posleak.files import stays_in_folder
 from posleak.inputs.corpus import STDLIB
 from posleak.metrics.names import parse_metrics
 from posleak.models.builtin import known_names
@@ -27,92 +35,26 @@ from .cells import KINDS, MEASURE, TEXT, Resources
 MOST = 100_000
 """The largest number of values in a list, and of cells in a sweep."""
 
-MOST_EDITS, MOST_DIGITS, MOST_PROCESSORS = 100, 40, 10**6
+MOST_EDITS, MOST_DIGITS = 100, 40
 
-T = TypeVar("T", bound=BaseModel)
-
-
-def _invalid(what: str, expected: str | None = None, remedy: str | None = None, **got: Any) -> PydanticCustomError:
-    """An error at the key that is being validated; `got` replaces the key's value in the message."""
-    return PydanticCustomError("manifest", "{what}", {"what": what, "expected": expected, "remedy": remedy, **got})
+T = TypeVar("T")
+KeysT = TypeVar("KeysT", bound="Keys")
 
 
-# -- types of values ---------------------------------------------------------------------------------------------------
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    hint = ": YAML reads on, off, yes and no as true and false; put it in quotes" if isinstance(value, bool) else ""
-    raise _invalid(f"not a text{hint}")
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid("not a whole number")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    values = value if isinstance(value, list) else [value]
-    if len(values) > MOST:
-        raise _invalid("the list is too long", f"at most {MOST:,} values", got=f"{len(values):,} values")
-    return values
-
-
-def _axis(value: Any) -> list[Any]:
-    if value == []:
-        raise _invalid("the list is empty", remedy="leave the key out, or give it a value")
-    return _list(value)
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _edits(value: Any) -> list[Any]:
-    """The edits of one cell: `none`, one edit, or several that act together."""
-    edits = [] if value is None or value == "none" else _list(value)
-    if len(edits) > MOST_EDITS:
-        raise _invalid("too many edits for one cell", f"at most {MOST_EDITS}", got=f"{len(edits)} edits")
-    return edits
+    return [] if value is None or value == "none" else _listed(value)
 
 
-def _bos(value: Any) -> str | int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else _text(value)
-
-
-def _kind(value: Any) -> str:
-    if (kind := _text(value)) not in KINDS:
-        raise _invalid("no such kind of run", remedy=did_you_mean(kind, KINDS))
-    return kind
-
-
-def _yes_or_no(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _invalid("not true or false")
-    return value
-
-
-def _processors(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MOST_PROCESSORS:
-        raise _invalid("not a number of processors")
-    return value
-
-
-def _memory(value: Any) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _invalid("not an amount of memory", "a number with a unit, like 8GB")
-    try:
-        return parse_bytes(value)
-    except InputError as error:
-        raise _invalid(error.what, str(error.expected)) from None
-
-
-def _name(value: str) -> str:
-    if not stays_in_folder(value):
-        raise _invalid("the name leads out of the folder of results", remedy="use a plain name")
-    return value
+def _model(value: Any) -> Any:
+    return {"model": value} if isinstance(value, str) else value
 
 
 def absolute_path(name: str) -> str:
-    """Return the absolute path if the text is one of a file, because workers start in other folders; else the text."""
+    """Return the absolute path if the text is that of a file, because workers start in other folders; else the text."""
     try:
         path = Path(name).expanduser()
         return str(path.absolute()) if path.exists() else name
@@ -134,16 +76,24 @@ def _inputs(name: str) -> str:
     return name if not name.startswith(TEXT) or path == STDLIB else TEXT + absolute_path(path)
 
 
-Text = Annotated[str, BeforeValidator(_text)]
-Whole = Annotated[int, BeforeValidator(_whole)]
-Processors = Annotated[float, BeforeValidator(_processors)]
-Edits = Annotated[tuple[Text, ...], BeforeValidator(_edits)]
-Model = Annotated[Text, AfterValidator(absolute_model)]
-Listed, Axis = BeforeValidator(_list), BeforeValidator(_axis)
-Wholes = Annotated[list[Whole], Axis]
+def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """A validator that reports posleak's own errors at the key."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return parse(value)
+        except PosleakError as error:
+            context = {"what": error.what, "expected": error.expected, "remedy": error.remedy}
+            raise PydanticCustomError("posleak", "{what}", context) from None
+
+    return BeforeValidator(validate)
 
 
-# -- keys --------------------------------------------------------------------------------------------------------------
+Text = Annotated[str, Field(strict=True, pattern=r"\S")]
+Listed = Annotated[list[T], BeforeValidator(_listed), Field(max_length=MOST)]
+Axis = Annotated[list[T], BeforeValidator(_listed), Field(min_length=1, max_length=MOST)]
+Edits = Annotated[tuple[Text, ...], BeforeValidator(_edits), Field(max_length=MOST_EDITS)]
+Processors = Annotated[float, Field(strict=True, ge=0, lt=10**6)]
 
 
 class Keys(BaseModel):
@@ -151,114 +101,105 @@ class Keys(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, value: Any) -> Any:
-        known = list(cls.model_fields)
-        if not isinstance(value, Mapping):
-            raise _invalid("this must have keys", f"some of {', '.join(known)}")
-        for key in value:
-            if key not in known:
-                raise _invalid("there is no such key", remedy=did_you_mean(str(key)[:100], known), got=_short(key))
-        return dict(value)
-
     def given(self, *names: str) -> dict[str, Any]:
         """Return the values of those of these keys that the manifest has."""
         return {name: getattr(self, name) for name in names if name in self.model_fields_set}
 
 
 class ResourceKeys(Keys):
+    """The resources of a worker."""
+
     cpus: Processors | None = None
     gpus: Processors | None = None
-    memory: Annotated[int, BeforeValidator(_memory)] | None = None
+    memory: Annotated[int | None, _parsed(parse_bytes)] = None
 
-    def over(self, general: ResourceKeys | None = None) -> Resources:
+    def over(self, general: ResourceKeys) -> Resources:
         """Return the resources of a model; those that it does not name are the `general` ones of its grid."""
-        both = {**(general or self).given(*RESOURCES), **self.given(*RESOURCES)}
-        return Resources(both.get("cpus"), both.get("gpus") or 0, both.get("memory"))
-
-
-RESOURCES = tuple(ResourceKeys.model_fields)
+        named = {**general.model_dump(exclude_none=True), **self.model_dump(exclude_none=True)}
+        return Resources(named.get("cpus"), named.get("gpus", 0), named.get("memory"))
 
 
 class ModelKeys(Keys):
     """An entry under `models`: a model, revisions of it, or a folder of checkpoints."""
 
-    model: Model | None = None
-    revisions: Annotated[list[Text], Listed] | None = None
+    model: Annotated[Text, AfterValidator(absolute_model)] | None = None
+    revisions: Listed[Text] | None = None
     checkpoints: Text | None = None
-    steps: Annotated[list[Whole], Listed] | None = None
+    steps: Listed[StrictInt] | None = None
     title: Text | None = None
     dtype: Text | None = None
     device: Text | None = None
     device_map: Text | None = None
     resources: ResourceKeys = ResourceKeys()
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelKeys:
-        if (self.model is None) == (self.checkpoints is None):
-            raise _invalid("an entry needs either `model` or `checkpoints`")
-        if self.revisions is not None and self.model is not None and "@" in self.model:
-            raise _invalid("the model has a revision already", remedy="leave out that one, or `revisions`")
-        return self
-
-
-def _model(value: Any) -> Any:
-    return {"model": value} if isinstance(value, str) else value
-
 
 class GridKeys(Keys):
     """A grid: every combination of the values of its axes, for every model."""
 
-    models: Annotated[list[Annotated[ModelKeys, BeforeValidator(_model)]], Listed] | None = None
-    edits: Annotated[list[Edits], Axis] = [()]
-    length: Wholes = []
-    prompts: Wholes = []
-    seed: Wholes = []
-    inputs: Annotated[list[Annotated[Text, AfterValidator(_inputs)]], Axis] = []
-    bos: Annotated[list[Annotated[str | int, BeforeValidator(_bos)]], Axis] = []
-    dtype: Annotated[list[Text | None], Axis] = []
-    origin: Wholes = []
-    density: Wholes = []
-    kind: Annotated[str, BeforeValidator(_kind)] = MEASURE
-    batch: Whole = 0
-    metrics: Annotated[tuple[str, ...], BeforeValidator(parse_metrics)] = ()
-    loss: Annotated[bool, BeforeValidator(_yes_or_no)] = False
+    models: Listed[Annotated[ModelKeys, BeforeValidator(_model)]] | None = None
+    edits: Axis[Edits] = []
+    length: Axis[StrictInt] = []
+    prompts: Axis[StrictInt] = []
+    seed: Axis[StrictInt] = []
+    inputs: Axis[Annotated[Text, AfterValidator(_inputs)]] = []
+    bos: Axis[Text | StrictInt] = []
+    dtype: Axis[Text | None] = []
+    origin: Axis[StrictInt] = []
+    density: Axis[StrictInt] = []
+    kind: Literal["measure", "trace"] = MEASURE
+    batch: StrictInt = 0
+    metrics: Annotated[tuple[str, ...], _parsed(parse_metrics)] = ()
+    loss: StrictBool = False
     device: Text | None = None
     device_map: Text | None = None
     resources: ResourceKeys = ResourceKeys()
 
 
 class ManifestKeys(GridKeys):
-    """The whole file; the keys of a grid hold for every one under `grids` that does not have them."""
+    """The whole file; its keys of a grid hold for every grid that does not have them."""
 
-    name: Annotated[Text, AfterValidator(_name)] | None = None
+    name: Text | None = None
     out: Text | None = None
     question: Text | None = None
-    grids: Annotated[list[Any], Listed] = [{}]
+    grids: Listed[Any] = [{}]
 
 
-def validated(kind: type[T], value: Any, where: str) -> T:
+NESTED: dict[Any, type[Keys]] = {"models": ModelKeys, "resources": ResourceKeys}
+KEYS = {*ManifestKeys.model_fields, *ModelKeys.model_fields, *ResourceKeys.model_fields}
+WORDS = {
+    "extra_forbidden": "there is no such key",
+    "model_type": "this must have keys",
+    "string_type": "not a text",
+    "int_type": "not a whole number",
+    "too_short": "the list is empty",
+}
+"""Types of pydantic's errors."""
+
+
+def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:
     """Return the value as keys of this kind; the first thing that is wrong is an InputError that names its key."""
     try:
         return kind.model_validate(value)
-    except PosleakError as error:
-        raise error.at(where) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        facts: dict[str, Any] = {"what": first["msg"], **first.get("ctx", {})}
-        place = ", ".join([where, *(str(step + 1) if isinstance(step, int) else step for step in first["loc"])])
-        raise InputError(
-            facts["what"], where=place, got=facts.get("got", _short(first["input"])), expected=facts.get("expected"),
-            remedy=facts.get("remedy"),
-        ) from error  # fmt: skip
-
-
-def _short(value: Any) -> str:
-    return visible(value if isinstance(value, str) else reprlib.repr(value))[:300]
-
-
-# -- YAML --------------------------------------------------------------------------------------------------------------
+    error_type, got, context = first["type"], first["input"], first.get("ctx", {})
+    keys = [key for key in first["loc"] if isinstance(key, int) or key in KEYS]  # without the branches of a union
+    what = context.get("what") or WORDS.get(error_type, "not a valid value")
+    expected = context.get("expected") or (None if "what" in context else first["msg"].removeprefix("Input should be "))
+    remedy = context.get("remedy")
+    if error_type in ("extra_forbidden", "model_type"):
+        known = next((NESTED[key] for key in reversed(keys) if key in NESTED), kind).model_fields
+        expected = f"some of {', '.join(known)}"
+    if error_type == "extra_forbidden":
+        got = first["loc"][-1]
+        remedy = did_you_mean(str(got)[:100], known)
+    elif error_type == "literal_error":
+        remedy = did_you_mean(str(got)[:100], KINDS)
+    elif error_type == "string_type" and isinstance(got, bool):
+        remedy = "YAML reads on, off, yes and no as true and false: put it in quotes"
+    place = ", ".join([where, *(str(key + 1) if isinstance(key, int) else str(key) for key in keys)])
+    shown = visible(got if isinstance(got, str) else reprlib.repr(got))[:300]
+    raise InputError(what, where=place, got=shown, expected=expected, remedy=remedy)
 
 
 def yaml_loader() -> Any:

@@ -21,6 +21,8 @@ from posleak.typed import Number
 from .cells import Cell
 from .storage import CELLS_FOLDER, Storage
 
+_model_stamp, _model_content = cache(file_stamp), cache(content_sha256)
+
 CELL_FILE, ERROR_FILE, NUMBERS_FILE = "cell.json", "error.json", "numbers.parquet"
 
 
@@ -177,13 +179,3 @@ def _has_changed(measured: ModelFacts, name: str) -> bool:
     if measured.stamp is None or _model_stamp(name) in (None, measured.stamp):
         return False
     return measured.content is None or _model_content(name) != measured.content
-
-
-@cache
-def _model_stamp(name: str) -> str | None:
-    return file_stamp(name)
-
-
-@cache
-def _model_content(name: str) -> str | None:
-    return content_sha256(name)

@@ -4,9 +4,9 @@
     ROOT/cells/NAME-ID/error.json      the cell failed or was left out, and why
     ROOT/cells/NAME-ID/run.json …      the run, as `measure` or `trace` writes it
 
-On a disk a worker measures in the cell's own folder, under its lock, and an interrupted cell is resumed. An object store
-has no locks. There a worker measures in a temporary folder and uploads the files into a subfolder of its own (`place` in
-cell.json), so that two workers on one cell do not mix their files.
+On a disk a worker measures in the cell's own folder, under its lock, and an interrupted cell is resumed. An object
+store has no locks. There a worker measures in a temporary folder and uploads the files into a subfolder of its own
+(`place` in cell.json), so that two workers on one cell do not mix their files.
 """
 
 from __future__ import annotations

@@ -207,10 +207,10 @@ def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
             continue
         from posleak.models import subject_of
         from posleak.probe.fingerprint import identified
-        from posleak.runs.record import SUBJECT
+        from posleak.runs.record import IDENTITY_FIELDS
 
         subject = identified(subject_of(model))
-        facts = {name: getattr(subject.identity, name) for name in SUBJECT}
+        facts = {name: getattr(subject.identity, name) for name in IDENTITY_FIELDS}
         shown.append(subject.identity.name)
         names.append(f"{subject.identity.name}-{measurement_hash(facts)[:12]}")
         subjects[names[-1]] = subject

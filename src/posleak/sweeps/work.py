@@ -10,43 +10,22 @@ import platform
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.errors import (
-    BusyError,
-    CheckError,
-    NoEffectError,
-    PosleakError,
-    PosleakWarning,
-    RunError,
-    StorageError,
-    TooLargeError,
-    warn,
-)
+from posleak import errors
+from posleak.errors import PosleakError
 from posleak.files import remove, remove_leftovers, sha256_of
 from posleak.models.sources import content_sha256, file_stamp
 from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
 from posleak.text import one_line, visible
 
+from . import state
 from .cells import MEASURE, Cell
-from .state import (
-    CELL_FILE,
-    ERROR_FILE,
-    FAILED,
-    FINISHED,
-    Failed,
-    FileFacts,
-    Finished,
-    ModelFacts,
-    Seconds,
-    State,
-    status_of,
-)
+from .state import CELL_FILE, ERROR_FILE, State
 from .storage import CELLS_FOLDER, Storage
 
 OnStatus = Callable[[str], None]
@@ -69,7 +48,6 @@ class Outcome:
     why: str = ""
     busy: bool = False
     reused: bool = False
-    seconds: Seconds = Seconds(0, 0, 0)
 
 
 @dataclass
@@ -107,62 +85,72 @@ class Worker:
         attempt    the number of workers that have started it, with this one
         expected   the cell's id in the process that started the sweep: another one means other software
         """
-        started = time.perf_counter()
         try:
             if expected not in (None, cell.id):
                 raise _software_differs(cell)
             with storage.work_folder(cell.folder) as folder:
-                status = status_of(storage, cell, verify=self.verify)
-                if status.record is not None:
-                    return Outcome(cell.id, State.finished, reused=True, seconds=status.record.seconds)
-                if status.error is not None and not self.retry_failed:
+                status = state.status_of(storage, cell, verify=self.verify)
+                if status.record is not None or (status.error is not None and not self.retry_failed):
                     return Outcome(cell.id, status.state, status.why, reused=True)
                 if status.why and status.error is None:  # damaged or outdated: no longer finished
                     storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}")
                     _remove_strays(folder)
-                return self._measure(storage, cell, folder, attempt, on_status, started)
-        except BusyError as error:
+                record = self._measure(storage, cell, folder, attempt, on_status)
+                storage.write(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}", state.FINISHED.text(record).encode())
+                storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}")
+                return Outcome(cell.id, State.finished)
+        except errors.BusyError as error:
             return Outcome(cell.id, None, f"another worker has it: {error.got}", busy=True)
-        except StorageError as error:
+        except errors.StorageError as error:
             return Outcome(cell.id, None, error_line(error))
         except Exception as error:
-            unforeseen = not isinstance(error, PosleakError)
-            trace = visible("".join(traceback.format_exception(error))) if unforeseen else None
-            left_out = isinstance(error, NoEffectError)
-            return write_failure(
-                storage, cell, error_line(error), trace, attempt, left_out=left_out, message=str(error)
-            )
+            return write_failure(storage, cell, error, attempt)
 
-    def _measure(
-        self, storage: Storage, cell: Cell, folder: Path, attempt: int, on_status: OnStatus, started: float
-    ) -> Outcome:
-        with _collected_warnings() as notes:
+    def _measure(self, storage: Storage, cell: Cell, folder: Path, attempt: int, on_status: OnStatus) -> state.Finished:
+        started = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", errors.PosleakWarning)
             on_status("loading")
             (subject, marks), loading = self._subject(cell, on_status)
             begun = time.perf_counter()
-            results = _resumed(subject, cell, folder, self.max_memory, on_status)
+            try:
+                results = self._results(subject, cell, folder, on_status)
+            except errors.RunError:  # what the folder has cannot be resumed
+                results = self._results(subject, cell, folder, on_status, fresh=True)
             measuring = time.perf_counter() - begun
             on_status("writing")
             results.write(folder)
         remove_leftovers(folder, (CELL_FILE, ERROR_FILE).__contains__)
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if _is_result(path))
-        place, home = storage.upload(cell.folder, folder, names), f"{CELLS_FOLDER}/{cell.folder}"
-        stamps = {name: storage.stamp(f"{home}/{place}{name}") or "" for name in names}
+        place = storage.upload(cell.folder, folder, names)
+        stamps = {name: storage.stamp(f"{CELLS_FOLDER}/{cell.folder}/{place}{name}") or "" for name in names}
         run, identity = results.run.record, results.run.record.identity
-        seconds = Seconds(loading, measuring, time.perf_counter() - started - loading - measuring)
-        record = Finished(
-            id=cell.id, cell=cell, place=place, inputs=run.inputs, seconds=seconds, attempts=attempt,
-            files={name: FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
-            model=ModelFacts(
+        notes = [str(each.message) for each in caught if issubclass(each.category, errors.PosleakWarning)]
+        return state.Finished(
+            id=cell.id, cell=cell, place=place, inputs=run.inputs, attempts=attempt, threads=run.machine.threads,
+            files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
+            model=state.ModelFacts(
                 *marks, identity.weights_sha256, identity.architecture, identity.dtype,
                 identity.device, identity.layers, identity.heads, identity.revision,
             ),
-            threads=run.machine.threads, host=platform.node(), versions=versions(), finished=now(),
-            warnings=tuple(dict.fromkeys(notes)),
+            seconds=state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring),
+            host=platform.node(), versions=versions(), finished=now(), warnings=tuple(dict.fromkeys(notes)),
         )  # fmt: skip
-        storage.write(f"{home}/{CELL_FILE}", FINISHED.text(record).encode())
-        storage.remove(f"{home}/{ERROR_FILE}")
-        return Outcome(cell.id, State.finished, seconds=seconds)
+
+    def _results(self, subject: Any, cell: Cell, folder: Path, on_status: OnStatus, *, fresh: bool = False) -> Any:
+        """Measure or trace into the folder, and resume what it has unless `fresh`."""
+        from posleak.analyses.trace.trace import traced
+        from posleak.runs.conditions import Conditions
+        from posleak.runs.prepared import PreparedRun
+
+        from .numbers import CellResults
+
+        if cell.kind == MEASURE:
+            ready = PreparedRun.of(subject, cell.spec, max_memory=self.max_memory)
+            run = ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
+            return CellResults(run)
+        trace = traced(Conditions(subject, cell.spec, folder, fresh, self.max_memory, on_status))
+        return CellResults(trace.ordinary, trace)
 
     def _subject(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:
         """Return the cell's model, loaded if it is not in memory, and the seconds that loading took."""
@@ -189,50 +177,30 @@ class Worker:
         options: Any = {**cell.loading, **trust, "progress": on_status, "notice": on_status}
         try:
             return load(cell.model, **options)
-        except TooLargeError:
+        except errors.TooLargeError:
             if cell.dtype is not None:
                 raise
-            warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
+            errors.warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
             return load(cell.model, **{**options, "dtype": "bfloat16"})
 
 
-def write_failure(
-    storage: Storage, cell: Cell, what: str, trace: str | None, attempt: int, *, left_out: bool = False,
-    message: str | None = None,
-) -> Outcome:  # fmt: skip
-    """Write error.json: why a cell has no results."""
-    record = Failed(cell.id, cell, left_out, what, visible(message or what), trace, attempt, platform.node(), now())
+def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) -> Outcome:
+    """Write error.json: why a cell has no results, with the traceback of an error that is not posleak's own."""
+    what, left_out = error_line(error), isinstance(error, errors.NoEffectError)
+    trace = None if isinstance(error, PosleakError) else visible("".join(traceback.format_exception(error)))
+    record = state.Failed(cell.id, cell, left_out, what, visible(str(error)), trace, attempt, platform.node(), now())
     try:
-        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", FAILED.text(record).encode())
-    except PosleakError as error:
-        return Outcome(cell.id, None, f"{what}; and error.json cannot be written: {error.got or error.what}")
+        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", state.FAILED.text(record).encode())
+    except PosleakError as unwritten:
+        return Outcome(cell.id, None, f"{what}; and error.json cannot be written: {unwritten.got or unwritten.what}")
     return Outcome(cell.id, State.left_out if left_out else State.failed, what)
 
 
-def _resumed(subject: Any, cell: Cell, folder: Path, max_memory: int | None, on_status: OnStatus) -> Any:
-    """Measure into the folder; what it has and cannot be resumed is measured again."""
-    try:
-        return _results(subject, cell, folder, max_memory, on_status, fresh=False)
-    except RunError:
-        return _results(subject, cell, folder, max_memory, on_status, fresh=True)
-
-
-def _results(
-    subject: Any, cell: Cell, folder: Path, max_memory: int | None, on_status: OnStatus, *, fresh: bool
-) -> Any:
-    from posleak.analyses.trace.trace import traced
-    from posleak.runs.conditions import Conditions
-    from posleak.runs.prepared import PreparedRun
-
-    from .numbers import Measured
-
-    if cell.kind == MEASURE:
-        ready = PreparedRun.of(subject, cell.spec, max_memory=max_memory)
-        return Measured(
-            ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
-        )
-    trace = traced(Conditions(subject, cell.spec, folder, fresh, max_memory, on_status))
-    return Measured(trace.ordinary, trace)
+def worker_died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
+    """Write the failure of a cell whose workers died."""
+    times = "once" if attempts == 1 else f"{attempts} times"
+    remedy = "the machine may have run out of memory: use a shorter length or a smaller batch"
+    return write_failure(storage, cell, errors.CheckError(f"its worker died {times} ({how})", remedy=remedy), attempts)
 
 
 def _remove_strays(folder: Path) -> None:
@@ -255,22 +223,10 @@ def error_line(error: Exception) -> str:
     return visible("; ".join(part for part in parts if part)).replace("\n", " ")
 
 
-def _software_differs(cell: Cell) -> CheckError:
+def _software_differs(cell: Cell) -> errors.CheckError:
     here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return CheckError(
+    return errors.CheckError(
         "the worker's software or texts differ from those where the sweep was started", where=cell.details,
         got=f"{here}, Python {platform.python_version()}",
         remedy="install the same versions everywhere, and give texts by a path that all machines share",
     )  # fmt: skip
-
-
-@contextmanager
-def _collected_warnings() -> Iterator[list[str]]:
-    """Give a list that receives posleak's warnings."""
-    notes = list[str]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", PosleakWarning)
-        warnings.showwarning = lambda message, category, *_: (
-            notes.append(str(message)) if issubclass(category, PosleakWarning) else None
-        )
-        yield notes

@@ -102,9 +102,7 @@ def _rotations(subject: Subject) -> Iterator[Setting]:
 
 
 def _scales() -> Iterator[Setting]:
-    yield Setting(
-        "scale", "logits of query i multiplied by log(i + 1) / log(N), N: length of the prompt", ("scale=logn",)
-    )
+    yield Setting("scale", "logits of query i multiplied by log(i + 1) / log(length of the prompt)", ("scale=logn",))
 
 
 def _dtypes(subject: Subject) -> Iterator[Setting]:

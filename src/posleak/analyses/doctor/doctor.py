@@ -38,8 +38,7 @@ from posleak.text import visible
 
 from . import laws
 from .check import Check, DoctorVerdict
-from .memory import FEW, PADDING, doctor_plan
-from .passes import SharedPasses
+from .passes import FEW, PADDING, SharedPasses, doctor_plan
 
 LONGEST = 1280
 

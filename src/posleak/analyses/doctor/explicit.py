@@ -11,7 +11,6 @@ Position enters at the first module that maps equal states to different ones:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.analyses.origin.states import hooked
 from posleak.models import input_device
-from posleak.models.hold import this_thread_only
 from posleak.probe import attach, backbone, relative_difference
 from posleak.rounding import AGREE
 
@@ -75,7 +74,9 @@ class EntranceHook:
 def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     """Find where equal tokens become different states; None if they never do, as in rotary, NoPE or ALiBi models."""
     hook = EntranceHook({id(module): name for name, module in model.named_modules()})
-    with attach(model) as probe, _hooked(backbone(model), hook):
+    inner = backbone(model)
+    parts = (module for module in inner.modules() if module is not inner)
+    with attach(model) as probe, hooked(parts, hook, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = {hook.names[id(module)] for module in probe.modules}
     if hook.module is None:
@@ -88,29 +89,16 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
 def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shift: int) -> bool:
     """Return whether the output of a module changes if all position ids are shifted and nothing else changes."""
     outputs: list[Tensor] = []
-    keep = this_thread_only(lambda _, args, out: outputs.append(next(_along_positions([out, *_values(out)]))))
-    handle = model.get_submodule(module).register_forward_hook(keep)
-    try:
-        with attach(model) as probe:
-            ids = torch.full((1, LENGTH), token, device=input_device(model))
-            for start in (0, shift):
-                probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
-    finally:
-        handle.remove()
+
+    def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
+        outputs.append(next(_along_positions([out, *_values(out)])))
+
+    with hooked([model.get_submodule(module)], keep), attach(model) as probe:
+        ids = torch.full((1, LENGTH), token, device=input_device(model))
+        for start in (0, shift):
+            probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
     still, moved = outputs
     return relative_difference(moved, still) > AGREE.of(model.dtype)
-
-
-@contextmanager
-def _hooked(inner: torch.nn.Module, hook: EntranceHook) -> Iterator[None]:
-    parts = [module for module in inner.modules() if module is not inner]
-    own_hook = this_thread_only(hook)
-    handles = [module.register_forward_hook(own_hook, with_kwargs=True) for module in parts]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _values(out: Any) -> Iterator[Any]:

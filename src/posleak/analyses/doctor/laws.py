@@ -25,8 +25,7 @@ from posleak.rounding import AGREE, EXACT, computed_in
 
 from .check import Check
 from .explicit import COUNTING, RECURRENT, TABLE, depends_on_position_ids
-from .memory import PADDING
-from .passes import Ids, SharedPasses, pairs
+from .passes import PADDING, Ids, SharedPasses, pairs
 
 
 def additivity(passes: SharedPasses) -> Check:
@@ -127,9 +126,10 @@ def _shift_cause(passes: SharedPasses, shift: int) -> str | None:
     scaled = [float(place.temperature.max()) for place in passes.placements if place.temperature is not None]
     if scaled:
         return f"{len(scaled)} layers scale their queries by absolute position, up to {max(scaled):.4g} times here"
-    if entrance is not None and entrance.kind == RECURRENT:
-        if depends_on_position_ids(passes.model, entrance.module, int(passes.constant[0, 0]), shift):
-            return replace(entrance, kind=COUNTING).reason
+    recurrent = None if entrance is None or entrance.kind != RECURRENT else entrance
+    token = int(passes.constant[0, 0])
+    if recurrent is not None and depends_on_position_ids(passes.model, recurrent.module, token, shift):
+        return replace(recurrent, kind=COUNTING).reason
     return _dynamic_frequencies(passes, shift) or passes.uneven
 
 

@@ -22,16 +22,38 @@ from transformers import PreTrainedModel
 
 from posleak.analyses.origin.states import Closure, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
-from posleak.models import input_device
+from posleak.models import Subject, input_device
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, takes_positions
+from posleak.runs.memory import MemoryPlan, ModelSizes
 
 from .explicit import Entrance, first_entrance
-from .memory import FEW, PADDING
 
 Ids = NDArray[np.int64]
 
+FEW, PADDING = 2, 5
+"""Prompts for the laws that hold for each prompt, and masked tokens that are put before them."""
+
 SHIFT = 512
 """Number of positions by which the check of L5 shifts the prompt."""
+
+
+def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:
+    """Return the plan for all prompts, `batch` at once, and for FEW prompts under eager attention, at all depths, and
+    with rounded weights.
+
+    Eager attention, and a constant that is added to one row of logits, hold tokens × tokens numbers.
+    """
+    sizes, item, T = ModelSizes.of(subject), subject.dtype.itemsize, plan.length + PADDING
+    whole = sizes.states(FEW * T, item) + sizes.eager(FEW, T, item)
+    copies = 0 if short else sizes.parameters * (2 if item == 4 else 4)  # rounded weights, next to the model's own
+    return MemoryPlan(
+        activations=max(
+            sizes.forward(batch * T, item) + sizes.own_pairs(batch, T, item),
+            sizes.forward(FEW * T, max(4, item)) + max(whole, copies),
+        ),
+        rows=max(sizes.sampled(plan, at_once, T, max(4, item)) for at_once in (batch, FEW)),
+        results=sizes.results(plan, prompts, layers=1) + 8 * prompts * T,
+    )
 
 
 @dataclass
@@ -222,8 +244,8 @@ class SharedPasses:
         if not layers:
             return None
         return (
-            f"in {len(layers)} layers an operation after the rotation of queries or keys does not commute with it, such "
-            f"as a norm with weights: norms vary by {max(gaps):.2g} with position"
+            f"in {len(layers)} layers an operation after the rotation of queries or keys does not commute with it, "
+            f"such as a norm with weights: norms vary by {max(gaps):.2g} with position"
         )
 
 

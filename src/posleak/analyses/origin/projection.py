@@ -12,8 +12,7 @@ token is common to all heads of the layer and is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -24,10 +23,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.models import input_device
-from posleak.models.hold import exclusive, this_thread_only
+from posleak.models.hold import exclusive
 from posleak.models.identity import module_device
 from posleak.probe import Call, attach
 from posleak.rounding import AFFINE
+
+from .states import hooked
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,22 +121,11 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.numel() == y.numel() and x.shape[-1] == y.shape[-1] and torch.equal(x.reshape(y.shape), y)
 
 
-@contextmanager
-def _hooked(model: PreTrainedModel, finder: _ProjectionFinder) -> Iterator[None]:
-    hook = this_thread_only(finder.hook)
-    handles = [module.register_forward_hook(hook) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
     """Return the output projection of every attention call of a forward pass; short prompts are enough."""
     finder = _ProjectionFinder()
     with exclusive(model):
-        with attach(model, [finder]) as probe, _hooked(model, finder):
+        with attach(model, [finder]) as probe, hooked(model.modules(), finder.hook):
             probe.forward(ids.to(input_device(model)))
         names = {id(module): name for name, module in model.named_modules()}
         return tuple(_project(index, call, names) for index, call in enumerate(finder.calls))

@@ -16,7 +16,7 @@ The rest of this package relies on it: results on one-token sequences hold for p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,8 @@ def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W
 
     The last state is narrower if the streams are mixed outside any module.
     """
-    with _last_module(backbone(probe.model)) as last:
+    last, model = _Last(), backbone(probe.model)
+    with hooked((module for module in model.modules() if module is not model), last.hook):
         hidden = probe.forward(ids, output_hidden_states=True).hidden_states
     before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.before_norm(hidden), ids)
     mixed = last.mixed if last.mixed is None else _stream(last.mixed, ids)
@@ -74,6 +75,14 @@ class _Last:
     pair: tuple[Tensor, Tensor] | None = None
     mixed: Tensor | None = None
 
+    def hook(self, _: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return
+        if args[0].shape == output.shape:
+            self.pair = (args[0], output)
+        elif args[0].shape[:2] == output.shape[:2] and args[0].numel() > output.numel():
+            self.mixed = args[0]
+
     def before_norm(self, hidden: Sequence[Tensor]) -> Tensor:
         """Return the input of the final norm, or the last state itself if a layer computed it."""
         if self.pair is None:
@@ -85,21 +94,12 @@ class _Last:
 
 
 @contextmanager
-def _last_module(model: torch.nn.Module) -> Iterator[_Last]:
-    last = _Last()
-
-    def remember(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not (args and isinstance(args[0], Tensor) and isinstance(output, Tensor)):
-            return
-        if args[0].shape == output.shape:
-            last.pair = (args[0], output)
-        elif args[0].shape[:2] == output.shape[:2] and args[0].numel() > output.numel():
-            last.mixed = args[0]
-
-    hook = this_thread_only(remember)
-    handles = [module.register_forward_hook(hook) for module in model.modules() if module is not model]
+def hooked(modules: Iterable[torch.nn.Module], hook: Callable[..., None], with_kwargs: bool = False) -> Iterator[None]:
+    """Register a forward hook on modules, for forward passes of this thread, and remove it at the end."""
+    own_hook = this_thread_only(hook)
+    handles = [module.register_forward_hook(own_hook, with_kwargs=with_kwargs) for module in modules]
     try:
-        yield last
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -92,8 +92,11 @@ class Trace:
         return cls(ordinary, borrowed, {k: conditions.run(_step(k)) for k in upto})
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace | None:
-        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run."""
+    def load(cls, path: str | Path, ordinary: Run | None = None) -> Trace | None:
+        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run.
+
+        ordinary: the folder's ordinary run, if it is loaded already.
+        """
         folder = Path(path)
         second = condition_folder(folder, BORROWED)
         if not (second / RECORD_FILE).is_file():
@@ -101,7 +104,7 @@ class Trace:
         if not is_finished(second):
             raise RunError("the run with a borrowed context is not finished", where=str(second),
                            remedy="start the same `posleak trace` or `posleak claims` again: it resumes")  # fmt: skip
-        ordinary, borrowed = Run.load(folder), Run.load(second)
+        ordinary, borrowed = ordinary or Run.load(folder), Run.load(second)
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
             raise RunError("the two runs of the trace read different prompts", where=str(folder),
                            remedy="start `posleak trace` again with --fresh")  # fmt: skip

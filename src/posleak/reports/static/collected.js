@@ -10,7 +10,7 @@
   const text = ([x, low, high, n]) =>
     `${show(x)}${low === null || high === null ? "" : ` (${show(low)} … ${show(high)})`}, n = ${n}`;
 
-  /* controls: selects whose values are the state of a figure */
+  /* controls: the values of the selects are the state of a figure */
   const select = (spot, id, label, options, chosen, changed) => {
     const box = make("label", {}, `${label} `), menu = make("select", { id });
     for (const [value, title] of options) {
@@ -22,7 +22,7 @@
     box.append(menu);
     spot.append(box);
   };
-  const ALL = "every value";
+  const ALL = "all values";
   const filters = (spot, state, free, redraw) => {
     for (const knob of knobs.filter((name) => !free.includes(name))) {
       const values = DATA.knobs[knob].values;
@@ -39,7 +39,7 @@
     free.includes(knob) || [undefined, ALL].includes(state.only[knob]) || point.knobs[knob] === DATA.knobs[knob].values[Number(state.only[knob])]));
   const quantities = () => DATA.quantities.map((q) => [q.key, q.axis]);
 
-  /* a knob as an axis: steps by their logarithm where they span much, other numbers as they are, texts in order */
+  /* a setting as an axis: numbers on a log scale if they span a wide range, texts in order */
   const scaleOf = (knob) => {
     const values = DATA.knobs[knob].values, numbers = values.filter((v) => typeof v === "number");
     if (numbers.length !== values.length && knob !== "step") {
@@ -58,7 +58,7 @@
   const drawCurves = () => {
     const spot = $("#curve-controls");
     spot.replaceChildren();
-    select(spot, "curve-quantity", "number", quantities(), curve.key, (value) => { curve.key = value; drawCurves(); });
+    select(spot, "curve-quantity", "quantity", quantities(), curve.key, (value) => { curve.key = value; drawCurves(); });
     select(spot, "curve-x", "over", knobs.map((k) => [k, DATA.knobs[k].title]), curve.x, (value) => { curve.x = value; drawCurves(); });
     filters(spot, curve, [curve.x], drawCurves);
     const scale = scaleOf(curve.x), lines = new Map();
@@ -92,11 +92,11 @@
     });
     const left = lines.size - shown.length;
     $("#curve-caption").textContent = `${quantity.title}, by ${DATA.knobs[curve.x].title}.` +
-      (left > 0 ? ` ${left} more lines are not drawn: choose values above.` : "") + (data.length ? "" : " None of these cells has this number.");
+      (left > 0 ? ` ${left} more lines are not drawn; select values above.` : "") + (data.length ? "" : " None of these cells has this quantity.");
   };
 
   /* maps */
-  const fullest = (x, y) => { // the values of the other knobs for which most of the map is filled
+  const fullest = (x, y) => { // the values of the other settings that fill the largest part of the map
     const rest = knobs.filter((k) => k !== x && k !== y), groups = new Map();
     for (const point of DATA.points) {
       const at = JSON.stringify(rest.map((k) => DATA.knobs[k].values.indexOf(point.knobs[k])));
@@ -126,9 +126,9 @@
       drawMap();
     };
     const options = knobs.map((k) => [k, DATA.knobs[k].title]);
-    select(spot, "map-quantity", "number", quantities(), map.key, (value) => { map.key = value; drawMap(); });
-    select(spot, "map-y", "down", options, map.y, turn("y", "x"));
-    select(spot, "map-x", "across", options, map.x, turn("x", "y"));
+    select(spot, "map-quantity", "quantity", quantities(), map.key, (value) => { map.key = value; drawMap(); });
+    select(spot, "map-y", "rows", options, map.y, turn("y", "x"));
+    select(spot, "map-x", "columns", options, map.x, turn("x", "y"));
     filters(spot, map, [map.x, map.y], drawMap);
     const there = kept(map, [map.x, map.y]), quantity = quantityOf(map.key);
     const measured = (knob) => DATA.knobs[knob].values.filter((v) => there.some((point) => point.knobs[knob] === v));
@@ -160,7 +160,7 @@
         yaxis: { title: { text: DATA.knobs[map.y].title }, tickvals: ys.map((_, k) => k), ticktext: ys.map((v) => escape(named(v))), autorange: "reversed", showgrid: false },
       },
     });
-    $("#map-caption").textContent = `${quantity.axis}.` + (found.length ? "" : " None of these cells has this number.");
+    $("#map-caption").textContent = `${quantity.axis}.` + (found.length ? "" : " None of these cells has this quantity.");
   };
 
   const drawAll = () => {

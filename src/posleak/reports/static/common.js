@@ -1,5 +1,5 @@
 "use strict";
-/* What every page of posleak's shares: its data, numbers as text, plots in the colours of the theme, theme and print. */
+/* Shared by all pages: data, numbers as text, plots in the colours of the theme, theme and print. */
 const COMMON = (() => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const ROOT = document.documentElement;
@@ -14,7 +14,7 @@ const COMMON = (() => {
     return node;
   };
 
-  /* numbers: base64 -> typed arrays, once */
+  /* base64 -> typed arrays; each text is decoded once */
   const decoded = new Map();
   const unpack = (text, Kind) => {
     if (!decoded.has(text)) {
@@ -31,7 +31,7 @@ const COMMON = (() => {
   const percent = (x) => (Number.isNaN(x) ? "–" : `${Math.round(100 * x) || 0}%`.replace("-", "−"));
   const missing = (x) => (Number.isNaN(x) ? null : x);
 
-  /* theme: figures name CSS variables, which are resolved when they are drawn */
+  /* theme: figures refer to CSS variables, which are resolved when a figure is drawn */
   const css = (name) => getComputedStyle(ROOT).getPropertyValue(name).trim();
   const themed = (value) => {
     if (typeof value === "string") return value.startsWith("var(--") ? css(value.slice(4, -1)) : value;
@@ -44,7 +44,7 @@ const COMMON = (() => {
     gridcolor: css("--edge"), linecolor: css("--faint"), zeroline: false, automargin: true, ticks: "", ...given,
     title: { font: { size: 12 }, standoff: 6, ...(given.title || {}) },
   });
-  /* on a narrow screen the labels of a forest plot stand above its rows, and only the main ticks stay */
+  /* narrow screens: the labels of a forest plot are above its rows, and only the main ticks are kept */
   const stacked = (layout) => {
     const { tickvals, ticktext } = layout.yaxis;
     const labels = tickvals.map((y, k) => ({ x: 0, xref: "paper", y: y - 0.46, text: ticktext[k], showarrow: false, xanchor: "left", yanchor: "middle" }));
@@ -56,7 +56,7 @@ const COMMON = (() => {
   const draw = (spot, figure) => {
     const narrow = spot.clientWidth < 480;
     const { data, layout: given } = themed(figure);
-    for (const trace of data) // numbers do not fit into narrow cells; single marks do
+    for (const trace of data) // narrow cells have room for single marks, not for numbers
       if (narrow && trace.type === "heatmap" && Array.isArray(trace.text) && trace.text.flat().some((t) => t.length > 1)) trace.texttemplate = "";
     const layout = narrow && spot.classList.contains("forest") ? stacked(given) : given;
     Plotly.react(spot, data, {
@@ -74,7 +74,7 @@ const COMMON = (() => {
   const setTheme = (theme) => { ROOT.dataset.theme = theme; };
   const remembered = () => { try { return localStorage.getItem("posleak-theme"); } catch { return null; } };
 
-  /* redraw everything where the theme changes or the page is printed; and the links at the top */
+  /* redraw everything when the theme changes or the page is printed; handle the links at the top */
   const follow = (drawAll) => {
     $$("[data-go]").forEach((link) => link.addEventListener("click", (event) => {
       event.preventDefault();
@@ -83,18 +83,18 @@ const COMMON = (() => {
     }));
     $("#theme").addEventListener("click", () => {
       setTheme(ROOT.dataset.theme === "dark" ? "light" : "dark");
-      try { localStorage.setItem("posleak-theme", ROOT.dataset.theme); } catch { /* a page from a file may not store */ }
+      try { localStorage.setItem("posleak-theme", ROOT.dataset.theme); } catch { /* pages opened from a file may have no storage */ }
       drawAll();
     });
     const scheme = matchMedia("(prefers-color-scheme: dark)");
     scheme.addEventListener("change", () => { if (!remembered()) { setTheme(scheme.matches ? "dark" : "light"); drawAll(); } });
     let before = null;
-    // Figures have a size of their own: they are drawn for the width of a sheet, in light, and back again.
+    // Figures have a fixed size: redraw them for the width of a sheet in the light theme, and restore them afterwards.
     const paper = (on) => {
       if (on) before = ROOT.dataset.theme;
       setTheme(on ? "light" : before);
       ROOT.classList.toggle("paper", on);
-      $$("details.definition").forEach((each) => { // on paper nobody can open them
+      $$("details.definition").forEach((each) => { // they cannot be opened on paper
         if (on) { each.dataset.was = String(each.open); each.open = true; } else each.open = each.dataset.was === "true";
       });
       drawAll();

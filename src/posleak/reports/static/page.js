@@ -2,24 +2,24 @@
 (() => {
   const { DATA, ROOT, $, $$, make, unpack, show, percent, missing, css, draw, follow } = COMMON;
 
-  /* state: which run, head, component; the fragment of the address holds it */
+  /* state: the selected run, head and component; the fragment of the address stores it */
   const state = { run: 0, head: null, component: "total", quantity: "power", queries: "all" };
   const article = () => $(`article[data-run="${state.run}"]`);
   const current = () => DATA.runs[state.run];
   const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual", "earlier", "here", "origin"]);
   const shownParts = () => ["total", ...current().parts];
 
-  /* layers have the model's own numbers; data-layer and state.head count attention calls */
+  /* names show the model's layer ids; data-layer and state.head are indices of attention calls */
   const headName = (run, layer, head) => `L${run.names[layer]}.H${head}`;
 
   const readAddress = () => {
-    const asked = new URLSearchParams(location.hash.slice(1));
-    const run = Number(asked.get("run") || 0);
+    const given = new URLSearchParams(location.hash.slice(1));
+    const run = Number(given.get("run") || 0);
     if (DATA.runs[run]) state.run = run;
-    const head = /^L(\w+)\.H(\d+)$/.exec(asked.get("head") || "");
+    const head = /^L(\w+)\.H(\d+)$/.exec(given.get("head") || "");
     const layer = head ? current().names.indexOf(head[1]) : -1;
     if (layer >= 0 && Number(head[2]) < current().heads.heads[layer]) state.head = [layer, Number(head[2])];
-    const known = (name, values) => { if (values.includes(asked.get(name))) state[name] = asked.get(name); };
+    const known = (name, values) => { if (values.includes(given.get(name))) state[name] = given.get(name); };
     known("component", $$(".component option", article()).map((o) => o.value));
     known("quantity", ["power", "share"]);
     known("queries", ["all", "early"]);
@@ -32,7 +32,7 @@
     history.replaceState(null, "", "#" + parts.join("&"));
   };
 
-  /* head numbers: the rows of heads.parquet */
+  /* numbers of heads: the rows of heads.parquet */
   const column = (run, queries, quantity, component) =>
     run.heads.columns.findIndex((c) => c[0] === queries && c[1] === quantity && c[2] === component);
   const cell = (run, at, layer, head) => {
@@ -68,7 +68,7 @@
     return x / scale.most;
   };
   const markOf = (run, scale, layer, [x, low, high]) => {
-    if (outOfWindow(run, layer)) return ["⊘", "position 0 out of the window"];
+    if (outOfWindow(run, layer)) return ["⊘", "position 0 outside the window"];
     if (Number.isNaN(x)) return ["×", "not defined"];
     const place = placed(scale, x), none = scale.kind === "log" ? 1 : 0;
     if (place > 1.0001) return ["▲", "above the scale"];
@@ -134,11 +134,11 @@
     const from = scale.kind === "diverging" ? `var(--negative), var(--paper), var(${scale.colour})` : `var(--wash), var(${scale.colour})`;
     const low = scale.kind === "diverging" ? "−100%" : scale.kind === "log" ? "×1" : "0";
     const high = scale.kind === "diverging" ? "100%" : scale.kind === "log" ? `×${show(scale.most)}` : show(scale.most);
-    const unit = { root: " nats² (root scale)", log: " (log scale)" }[scale.kind] || "";
+    const unit = { root: " nats² (square-root scale)", log: " (log scale)" }[scale.kind] || "";
     spot.replaceChildren(make("span", {}, low), make("i", { style: `background:linear-gradient(to right in oklab, ${from})` }), make("span", {}, high + unit));
   };
 
-  /* the chosen head */
+  /* the selected head */
   const choose = (layer, head) => {
     state.head = [layer, head];
     writeAddress();
@@ -166,7 +166,7 @@
   const beyond = (run, layer, from) => {
     if (run.windows[layer] === null) return {};
     const shape = { type: "rect", yref: "paper", x0: from, x1: run.length, y0: 0, y1: 1, fillcolor: "var(--wash)", line: { width: 0 }, layer: "below" };
-    const note = { x: Math.log10(from), xref: "x", yref: "paper", y: 1, xanchor: "left", yanchor: "top", showarrow: false, text: "out of the window", font: { size: 10, color: "var(--muted)" } };
+    const note = { x: Math.log10(from), xref: "x", yref: "paper", y: 1, xanchor: "left", yanchor: "top", showarrow: false, text: "outside the window", font: { size: 10, color: "var(--muted)" } };
     return from < run.length ? { shapes: [zero, shape], annotations: [note] } : {};
   };
   const drawHead = () => {
@@ -175,8 +175,8 @@
     headRow($(".headrow", panel), run, layer, head);
     const at = c.at[layer][head], note = $(".head-absent", panel), plots = $$(".plot", panel);
     note.hidden = at >= 0 && c.early !== null;
-    note.textContent = at < 0 ? "The curves of this head are not in this page: only those with most leakage are, to keep it small. The run’s results.nc has them."
-      : "This run was written without logits: measure it again to see them by offset.";
+    note.textContent = at < 0 ? "This page has no curves of this head. To limit its size, only heads with the largest total power have curves; results.nc in the run’s folder has all of them."
+      : "This run has no logits. Measure it again to see them by offset.";
     plots.forEach((plot) => { plot.parentElement.hidden = at < 0 && plot.parentElement.tagName === "FIGURE"; });
     if (at < 0) { plots.forEach((plot) => Plotly.purge(plot)); return; }
     const kind = $('[data-switch="curve"] input:checked', panel).value, n = c.queries.length, d = c.offsets.length;
@@ -210,7 +210,7 @@
     const rows = [...shownParts(), "residual", ...run.sources].map((name) =>
       row(name, [...both("power", name), ...(SHARED.has(name) ? both("share", name, true) : [blank(), blank()])]));
     rows.push(row("stabilisation", [...both("stabilisation", null), blank(), blank()]));
-    rows.push(row("attention to 0", [number(run, column(run, "reference", "sink_attention", null), layer, head), blank(), blank(), blank()]));
+    rows.push(row("attention to position 0", [number(run, column(run, "reference", "sink_attention", null), layer, head), blank(), blank(), blank()]));
     const header = make("tr");
     ["", "power, all", "power, early", "share, all", "share, early"].forEach((name) => header.append(make("th", {}, name)));
     table.replaceChildren(make("thead"), make("tbody"));
@@ -224,14 +224,14 @@
     return td;
   };
 
-  /* the sortable table: built once per run, values unrounded in data-value */
+  /* the sortable table: built once per run; data-value has the unrounded values */
   const COLUMNS = [["total", "power"], ["mask", "power"], ["drift", "power"], ["sink", "power"], ["mask", "share"], ["drift", "share"], ["sink", "share"], [null, "stabilisation"], [null, "sink_attention"]];
   const buildTable = () => {
     const table = $(".sortable", article()), run = current();
     if (table.tHead) return;
     table.replaceChildren(make("thead"), make("tbody"));
     const header = table.tHead.appendChild(make("tr"));
-    ["head", "total", "mask", "drift", "sink", "mask %", "drift %", "sink %", "stabilisation", "attention to 0"].forEach((name, k) => {
+    ["head", "total", "mask", "drift", "sink", "mask %", "drift %", "sink %", "stabilisation", "attention to position 0"].forEach((name, k) => {
       const button = make("button", { type: "button" }, name);
       button.addEventListener("click", () => sortBy(table, k, button.parentElement));
       header.appendChild(make("th", { "aria-sort": "none" })).append(button);
@@ -275,8 +275,8 @@
       figure.layout.xaxis.range = figure.layout.yaxis.range = [-most, most];
     }
     const [a, b] = origin.explained[depth];
-    figure.layout.xaxis.title.text = `first axis, ${(100 * a).toFixed(0)}% of the variance`;
-    figure.layout.yaxis.title.text = `second axis, ${(100 * b).toFixed(0)}%`;
+    figure.layout.xaxis.title.text = `first component, ${(100 * a).toFixed(0)}% of the variance`;
+    figure.layout.yaxis.title.text = `second component, ${(100 * b).toFixed(0)}%`;
     const text = `${depth} · mean cosine ${origin.among.value[depth].toFixed(3)}`;
     slider.nextElementSibling.textContent = text;
     slider.setAttribute("aria-valuetext", `depth ${text}`);
@@ -292,7 +292,7 @@
     draw(spot, figure);
   };
 
-  /* everything of the chosen run */
+  /* everything about the selected run */
   const drawFigures = (within, figures) => {
     for (const spot of $$("[data-figure]", within)) {
       const name = spot.dataset.figure;
@@ -328,7 +328,7 @@
     const compared = $(".compared");
     if (compared) drawFigures(compared, DATA.compared);
   };
-  /* what the reader does */
+  /* events */
   for (const name of ["component", "quantity", "queries"])
     $$(`select.${name}`).forEach((select) => select.addEventListener("change", () => {
       state[name] = select.value;

@@ -168,9 +168,9 @@ def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
     3, "sinks.correlate", "Frames correlate with sinks",
     "Reference frames correlate with the attention sink.",
     "correlation over layers of star-likeness, the largest share of queries that give one key more than "
-    f"{EDGE_THRESHOLD:g} of their attention (the authors' criterion for a reference token), with the mean attention of late "
-    "queries to position 0; 0 is no relation. Both are computed from the same attention: a correlation means that the "
-    "sink is the centre",
+    f"{EDGE_THRESHOLD:g} of their attention (the authors' criterion for a reference token), with the mean attention of "
+    "late queries to position 0; 0 is no relation. Both are computed from the same attention: a correlation means that "
+    "the sink is the centre",
 )  # fmt: skip
 def frames_and_sinks(lab: Lab) -> Finding:
     jackknife, at_0 = lab.jackknife, np.nanmean(lab.metric("profile")[..., 0], axis=2)
