@@ -7,7 +7,6 @@ from posleak.errors import InputError
 from .app import app
 
 MOVED = {
-    "study": "run `posleak sweep NAME`: architectures, knobs, lengths, first-token or dtypes",
     "bench": "run `python -m benchmarks MODEL` in a checkout of the repository; it has the same options and JSON",
     "study": "run `posleak sweep NAME`, which has the same named comparisons and options",
     "zoo": "run `python -m zoo train`, `measure` or `list` in a checkout of the repository; `posleak models` lists the "
