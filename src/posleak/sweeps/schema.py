@@ -30,7 +30,7 @@ from posleak.models.sources import split_revision
 from posleak.runs.spec import parse_bytes
 from posleak.text import visible
 
-from .cells import KINDS, MEASURE, TEXT, Resources
+from .cells import KINDS, TEXT, Resources
 
 MOST = 100_000
 """The largest number of values in a list, and of cells in a sweep."""
@@ -146,7 +146,7 @@ class GridKeys(Keys):
     dtype: Axis[Text | None] = []
     origin: Axis[StrictInt] = []
     density: Axis[StrictInt] = []
-    kind: Literal["measure", "trace"] = MEASURE
+    kind: Literal["measure", "trace"] = "measure"
     batch: StrictInt = 0
     metrics: Annotated[tuple[str, ...], _parsed(parse_metrics)] = ()
     loss: StrictBool = False
