@@ -29,7 +29,7 @@ from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Decomposition, Products
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
