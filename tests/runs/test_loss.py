@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import posleak as pl
 from posleak.errors import InputError, PosleakWarning
 from posleak.probe import attach, head
-from posleak.probe.head import token_losses
+from posleak.probe.native import token_losses
 from posleak.runs.loss import loss_changes, loss_positions
 from support.families import tiny
 from tools.census import read_page

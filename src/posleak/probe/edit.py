@@ -76,6 +76,13 @@ class Edit:
         return [call for call, (one, other) in enumerate(zip(without, within, strict=True)) if one.differs(other)]
 
 
+def only(edit: Edit, method: str) -> Edit:
+    """Return an edit that changes only what this method of `edit` changes."""
+    restricted = Edit()
+    setattr(restricted, method, getattr(edit, method))
+    return restricted
+
+
 @dataclass
 class EditEffectRecorder:
     """Collects what one edit changes during forward passes.
@@ -86,11 +93,6 @@ class EditEffectRecorder:
 
     calls: dict[int, tuple[int, int]] = field(default_factory=dict)
     beside: dict[str, None] = field(default_factory=dict)
-
-    def add_call(self, call: Call, heads: int) -> None:
-        """Record the number of changed heads of a call."""
-        if heads:
-            self.calls[call.index] = (call.layer, heads)
 
     def note(self, what: str) -> None:
         """Record a change outside attention calls, such as "the embedding at position 0"."""
