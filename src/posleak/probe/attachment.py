@@ -110,7 +110,7 @@ class Probe:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _reject_unknown_arguments(where, query, key, dropout, indices, kwargs)
+        _reject_unsupported(where, query, key, dropout, indices, kwargs)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
@@ -292,7 +292,7 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _reject_unknown_arguments(
+def _reject_unsupported(
     where: str,
     query: Float[Tensor, "B H T E"],
     key: Float[Tensor, "B K keys E"],

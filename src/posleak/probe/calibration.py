@@ -72,13 +72,10 @@ class Calibration:
 
     def require(self, name: str) -> Calibration:
         """Return self, or raise CheckError with the first check that failed."""
+        parity = "the model's output under the probe differs from its output under its own attention"
         for what, value, bound in (
             ("the attention kernel puts weight on later keys", self.future, 0.0),
-            (
-                "the model's output under the probe differs from its output under its own attention",
-                self.parity,
-                self.parity_bound,
-            ),
+            (parity, self.parity, self.parity_bound),
             ("the denominators of the sampled rows differ from the kernel's", self.partition, self.partition_bound),
         ):
             if not value <= bound:

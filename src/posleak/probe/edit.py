@@ -65,9 +65,8 @@ class Edit:
             return 0
         import torch
 
-        fields = [
-            x for x, y in ((after.unread, before.unread), (after.frozen, before.frozen)) if x is not None and x is not y
-        ]
+        pairs = ((after.unread, before.unread), (after.frozen, before.frozen))
+        fields = [new for new, old in pairs if new is not None and new is not old]
         heads = [x if x.dtype == torch.bool else ~x.isnan().all(0) for x in fields]
         return int(torch.stack(heads).any(0).sum()) if heads else before.heads
 

@@ -137,9 +137,8 @@ class Motion:
         """Summarise the placements of all calls."""
         moved = [placement.gap for placement in placements if placement.rotation is not None]
         why = next((placement.stays for placement in placements if placement.stays is not None), None)
-        return cls(
-            tuple(p.moves for p in placements), why, max(moved, default=0.0), PlacementPositions.of(plan).bound(dtype)
-        )
+        bound = PlacementPositions.of(plan).bound(dtype)
+        return cls(tuple(placement.moves for placement in placements), why, max(moved, default=0.0), bound)
 
     @property
     def stays(self) -> tuple[int, ...]:
@@ -204,10 +203,8 @@ class PlacementObserver:
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
         at = replace(rotation, angles=rotation.angles[rows])
-        moved = gap <= self.places.bound(call.value.dtype)
-        self.placements.append(
-            Placement(at if moved else None, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven)
-        )
+        moved = (at, None) if gap <= self.places.bound(call.value.dtype) else (None, CHANGED_AFTER_ROTATION)
+        self.placements.append(Placement(*moved, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()

@@ -93,7 +93,6 @@ class Frame:
     lengths   the numbers of body keys to which references will be restricted, increasing
     """
 
-    plan: Plan
     positions: Int[Tensor, "P"]
     offsets: Int[Tensor, "D"]
     seen: VisibleKeys
@@ -114,7 +113,7 @@ class Frame:
         lengths = torch.cat([n_i, torch.minimum(n_i + m_i, n_r[:, None]).flatten(), windowed]).unique()
         offsets = torch.tensor(plan.offsets, device=visible.device)
         unsummed = torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, LOG_ZERO)
-        return cls(plan, positions, offsets, seen, visible[Q:], summed, unsummed, lengths)
+        return cls(positions, offsets, seen, visible[Q:], summed, unsummed, lengths)
 
 
 @dataclass(frozen=True)
@@ -287,7 +286,7 @@ def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | Non
     try:
         frame = call.visibility.cached(("frame", plan, start), lambda: _frame(call, plan, rows, start))
         logits, moved = call.logits(rows, slice(start, None)), moved_logits(call, placement, plan, start)
-        reduced = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
+        reduced = reduce_rows(logits, frame, plan, call.s_aux, moved, call.unread, call.frozen)
         return reduced if not call.start else replace(reduced, lent=_lent(call, rows))
     except (CheckError, UnsupportedError) as error:
         raise error.at(f"layer {call.layer}") from error
@@ -311,29 +310,21 @@ def _frame(call: Call, plan: Plan, rows: Int[Tensor, "P"], start: int) -> Frame:
 
 def reduce_rows(
     logits: Float[Tensor, "B H P T"],
-    visible: Bool[Tensor, "P T"],
+    visible: Bool[Tensor, "P T"] | Frame,
     plan: Plan,
     s_aux: Float[Tensor, "H"] | None = None,
-    moved: Float[Tensor, "B H R Q m"] | None = None,
-) -> Rows:
-    """Reduce the logits of the plan's rows (P = `plan.rows`), given the visible keys.
-
-    moved: s̃_rj, the logits of references with moved origin keys; None: origin keys are not moved
-    """
-    return _reduce(logits, Frame.of(visible, plan), s_aux, moved)
-
-
-def _reduce(
-    logits: Float[Tensor, "B H P T"],
-    frame: Frame,
-    s_aux: Float[Tensor, "H"] | None,
     moved: Float[Tensor, "B H R Q m"] | None = None,
     unread: Bool[Tensor, "H"] | None = None,
     frozen: Float[Tensor, "B H"] | None = None,
 ) -> Rows:
-    """Reduce logits under the edits `unread` and `frozen` of `Call`."""
+    """Reduce the logits of the plan's rows (P = `plan.rows`), given the visible keys or their frame.
+
+    moved: s̃_rj, the logits of references with moved origin keys; None: origin keys are not moved
+    unread, frozen: edits of `Call`
+    """
+    frame = visible if isinstance(visible, Frame) else Frame.of(visible, plan)
     check_finite(logits)
-    positions, Q, m = frame.positions, len(frame.plan.queries), frame.plan.origin
+    positions, Q, m = frame.positions, len(plan.queries), plan.origin
     query, late = slice(0, Q), slice(Q, None)
     seen = frame.seen.without_first(unread)
     weights, peak = scaled_weights(logits, frame)
