@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.metrics import Metrics
 from posleak.metrics.catalogue import BY_ID
 from posleak.typed import plain
