@@ -48,7 +48,7 @@ RunFolder = Annotated[
         "--out",
         parser=named_path,
         metavar="<path>",
-        help="Run folder. Default: a folder in runs/, named after model and measurement.",
+        help="Run folder. Default: a folder in runs/, named after the measurement.",
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Discard results in the folder and measure again.")]

@@ -1,4 +1,4 @@
-"""`measure`: one measurement, asked for from Python."""
+"""`measure`: one measurement, called from Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posleak.edits import parse_edits
 from posleak.errors import BusyError, InputError, PosleakError
 from posleak.files import LOCK_FILE, file_lock
 from posleak.inputs import Inputs
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.models import AnyModel
 from posleak.probe import Edit, Observer
 from posleak.probe.plan import DEFAULT_ORIGIN

@@ -128,7 +128,7 @@ class ModelSizes:
 
     def glimpses(self, prompts: int, length: int, item: int) -> int:
         """Return the rows of one layer that meters read."""
-        from posleak.metrics.glimpse import FULL_LENGTH
+        from posleak.metrics.meter import FULL_LENGTH
 
         rows = min(FULL_LENGTH, length)
         return self.logits(prompts * length, rows, item, GLIMPSE_COPIES) + prompts * rows * length * 8 * GRAPH_COPIES
