@@ -126,7 +126,7 @@ def test_a_partial_run_is_shown_as_partial_and_not_compared(folders: dict[str, P
 
 
 def test_nothing_to_show_is_an_error_that_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="run.json"):
+    with pytest.raises(RunError, match=r"run\.json"):
         pl.report([tmp_path / "nowhere"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
