@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
@@ -200,7 +200,7 @@ def share(found: Estimate) -> TableCell:
     return _cell(found, percent, f"{percent(found.low)}…{percent(found.high)}")
 
 
-def _cell(found: Estimate, form: Callable[[float], str], interval: str, style: str = "") -> TableCell:
+def _cell(found: Estimate, form: Callable[[Any], str], interval: str, style: str = "") -> TableCell:
     if math.isnan(found.value):
         return TableCell(Text(NAN, style="dim"))
     return TableCell(Text(form(found.value), style=style), "" if math.isnan(found.low) else interval)
