@@ -23,8 +23,7 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.manifest import Manifest, manifest
-from posleak.sweeps.progress import SweepProgress
-from posleak.sweeps.state import ERROR_FILE, FAILED, State, status_of, statuses
+from posleak.sweeps.state import ERROR_FILE, FAILED, State, SweepProgress, status_of, statuses
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker

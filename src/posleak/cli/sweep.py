@@ -16,7 +16,7 @@ from .options import Json, MaxMemory, named
 from .progress import board_view
 
 if TYPE_CHECKING:
-    from posleak.sweeps.progress import SweepProgress
+    from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
 
 REPORT_INTERVAL = 30.0

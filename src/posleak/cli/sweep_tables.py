@@ -13,7 +13,7 @@ from posleak.sweeps.state import State
 from posleak.text import format_bytes
 
 if TYPE_CHECKING:
-    from posleak.sweeps.balance import BalanceTable
+    from posleak.sweeps.collect import BalanceTable
     from posleak.sweeps.estimate import Guess
     from posleak.sweeps.sweep import Sweep
 

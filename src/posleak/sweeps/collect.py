@@ -1,4 +1,4 @@
-"""All finished cells of a sweep as one tidy table: one row per number, with the columns of its cell.
+"""All finished cells of a sweep: one tidy table with a row per number, and the balance table with a row per cell.
 
 Cells that differ only in their seed have different prompts of the same kind: their numbers are pooled. Cells that
 differ only in their edits have the same prompts: powers under an edit are also given as their ratio to the cell without
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,16 +23,17 @@ from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
-from posleak.leakage.summary import PowerKey, contrasts
+from posleak.leakage.summary import PowerKey, contrasts, model_products
+from posleak.runs.balance import Balance
+from posleak.runs.run import Run
 
-from .balance import BalanceTable, balance_table
 from .cells import Cell, Resources
-from .numbers import PRODUCTS_FILE, SCHEMA, read_numbers, read_products
-from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, NUMBERS_FILE, Failed, Finished, read_sealed
+from .numbers import NUMBERS_FILE, PRODUCTS_FILE, SCHEMA, read_numbers, read_products
+from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, RECORD_FILES, Failed, Finished, read_sealed
 from .storage import CELLS_FOLDER, Storage
 from .work import error_line
 
-TABLE_FILE, PAGE_FILE = "collected.parquet", "collected.html"
+TABLE_FILE, PAGE_FILE, BALANCE_FILE = "collected.parquet", "collected.html", "balance.json"
 
 MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
@@ -141,8 +142,7 @@ def _read_records(
 ) -> tuple[dict[str, Finished], list[Failed]]:
     """Read cell.json or error.json of every folder."""
     records, failed = dict[str, Finished](), list[Failed]()
-    names = (CELL_FILE, ERROR_FILE)
-    now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in names)
+    now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in RECORD_FILES)
     for folder in folders:
         with _omitting(folder, omitted):
             if (record := read_sealed(now, FINISHED, f"{CELLS_FOLDER}/{folder}/{CELL_FILE}")) is not None:
@@ -276,3 +276,64 @@ def _ordered(values: list[Any]) -> list[Any]:
     if all(isinstance(value, int) for value in values):
         return sorted(values)
     return sorted(values, key=lambda value: value != NO_EDITS)
+
+
+# -- the balance table -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BalanceRow:
+    """One finished cell.
+
+    run       its folder;  dtype, quantisation: those in which it was measured
+    removed   `component, queries` -> 1 − power / power in the first cell of the same model, paired by prompt; empty in
+              the first cell, and where the prompts differ
+    """
+
+    cell: Cell
+    run: str
+    dtype: str
+    quantisation: str | None
+    balance: Balance
+    removed: dict[str, Estimate]
+
+    def as_dict(self) -> dict[str, Any]:
+        spec = self.cell.spec
+        cell = {
+            "model": self.cell.model, "edits": spec.edit_texts, "length": spec.length, "prompts": spec.prompts,
+            "seed": spec.seed, "inputs": spec.inputs, "bos": spec.bos, "dtype": self.cell.dtype,
+        }  # fmt: skip
+        return {"label": self.cell.label, **vars(self), "cell": cell}
+
+
+@dataclass(frozen=True)
+class BalanceTable:
+    """The balance of every finished cell. `left_out`: label -> reason, for cells whose edits have no effect."""
+
+    question: str | None
+    rows: list[BalanceRow]
+    left_out: dict[str, str]
+
+
+def balance_table(
+    storage: Storage, finished: Iterable[Finished], left_out: Mapping[str, str], question: str | None = None
+) -> BalanceTable:
+    """Return the balance table of finished cells; the first cell of each model is the baseline of the others."""
+    baselines, rows = dict[Any, Run](), list[BalanceRow]()
+    for record in finished:
+        cell = record.cell
+        with storage.cell_files(cell.folder, record.place, record.files) as folder:
+            run = Run.load(folder)
+            baseline = baselines.setdefault((cell.model, cell.dtype), run)
+            identity, path = run.record.identity, storage.path(f"{CELLS_FOLDER}/{cell.folder}")
+            removed = _removed(run, baseline)
+            rows.append(BalanceRow(cell, path, identity.dtype, identity.quantisation, Balance.of(run), removed))
+    return BalanceTable(question, rows, dict(left_out))
+
+
+def _removed(run: Run, baseline: Run) -> dict[str, Estimate]:
+    paired = run.prompts == baseline.prompts and run.record.inputs.same_tokens(baseline.record.inputs)
+    if run is baseline or not paired:
+        return {}
+    by_power = contrasts(model_products(run.products), model_products(baseline.products), run.prompts)
+    return {f"{component}, {queries}": contrast.removed for (queries, component), contrast in by_power.items()}

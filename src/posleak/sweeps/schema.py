@@ -10,16 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, StrictInt, ValidationError
 from pydantic_core import PydanticCustomError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
@@ -43,14 +34,6 @@ KeysT = TypeVar("KeysT", bound="Keys")
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _edits(value: Any) -> list[Any]:
-    return [] if value is None or value == "none" else _listed(value)
-
-
-def _model(value: Any) -> Any:
-    return {"model": value} if isinstance(value, str) else value
 
 
 def absolute_path(name: str) -> str:
@@ -92,14 +75,15 @@ def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
 Text = Annotated[str, Field(strict=True, pattern=r"\S")]
 Listed = Annotated[list[T], BeforeValidator(_listed), Field(max_length=MOST)]
 Axis = Annotated[list[T], BeforeValidator(_listed), Field(min_length=1, max_length=MOST)]
-Edits = Annotated[tuple[Text, ...], BeforeValidator(_edits), Field(max_length=MOST_EDITS)]
+_NO_EDITS = BeforeValidator(lambda value: [] if value in (None, "none") else _listed(value))
+Edits = Annotated[tuple[Text, ...], _NO_EDITS, Field(max_length=MOST_EDITS)]
 Processors = Annotated[float, Field(strict=True, ge=0, lt=10**6)]
 
 
 class Keys(BaseModel):
     """A mapping of a manifest."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = {"extra": "forbid", "frozen": True}
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return the values of those of these keys that the manifest has."""
@@ -133,10 +117,13 @@ class ModelKeys(Keys):
     resources: ResourceKeys = ResourceKeys()
 
 
+Entry = Annotated[ModelKeys, BeforeValidator(lambda value: {"model": value} if isinstance(value, str) else value)]
+
+
 class GridKeys(Keys):
     """A grid: every combination of the values of its axes, for every model."""
 
-    models: Listed[Annotated[ModelKeys, BeforeValidator(_model)]] | None = None
+    models: Listed[Entry] | None = None
     edits: Axis[Edits] = []
     length: Axis[StrictInt] = []
     prompts: Axis[StrictInt] = []

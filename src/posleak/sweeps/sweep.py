@@ -18,15 +18,14 @@ from posleak.signatures import checked
 from .cells import Cell
 from .local import InMemory, Local
 from .manifest import Manifest, manifest as manifest_from, read_manifest
-from .progress import SweepProgress, Tracker
-from .state import CellStatus, Finished, State, statuses
+from .state import CellStatus, Finished, State, SweepProgress, Tracker, statuses
 from .storage import CELLS_FOLDER, Storage
 from .work import Worker
 
 if TYPE_CHECKING:
     from posleak.models import AnyModel, Subject
 
-    from .balance import BalanceTable
+    from .collect import BalanceTable
 
 ENGINES = ("local", "ray")
 RUNS_FOLDER = "runs"
@@ -71,7 +70,7 @@ class Sweep:
     @cached_property
     def balance(self) -> BalanceTable:
         """Mask, drift and sink in every finished cell, read from the runs."""
-        from .balance import balance_table
+        from .collect import balance_table
 
         left_out = {status.cell.label: status.why for status in self.of(State.left_out)}
         return balance_table(Storage(self.root), self.finished, left_out, self.question)
@@ -263,7 +262,7 @@ def _result(manifest: Manifest, storage: Storage, tracker: Tracker) -> Sweep:
     unwritten = {each.id: each.why for each in outcomes if each.state is None}
     result = replace(status(manifest, storage), computed=computed, unwritten=unwritten)
     if result.question is not None and result.complete:
-        from .balance import BALANCE_FILE
+        from .collect import BALANCE_FILE
 
         storage.write(BALANCE_FILE, json_text(result.balance).encode())
     return result
