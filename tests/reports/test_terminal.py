@@ -30,7 +30,7 @@ from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
-from posleak.cli.sweep_tables import balance_tables, plan_table, summary
+from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin

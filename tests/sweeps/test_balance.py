@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from posleak.cli.sweep_tables import balance_markdown
+from posleak.cli.sweep import balance_markdown
 from posleak.errors import TooLargeError
 from posleak.models import load
 from posleak.runs.run import Run

@@ -50,18 +50,16 @@ def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> list[Guess]:
         rates.setdefault(record.cell.group, []).append(record.seconds.measuring / record.cell.work)
     speed = _speed() if any(cell.group not in rates for cell in cells) else 1.0
     first = {cell.group: cell.id for cell in reversed(cells)}
-    loading = {cell.id: LOADING_SECONDS if first[cell.group] == cell.id else 0.0 for cell in cells}
-    return [_guess(cell, rates.get(cell.group), speed, loading[cell.id]) for cell in cells]
-
-
-def _guess(cell: Cell, rates: list[float] | None, speed: float, loading: float) -> Guess:
-    memory = memory_of(cell)
-    if rates:
-        return Guess(memory, loading + cell.work * sum(rates) / len(rates), True)
-    shape = shape_of(cell.model)
-    if shape is None:
-        return Guess(memory, None, False)
-    return Guess(memory, loading + CELL_SECONDS + 2 * shape.parameters * cell.work / (RATE * speed), False)
+    guessed = list[Guess]()
+    for cell in cells:
+        loading = LOADING_SECONDS if first[cell.group] == cell.id else 0.0
+        seconds: float | None = None
+        if seen := rates.get(cell.group):
+            seconds = loading + cell.work * sum(seen) / len(seen)
+        elif (shape := shape_of(cell.model)) is not None:
+            seconds = loading + CELL_SECONDS + 2 * shape.parameters * cell.work / (RATE * speed)
+        guessed.append(Guess(memory_of(cell), seconds, bool(seen)))
+    return guessed
 
 
 def memory_of(cell: Cell) -> int | None:
@@ -71,8 +69,7 @@ def memory_of(cell: Cell) -> int | None:
         return None
     spec, item = cell.spec, ITEM_BYTES.get(cell.dtype or "float32", 4)
     read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
-    batch = min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
-    tokens = batch * read
+    tokens = read * min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
     rows = shape.logits(tokens, len(spec.plan.rows), item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
     results = 8 * spec.prompts * shape.layers * shape.heads * 3_000
     return shape.parameters * item + LIBRARY_BYTES + shape.forward(tokens, item) + rows + results
@@ -81,10 +78,9 @@ def memory_of(cell: Cell) -> int | None:
 @cache
 def shape_of(model: str) -> ModelSizes | None:
     """Return the model's sizes from its files; None if they are not on this machine or cannot be read."""
-    folder = _folder(model)
-    if folder is None:
-        return None
     with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
+        if (folder := _folder(model)) is None:
+            return None
         config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
         headers = weights.read_headers(folder, allow_pickle=True)
@@ -106,9 +102,7 @@ def _folder(model: str) -> Path | None:
         return builtin.shipped_folder(text)
     path = Path(text).expanduser()
     if path.is_dir():
-        with suppress(PosleakError):
-            return snapshot_folder(path, revision)
-        return None
+        return snapshot_folder(path, revision)
     if path.exists() or text.count("/") > 1:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -27,6 +27,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular, stays_in_folder
 from posleak.models.sources import checkpoints, split_revision
@@ -34,7 +36,7 @@ from posleak.runs.spec import TRACED, MeasureSpec
 from posleak.text import visible
 
 from .cells import TRACE, Cell
-from .schema import MOST, MOST_DIGITS, GridKeys, ManifestKeys, ModelKeys, absolute_model, validated, yaml_loader
+from .schema import MOST, MOST_DIGITS, GridKeys, Loader, ManifestKeys, ModelKeys, absolute_model, validated
 
 MOST_BYTES = 10**6
 NAMED = Path(__file__).parent / "named"
@@ -85,8 +87,6 @@ def named_manifests() -> list[str]:
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest in a YAML file or, if there is no such file, the one of this name that ships with posleak."""
-    import yaml
-
     file = Path(path)
     if not file.exists() and str(path) in named_manifests():
         file = NAMED / f"{path}.yaml"
@@ -102,7 +102,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if len(content) > MOST_BYTES:
         raise InputError("the manifest is too large", where=str(file), expected=f"at most {MOST_BYTES:,} bytes")
     try:
-        value = yaml.load(content, Loader=yaml_loader())
+        value = yaml.load(content, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError("not valid YAML", where=str(file), got=visible(str(error))[:300]) from error
     return manifest(value, name=file.stem, where=str(file))

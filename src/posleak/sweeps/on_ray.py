@@ -15,8 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from posleak.errors import InputError, warn
@@ -25,7 +24,7 @@ from posleak.text import format_bytes, one_line
 from .cells import Cell
 from .estimate import memory_of
 from .local import PAUSE
-from .state import Outcome, Tracker, WorkOrder
+from .state import Tracker
 from .storage import Storage
 from .work import Worker, worker_died, write_failure
 
@@ -65,11 +64,7 @@ class OnRay:
             cpus = min(_cpus(cell) for cell in cells)
             fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
             most = min(self.workers or fitting, len(cells))
-            scheduler = _Scheduler(ray, self.worker, storage.absolute, tracker, most)
-            try:
-                scheduler.run(cells)
-            finally:
-                scheduler.stop()
+            _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(cells)
 
 
 def require_ray() -> Any:
@@ -114,19 +109,6 @@ def _cpus(cell: Cell) -> float:
     return DEFAULT_CPUS if cell.resources.cpus is None else cell.resources.cpus
 
 
-class RayWorker:
-    """The class of the actors: a worker in a process of its own."""
-
-    def __init__(self, worker: Worker, storage: Storage) -> None:
-        self._worker, self._storage = worker, storage
-
-    def ready(self) -> int:
-        return os.getpid()
-
-    def run(self, order: WorkOrder) -> Outcome:
-        return self._worker.run(self._storage, order.cell, order.attempt, expected=order.id)
-
-
 @dataclass
 class _Actor:
     """An actor as the driver sees it: the model that it is for, its resources, and its cell."""
@@ -155,7 +137,15 @@ class _Scheduler:
     later: list[tuple[float, Cell]] = field(default_factory=list)
 
     def run(self, cells: list[Cell]) -> None:
-        """Work until every cell has ended."""
+        """Work until every cell has ended, then end the actors; what they have finished is in the storage."""
+        try:
+            self._work(cells)
+        finally:
+            for actor in self.actors.values():
+                with contextlib.suppress(Exception):
+                    self.ray.kill(actor.handle)
+
+    def _work(self, cells: list[Cell]) -> None:
         for cell in cells:
             self._queue(cell)
         while self.actors or self.later or any(self.groups.values()):
@@ -173,13 +163,6 @@ class _Scheduler:
             if not self.actors:
                 time.sleep(PAUSE / 10)
 
-    def stop(self) -> None:
-        """End every actor; what they have finished is in the storage."""
-        for actor in self.actors.values():
-            with contextlib.suppress(Exception):
-                self.ray.kill(actor.handle)
-        self.actors.clear()
-
     def _queue(self, cell: Cell) -> None:
         self.groups.setdefault(cell.group, deque()).append(cell)
 
@@ -193,8 +176,8 @@ class _Scheduler:
             group = max(wanted, key=lambda each: len(self.groups[each]) / (1 + taken.count(each)))
             request = self._request(self.groups[group][0])
             worker = replace(self.worker, threads=max(1, int(request["num_cpus"])))
-            handle = self.ray.remote(RayWorker).options(max_restarts=0, **request).remote(worker, self.storage)
-            self.actors[handle.ready.remote()] = _Actor(handle, group, request)
+            handle = self.ray.remote(Worker).options(max_restarts=0, **request).remote(**asdict(worker))
+            self.actors[handle.__ray_ready__.remote()] = _Actor(handle, group, request)
 
     def _handle(self, future: Any) -> None:
         """An actor is ready, its cell has ended, or it died. A live actor gets the next cell."""
@@ -218,7 +201,8 @@ class _Scheduler:
             return
         actor.cell = self.groups[actor.group].popleft()
         order = self.tracker.order(actor.cell, "on the cluster")
-        self.actors[actor.handle.run.remote(order)] = actor
+        future = actor.handle.run.remote(self.storage, order.cell, order.attempt, expected=order.id)
+        self.actors[future] = actor
 
     def _actor_died(self, actor: _Actor, error: Exception) -> None:
         """Give the actor's cell to another one, unless that has happened too often."""
@@ -253,7 +237,7 @@ class _Scheduler:
         return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def _cluster(ray: Any, address: str | None) -> Iterator[None]:
     """Connect to a cluster, and disconnect afterwards unless this process was connected before."""
     if ray.is_initialized():

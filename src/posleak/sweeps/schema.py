@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, StrictInt, ValidationError
 from pydantic_core import PydanticCustomError
+from yaml.constructor import ConstructorError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.inputs.corpus import STDLIB
@@ -189,26 +191,22 @@ def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:
     raise InputError(what, where=place, got=shown, expected=expected, remedy=remedy)
 
 
-def yaml_loader() -> Any:
-    """Return YAML's safe loader, which also rejects duplicate keys and integers of too many digits."""
-    import yaml
+class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+    """YAML's safe loader, which also rejects duplicate keys and integers of too many digits."""
 
-    def error(what: str, mark: Any) -> Exception:
-        return yaml.constructor.ConstructorError(None, None, what, mark)
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set[str]()
+        for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
+            if key.value in seen:
+                raise ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set[str]()
-            for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
-                if key.value in seen:
-                    raise error(f"the key {key.value!r} is there twice", key.start_mark)
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
+    def construct_yaml_int(self, node: Any) -> Any:
+        if len(node.value) > MOST_DIGITS:
+            what = f"an integer of {len(node.value):,} characters; at most {MOST_DIGITS}"
+            raise ConstructorError(None, None, what, node.start_mark)
+        return super().construct_yaml_int(node)
 
-        def construct_yaml_int(self, node: Any) -> Any:
-            if len(node.value) > MOST_DIGITS:
-                raise error(f"an integer of {len(node.value):,} characters; at most {MOST_DIGITS}", node.start_mark)
-            return super().construct_yaml_int(node)
 
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
-    return Loader
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
