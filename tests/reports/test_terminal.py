@@ -51,9 +51,8 @@ from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
 from posleak.show.lines import broken
 from posleak.show.terminal import FittedTable, TableCell, table
-from posleak.sweeps.cells import Cell
+from posleak.sweeps.cells import Cell, Guess
 from posleak.sweeps.collect import BalanceRow, BalanceTable
-from posleak.sweeps.estimate import Guess
 from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep
 from support.families import tiny

@@ -22,8 +22,8 @@ from .progress import board_view
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from posleak.sweeps.cells import Guess
     from posleak.sweeps.collect import BalanceTable
-    from posleak.sweeps.estimate import Guess
     from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
 
@@ -118,7 +118,7 @@ def sweep_command(
     from posleak.sweeps.sweep import as_manifest, status, storage_for, sweep, with_changes
 
     if dry_run:
-        from posleak.sweeps.estimate import guesses
+        from posleak.sweeps.cells import guesses
 
         chosen, _ = with_changes(as_manifest(manifest), models or (), length=length, prompts=prompts, seed=seed)
         plan = status(chosen, storage_for(chosen, root), verify=verify)

@@ -161,8 +161,16 @@ def serve(root: str, options: str) -> None:
     storage, worker = Storage(root), from_json(Worker, options)
     answers, orders = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what libraries print goes to standard error
-    for line in _lines(orders):
-        order = from_json(WorkOrder, line)
+    queue = SimpleQueue[bytes]()
+
+    def read() -> None:  # in a thread, so that a worker whose driver is gone ends at once
+        for line in orders:
+            queue.put(line)
+        os._exit(0)  # the driver is gone or has no more cells
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        order = from_json(WorkOrder, queue.get())
         outcome = worker.run(
             storage, order.cell, order.attempt, lambda status: _send(answers, Message(status)), order.id
         )
@@ -172,20 +180,6 @@ def serve(root: str, options: str) -> None:
 def _send(stream: IO[bytes], message: WorkOrder | Message) -> None:
     stream.write(json.dumps(plain(message)).encode() + b"\n")
     stream.flush()
-
-
-def _lines(orders: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines as they arrive. A thread reads them, so that a worker whose driver is gone ends at once."""
-    queue: SimpleQueue[bytes] = SimpleQueue()
-
-    def read() -> None:
-        for line in orders:
-            queue.put(line)
-        os._exit(0)  # the driver is gone or has no more cells
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield queue.get()
 
 
 if __name__ == "__main__":

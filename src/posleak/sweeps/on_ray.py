@@ -21,8 +21,7 @@ from typing import Any
 from posleak.errors import InputError, warn
 from posleak.text import format_bytes, one_line
 
-from .cells import Cell
-from .estimate import memory_of
+from .cells import Cell, memory_of
 from .local import PAUSE
 from .state import Tracker
 from .storage import Storage

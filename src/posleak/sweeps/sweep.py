@@ -201,25 +201,8 @@ def with_changes(
 ) -> tuple[Manifest, dict[str, Subject]]:
     """Return the manifest with other models and other values of its spec, and the models that are in memory."""
     single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
-    names, subjects = _names([models] if single else list(models))  # type: ignore[list-item, arg-type]
-    changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
-    cells = list[Cell]()
-    for cell in changed.cells:
-        identity = subjects[cell.model].identity if cell.model in subjects else None
-        if identity is not None and cell.dtype not in (None, identity.dtype):
-            raise InputError(
-                "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
-                expected=cell.dtype, remedy="give the model by name, or in that dtype",
-            )  # fmt: skip
-        cells.append(cell if identity is None else replace(cell, title=identity.name))
-    return replace(changed, cells=tuple(cells)), subjects
-
-
-def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
-    """Return the models' names, and those that are in memory by a name that is unique to their content."""
-    names, shown = list[str](), list[str]()
-    subjects: dict[str, Subject] = {}
-    for model in models:
+    names, shown, subjects = list[str](), list[str](), dict[str, Any]()  # subjects by a name unique to their content
+    for model in [models] if single else list(models):  # type: ignore[arg-type]
         if isinstance(model, str | os.PathLike):
             names.append(os.fsdecode(model))
             shown.append(names[-1])
@@ -238,7 +221,17 @@ def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
             "models of one sweep need different names", where="models", got=", ".join(shown),
             remedy='name those in memory: Subject.of(model, tokenizer, name="mine")',
         )  # fmt: skip
-    return names, subjects
+    changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
+    cells = list[Cell]()
+    for cell in changed.cells:
+        identity = subjects[cell.model].identity if cell.model in subjects else None
+        if identity is not None and cell.dtype not in (None, identity.dtype):
+            raise InputError(
+                "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
+                expected=cell.dtype, remedy="give the model by name, or in that dtype",
+            )  # fmt: skip
+        cells.append(cell if identity is None else replace(cell, title=identity.name))
+    return replace(changed, cells=tuple(cells)), subjects
 
 
 def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Storage:
@@ -250,11 +243,9 @@ def engine_named(name: str, worker: Worker, address: str | None, workers: int | 
     """Return an engine by its name; raise InputError if it is unknown or not installed."""
     if name not in ENGINES:
         raise InputError("no such engine", where="--engine", got=name, remedy=did_you_mean(name, ENGINES))
+    if name == "local" and (address is not None or workers is not None):
+        raise InputError("--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray")
     if name == "local":
-        if address is not None or workers is not None:
-            raise InputError(
-                "--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray"
-            )
         return Local(worker)
     from .on_ray import OnRay, require_ray
 
