@@ -168,7 +168,16 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
         remedy = "leave out that one, or `revisions`"
         raise InputError("the model has a revision already", where=where, got=entry.model, remedy=remedy)
     if entry.checkpoints is not None:
-        models = _checkpoints(entry.checkpoints, entry.title, where)
+        try:
+            paths = checkpoints(entry.checkpoints)
+        except PosleakError as error:
+            raise error.at(where) from error
+        parent = paths[0].parent.absolute()
+        steps = {_step(path.name): str(path.absolute()) for path in paths}
+        if (parent / "config.json").is_file() and (last := trained_steps(parent)) is not None:
+            steps.setdefault(last, str(parent))  # the model in the folder itself, if its number of steps is recorded
+        series = entry.title or str(parent)
+        models = [{"model": path, "series": series, "step": step} for step, path in steps.items()]
     elif entry.revisions is not None:
         series = entry.title or entry.model
         models = [{"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions]
@@ -181,19 +190,6 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
             raise InputError("there is no such checkpoint", where=f"{where}, steps", got=missing, expected=expected)
         models = [by_step[step] for step in entry.steps]
     return [{**model, **entry.given("dtype", "device", "device_map")} for model in models]
-
-
-def _checkpoints(folder: str, title: str | None, where: str) -> list[dict[str, Any]]:
-    """The checkpoints in a folder and, if its number of steps is recorded, the model in the folder itself."""
-    try:
-        paths = checkpoints(folder)
-    except PosleakError as error:
-        raise error.at(where) from error
-    parent = paths[0].parent.absolute()
-    steps = {_step(path.name): str(path.absolute()) for path in paths}
-    if (parent / "config.json").is_file() and (last := trained_steps(parent)) is not None:
-        steps.setdefault(last, str(parent))
-    return [{"model": path, "series": title or str(parent), "step": step} for step, path in steps.items()]
 
 
 def trained_steps(folder: Path) -> int | None:

@@ -173,14 +173,11 @@ def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str
             return f"{name} is missing"
         if (verify or current != facts.stamp) and storage.sha256(place + name) != facts.sha256:
             return f"{name} is damaged or was changed"
-    return "the model's files have changed since" if _has_changed(record.model, cell.model) else None
-
-
-def _has_changed(measured: ModelFacts, name: str) -> bool:
-    """Return whether the model's files have changed; False if they are gone or cannot be read."""
-    if measured.stamp is None or _model_stamp(name) in (None, measured.stamp):
-        return False
-    return measured.content is None or _model_content(name) != measured.content
+    measured = record.model
+    if measured.stamp is None or _model_stamp(cell.model) in (None, measured.stamp):  # None: gone, or cannot be read
+        return None
+    has_changed = measured.content is None or _model_content(cell.model) != measured.content
+    return "the model's files have changed since" if has_changed else None
 
 
 # -- the progress of a sweep -------------------------------------------------------------------------------------------

@@ -202,7 +202,8 @@ def with_changes(
     """Return the manifest with other models and other values of its spec, and the models that are in memory."""
     single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
     names, shown, subjects = list[str](), list[str](), dict[str, Any]()  # subjects by a name unique to their content
-    for model in [models] if single else list(models):  # type: ignore[arg-type]
+    given: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    for model in given:
         if isinstance(model, str | os.PathLike):
             names.append(os.fsdecode(model))
             shown.append(names[-1])
