@@ -8,7 +8,6 @@ edits, paired by prompt.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,8 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
@@ -101,9 +98,8 @@ class Collected:
 
     def parquet(self) -> bytes:
         """Return the table as a Parquet file."""
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pandas(self.table, preserve_index=False), buffer, compression="zstd")
-        return buffer.getvalue()
+        content: bytes = self.table.to_parquet(index=False, compression="zstd")
+        return content
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak collect --json`, except the paths of the files (docs/json.md)."""

@@ -1,7 +1,8 @@
 """The engines on one machine: one cell after another, in a worker process, or in this process for models in memory.
 
 A worker process that dies (out of memory, a crash in a library) is replaced, and its cell started again. Driver and
-worker exchange lines of JSON over the worker's standard input and output; a worker whose driver is gone ends.
+worker exchange lines of JSON over the worker's standard input and output: a cell, then status lines and the outcome. A
+worker whose driver is gone ends.
 """
 
 from __future__ import annotations
@@ -37,14 +38,6 @@ GRACE = 10.0
 
 STDERR_BYTES = 2000
 """How much of a dead worker's standard error is read."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message from a worker: a status line, or how the cell ended."""
-
-    status: str | None = None
-    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +106,9 @@ class _Process:
         except BrokenPipeError:
             return None
         for line in answers:
-            message = from_json(Message, line)
-            if message.outcome is not None:
-                return message.outcome
-            tracker.started(order.cell, message.status or "")
+            if not isinstance(status := json.loads(line), str):
+                return from_json(Outcome, line)
+            tracker.started(order.cell, status)
         return None
 
     @property
@@ -171,13 +163,10 @@ def serve(root: str, options: str) -> None:
     threading.Thread(target=read, daemon=True).start()
     while True:
         order = from_json(WorkOrder, queue.get())
-        outcome = worker.run(
-            storage, order.cell, order.attempt, lambda status: _send(answers, Message(status)), order.id
-        )
-        _send(answers, Message(outcome=outcome))
+        _send(answers, worker.run(storage, order.cell, order.attempt, partial(_send, answers), order.id))
 
 
-def _send(stream: IO[bytes], message: WorkOrder | Message) -> None:
+def _send(stream: IO[bytes], message: WorkOrder | str | Outcome) -> None:
     stream.write(json.dumps(plain(message)).encode() + b"\n")
     stream.flush()
 

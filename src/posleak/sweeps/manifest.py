@@ -176,8 +176,8 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
         steps = {_step(path.name): str(path.absolute()) for path in paths}
         if (parent / "config.json").is_file() and (last := trained_steps(parent)) is not None:
             steps.setdefault(last, str(parent))  # the model in the folder itself, if its number of steps is recorded
-        series = entry.title or str(parent)
-        models = [{"model": path, "series": series, "step": step} for step, path in steps.items()]
+        name = entry.title or str(parent)
+        models = [{"model": path, "series": name, "step": step} for step, path in steps.items()]
     elif entry.revisions is not None:
         series = entry.title or entry.model
         models = [{"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions]
