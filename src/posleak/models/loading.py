@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from posleak.errors import ModelError
-from posleak.models import bounds, cache as caching, configs, hashing, memory, pretrained, sources, weights
+from posleak.errors import ModelError, translate_errors
+from posleak.models import cache as caching, configs, hashing, memory, pretrained, sources, weights
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Provenance, config_sha256, describe
-from posleak.models.library_errors import translate_errors
 from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.models.subject import Subject, stable_checksum
-from posleak.models.tokenizer import read_tokenizer, tokenizer_files
 from posleak.signatures import checked
 from posleak.text import visible
 
@@ -62,7 +61,16 @@ def load(
     notice             callback that receives the terms of use of a built-in model; the default prints to stderr
     """
     pretrained.require_docstrings()
-    full_name = _name(name)
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise ModelError(
+            "this is not the name of a model", where="load", got=f"{name!r:.80}",
+            expected="a built-in name, a folder, a .gguf file or a hub id",
+            remedy="pass a model that is in memory to Subject.of",
+        )  # fmt: skip
+    if device is not None and device_map is not None:
+        got = f"{device} and {device_map}"
+        raise ModelError("device and device_map exclude each other", got=got, remedy="pass one")
+    full_name = os.fsdecode(name)
     text, pinned = sources.split_revision(full_name)
     if pinned is not None and revision not in (None, pinned):
         raise ModelError("two revisions are given", where=text, got=f"{pinned} and {revision}", remedy="name one")
@@ -79,7 +87,8 @@ def load(
         located = sources.locate_offline(text, options.cache)
         if located is not None:  # hashed while torch is imported
             hashes = stack.enter_context(_hashing(located, options))
-        target = _Target.of(device, dtype, device_map)
+        device = pretrained.choose_device(device)
+        target = _Target(device, pretrained.choose_dtype(dtype, device), device_map)
         if located is None:
             located = sources.resolve(text, options, lambda config: target.require_fit(config, text, options))
             hashes = stack.enter_context(_hashing(located, options))
@@ -104,28 +113,18 @@ def subject_of(model: AnyModel) -> Subject:
     )  # fmt: skip
 
 
-def _name(name: str | os.PathLike[str]) -> str:
-    if isinstance(name, str | os.PathLike) and os.fspath(name):
-        return os.fsdecode(name)
-    raise ModelError(
-        "this is not the name of a model", where="load", got=f"{name!r:.80}",
-        expected="a built-in name, a folder, a .gguf file or a hub id",
-        remedy="pass a model that is in memory to Subject.of",
-    )  # fmt: skip
-
-
 def _to_stderr(message: str) -> None:
     print(f"posleak: {visible(message)}", file=sys.stderr, flush=True)
 
 
-def _hashing(located: LocatedModel, options: LoadOptions) -> hashing.BackgroundHashes:
+def _hashing(located: LocatedModel, options: LoadOptions) -> AbstractContextManager[hashing.PendingHashes]:
     """Return the hashes of the weights, not started yet; compare the small files of a converted model at once."""
     with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
         names = weights.weight_files(located.folder, allow_pickle=options.allow_pickle)
         if located.record is not None:
             caching.require_unchanged(located.folder, located.record, names)
     use_cache = located.record is None and not options.verify
-    return hashing.BackgroundHashes(located.folder, names, options.cache if use_cache else None)
+    return hashing.background_hashes(located.folder, names, options.cache if use_cache else None)
 
 
 @dataclass(frozen=True)
@@ -135,21 +134,6 @@ class _Target:
     device: str
     dtype: torch.dtype | str
     device_map: str | dict[str, Any] | None
-
-    @classmethod
-    def of(
-        cls, device: str | torch.device | None, dtype: str | torch.dtype | None, device_map: str | dict[str, Any] | None
-    ) -> _Target:
-        if device is not None and device_map is not None:
-            got = f"{device} and {device_map}"
-            raise ModelError("device and device_map exclude each other", got=got, remedy="pass one")
-        chosen = pretrained.choose_device(device)
-        return cls(chosen, pretrained.choose_dtype(dtype, chosen), device_map)
-
-    @property
-    def placement(self) -> str | dict[str, Any] | None:
-        """The device_map for from_pretrained: directly onto the accelerator, without a copy in main memory first."""
-        return self.device_map or (None if self.device == "cpu" else {"": self.device})
 
     def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
         """Return the dtype that the weights will have; None if it is that of each file."""
@@ -183,19 +167,20 @@ def _is_quantised(config: PreTrainedConfig) -> bool:
 
 
 def _read(
-    name: str, located: LocatedModel, target: _Target, options: LoadOptions, hashes: hashing.BackgroundHashes
+    name: str, located: LocatedModel, target: _Target, options: LoadOptions, hashes: hashing.PendingHashes
 ) -> Subject:
     folder, trusted = located.folder, options.trust_remote_code
     config = configs.read_config(folder, trust_remote_code=trusted)
     _require_consistent(folder, config, target, options)
+    placement = target.device_map or (None if target.device == "cpu" else {"": target.device})  # no copy in main memory
     model = pretrained.read_model(
-        folder, config, dtype=target.dtype, device_map=target.placement, trust_remote_code=trusted,
+        folder, config, dtype=target.dtype, device_map=placement, trust_remote_code=trusted,
         allow_pickle=options.allow_pickle,
     )  # fmt: skip
-    tokenizer = read_tokenizer(folder, config, trust_remote_code=trusted)
+    tokenizer = configs.read_tokenizer(folder, config, trust_remote_code=trusted)
     checksum = stable_checksum(model)
     conditions = f"{model.dtype} {config_sha256(model.config)} {version('torch')} {version('transformers')}"
-    confirmed = hashing.confirm_hashes(hashes, options.cache, checksum, conditions)
+    confirmed = hashing.confirm_hashes(folder, hashes(), options.cache, checksum, conditions)
     if located.record is not None:
         caching.require_hashes(folder, located.record, confirmed)
     provenance = Provenance(
@@ -206,23 +191,24 @@ def _read(
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,
-        tokenizer_sha256=None if tokenizer is None else _sha256(folder, tokenizer_files(folder)),
-        code_sha256=_sha256(folder, configs.code_files(folder)) if configs.ran_local_code(model, tokenizer) else None,
+        tokenizer_sha256=None if tokenizer is None else _sha256(folder, configs.tokenizer_files(folder)),
+        code_sha256=_sha256(folder, folder.rglob("*.py")) if configs.ran_local_code(model, tokenizer) else None,
     )
     return Subject(model, tokenizer, describe(model, tokenizer, provenance), provenance)
 
 
-def _sha256(folder: Path, names: list[str]) -> str:
-    """Return one hash of small files, without the cache of hashes."""
-    return hashing.joined_sha256({name: hashing.file_sha256(folder / name) for name in names})
+def _sha256(folder: Path, paths: Iterable[Path]) -> str:
+    """Return one hash of small files in a folder, without the cache of hashes."""
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    return hashing.joined_sha256({name: hashing.file_sha256(path) for name, path in files.items()})
 
 
 def _require_consistent(folder: Path, config: PreTrainedConfig, target: _Target, options: LoadOptions) -> None:
     """Reject a model that is larger than its files, or than the memory."""
     stored = weights.read_headers(folder, allow_pickle=options.allow_pickle)
-    bounds.require_tensors_for_layers(folder, config, stored)
+    memory.require_tensors_for_layers(folder, config, stored)
     need = memory.memory_need(config, trust_remote_code=options.trust_remote_code)
     elements = 8 * stored.bytes if _is_quantised(config) else stored.elements
-    bounds.require_backed_by_files(folder / "config.json", need, elements)
+    memory.require_backed_by_files(folder / "config.json", need, elements)
     need_bytes = max(stored.bytes_as(target.loaded_dtype(config)), target.bytes(config, need))
     target.require_memory(need_bytes, str(folder))

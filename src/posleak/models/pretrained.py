@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from posleak.errors import ModelError, PosleakWarning
-from posleak.models.library_errors import translate_errors
+from posleak.errors import ModelError, PosleakWarning, translate_errors
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +143,7 @@ def choose_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | 
     if isinstance(dtype, torch.dtype):
         return dtype
     name = dtype or ("float32" if device == "cpu" else "auto")
-    chosen: torch.dtype | str = name if name == "auto" else getattr(torch, name)
-    return chosen
+    return "auto" if name == "auto" else cast("torch.dtype", getattr(torch, name))
 
 
 def choose_device(device: str | torch.device | None) -> str:

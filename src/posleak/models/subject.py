@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError, UnsupportedError
+from posleak.errors import ModelError, UnsupportedError, translate_errors
 from posleak.models import hashing
 from posleak.models.identity import Identity, Provenance, describe, input_device
-from posleak.models.library_errors import translate_errors
 from posleak.text import visible
 
 if TYPE_CHECKING:
@@ -163,10 +162,8 @@ def _require_objects(model: object, tokenizer: object) -> None:
     """Reject objects that are not a model and a tokenizer of transformers."""
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    checks: list[tuple[str, object, type]] = [("model", model, PreTrainedModel)]
-    checks.append(("tokenizer", tokenizer, PreTrainedTokenizerBase))
-    for what, given, kind in checks[: 1 if tokenizer is None else 2]:
-        if not isinstance(given, kind):
+    for what, given, kind in (("model", model, PreTrainedModel), ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
+        if not isinstance(given, kind) and (what == "model" or given is not None):
             raise ModelError(
                 f"this is not a {what} of transformers", where="Subject.of",
                 got=f"{type(given).__name__} {visible(repr(given)):.80}", expected=f"a {kind.__name__}",

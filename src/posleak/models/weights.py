@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError
+from posleak.errors import FETCH_AGAIN, ModelError, translate_errors
 from posleak.files import read_regular, stays_in_folder
-from posleak.models.library_errors import FETCH_AGAIN, translate_errors
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +102,14 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[str]:
 def _indexed_files(folder: Path, index: str) -> list[str]:
     """Return the files that an index names; each must exist, inside the folder."""
     path = folder / index
-    named = _weight_map(path)
-    outside = [name for name in named if not stays_in_folder(name)]
+    try:
+        named = sorted(set(json.loads(read_regular(path, MAX_INDEX))["weight_map"].values()))
+        outside = [name for name in named if not stays_in_folder(name)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ModelError(
+            "the index of the weights cannot be read", where=str(path), got=f"{path.stat().st_size} bytes",
+            expected="JSON with a weight_map from tensors to files", remedy=FETCH_AGAIN,
+        ) from None  # fmt: skip
     if outside:
         raise ModelError(
             "the index names a file outside the model's folder, which is not read", where=str(path), got=outside[0],
@@ -118,19 +123,6 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
             remedy="fetch them again; an interrupted download or an unfinished save looks like this",
         )  # fmt: skip
     return named
-
-
-def _weight_map(path: Path) -> list[str]:
-    try:
-        named = sorted(set(json.loads(read_regular(path, MAX_INDEX))["weight_map"].values()))
-        if all(isinstance(name, str) for name in named):
-            return named
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise ModelError(
-        "the index of the weights cannot be read", where=str(path), got=f"{path.stat().st_size} bytes",
-        expected="JSON with a weight_map from tensors to files", remedy=FETCH_AGAIN,
-    )  # fmt: skip
 
 
 def _no_weights(folder: Path) -> ModelError:
