@@ -213,9 +213,8 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     ids = prompts.batch(range(checked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
     if different < checked:
-        which = (
-            f"only {different} of {checked} prompts differ" if different > 1 else f"all {checked} prompts are the same"
-        )
+        same = f"all {checked} prompts are the same"
+        which = same if different == 1 else f"only {different} of {checked} prompts differ"
         remedies: dict[type, str] = {
             ConstantBody: "this is expected of a constant token; use --inputs random or text:PATH for valid intervals",
             GivenBody: "remove the copies",
