@@ -76,9 +76,7 @@ def bench_table(found: Benchmark) -> Group:
         prose(found.identity.name, style="bold"),
         prose(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
         made,
-        prose(
-            "medians of rounds (smallest–largest); MB: peak above the loaded model, in a separate process", style="dim"
-        ),
+        prose("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
         *(
             prose(f"{result.name} at {result.length}: {_spread(ratio).plain} of {result.base}, n={ratio.n}")
             for result in found.results

@@ -4,8 +4,8 @@
     python benchmarks/coverage.py real smollm2-135m --truth 384 # a model's own prompts; five minutes
 
 `real` measures many prompts once. It draws subsets of n prompts and takes the estimate from all *other* prompts as the
-truth. This truth has its own variance, n / (prompts − n) of that of the subset, so that a perfect 95% interval of 32 out
-of 384 prompts covers 94%. Subsets overlap and coverage is averaged over layers, so that its error is not known.
+truth. This truth has its own variance, n / (prompts − n) of that of the subset, so that a perfect 95% interval of 32
+out of 384 prompts covers 94%. Subsets overlap and coverage is averaged over layers, so that its error is not known.
 
 Both print a markdown table and write it into results/coverage.json.
 """

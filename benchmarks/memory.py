@@ -71,7 +71,7 @@ def trace(subject: Subject, prompts: int, length: int) -> CaseMemory:
 
 
 def patterns(copies: int, layers: bool) -> Needs:
-    """Return the memory of eager attention in a copy of the model, with `copies` of the patterns of all layers or one."""
+    """Return the memory of eager attention in a copy of the model, with `copies` of the patterns."""
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
         item, sizes = subject.dtype.itemsize, ModelSizes.of(subject)

@@ -1,7 +1,7 @@
-"""How docs/api.md is filled from docstrings: an extension of griffe, with which mkdocstrings reads the code.
+"""The griffe extension with which mkdocstrings generates docs/api.md from docstrings.
 
-It knows what griffe cannot: that parameters and fields are described in aligned lines (`name   text`), that some
-packages can be called like the function of their name, and what the constants are that stand as defaults.
+It converts aligned descriptions of parameters and fields (`name   text`) into tables, puts functions under their public
+names, and replaces constants in defaults by their values.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _PAGE = re.compile(r"(?<!\[)\bdocs/(\w+)\.md\b")
 
 
 class PosleakDocstrings(griffe.Extension):
-    """Public names lead to what is called, and docstrings become Markdown."""
+    """Puts functions under their public names and converts docstrings to Markdown."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Put functions where users find them, before anything is rendered."""
+        """Put functions under their public names before anything is rendered."""
         called = {name: _function(pkg[name], name) for name in map(str, pkg.exports or ())}
         for name, function in called.items():
             if function is not None:
                 pkg.set_member(name, _moved(function, name, pkg, loader))
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Write its docstring as Markdown."""
+        """Convert a docstring to Markdown."""
         if obj.docstring is not None:
             text, lines = described(obj.docstring.value)
             types = _fields(obj) if isinstance(obj, griffe.Class) else {}
@@ -38,9 +38,9 @@ class PosleakDocstrings(griffe.Extension):
 
 
 def described(docstring: str) -> tuple[str, dict[str, str]]:
-    """The sentences of a docstring, and what its aligned lines say, by name.
+    """Return the sentences of a docstring, and the descriptions in its aligned lines by name.
 
-    `a   is this;  b: is that` is about two names.
+    `a   is this;  b: is that` describes two names.
     """
     sentences, lines, last = list[str](), dict[str, str](), ""
     for line in inspect.cleandoc(docstring).splitlines():
@@ -63,7 +63,7 @@ def _apart(lines: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _table(lines: Mapping[str, str], types: Mapping[str, str]) -> Iterator[str]:
-    """Names, their types and what is said: fields in their order, then what else has a line. No column is empty."""
+    """Yield a table of names, types and descriptions: fields first, then other names; empty columns are omitted."""
     names = [*types, *(name for name in lines if name not in types)]
     said = {name: text.replace("|", "\\|") for name, text in lines.items()}
     columns = [column for column in (_code({name: name for name in names}), _code(types), said) if column]
@@ -82,7 +82,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _fields(kind: griffe.Class) -> dict[str, str]:
-    """Public fields with their types, inherited ones first."""
+    """Return the public fields with their types, inherited ones first."""
     members = {name: each for name, each in kind.all_members.items() if not name.startswith("_")}
     found = {name: each.final_target if isinstance(each, griffe.Alias) else each for name, each in members.items()}
     return {
@@ -93,7 +93,7 @@ def _fields(kind: griffe.Class) -> dict[str, str]:
 
 
 def _function(found: griffe.Object | griffe.Alias, name: str) -> griffe.Function | None:
-    """The function that a public name is; a module that hides its function is griffe's way to read the code."""
+    """Return the function of a public name, None if it is no function. griffe may find a module of the same name."""
     final = found.final_target if isinstance(found, griffe.Alias) else found
     if isinstance(final, griffe.Module):
         return _function(final[name], name)
@@ -101,7 +101,7 @@ def _function(found: griffe.Object | griffe.Alias, name: str) -> griffe.Function
 
 
 def _moved(function: griffe.Function, name: str, pkg: griffe.Module, loader: griffe.GriffeLoader) -> griffe.Function:
-    """The function under its public name. It keeps the members of a package that has the same name."""
+    """Return the function under its public name, with the members of a package of the same name."""
     for parameter in function.parameters:
         if isinstance(parameter.default, griffe.ExprName):
             parameter.default = _constant(parameter.default.canonical_path, loader)
@@ -114,7 +114,7 @@ def _moved(function: griffe.Function, name: str, pkg: griffe.Module, loader: gri
 
 
 def _constant(path: str, loader: griffe.GriffeLoader) -> str:
-    """As it is written in the code; where several are written in one line, griffe cannot tell, and it is imported."""
+    """Return the value of a constant as text; import it if griffe cannot resolve it."""
     try:
         return str(loader.modules_collection[path].value)
     except KeyError:

@@ -1,11 +1,11 @@
-"""Which families can be measured? Every causal-LM family of the installed transformers, as a tiny random model.
+"""Census of the causal-LM families of the installed transformers, each as a tiny random model.
 
     python -m tools.census --write docs/families.md
 
-Each family is built from its config class without code of its own (shrink.py), goes through the short form of doctor,
-and gives one row: supported, refused (with posleak's own words), fails (which check), or cannot be built here (why).
-A family stays supported if its model breaks a law on purpose, and the cause was found by watching the model. What must
-hold in every family are the checks of posleak itself: parity, partition, additivity, zero queries, closure, batches.
+Each family is built from its config class (shrink.py) and checked by the short form of doctor. Its row is one of:
+supported; refused, with posleak's message; fails, with the check; cannot be built here, with the reason. A family is
+supported if its model violates a law by design and doctor finds the cause. posleak's own checks must hold in every
+family: parity, partition, additivity, zero queries, closure, batches.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .traits import Traits, traits
 
 LENGTH, PROMPTS, TOKEN = 48, 3, 5
 SECONDS = 120
-"""A family that takes longer is reported, not waited for."""
+"""Time limit of a family."""
 
 INCOMPLETE = {
     "gemma4_assistant": "a draft model, which reads the keys of the model that it assists",
@@ -49,7 +49,7 @@ INCOMPLETE = {
     "musicgen": "its decoder is built from a part of this config and reads audio codebooks",
     "musicgen_melody": "its decoder is built from a part of this config and reads audio codebooks",
 }
-"""Families that are no language model by themselves."""
+"""Families that are not complete language models."""
 
 SUPPORTED, REFUSED, FAILS, NOT_BUILT = "supported", "refused", "fails", "cannot be built here"
 STATUSES = (SUPPORTED, FAILS, REFUSED, NOT_BUILT)
@@ -57,8 +57,7 @@ STATUSES = (SUPPORTED, FAILS, REFUSED, NOT_BUILT)
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """One family. `laws`: the laws of the short form that the model itself breaks, with the cause; `tried`: what the
-    commands did."""
+    """One family. `laws`: laws that the model violates by design, with the cause; `tried`: outcomes of the commands."""
 
     family: str
     model_class: str
@@ -72,20 +71,19 @@ class FamilyRow:
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """What must not change without notice."""
+        """The columns that a test compares with the page."""
         return self.family, self.status, self.positions, self.moved, "; ".join(self.special)
 
 
 def families() -> list[str]:
-    """Every model type that has a causal language model in the installed transformers."""
+    """Return every model type with a causal language model in the installed transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def examine_family(family: str, commands: bool = False) -> FamilyRow:
-    """Build, run alone, diagnose, and try every command if asked for; a step that does not work decides the row."""
+    """Build a model, run it, diagnose it, and with `commands` try every command; the first failure decides the row."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
-    # The one broad guard: constructors and forward passes of 183 foreign classes may raise anything, and what they
-    # raise is the answer. posleak's own code runs outside of it.
+    # Constructors and forward passes of other libraries may raise anything. posleak's own code runs outside.
     try:
         with limited(SECONDS):
             model = tiny_model(family)
@@ -112,7 +110,7 @@ def examine_family(family: str, commands: bool = False) -> FamilyRow:
 
 
 def _runs_alone(model: PreTrainedModel) -> None:
-    """Does the model run on token ids alone, under its own attention?"""
+    """Run the model on token ids with its own attention."""
     ids = torch.full((1, LENGTH), TOKEN)
     with silence_transformers(), torch.inference_mode():
         backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -133,7 +131,7 @@ def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> Fami
 
 
 def _as_decoder(family: str) -> Iterator[str]:
-    """Families whose checkpoints are decoders only if their config says so; the others are refused when loaded."""
+    """Yield the config field that makes a decoder of families that are not decoders by default."""
     default = CONFIG_MAPPING[family]()
     if default.is_encoder_decoder:
         yield "the decoder of an encoder-decoder, with is_encoder_decoder=False"
@@ -145,7 +143,7 @@ def _as_decoder(family: str) -> Iterator[str]:
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """TimeoutError after so many seconds. Signals reach the main thread only; elsewhere there is no limit."""
+    """Raise TimeoutError after `seconds` seconds; without effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -169,7 +167,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def page(rows: Sequence[FamilyRow]) -> str:
-    """docs/families.md."""
+    """Return docs/families.md."""
     counts = Counter(row.status for row in rows)
     supported = [row for row in rows if row.status == SUPPORTED]
     lawful = sum(not row.laws for row in supported)
@@ -221,7 +219,7 @@ def _cell(text: str) -> str:
 
 
 def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
-    """The keys of the rows of a written page, by family."""
+    """Return the keys of the rows of a page, by family."""
     found: dict[str, tuple[str, str, str, str, str]] = {}
     status = ""
     for line in text.splitlines():
@@ -235,7 +233,7 @@ def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Which causal-LM families can be measured?")
+    parser = argparse.ArgumentParser(description="Check which causal-LM families can be measured.")
     parser.add_argument("--write", type=Path, help="the page to write, e.g. docs/families.md")
     parser.add_argument("families", nargs="*", help="only these")
     options = parser.parse_args(arguments)

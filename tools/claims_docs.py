@@ -1,4 +1,4 @@
-"""docs/claims.md, made from the registry of claims and what the gallery found.
+"""Generate docs/claims.md from the registry of claims and the results of the gallery.
 
 python -m tools.claims_docs docs
 """
@@ -52,7 +52,7 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 
 
 def page(kept: Mapping[str, Any]) -> str:
-    """The whole page. `kept`: docs/gallery/numbers.json."""
+    """Return the page. `kept`: docs/gallery/numbers.json."""
     found = {name: said["claims"] for of in kept.values() for name, said in of.items() if "claims" in said}
     known = [claim for claim in registry(ALL) if claim.paper is not None]
     lines = [HEAD, *summary(known, found), ""]
@@ -70,7 +70,7 @@ def page(kept: Mapping[str, Any]) -> str:
 
 
 def summary(known: Sequence[Claim], found: Mapping[str, Any]) -> Iterator[str]:
-    """Verdicts of all claims on all models, in one table."""
+    """Yield the table of verdicts of all claims on all models."""
     yield "## Verdicts"
     yield ""
     yield row("paper", "claim", *found)
@@ -81,7 +81,7 @@ def summary(known: Sequence[Claim], found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def section(claim: Claim, found: Mapping[str, Any]) -> Iterator[str]:
-    """One claim: its sentence, its test, and what came out."""
+    """Yield one claim: its sentence, its test, and its results."""
     yield f"### {claim.number}. {claim.title}"
     yield ""
     yield f"{claim.sentence.rstrip('.')}."

@@ -1,4 +1,4 @@
-"""docs/edits.md, made from the registry of edits: `python -m tools.edit_docs > docs/edits.md`."""
+"""Generate docs/edits.md from the registry of edits: `python -m tools.edit_docs > docs/edits.md`."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ A layer or head that the model does not have is an error, and so is a layer with
 
 
 def page() -> str:
-    """The whole page, ending in one newline."""
+    """Return the page, ending in one newline."""
     known = sorted(KINDS.values(), key=lambda kind: list(Site).index(example(kind).site))
     lines = (line for kind in known for line in section(kind))
     return "\n".join([HEAD, *order(known), *combinations(known), SCOPES, *lines]).rstrip("\n") + "\n"
 
 
 def example(kind: EditKind) -> NamedEdit:
-    """The edit that the kind's example stands for."""
+    """Return the edit of the kind's example."""
     return parse_edit(kind.example)
 
 
 def order(known: Sequence[EditKind]) -> Iterator[str]:
-    """Where edits act, in the order in which they are applied."""
+    """Yield the sites of edits in the order of application."""
     yield "## Order\n"
     yield "Edits are applied in this order, however they are written on the command line:\n"
     yield "| | acts on | edits |"
@@ -79,7 +79,7 @@ def order(known: Sequence[EditKind]) -> Iterator[str]:
 
 
 def combinations(known: Sequence[EditKind]) -> Iterator[str]:
-    """Which edits do not go together."""
+    """Yield the combinations of edits that are rejected."""
     seeing = names((kind for kind in known if not example(kind).causal), " or ")
     needing = names((kind for kind in known if example(kind).needs_causal), " or ")
     yield "These are refused, with the reason, before a model is loaded:\n"
@@ -93,7 +93,7 @@ def combinations(known: Sequence[EditKind]) -> Iterator[str]:
 
 
 def section(kind: EditKind) -> Iterator[str]:
-    """One kind of edit."""
+    """Yield the section of one kind of edit."""
     yield f"## `{kind.name}`\n"
     yield item(f"**Written** `{kind.form}`")
     yield item(f"**Acts on** {example(kind).site.value}")
@@ -106,32 +106,32 @@ def section(kind: EditKind) -> Iterator[str]:
 
 
 def scope(kind: EditKind) -> str:
-    """What may stand behind an @."""
+    """Return the scopes that a kind accepts after @."""
     if not kind.scoped:
         return "none: it acts everywhere"
     return "layers and heads" if "HEADS" in kind.form else "whole layers"
 
 
 def command(kind: EditKind) -> Iterator[str]:
-    """The example as a command line."""
+    """Yield the example as a command."""
     yield f"```sh\nposleak measure {MODEL} --edit {kind.example}\n```"
 
 
 def in_python(kind: EditKind) -> Iterator[str]:
-    """The example for an edit under which nothing can be measured: the states of a model under it."""
+    """Yield the example of an edit that `measure` rejects: the states of a model under it."""
     yield "```python\nfrom posleak.edits import parse_edits\nfrom posleak.probe import attach\n"
     yield f'with attach(subject.model, edits=parse_edits(["{kind.example}"])) as probe:'
     yield "    states = probe.forward(ids).last_hidden_state  # ids [prompts, length], a tensor of tokens\n```"
 
 
 def names(kinds: Iterator[EditKind], last: str = ", ") -> str:
-    """`a`, `b` or `c`"""
+    """Return a list such as `a`, `b` or `c`."""
     found = [f"`{kind.name}`" for kind in kinds]
     return last.join([", ".join(found[:-1]), *found[-1:]] if len(found) > 1 else found)
 
 
 def item(text: str) -> str:
-    """An item of a list, wrapped."""
+    """Return a wrapped list item."""
     return textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,10 +1,10 @@
-"""The gallery: pages of real results that open offline, its index, and their numbers for other pages and tests.
+"""Generate the gallery: offline pages of real results, their index, and their numbers for other pages and tests.
 
 python -m tools.gallery docs/gallery --runs runs/gallery
 python -m tools.gallery docs/gallery --runs runs/gallery --only zoo
 
-Every result is measured as anybody can make it again, with the commands' defaults, but for the length that small models
-read. What is in the folder of runs is not measured twice.
+Results are measured with the defaults of the commands, except for the length in small models. Results in the folder of
+runs are not measured again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from posleak.axes import PARTS
 from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
-from posleak.leakage.number import LabelledEstimate
+from posleak.leakage.sampled import LabelledEstimate
 from posleak.papers import ALL
 from posleak.reports.gather import DOCTOR_FILE
 from posleak.runs.run import Run
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Entry:
-    """One page: its models, what is measured of each besides the trace, and what it shows, in words."""
+    """One page: its models, what is measured in addition to the trace, and a description."""
 
     name: str
     models: tuple[str, ...]
@@ -75,14 +75,14 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of one model; a run, where a trace is not defined."""
+    """Results of one model; a run if a trace is not defined."""
 
     trace: Trace | Run
     claims: ClaimsRun | None = None
 
 
 def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
-    """Everything that the page shows, in folders below `runs`."""
+    """Measure everything that the page shows, in folders below `runs`."""
     found: list[Found] = []
     for name in entry.models:
         subject, folder = pl.load(name, progress=say), runs / name
@@ -104,7 +104,7 @@ def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
 
 
 def numbers(found: Sequence[Found]) -> dict[str, Any]:
-    """By model: what the sentences on the page say, with intervals, and what was measured."""
+    """Return the shares, the leakage and the claims of each model, with intervals, as JSON."""
     said: dict[str, Any] = {}
     for each in found:
         run = each.trace.ordinary if isinstance(each.trace, Trace) else each.trace
@@ -127,7 +127,7 @@ def _kept(result: ClaimResult) -> dict[str, Any]:
 
 
 def index(kept: dict[str, dict[str, Any]]) -> str:
-    """The page of the gallery, from numbers that were kept."""
+    """Return the index page, from the stored numbers."""
     lines = [
         "# Gallery", "",
         "Results of real models, as `posleak report` draws them: pages that open without a network, to click through.",
@@ -148,7 +148,7 @@ def index(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def _table(of: dict[str, Any]) -> list[str]:
-    """Two tables, one for each question: in one they would be too wide."""
+    """Return two tables, one per decomposition."""
     lines = [row("where it comes from", "leakage", *SOURCES), row(*["---"] * (2 + len(SOURCES)))]
     lines += [row(name, _cell(said["leakage"]), *_shares(said, SOURCES)) for name, said in of.items()]
     lines += ["", row("where it is read", *PARTS), row(*["---"] * (1 + len(PARTS)))]
@@ -160,19 +160,19 @@ def _shares(said: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 
 def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
-    """A number with its interval, which is not broken into two lines."""
+    """Return a number with its interval, joined by non-breaking spaces."""
     return NAN if kept is None else estimate(read(kept), unit).replace(" … ", "\u00a0…\u00a0")
 
 
 def read(kept: Mapping[str, Any]) -> Estimate:
-    """An estimate out of JSON, where a number that does not exist is null."""
+    """Return an estimate from JSON, in which undefined values are null."""
     return LabelledEstimate.from_row(kept).estimate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Makes the gallery.")
+    parser = argparse.ArgumentParser(description="Generate the gallery.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=Path, required=True, help="where the measurements are kept")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the measurements")
     parser.add_argument("--only", nargs="*", default=[entry.name for entry in ENTRIES], help="names of pages")
     options = parser.parse_args(arguments)
     for entry in ENTRIES:
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def made(entry: Entry, folder: Path, runs: Path) -> None:
-    """One page with its numbers, and the index with it."""
+    """Write one page with its numbers, and the index."""
     folder.mkdir(parents=True, exist_ok=True)
     found = measured(entry, runs, lambda what: print(f"{entry.name}: {what}", flush=True))
     pl.report([runs / name for name in entry.models], folder / f"{entry.name}.html")

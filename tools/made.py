@@ -1,4 +1,4 @@
-"""Pages of which parts are made by a program: between the markers `<!-- made: NAME -->` and `<!-- end: NAME -->`."""
+"""Generated parts of pages, between the markers `<!-- made: NAME -->` and `<!-- end: NAME -->`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from posleak.errors import InputError
 
 
 def row(*cells: str) -> str:
-    """A line of a table; nothing in a cell may end it."""
+    """Return a row of a Markdown table, with pipes in cells escaped."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def replaced(text: str, name: str, made: str) -> str:
-    """The page with another text between the markers of this name."""
+    """Return the page with the text between the markers of this name replaced."""
     pattern = rf"(<!-- made: {name} -->\n).*?(<!-- end: {name} -->)"
     if not re.search(pattern, text, flags=re.S):
-        raise InputError("the page has no markers of this name", where=f"<!-- made: {name} -->",
-                         remedy=f"add <!-- made: {name} --> and <!-- end: {name} --> where it belongs")  # fmt: skip
+        raise InputError("the page has no such markers", where=f"<!-- made: {name} -->",
+                         remedy=f"add <!-- made: {name} --> and <!-- end: {name} --> to the page")  # fmt: skip
     return re.sub(pattern, lambda match: f"{match[1]}\n{made}\n\n{match[2]}", text, count=1, flags=re.S)
 
 
 def part(text: str, name: str) -> str:
-    """What stands between the markers."""
+    """Return the text between the markers."""
     return text.partition(f"<!-- made: {name} -->\n")[2].partition(f"<!-- end: {name} -->")[0].strip("\n")

@@ -1,7 +1,7 @@
-"""Which command works on which family? `measure`, with and without what others measure, `trace`, `origin`, `claims` and
-`doctor` on the census's tiny models.
+"""Outcomes of the commands on every family: `measure`, with and without metrics, `trace`, `origin`, `claims`, `doctor`.
 
-Every cell ends in a result or in posleak's own words. Anything else that is raised is a bug, and is not caught here.
+They run on the tiny models of the census. Each gives a result or a message of posleak; other exceptions are bugs, which
+are not caught here.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ takes a tokenizer. A number in brackets is the reason, below the table.
 
 @dataclass(frozen=True)
 class Tried:
-    """One family: by command, `works`, a word about how, or the reason why not."""
+    """Outcomes on one family, by command: `works`, a short result, or the reason of a failure."""
 
     family: str
     outcomes: Mapping[str, str]
 
 
 def tried(subject: Subject, doctor: str) -> Tried:
-    """Run every command; doctor's outcome is known."""
+    """Run every command except doctor, whose outcome is given."""
     size: dict[str, Any] = {"length": LENGTH, "prompts": PROMPTS}
     work: dict[str, Callable[[], str]] = {
         "measure": lambda: _works(measure(subject, **size)),
@@ -80,12 +80,16 @@ def _claims(subject: Subject) -> str:
     results = list(examine(Lab(subject, MeasureSpec(length=LENGTH, prompts=PROMPTS))))
     for result in results:
         if str(result.reason).startswith(UNEXPECTED):
-            raise CheckError("a claim broke down", where=f"{subject.identity.name}, {result.id}", got=result.reason)
+            raise CheckError(
+                "the test of a claim failed",
+                where=f"{subject.identity.name}, {result.id}",
+                got=result.reason,
+            )
     return f"{sum(result.reason is None for result in results)} of {len(results)}"
 
 
 def section(rows: Sequence[Tried]) -> Iterator[str]:
-    """The part of docs/families.md, line by line."""
+    """Yield the lines of the section of docs/families.md."""
     reasons: dict[str, int] = {}
     yield from (
         f"## Commands ({len(rows)} families)",
@@ -103,12 +107,12 @@ def section(rows: Sequence[Tried]) -> Iterator[str]:
 
 
 def _cell(outcome: str, reasons: dict[str, int]) -> str:
-    """Short outcomes as they are; a reason by its number."""
+    """Return a short outcome unchanged, or the number of a reason."""
     return outcome if len(outcome) <= 12 else f"no [{reasons.setdefault(outcome, len(reasons) + 1)}]"
 
 
 def read_section(text: str) -> dict[str, Tried]:
-    """The rows of a page, with their reasons in full."""
+    """Return the rows of a page, with full reasons."""
     lines = text.partition("## Commands (")[2].partition("\n## ")[0].splitlines()
     listed = (line.partition(". ") for line in lines if line[:1].isdigit())
     reasons = {f"no [{number}]": reason for number, _, reason in listed}

@@ -1,11 +1,10 @@
-"""The parts of docs/metrics.md that are made: the table of all metrics from the catalogue, and results from runs.
+"""Generate parts of docs/metrics.md: the table of metrics from the catalogue, and results from runs.
 
 python -m tools.metric_docs docs/metrics.md                     # the table of metrics
 python -m tools.metric_docs docs/metrics.md RUN RUN RUN         # and results, agreement and pictures of runs
 
-A run must have been measured with `--metrics all`; if its folder has a trace, sources are compared too. Pictures go
-into the folder `images` beside the page. What stands between the markers `<!-- made: NAME -->` and `<!-- end: NAME -->`
-is replaced; everything else is left as it is.
+Runs must have been measured with `--metrics all`; if a folder has a trace, sources are compared, too. Figures go to the
+folder `images` next to the page.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ IMAGES = "images"
 
 
 def catalogue() -> str:
-    """Every metric, by what it looks at."""
+    """Return the table of all metrics, grouped by what they read."""
     return "\n".join(line for looks in Looks for line in _group(looks)).rstrip("\n")
 
 
@@ -51,7 +50,7 @@ def _group(looks: Looks) -> Iterator[str]:
 
 
 def results(found: Sequence[RunView]) -> str:
-    """The tables of all runs side by side, with intervals and n."""
+    """Return the results of all runs, with intervals and n."""
     rows = {shown.label: {each.metric.id: each for each in _related(shown).metrics.rows} for shown in found}
     lines = [f"- {_about(shown)}" for shown in found]
     lines += ["", row("metric", *rows), "|---|" + "---|" * len(rows)]
@@ -83,7 +82,7 @@ def _unit(metric: Metric) -> str:
 
 
 def _value(found: MetricRow | None) -> str:
-    """`0.525 (0.424 … 0.649), n = 16`, and the depth if one was chosen."""
+    """Return `0.525 (0.424 … 0.649), n = 16`, with the depth if one was selected."""
     if found is None:
         return numbers.NAN
     at = "" if found.at is None else f", depth {found.at}"
@@ -91,12 +90,12 @@ def _value(found: MetricRow | None) -> str:
 
 
 def agreement(found: Sequence[RunView]) -> str:
-    """The picture of every run."""
+    """Return the figures of all runs."""
     return "\n\n".join(f"![{alternative(shown)}]({IMAGES}/{picture_name(shown)})" for shown in found)
 
 
 def alternative(shown: RunView) -> str:
-    """What the picture shows, for those who cannot see it."""
+    """Return the alternative text of the figure."""
     return f"{shown.label}: rank correlation of each metric with the leakage and its parts, over heads and over layers"
 
 
@@ -105,7 +104,7 @@ def picture_name(shown: RunView) -> str:
 
 
 def seen(found: Sequence[RunView]) -> str:
-    """Per metric: can it see the mask, and what it agrees with most in every run."""
+    """Return a table: whether a metric can see the mask, and its strongest correlation in every run."""
     by_run = [
         {each.metric: each for over in _related(shown).agreements.values() for each in alignments(over)}
         for shown in found
@@ -120,7 +119,7 @@ def seen(found: Sequence[RunView]) -> str:
 
 
 def _most(found: MetricAlignment | None) -> str:
-    """`**the mask**, here: ρ = 0.73 (0.57 … 0.84)`"""
+    """Return `**the mask**, here: ρ = 0.73 (0.57 … 0.84)`."""
     if found is None:
         return numbers.NAN
     if (part := found.most) is None:
@@ -130,7 +129,7 @@ def _most(found: MetricAlignment | None) -> str:
 
 
 def make(page: Path, runs: Sequence[Path]) -> None:
-    """Write the parts of the page that are made; those of runs only if there are some."""
+    """Write the generated parts of the page; those of runs only if runs are given."""
     text = replaced(page.read_text(encoding="utf-8"), "catalogue", catalogue())
     if runs:
         found, refused = gather(runs, unfinished=False)
@@ -145,7 +144,7 @@ def make(page: Path, runs: Sequence[Path]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Makes the generated parts of docs/metrics.md.")
+    parser = argparse.ArgumentParser(description="Generate parts of docs/metrics.md.")
     parser.add_argument("page", type=Path)
     parser.add_argument("runs", type=Path, nargs="*")
     options = parser.parse_args(arguments)

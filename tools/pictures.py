@@ -1,4 +1,4 @@
-"""The pictures of docs/report.md and README.md, taken of real pages in a browser (the extra `dev`, and a chromium).
+"""Take the screenshots of docs/report.md and README.md in a browser (needs the extra `dev` and chromium).
 
 python -m tools.pictures REPORT.html COMPARED.html docs/images
 """
@@ -19,11 +19,11 @@ PICTURES = (
 
 HEIGHT = 900
 ANSWER = "answer.png", (1280, 390)
-"""The first question and its answer alone: the picture of README.md."""
+"""The first question with its answer, for README.md."""
 
 
 def take(report: Path, compared: Path, folder: Path) -> None:
-    """One picture of the top of each section; `compare` is a section of the page with several runs."""
+    """Take a screenshot of the top of each section; `compare` is a section of the page with several runs."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
@@ -35,7 +35,7 @@ def take(report: Path, compared: Path, folder: Path) -> None:
             page.goto((compared if section == "compare" else report).resolve().as_uri())
             shown = page.locator(f'[data-section="{section}"]:visible').first
             shown.scroll_into_view_if_needed()
-            page.wait_for_timeout(1500)  # figures are drawn when they come into sight
+            page.wait_for_timeout(1500)  # figures are drawn when they become visible
             shown.evaluate("element => element.scrollIntoView({block: 'start'})")
             page.wait_for_timeout(500)
             page.screenshot(path=folder / f"report-{section}-{width}-{theme}.png")
@@ -47,7 +47,7 @@ def take(report: Path, compared: Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Takes the pictures of docs/report.md.")
+    parser = argparse.ArgumentParser(description="Take the screenshots of docs/report.md.")
     for name in ("report", "compared", "folder"):
         parser.add_argument(name, type=Path)
     options = parser.parse_args(arguments)

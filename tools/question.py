@@ -1,10 +1,9 @@
-"""The question in pictures: figures and numbers of docs/pictures.md, and the outputs that README.md and
-docs/start.md show.
+"""Generate the figures and numbers of docs/pictures.md, and the outputs shown in README.md and docs/start.md.
 
 python -m tools.question runs/gallery/smollm2-135m docs
 
-The folder is a trace, as the gallery keeps it. Sentences come from docs/gallery/numbers.json, so that a test can make
-them again without a model.
+The folder is a trace of the gallery. Sentences are made from docs/gallery/numbers.json, so that a test can check them
+without a model.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from .made import replaced
 
 PAGE, START, IMAGES, MODEL = "pictures.md", "start.md", "images", "smollm2-135m"
 WIDE, TALL = 6.75, 2.6
-"""Inches of a figure."""
+"""Size of a figure in inches."""
 
 COLUMNS, WIDER = 86, 110
-"""Of the terminals that docs/start.md and README.md show."""
+"""Columns of the terminals in docs/start.md and README.md."""
 
 SMALL = 10
-"""Tokens in the drawings of who sees whom."""
+"""Tokens in the drawings of masks."""
 
 
 def figures(trace: Trace) -> dict[str, Picture]:
-    """Every figure of the page, by name."""
+    """Return every figure of the page, by name."""
     run, x = trace.ordinary, np.asarray(trace.ordinary.summary.layer_ids)
     read_in, comes_from = run.summary.layers["all"].power, trace.layers["all"].power
     draw: dict[str, Callable[[Figure], None]] = {
@@ -64,7 +63,7 @@ def figures(trace: Trace) -> dict[str, Picture]:
 
 
 def _leakage(axes: Axes, run: Run) -> None:
-    """Power by the query's position, over heads and offsets, in the first layer and in a late one; unbiased."""
+    """Draw the power by position of the query, over heads and offsets, in the first layer and in a late one."""
     found = split(run, prompts=True).sel(component="total")
     layers, jackknife = found["layer"].values, Jackknife(run.prompts)
     for place, layer in enumerate(layers[[0, 2 * len(layers) // 3]]):
@@ -92,13 +91,13 @@ def _plain() -> Array:
 
 
 def _lent() -> Array:
-    """Keys of another document (2) before the prompt's own (1): every query but the first sees equally many."""
+    """Return visible keys of another document (2) and of the prompt (1): all queries but the first see equally many."""
     own, query, key = _plain(), np.arange(SMALL)[:, None], np.arange(SMALL)
     return np.hstack([2.0 * ((key > query) & (query > 0)), own])
 
 
 def _grids(figure: Figure, seen: Array, title: str) -> None:
-    """Who sees whom, as squares, and how many keys each query sees."""
+    """Draw the visible keys of each query as squares, and their number."""
     left, right = figure.subplots(1, 2, width_ratios=[seen.shape[1] / SMALL, 1], sharey=True)
     for value, colour in ((1, LIGHT["here"]), (2, LIGHT["earlier"])):
         rows, columns = np.nonzero(seen == value)
@@ -111,7 +110,7 @@ def _grids(figure: Figure, seen: Array, title: str) -> None:
 
 
 def sentences(kept: Mapping[str, Any]) -> dict[str, str]:
-    """What the page says with numbers, by the name of the place."""
+    """Return the sentences with numbers, by name of the marker."""
     shares = {name: read(found) for name, found in kept["shares"].items()}
     total = read(kept["leakage"])
     n = f"n = {total.n} prompts, 95% intervals"
@@ -132,14 +131,14 @@ def sentences(kept: Mapping[str, Any]) -> dict[str, str]:
 
 
 def page(text: str, kept: Mapping[str, Any]) -> str:
-    """The page with these numbers."""
+    """Return the page with these numbers."""
     for name, said in sentences(kept).items():
         text = replaced(text, name, said)
     return text
 
 
 def output(trace: Trace, columns: int = COLUMNS) -> str:
-    """What `posleak trace` prints, without its tables: what was measured, and the answer."""
+    """Return the output of `posleak trace` without its table: the heading and the shares."""
     stream = io.StringIO()
     console = PlainConsole(file=stream, width=columns)
     for item in trace_tables(trace):
@@ -153,12 +152,12 @@ def output(trace: Trace, columns: int = COLUMNS) -> str:
 
 
 def first() -> Trace:
-    """What docs/start.md measures."""
+    """Measure what docs/start.md shows."""
     return trace_of("zoo-text-rope", length=128, prompts=16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draws the figures of docs/pictures.md.")
+    parser = argparse.ArgumentParser(description="Generate the figures of docs/pictures.md.")
     parser.add_argument("trace", type=Path, help="a folder with a trace")
     parser.add_argument("docs", type=Path)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Which trained models come with posleak: `python -m tools.ship runs/zoo` takes them from a trained zoo."""
+"""Copy the trained models that ship with posleak from a trained zoo: `python -m tools.ship runs/zoo`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zoo.training import RECORD, read_training
 from zoo.variants import VARIANTS
 
 CHOSEN = {"text": ("rope", "window"), "backcopy": tuple(VARIANTS)}
-"""Variants of each kind of data: those of the task are small enough for all of them."""
+"""Shipped variants by kind of data: backcopy models are small enough to ship all of them."""
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", RECORD)
 MOST = 20_000_000
-"""Bytes of all of them together."""
+"""Limit of their total size in bytes."""
 
 
 def ship(root: Path) -> int:
-    """Copy the models of seed 0 to where `load` finds them by name; returns how many bytes there are now."""
+    """Copy the models of seed 0 to the folder in which `load` finds them by name; return their total size in bytes."""
     chosen = {
         f"zoo-{data}-{variant}": root / data / f"{variant}-0" for data, names in CHOSEN.items() for variant in names
     }

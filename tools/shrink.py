@@ -1,8 +1,8 @@
 """A tiny random model of any family, from the defaults of its config class.
 
-Nothing here knows a family by its code: sizes are set by the names that configs use for them, lists with one entry per
-layer are cut to one layer of each kind, and the few families whose sizes depend on each other in their own way are in
-one table (`OVERRIDES`), each with its reason. Parameters are counted before memory is taken.
+Sizes are set by the names of config fields, and lists with one entry per layer are cut to one layer of each kind. The
+few families with other dependencies between sizes are in one table (`OVERRIDES`), with reasons. Parameters are counted
+before memory is allocated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from posleak.errors import ModelError
 from posleak.models.pretrained import silence_transformers
 
 MOST = 20_000_000
-"""Parameters that a tiny model may have; a name that the shrinker does not know leaves a full-size model."""
+"""Limit of the parameters: an unknown name of a size would leave the model at full size."""
 
 LAYERS = 6
-"""Most layers that are kept; one of each kind where there are fewer kinds."""
+"""Largest number of layers; one of each kind if there are fewer kinds."""
 
 SIZES: dict[str, Any] = {
     # words
@@ -72,11 +72,11 @@ SIZES: dict[str, Any] = {
     # a family of encoders, or of encoders with decoders, has its decoder measured
     "is_decoder": True, "is_encoder_decoder": False, "causal": True,
 }  # fmt: skip
-"""What each name is set to, where a config has it. Multiples of 16 where expert products need whole 16 bytes; windows
-shorter than the census's prompts, so that they hide something; value heads narrower than key heads."""
+"""Values of the fields that a config has. Multiples of 16 where products of experts need 16-byte alignment; windows
+shorter than the prompts of the census; value heads narrower than key heads."""
 
 NEEDED = ("head_dim", "num_key_value_heads", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
-"""Set also where the default is None: some configs leave them to the checkpoint."""
+"""Fields that are set even if the default is None, which some configs leave to the checkpoint."""
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -111,19 +111,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # positions that change queries within the length of a census prompt
     "ministral3": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}},
 }  # fmt: skip
-"""Families whose sizes depend on each other in their own way, or whose defaults would show less than they can do."""
+"""Families with other dependencies between sizes, or whose defaults would hide some of their features."""
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """The family's config at tiny sizes."""
+    """Return the config of a family at tiny sizes."""
     config_class = CONFIG_MAPPING[family]
     with silence_transformers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the defaults of somebody else's config
+        warnings.simplefilter("ignore")  # about the defaults of the config
         return config_class(**shrunk(config_class))
 
 
 def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Arguments for a config class that make it tiny, from the names that its defaults have."""
+    """Return the arguments that make a config tiny, from the names of its defaults."""
     default = config_class()
     names = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
     sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(name, size, names[name])}
@@ -139,14 +139,14 @@ def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _replaces(name: str, size: Any, default: Any) -> bool:
-    """A default that is off (None, or 0) stays off, if the model can do without; a list has one entry per layer."""
+    """Return the value of a field. A default that is off (None or 0) stays off unless it is needed."""
     if isinstance(default, bool):
         return isinstance(size, bool)
     return name in NEEDED or (default is not None and default != 0 and not isinstance(default, (list, dict)))
 
 
 def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
-    """Lists with one entry per layer, cut to the first layer of each kind; and how many layers that leaves."""
+    """Return the lists with one entry per layer, cut to the first layer of each kind, and the number of layers."""
     depth = getattr(default, "num_hidden_layers", None) or 0
     lists = {n: v for n, v in default.to_dict().items() if isinstance(v, list) and len(v) == depth and depth > 1}
     lists = {name: value for name, value in lists.items() if len(set(map(str, value))) < depth}
@@ -162,7 +162,7 @@ def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model with attention far from uniform, in evaluation mode; refused if it is not tiny."""
+    """Return a random model in evaluation mode with attention far from uniform. Raise ModelError if it is not tiny."""
     config = tiny_config(family)
     with silence_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -176,7 +176,7 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 
 def sharpened(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights of unit gain, and larger ones for queries and keys: near-uniform attention would hide a dropped term."""
+    """Set weights of unit gain, larger for queries and keys: near-uniform attention would hide a missing term."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

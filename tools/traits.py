@@ -1,4 +1,4 @@
-"""What is special about a model's attention, read off its calls: how position enters, what is seen, what is shared."""
+"""Special features of a model's attention, read from its calls: positions, visibility, shared parts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from posleak.probe import Calibration, Call, Placement, attach, default_plan, re
 from posleak.probe.call import ALIBI
 
 EQUAL = 1e-3
-"""Relative difference below which vectors of two positions are the same, in float32."""
+"""Relative difference below which vectors of two positions are equal, in float32."""
 
 
 @dataclass
 class CallObserver:
-    """Traits of every attention call on a constant-token prompt; `turned`: do queries depend on position? None if the
-    states already do, so that it cannot be told. `sloped`: is there a bias that is linear in the key's position?"""
+    """Traits of every attention call on a constant-token prompt.
+
+    turned    whether queries depend on position; None if the states already do
+    sloped    whether there is a bias that is linear in the position of the key
+    """
 
     turned: list[bool | None] = field(default_factory=list)
     sloped: list[bool] = field(default_factory=list)
@@ -45,12 +48,12 @@ class CallObserver:
 
 
 def _differ(x: Tensor) -> bool:
-    """Do the vectors x [H, T, E] of one head differ between positions?"""
+    """Return whether the vectors x [H, T, E] differ between positions."""
     return float((x - x[:, :1]).abs().max()) > EQUAL * float(x.abs().max())
 
 
 def _narrowed(call: Call) -> str | None:
-    """A window has the same size for all late queries, a chunk grows until the next begins."""
+    """Return the kind of restricted visibility: a window has a constant size, a chunk grows."""
     late = torch.arange(call.query.shape[2] - 2, call.query.shape[2], device=call.query.device)
     seen = call.visibility.rows(late)[0, 0].sum(-1).tolist()
     if seen[1] == call.query.shape[2]:

@@ -3,8 +3,8 @@
 python -m tools.tutorials docs/tutorials             all of them, in full; a quarter of an hour on two cores
 python -m tools.tutorials docs/tutorials --only your_own
 
-The scripts are what people edit; the notebooks are made, and kept, so that the site shows outputs without running
-models. Tests run every script in a lean form, and compare what it prints with what the library gives.
+The scripts are edited; the notebooks are generated and stored, so that the site shows outputs without running models.
+Tests run every script in a lean form and compare its output with the library.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from posleak.files import write_atomically
 
 LEAN = "POSLEAK_LEAN"
-"""Set to 1, scripts take fewer and shorter prompts."""
+"""Environment variable; with the value 1, scripts use fewer and shorter prompts."""
 
 SECONDS = 1800
-"""For one cell."""
+"""Time limit of one cell."""
 
 
 def scripts(folder: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def scripts(folder: Path) -> list[Path]:
 
 
 def notebook(script: Path) -> Any:
-    """The script as a notebook without outputs; cells are numbered, so that making it again changes nothing."""
+    """Return the script as a notebook without outputs, with reproducible cell ids."""
     import jupytext
 
     made = jupytext.read(script)
@@ -41,7 +41,7 @@ def notebook(script: Path) -> Any:
 
 
 def executed(script: Path, *, lean: bool) -> Any:
-    """The notebook after all its cells were run, in an empty folder; a cell that fails is an error."""
+    """Run all cells in an empty folder; return the notebook. An exception in a cell is raised."""
     from nbclient import NotebookClient
 
     made = notebook(script)
@@ -51,14 +51,14 @@ def executed(script: Path, *, lean: bool) -> Any:
         client.execute(env=settings)
     for cell in made.cells:
         cell.metadata = {}
-        if "outputs" in cell:  # progress, and warnings with the paths of this machine, are no part of the page
+        if "outputs" in cell:  # without progress and warnings, which contain local paths
             cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
     made.metadata.pop("language_info", None)
     return made
 
 
 def printed(made: Any) -> Iterator[str]:
-    """Lines that the cells of a notebook printed."""
+    """Yield the lines that the cells of a notebook printed."""
     for cell in made.cells:
         for out in cell.get("outputs", ()):
             if out.output_type == "stream":
@@ -66,7 +66,7 @@ def printed(made: Any) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Runs the tutorials into notebooks.")
+    parser = argparse.ArgumentParser(description="Run the tutorials and write the notebooks.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", help="names of scripts")
     parser.add_argument("--lean", action="store_true", help="with fewer and shorter prompts")

@@ -1,7 +1,7 @@
-"""The parts of docs/zoo.md that are made, and its pictures, from the tables that `python -m zoo measure` wrote.
+"""Generate parts of docs/zoo.md and its figures, from the tables of `python -m zoo measure`.
 
-python -m tools.zoo_docs docs/zoo.md runs/zoo     # takes tables and records over into docs/zoo, and makes all
-python -m tools.zoo_docs docs/zoo.md              # makes all from docs/zoo; a test compares
+python -m tools.zoo_docs docs/zoo.md runs/zoo     # copies the tables to docs/zoo, then generates
+python -m tools.zoo_docs docs/zoo.md              # generates from docs/zoo; a test compares
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 SHOWN = ("total", "residual", "earlier", "attention", "readers", "pull")
-"""Quantities whose course over training is drawn."""
+"""Quantities that are drawn over training."""
 
 
 def variants() -> str:
-    """Every variant, and what is used for it."""
+    """Return the table of variants."""
     lines = [row("variant", "differs from standard RoPE in", "architecture"), "|---|---|---|"]
     return "\n".join([*lines, *(row(f"`{each.name}`", each.about, each.kind) for each in VARIANTS.values())])
 
 
 def trainings(tables: Sequence[ZooTable]) -> str:
-    """Every training: its size, its loss before and after, and how long it took."""
+    """Return the table of trainings: size, loss before and after, time."""
     names = ("data", "variant", "seed", "parameters", "steps", "held-out loss: before", "after", "single tokens",
              "at best", "minutes")  # fmt: skip
     lines = [row(*names), "|" + "---|" * len(names)]
@@ -58,7 +58,7 @@ def trainings(tables: Sequence[ZooTable]) -> str:
 
 
 def balance(table: ZooTable) -> str:
-    """Means over seeds with intervals over models, on every kind of input; bold where a variant differs."""
+    """Return means over seeds with intervals over models, for every source of prompts; bold if a variant differs."""
     kinds = dict.fromkeys(each.inputs for each in table.comparisons)
     return "\n\n".join(block for inputs in kinds for block in _tables(table, inputs))
 
@@ -82,7 +82,7 @@ def _unit(found: VariantComparison) -> str:
 
 
 def _cell(found: VariantComparison, variant: str) -> str:
-    """Mean and interval; where it differs from standard RoPE, bold."""
+    """Return mean and interval; bold if they differ from standard RoPE."""
     mean = found.mean(variant)
     if mean is None:
         return numbers.NAN
@@ -99,7 +99,7 @@ def quantities() -> str:
 
 
 def judged(tables: Sequence[ZooTable]) -> str:
-    """Every sentence, and what the models of each kind of data say about it."""
+    """Return every claim with the verdicts on each kind of data."""
     lines = [row("sentence", "compares", *(table.data for table in tables)), "|---|---|" + "---|" * len(tables)]
     found = [verdicts(table) for table in tables]
     for same in zip(*found):
@@ -115,7 +115,7 @@ def judged(tables: Sequence[ZooTable]) -> str:
 
 
 def sources(tables: Sequence[ZooTable]) -> str:
-    """Where the text came from."""
+    """Return the sources of the text."""
     lines = [row("source", "version", "characters"), "|---|---|---|"]
     for table in tables:
         for each in table.trainings[0].data.parts:
@@ -129,7 +129,7 @@ def sources(tables: Sequence[ZooTable]) -> str:
 
 
 def picture(table: ZooTable) -> Figure:
-    """Held-out loss and quantities over training, a line for each variant: means of seeds, and each seed as a dot."""
+    """Return the figure of held-out loss and quantities over training: means of seeds as lines, seeds as dots."""
     return drawn(partial(_draw, table=table), (9.0, 7.0))
 
 
@@ -171,7 +171,7 @@ def _lines(axes: Axes, curves: Sequence[TrainingCurve], colours: dict[str, tuple
 
 
 def make(page: Path, root: Path | None) -> None:
-    """Write the made parts of the page and its pictures; with `root`, from what was measured there."""
+    """Write the generated parts of the page and its figures; with `root`, from the results there."""
     kept = page.parent / page.stem
     if root is not None:
         for data in RECIPES:
@@ -187,16 +187,16 @@ def make(page: Path, root: Path | None) -> None:
 
 
 def parts(tables: Sequence[ZooTable]) -> dict[str, str]:
-    """What stands between the markers, by name."""
+    """Return the generated parts, by name of the marker."""
     made = {"variants": variants(), "quantities": quantities(), "trainings": trainings(tables),
             "verdicts": judged(tables), "sources": sources(tables)}  # fmt: skip
     return made | {table.data: balance(table) for table in tables}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Makes the generated parts of docs/zoo.md.")
+    parser = argparse.ArgumentParser(description="Generate parts of docs/zoo.md.")
     parser.add_argument("page", type=Path)
-    parser.add_argument("root", type=Path, nargs="?", help="where `python -m zoo measure` wrote its tables")
+    parser.add_argument("root", type=Path, nargs="?", help="folder of the zoo with the tables")
     options = parser.parse_args(arguments)
     make(options.page, options.root)
 

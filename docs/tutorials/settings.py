@@ -73,9 +73,9 @@ for effect in advice.effects:
 # ## What follows
 #
 # Sentences use wider intervals, which hold for all settings together (Bonferroni): with a dozen settings, one of the
-# narrow ones would often exclude 0 by chance. "Does not change significantly" is not "does not change": the numbers above say
-# how much it may be. Two settings with nearly the same numbers can stand in different sentences, where one's interval
-# just ends before 0; more prompts tell.
+# narrow ones would often exclude 0 by chance. "Does not change significantly" is not "does not change": the numbers
+# above say how much it may be. Two settings with nearly the same numbers can be in different sentences, if the interval
+# of one just ends before 0; more prompts decide.
 
 # %%
 for sentence in advice.sentences:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
-from posleak.leakage.contrast import contrasts
-from posleak.leakage.number import LabelledEstimate
 from posleak.leakage.power import products
+from posleak.leakage.sampled import LabelledEstimate
+from posleak.leakage.summary import contrasts
 from posleak.typed import plain
 
 PROMPTS = 7
@@ -90,7 +90,7 @@ def test_a_row_is_read_as_it_was_written() -> None:
 
 
 def test_columns_choose_and_order() -> None:
-    row = LabelledEstimate(Estimate(1.0, 0.0, 2.0, 7), {"unit": "1"}).as_row(
+    row = LabelledEstimate(Estimate(np.asarray(1.0), np.asarray(0.0), np.asarray(2.0), 7), {"unit": "1"}).as_row(
         ("layer", "value", "unit", "head"), layer=4
     )
     assert list(row.items()) == [("layer", 4), ("value", 1.0), ("unit", "1"), ("head", None)]

@@ -1,6 +1,6 @@
 """A program that tests run in a process of its own: planned and peak memory of some work on a tiny or a real model.
 
-    python -m support.memory_peak '{"work": ["measure"], "model": "llama", "more": {}, "asked": {"length": 64}, "limit": 0}'
+    python -m support.memory_peak '{"work": ["measure"], "model": "llama", "more": {}, "asked": {}, "limit": null}'
 
 `limit` is an address-space limit in bytes above what the process holds when its model is loaded. Prints JSON, for each
 work: `planned` and `peak` bytes, or `refused`: the message of posleak's error.

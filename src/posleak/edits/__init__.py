@@ -8,7 +8,7 @@ Texts are parsed without torch: modules here import it only inside the functions
 """
 
 # Importing a module registers its edits, in the order of docs/edits.md.
-from . import embedding, visibility, origin, context, positions, logits, precision  # noqa: F401, I001
+from . import embedding, visibility, origin, context, positions, precision  # noqa: F401, I001
 from .base import (
     KINDS as KINDS,
     EditKind as EditKind,

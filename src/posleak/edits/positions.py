@@ -1,4 +1,5 @@
-"""Change positions: `shift=K` shifts position ids, `rope=…` changes the rotation, `ring` makes it periodic (law L6)."""
+"""Change what positions do: `shift=K` shifts position ids, `rope=…` changes the rotation, `ring` makes it periodic (law
+L6), and `scale=logn` multiplies the logits of query i by log(i + 1) / log(N) (scalable softmax)."""
 
 from __future__ import annotations
 
@@ -90,18 +91,18 @@ class RotationEdit(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        kept: list[tuple[torch.nn.Module, str, Any]] = []
+        originals: list[tuple[torch.nn.Module, str, Any]] = []
         try:
             for module, buffer in rotary_buffers(probe):
                 prefix = buffer.removesuffix(FREQUENCIES_SUFFIX)
                 frequencies, temperature = self.frequencies(module, getattr(module, buffer), prefix.rstrip("_"))
                 for name, new in ((buffer, frequencies), (f"{prefix}attention_scaling", temperature)):
                     if new is not None:
-                        kept.append((module, name, getattr(module, name)))
+                        originals.append((module, name, getattr(module, name)))
                         setattr(module, name, new)
             yield
         finally:
-            for module, name, value in reversed(kept):
+            for module, name, value in reversed(originals):
                 setattr(module, name, value)
 
     def frequencies(self, module: Any, old: Tensor, layer_type: str) -> tuple[Tensor, float | None]:
@@ -210,6 +211,43 @@ def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
     return (query >= 0) & (key >= 0)
 
 
+@dataclass(frozen=True)
+class LogScale(NamedEdit):
+    """Multiply query i by log(i + 1) / log(N), so that attention does not flatten with the number of keys.
+
+    Nakanishi 2025, with the trained factor s replaced by 1 / log N. N: `reference`, or the prompt's length if it is 0.
+    """
+
+    reference: int = 0
+
+    site: ClassVar[Site] = Site.LOGITS
+
+    @property
+    def text(self) -> str:
+        return "scale=logn" + (f":{self.reference}" if self.reference else "")
+
+    def edit(self, call: Call) -> Call:
+        factors = self.factors(range(call.query.shape[2]), call.query.shape[2])
+        return replace(call, query=call.query * factors.to(call.query)[:, None])
+
+    def temperature(self, rows: Sequence[int], length: int) -> Tensor:
+        return self.factors(rows, length)
+
+    def factors(self, rows: Sequence[int], length: int) -> Tensor:
+        """Return the factors by position. Query 0, which sees itself only, is not scaled."""
+        import torch
+
+        seen = torch.tensor(list(rows), dtype=torch.float64) + 1
+        return torch.where(seen > 1, seen.log() / math.log(self.reference or length), 1.0)
+
+
+def _make_scale(value: str, scope: Scope) -> LogScale:
+    kind, colon, number = value.partition(":")
+    if kind != "logn" or (colon and not (number.isdecimal() and int(number) > 1)):
+        raise ValueError(value)
+    return LogScale(int(number) if colon else 0)
+
+
 def _make_rotation(value: str, scope: Scope) -> RotationEdit:
     kind, _, number = value.partition(":")
     if kind == "none" and not number:
@@ -247,5 +285,16 @@ register(
         "`measure`; `shift`, `rope`, `window` and `mask`; `sink`, `patch0` and `context`, which are defined for "
         "causal queries only; models without rotary frequencies, those that recompute them from call to call, and "
         "those whose rotation is not by cosines and sines", "ring", lambda value, scope: {"": Ring()}[value],
+    )
+)  # fmt: skip
+register(
+    EditKind(
+        "scale", "scale=logn[:N]",
+        "logits: those of the query at position i are multiplied by log(i + 1) / log(N); N is by default the length of "
+        "the prompt. This is scalable softmax (Nakanishi 2025, arXiv 2501.19399) with its trained factor replaced by "
+        "1 / log(N), so that a query with N keys is unchanged. The effect of the factors on leakage is reported "
+        "separately as `scaling`",
+        "a second edit of the logits; `context`, where queries see other numbers of keys", "scale=logn:512",
+        _make_scale,
     )
 )  # fmt: skip

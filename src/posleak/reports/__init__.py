@@ -11,3 +11,7 @@ terminal    tables of the commands
 
 No claim is known by name here: the page shows all claims of a run, and those about edits in their own section.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.analyses.trace.trace import SOURCES
-from posleak.leakage.contrast import QUERIES
+from posleak.leakage.summary import QUERIES
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
 from posleak.show.words import QUERIES as QUERY_TITLES
@@ -20,25 +20,17 @@ TITLES = {"sink_attention": "attention to 0"}
 
 
 def as_table(compared: Comparison) -> RenderableType:
-    """Return terminal tables for all and for early queries, and for sources; intervals are below their values."""
-    columns = titles(compared)
-    groups = {
-        "": [name for name in columns if name not in SOURCES],
-        ", by source": [n for n in SOURCES if n in columns],
-    }
-    tables = [_table(compared, queries, names, suffix) for queries in QUERIES for suffix, names in groups.items()]
-    return Group(*(table for table in tables if table.rows), *(prose(note, style="dim") for note in _notes(compared)))
-
-
-def _table(compared: Comparison, queries: str, names: Sequence[str], suffix: str) -> terminal.FittedTable:
-    """One table of the quantities `names`, with the rows that have any of them."""
-    heads = [titles(compared)[name].replace(", ", "\n") for name in names]
-    table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=f"{QUERY_TITLES[queries]}{suffix}")
-    for row in compared.rows:
-        if row.queries == queries and any(name in row.cells for name in names):
-            label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
-            table.add_row(label, *(_table_cell(row, name) for name in names))
-    return table
+    """Return terminal tables of all and of early queries, those of sources apart; intervals are below their values."""
+    tables = list[RenderableType]()
+    for queries in QUERIES:
+        for suffix, columns in column_groups(compared).items():
+            heads = [title.replace(", ", "\n") for title in columns.values()]
+            table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=QUERY_TITLES[queries] + suffix)
+            for row in (row for row in rows_with(compared, columns) if row.queries == queries):
+                label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
+                table.add_row(label, *(_table_cell(row, name) for name in columns))
+            tables.append(table)
+    return Group(*tables, *(prose(note, style="dim") for note in _notes(compared)))
 
 
 def markdown(compared: Comparison) -> str:
@@ -74,11 +66,24 @@ def titles(compared: Comparison) -> dict[str, str]:
     return {name: f"{text}, nats²" if QUANTITIES[name] == "nats²" else text for name, text in texts.items()}
 
 
+def column_groups(compared: Comparison) -> dict[str, dict[str, str]]:
+    """Return the columns of two tables, by the ends of their titles: what each run has, and the sources if any."""
+    own, by_source = dict[str, str](), dict[str, str]()
+    for name, title in titles(compared).items():
+        (by_source if name in SOURCES else own)[name] = title
+    return {"": own} | ({", by source": by_source} if by_source else {})
+
+
+def rows_with(compared: Comparison, columns: Collection[str]) -> list[ComparisonRow]:
+    """Return the rows that have a value in at least one column."""
+    return [row for row in compared.rows if any(name in row.cells for name in columns)]
+
+
 def legend(compared: Comparison) -> str:
     """Return the explanation of the columns and marks."""
-    shares = ["mask, drift and sink"] + ["earlier, here and origin"] * (SOURCES[0] in compared.units)
+    shares = [name for name, unit in compared.units.items() if unit == "share" and name not in TITLES]
     return (
-        f"{' and '.join(shares)} are shares of the total; 95% jackknife intervals over prompts; – not defined; "
+        f"{', '.join(shares)}: shares of the total; 95% jackknife intervals over prompts; – not defined; "
         "* the difference is significant: its interval does not contain 0"
     )
 

@@ -18,15 +18,15 @@ from markupsafe import Markup
 from posleak._version import __version__
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
-from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
 from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
+from posleak.leakage.summary import SINK_ATTENTION, SINK_RATIO
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
 
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
-from .formats import legend, row_name, row_pieces, titles
+from .formats import column_groups, legend, row_name, row_pieces, rows_with
 from .gather import Refused, RunLike, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
 from .payload import run_data
@@ -39,8 +39,8 @@ TEMPLATE_NAMES = {
     "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION,
     "times": SINK_RATIO, "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of,
     "grouped": grouped, "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of,
-    "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "titles": titles, "legend": legend,
-    "version": __version__,
+    "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "rows_with": rows_with,
+    "column_groups": column_groups, "legend": legend, "version": __version__,
 }  # fmt: skip
 
 

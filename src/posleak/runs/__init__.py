@@ -20,3 +20,7 @@ software       versions, hashes, time and folder names
 
 `spec`, `memory` and `software` are imported without torch, so that a wrong call is rejected at once.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -28,50 +28,29 @@ if TYPE_CHECKING:
     from posleak.models import Subject
     from posleak.probe import Plan
 
-STATE_COPIES, HEAD_COPIES, INNER_COPIES = 6, 5, 4
-"""Tensors per token that a decoder layer holds at the same time, at most: as wide as the residual stream, as all heads
-together, and as the inside of the feed-forward part."""
+# Copies of a tensor that work holds at the same time, at most.
+STATE_COPIES, HEAD_COPIES, INNER_COPIES = (
+    6,
+    5,
+    4,
+)  # per token and layer: residual stream, all heads, inner width
+ROW_COPIES = 3  # of sampled rows: logits, exponentials, one intermediate; queries scaled by position fit into the slack
+EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explicitly; of a matrix in eager attention
+GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
+GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
+LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
+MOVED_COPIES = 6  # in float64, of the logits of moved keys
+RESULT_COPIES = 3  # of the results: in batches, joined, and as they are written
+COMPONENT_COPIES = 8 + 3  # components of the leakage at every pair, and intermediates of the same size
+PRODUCTS = 2 * 14 + 1  # products of prompts (leakage/power.py), for early and all queries; one intermediate
+REPLICATES = 5 * 9  # numbers per prompt that one interval holds: five copies of nine replicates
 
 SLACK = 1.5
 """Factor for memory that the allocator keeps between tensors; 1.4 was measured with many small tensors."""
 
-ROW_COPIES = 3
-"""Copies of the sampled rows at the same time: logits, their exponentials, and one intermediate. Models that scale
-their queries by position hold twice as many, which is small compared with the slack of their activations."""
-
-EXPLICIT_COPIES = 3
-"""Copies of a block of logits where the softmax is computed explicitly; of a whole matrix in eager attention."""
-
-GLIMPSE_COPIES, GRAPH_COPIES = 5, 6
-"""Copies of the rows that meters read (logits, masked logits, attention, two intermediates), and copies in float64 of
-attention averaged over heads while graphs are built from it."""
-
-LOGIT_COPIES = 4
-"""Copies of the logits of a few positions while their loss is computed: model dtype, float32, two intermediates."""
-
-MOVED_COPIES = 6
-"""Copies in float64 of the logits of moved keys."""
-
-RESULT_COPIES = 3
-"""Copies of the results: in batches, joined, and as they are written."""
-
-COMPONENT_COPIES = 8 + 3
-"""Components of the leakage that are computed at every pair at the same time, and intermediates of the same size."""
-
-PRODUCTS = 2 * 14 + 1
-"""Products of prompts (leakage/power.py): of all components and shares, for early and all queries; one intermediate."""
-
-REPLICATES = 5 * 9
-"""Numbers per prompt that one interval holds at the same time: five copies of nine replicates."""
-
-TABLE_BYTES = 32 * 1000
-"""Bytes of the table rows of one head."""
-
-FIRST_USE_BYTES = 64 * 10**6
-"""Bytes that libraries allocate when they are first used, for writing files and for small tensors."""
-
-LIBRARY_BYTES = 500 * 10**6
-"""Bytes of a Python process with torch and transformers imported, without weights."""
+TABLE_BYTES = 32 * 1000  # table rows of one head
+FIRST_USE_BYTES = 64 * 10**6  # allocated by libraries when they are first used, for files and for small tensors
+LIBRARY_BYTES = 500 * 10**6  # a Python process with torch and transformers imported, without weights
 
 CALIBRATION_LENGTH, LONGEST_WINDOW = 96, 1024
 """Tokens that calibration reads, and the longest sliding window that it reads past."""
@@ -149,7 +128,7 @@ class ModelSizes:
 
     def glimpses(self, prompts: int, length: int, item: int) -> int:
         """Return the rows of one layer that meters read."""
-        from posleak.metrics.glimpse import FULL_LENGTH
+        from posleak.metrics.meter import FULL_LENGTH
 
         rows = min(FULL_LENGTH, length)
         return self.logits(prompts * length, rows, item, GLIMPSE_COPIES) + prompts * rows * length * 8 * GRAPH_COPIES

@@ -15,7 +15,7 @@ from posleak.errors import InputError
 from posleak.inputs import parse
 from posleak.inputs.bodies import SEED_LIMIT
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
@@ -66,18 +66,14 @@ class MeasureSpec:
         object.__setattr__(self, "edits", parse_edits(self.edits))
         require_measurable(self.edits)
         object.__setattr__(self, "metrics", parse_metrics(self.metrics))
-        if self.metrics and self.borrowed:
-            raise InputError(
-                "the metrics of other papers are not defined under a borrowed context", where="--metrics",
-                remedy="measure them without the edit",
-            )  # fmt: skip
         if not isinstance(self.loss, bool):
             raise InputError("loss must be true or false", where="--loss", got=repr(self.loss), expected="a bool")
-        if self.loss and self.borrowed:
-            raise InputError(
-                "the loss is not defined where prompts attend to keys of another document", where="--loss",
-                remedy="measure it without the edit",
-            )  # fmt: skip
+        for name in ("metrics", "loss"):
+            if getattr(self, name) and self.borrowed:
+                raise InputError(
+                    f"{name} cannot be measured under a borrowed context, where prompts attend to another document",
+                    where=f"--{name}", remedy="measure without the edit",
+                )  # fmt: skip
         _ = self.plan  # raises if the length is too short or too long
 
     def require_effect(self) -> None:

@@ -16,3 +16,7 @@ sweep     `sweep`: the public function
 balance   the balance table of a sweep
 collect   all cells of a storage as one table
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -24,13 +24,13 @@ from pydantic_core import PydanticCustomError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.inputs.corpus import STDLIB
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.models.builtin import known_names
 from posleak.models.sources import split_revision
 from posleak.runs.spec import parse_bytes
 from posleak.text import visible
 
-from .cells import KINDS, MEASURE, TEXT, Resources
+from .cells import KINDS, TEXT, Resources
 
 MOST = 100_000
 """The largest number of values in a list, and of cells in a sweep."""
@@ -146,7 +146,7 @@ class GridKeys(Keys):
     dtype: Axis[Text | None] = []
     origin: Axis[StrictInt] = []
     density: Axis[StrictInt] = []
-    kind: Literal["measure", "trace"] = MEASURE
+    kind: Literal["measure", "trace"] = "measure"
     batch: StrictInt = 0
     metrics: Annotated[tuple[str, ...], _parsed(parse_metrics)] = ()
     loss: StrictBool = False

@@ -12,3 +12,7 @@ context          the forward passes on prompts, shared by these analyses
 origin           all analyses on one model
 store            origin.json and origin.nc in a run folder
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

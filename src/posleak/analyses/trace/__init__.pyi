@@ -1,0 +1,1 @@
+from .trace import Trace as Trace

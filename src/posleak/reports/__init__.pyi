@@ -1,0 +1,1 @@
+from .compare import Comparison as Comparison

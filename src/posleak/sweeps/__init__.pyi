@@ -1,0 +1,1 @@
+from .sweep import Sweep as Sweep
