@@ -182,7 +182,7 @@ def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path)
 def test_one_calibration_and_one_preparation_serve_all_conditions(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measuring = importlib.import_module("posleak.runs.measure")
+    measuring = importlib.import_module("posleak.runs.prepared")
 
     counts = {"prepare": 0, "calibrate": 0}
     for name in counts:

@@ -254,8 +254,9 @@ def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path) -> Non
     model.eval()
     adapted = pl.measure(model, **SHORT, out=tmp_path / "run")
     model.disable_adapters()
-    with pytest.raises(RunError, match=r"adapters \['default'\] there, \[\] asked for.*fingerprint"):
+    with pytest.raises(RunError, match=r"adapters \['default'\] there, \[\]") as caught:
         pl.measure(model, **SHORT, out=tmp_path / "run")
+    assert "fingerprint" in str(caught.value)
     off = pl.measure(model, **SHORT)
     assert (adapted.record.identity.adapters, off.record.identity.adapters) == (("default",), ())
     assert total(off) == plain != total(adapted)

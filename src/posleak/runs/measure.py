@@ -1,4 +1,4 @@
-"""`measure`: one measurement, asked for from Python."""
+"""`measure`: one measurement, called from Python."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.inputs import Vocabulary
-from posleak.inputs.randomness import SEED_LIMIT, draw
+from posleak.inputs.bodies import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
 from .directions import joined_cosines, pair_cosine, resultant, unit
