@@ -27,7 +27,7 @@ from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.sinks import TYPES, even
 from posleak.errors import InputError, UnsupportedError
 from posleak.leakage import Jackknife
-from posleak.leakage.across import correlated, correlation, mean_difference, octave_cosines
+from posleak.leakage.contrast import correlated, correlation, mean_difference, octave_cosines
 from posleak.models import Subject
 from posleak.papers import ALL, PAPERS, Paper, by_paper, named_papers
 from posleak.runs.run import Run

@@ -95,7 +95,7 @@ def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: 
     """Return a rule for [donor of length + 64 keys] [prompt]: a prompt's query sees the nearest `length` keys.
 
     visible_donor   donor keys are visible; otherwise the prompt sees itself only
-    keeps_origin    `rule` shows position 0 to every query. Then the prompt's position 0 is shown instead of the donor's,
+    keeps_origin    `rule` shows position 0 to every query. Then the prompt's position 0 replaces the donor's,
                     and a window has room for one more donor key
     """
     import torch

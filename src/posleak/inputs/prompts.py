@@ -63,11 +63,9 @@ class InputFacts:
 
     def same_tokens(self, other: InputFacts) -> bool:
         """Return whether the prompts are equal except for position 0 and for donors before them."""
-        return replace(self, **NO_BOS) == replace(other, **NO_BOS)
-
-
-NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_token": "", "vocabulary_size": 0,
-                          "vocabulary_excluded": 0, "context": 0}  # fmt: skip
+        ignored = ("bos", "bos_id", "bos_token", "first_token", "vocabulary_size", "vocabulary_excluded", "context")
+        same: dict[str, Any] = {name: getattr(self, name) for name in ignored}
+        return replace(other, **same) == self
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,11 +52,6 @@ def register(kind: SourceKind) -> None:
     SOURCE_KINDS[kind.name] = kind
 
 
-def forms() -> tuple[str, ...]:
-    """Return all forms that `parse` accepts, for messages and help."""
-    return tuple(form for kind in SOURCE_KINDS.values() for form in kind.forms)
-
-
 def is_source_name(text: str) -> bool:
     """Return whether `text` names a source, or is a misspelling of one. Any other string is a prompt."""
     load_plugins()
@@ -75,11 +70,12 @@ def parse(text: str) -> Source:
     load_plugins()
     name, colon, argument = text.partition(":")
     kind = SOURCE_KINDS.get(name)
+    forms = [form for each in SOURCE_KINDS.values() for form in each.forms]
     if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
         raise InputError(
             "unknown source of prompts" if kind is None else f"invalid form of the source {name!r}",
-            where="inputs", got=repr(text), expected=" | ".join(forms() if kind is None else kind.forms),
-            remedy=did_you_mean(text, forms()),
+            where="inputs", got=repr(text), expected=" | ".join(forms if kind is None else kind.forms),
+            remedy=did_you_mean(text, forms),
         )  # fmt: skip
     try:
         return kind.make(argument)

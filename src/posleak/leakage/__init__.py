@@ -2,8 +2,6 @@
 
 from .contrast import Contrast as Contrast
 from .dataset import assemble as assemble, component as component, components as components
-from .observer import AttentionObserver as AttentionObserver, LeakageObserver as LeakageObserver
-from .profile import narrow_layers as narrow_layers, sink_width as sink_width
 from .sampled import (
     MIN_PROMPTS as MIN_PROMPTS,
     Estimate as Estimate,
@@ -11,5 +9,17 @@ from .sampled import (
     Sampled as Sampled,
     combined as combined,
 )
-from .split import Parts as Parts, split as split
-from .summary import Summary as Summary, by_head as by_head, summarise as summarise, tidy as tidy
+from .split import (
+    AttentionObserver as AttentionObserver,
+    LeakageObserver as LeakageObserver,
+    Parts as Parts,
+    split as split,
+)
+from .summary import (
+    Summary as Summary,
+    by_head as by_head,
+    narrow_layers as narrow_layers,
+    sink_width as sink_width,
+    summarise as summarise,
+    tidy as tidy,
+)

@@ -216,9 +216,9 @@ class MassiveMeter(Meter):
     of those at position 0."""
 
     name = "massive"
-    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "largest": (DEPTH,), "largest_times": (DEPTH,), "massive": (DEPTH,), "massive_first": (DEPTH,),
-    }  # fmt: skip
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
+        ("largest", "largest_times", "massive", "massive_first"), (DEPTH,)
+    )
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         size = x.float().abs()
@@ -237,9 +237,9 @@ class ValleyMeter(Meter):
     at position 0, and the median norm at other positions."""
 
     name = "valley"
-    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "spectrum_entropy": (DEPTH,), "norm_0": (DEPTH,), "norm_body": (DEPTH,),
-    }  # fmt: skip
+    arrays: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
+        ("spectrum_entropy", "norm_0", "norm_body"), (DEPTH,)
+    )
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).double()

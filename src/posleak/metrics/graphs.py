@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
+from posleak.leakage.summary import SINK_ATTENTION, SINK_RATIO
 
 Attention = Float64[np.ndarray, "*cells P n"]
 Degrees = Int64[np.ndarray, "*cells τ n"]

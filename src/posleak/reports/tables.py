@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.leakage.summary import Decomposition
 from posleak.metrics import Metrics
 from posleak.metrics.catalogue import BY_ID

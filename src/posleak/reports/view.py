@@ -20,7 +20,7 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LEFT, PROMPT
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, Summary
-from posleak.leakage.profile import KEYS_AFTER_ORIGIN, sink_width
+from posleak.leakage.summary import KEYS_AFTER_ORIGIN, sink_width
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run

@@ -32,7 +32,7 @@ def ordinary_tokens(
 ) -> Int64[np.ndarray, "n"]:
     """Return the first n = `count` different ids of an endless random draw, or all ordinary ids if there are fewer.
 
-    The draw is `inputs.randomness.draw` with an index that no prompt has. A longer list starts with the shorter one.
+    The draw is `inputs.draw` with an index that no prompt has. A longer list starts with the shorter one.
     """
     allowed = vocabulary.allowed
     allowed = allowed[allowed != without] if without is not None else allowed
