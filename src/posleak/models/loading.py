@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from posleak.errors import ModelError, translate_errors
-from posleak.models import cache as caching, configs, hashing, memory, pretrained, sources, weights
+from posleak.models import cache as caching, configs, hashing, memory, pretrained, sources
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Provenance, config_sha256, describe
 from posleak.models.sources import LoadOptions, LocatedModel
@@ -120,7 +120,7 @@ def _to_stderr(message: str) -> None:
 def _hashing(located: LocatedModel, options: LoadOptions) -> AbstractContextManager[hashing.PendingHashes]:
     """Return the hashes of the weights, not started yet; compare the small files of a converted model at once."""
     with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
-        names = weights.weight_files(located.folder, allow_pickle=options.allow_pickle)
+        names = pretrained.weight_files(located.folder, allow_pickle=options.allow_pickle)
         if located.record is not None:
             caching.require_unchanged(located.folder, located.record, names)
     use_cache = located.record is None and not options.verify
@@ -169,9 +169,16 @@ def _is_quantised(config: PreTrainedConfig) -> bool:
 def _read(
     name: str, located: LocatedModel, target: _Target, options: LoadOptions, hashes: hashing.PendingHashes
 ) -> Subject:
+    """Read a model from its folder; reject one that is larger than its files, or than the memory."""
     folder, trusted = located.folder, options.trust_remote_code
     config = configs.read_config(folder, trust_remote_code=trusted)
-    _require_consistent(folder, config, target, options)
+    stored = pretrained.read_headers(folder, allow_pickle=options.allow_pickle)
+    memory.require_tensors_for_layers(folder, config, stored)
+    need = memory.memory_need(config, trust_remote_code=trusted)
+    elements = 8 * stored.bytes if _is_quantised(config) else stored.elements
+    memory.require_backed_by_files(folder / "config.json", need, elements)
+    need_bytes = max(stored.bytes_as(target.loaded_dtype(config)), target.bytes(config, need))
+    target.require_memory(need_bytes, str(folder))
     placement = target.device_map or (None if target.device == "cpu" else {"": target.device})  # no copy in main memory
     model = pretrained.read_model(
         folder, config, dtype=target.dtype, device_map=placement, trust_remote_code=trusted,
@@ -201,14 +208,3 @@ def _sha256(folder: Path, paths: Iterable[Path]) -> str:
     """Return one hash of small files in a folder, without the cache of hashes."""
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     return hashing.joined_sha256({name: hashing.file_sha256(path) for name, path in files.items()})
-
-
-def _require_consistent(folder: Path, config: PreTrainedConfig, target: _Target, options: LoadOptions) -> None:
-    """Reject a model that is larger than its files, or than the memory."""
-    stored = weights.read_headers(folder, allow_pickle=options.allow_pickle)
-    memory.require_tensors_for_layers(folder, config, stored)
-    need = memory.memory_need(config, trust_remote_code=options.trust_remote_code)
-    elements = 8 * stored.bytes if _is_quantised(config) else stored.elements
-    memory.require_backed_by_files(folder / "config.json", need, elements)
-    need_bytes = max(stored.bytes_as(target.loaded_dtype(config)), target.bytes(config, need))
-    target.require_memory(need_bytes, str(folder))

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from posleak.models.weights import Weights
-
 MAX_CONFIG = 1 << 25
 """Bytes of a config. Most have a few thousand, but some list their whole vocabulary."""
 MAX_TOKENIZER = 1 << 27
@@ -85,7 +83,7 @@ def _bounded_values(raw: Any) -> Iterator[tuple[str, int, int]]:
             yield from ((name or "a number in a list", value, limit) for limit in limits)
 
 
-def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: Weights) -> None:
+def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: pretrained.Weights) -> None:
     """Reject a config with more layers than the weight files have tensors."""
     text = config.get_text_config(decoder=True)
     types = [getattr(text, name, None) or [] for name in ("layer_types", "attention_layers")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from posleak.errors import ModelError, UnsupportedError, translate_errors
 from posleak.models import hashing
@@ -85,8 +85,7 @@ class Subject:
         """The dtype of its weights, even while an edit computes in another."""
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.identity.dtype)
-        return dtype
+        return cast("torch.dtype", getattr(torch, self.identity.dtype))
 
     @property
     def vocab_size(self) -> int:
