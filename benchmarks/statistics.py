@@ -68,7 +68,7 @@ def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     positions, offsets, Q = torch.tensor(plan.rows), torch.tensor(plan.offsets), len(plan.queries)
     totals, firsts = [], []
     for a in (layer.cpu() for layer in layers):
-        log_a = gather_offsets(a, positions, offsets, plan.origin).clamp(min=0).log()
+        log_a = gather_offsets(a, positions, offsets, plan.origin).double().clamp(min=0).log()
         log_a = log_a.masked_fill(torch.isinf(log_a), torch.nan)
         totals.append((log_a[:, :, :Q] - log_a[:, :, Q:].mean(2, keepdim=True)).numpy())
         firsts.append(a[:, :, :Q, 0].double().numpy())

@@ -24,7 +24,7 @@ from posleak.axes import PARTS
 from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
-from posleak.leakage.number import LabelledEstimate
+from posleak.leakage.sampled import LabelledEstimate
 from posleak.papers import ALL
 from posleak.reports.gather import DOCTOR_FILE
 from posleak.runs.run import Run

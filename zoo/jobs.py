@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posleak.errors import BusyError, InputError
-from posleak.inputs.randomness import check_seed
+from posleak.inputs.bodies import check_seed
 
 from .recipe import RECIPES, Recipe, recipe_named
 from .tokens import tokens_for

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from posleak.inputs.backcopy import CHAIN_TOKENS, BackcopyBody
-from posleak.inputs.randomness import SEED_LIMIT, draw
+from posleak.inputs.bodies import SEED_LIMIT, draw
 
 from .corpus import ALPHABET, CorpusPart, CorpusText, read_text
 from .entropy import entropies

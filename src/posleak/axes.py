@@ -60,7 +60,6 @@ Terms
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 PROMPT = "prompt"
@@ -97,11 +96,7 @@ EARLY = 32
 
 def layer_names(layer_ids: Sequence[int]) -> tuple[str, ...]:
     """Return a name for each attention call: the layer index `3`, or `3a` and `3b` if the layer makes two calls."""
-    calls, seen, names = Counter(layer_ids), Counter[int](), []
-    for layer in layer_ids:
-        names.append(f"{layer}{chr(ord('a') + seen[layer])}" if calls[layer] > 1 else str(layer))
-        seen[layer] += 1
-    return tuple(names)
+    return tuple(f"{layer}{chr(ord('a') + k)}" if calls > 1 else str(layer) for layer, k, calls in _calls(layer_ids))
 
 
 def layer_coordinates(layer_ids: Sequence[int]) -> tuple[float, ...]:
@@ -110,11 +105,13 @@ def layer_coordinates(layer_ids: Sequence[int]) -> tuple[float, ...]:
     >>> layer_coordinates([0, 0, 1])
     (0.0, 0.5, 1.0)
     """
-    calls, seen, coordinates = Counter(layer_ids), Counter[int](), []
-    for layer in layer_ids:
-        coordinates.append(layer + seen[layer] / calls[layer])
-        seen[layer] += 1
-    return tuple(coordinates)
+    return tuple(layer + k / calls for layer, k, calls in _calls(layer_ids))
+
+
+def _calls(layer_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return for each attention call its layer, its number within the layer, and the number of calls of the layer."""
+    ids = list(layer_ids)
+    return [(layer, ids[:at].count(layer), ids.count(layer)) for at, layer in enumerate(ids)]
 
 
 def format_layers(layer_ids: Sequence[int]) -> str:

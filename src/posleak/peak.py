@@ -27,39 +27,30 @@ class PeakMemory:
     """A context manager; afterwards `bytes` is peak minus start, of main memory and GPUs together."""
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self._sampler: Sampler | None = None
+        self.bytes, self._largest, self._over = 0, 0, threading.Event()
+        self._sampler: threading.Thread | None = None
 
     def __enter__(self) -> PeakMemory:
         self._before = psutil.Process().memory_info().rss
         if not _reset_peak():
-            self._sampler = Sampler()
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
             self._sampler.start()
         self._gpus = _gpu_bytes(start=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        peak = _kernel_peak() if self._sampler is None else self._sampler.finish()
+        if self._sampler is not None:
+            self._over.set()
+            self._sampler.join()
+        peak = _kernel_peak() if self._sampler is None else self._largest
         self.bytes = max(0, peak - self._before) + max(0, _gpu_bytes() - self._gpus)
 
-
-class Sampler(threading.Thread):
-    """A thread that samples the resident size and keeps the largest."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak, self._over = 0, threading.Event()
-
-    def run(self) -> None:
-        process = psutil.Process()
-        while not self._over.is_set():
-            self.peak = max(self.peak, process.memory_info().rss)
-            self._over.wait(SAMPLING_SECONDS)
-
-    def finish(self) -> int:
-        self._over.set()
-        self.join()
-        return max(self.peak, int(psutil.Process().memory_info().rss))
+    def _sample(self) -> None:
+        """Keep the largest resident size, sampled until the work is over and once more."""
+        process, over = psutil.Process(), False
+        while not over:
+            over = self._over.wait(SAMPLING_SECONDS)
+            self._largest = max(self._largest, process.memory_info().rss)
 
 
 def _reset_peak() -> bool:

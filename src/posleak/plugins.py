@@ -24,18 +24,14 @@ def load_plugins() -> tuple[str, ...]:
     installed = [entry_point.module for entry_point in entry_points(group=ENTRY_POINT_GROUP)]
     modules = tuple(dict.fromkeys([*installed, *from_environment]))
     for module in modules:
-        _load(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # foreign code may raise anything
+            raise InputError(
+                "cannot import a plugin", where=module, got=f"{type(error).__name__}: {error}",
+                remedy=f"fix the module, add its folder to PYTHONPATH, or remove its name from {ENVIRONMENT_VARIABLE}",
+            ) from error  # fmt: skip
     return modules
-
-
-def _load(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # foreign code may raise anything
-        raise InputError(
-            "cannot import a plugin", where=module, got=f"{type(error).__name__}: {error}",
-            remedy=f"fix the module, add its folder to PYTHONPATH, or remove its name from {ENVIRONMENT_VARIABLE}",
-        ) from error  # fmt: skip
 
 
 def reject_builtin_name(what: str, name: str, registered: Any, new: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from posleak.errors import InputError, did_you_mean
 
@@ -26,25 +26,19 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise _argument_error(function.__name__, signature, kwargs, error) from None
+            name, unknown = function.__name__, [key for key in kwargs if key not in signature.parameters]
+            if unknown:
+                raise ArgumentError(
+                    "unknown argument", where=name, got=", ".join(unknown),
+                    remedy="; ".join(f"{key}: {did_you_mean(key, signature.parameters)}" for key in unknown),
+                ) from None  # fmt: skip
+            nothing = inspect.Parameter.empty
+            names = [each.replace(annotation=nothing, default=nothing) for each in signature.parameters.values()]
+            raise ArgumentError(
+                str(error), where=name, expected=f"{name}{inspect.Signature(names)}",
+                remedy="pass arguments after the * by keyword",
+            ) from None  # fmt: skip
         return function(*args, **kwargs)
 
     call.__module__ = "posleak"  # where pickle looks the function up
     return call
-
-
-def _argument_error(
-    name: str, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError
-) -> ArgumentError:  # fmt: skip
-    unknown = [key for key in kwargs if key not in signature.parameters]
-    if unknown:
-        return ArgumentError(
-            "unknown argument", where=name, got=", ".join(unknown),
-            remedy="; ".join(f"{key}: {did_you_mean(key, signature.parameters)}" for key in unknown),
-        )  # fmt: skip
-    nothing = inspect.Parameter.empty
-    names = [each.replace(annotation=nothing, default=nothing) for each in signature.parameters.values()]
-    return ArgumentError(
-        str(error), where=name, expected=f"{name}{inspect.Signature(names)}",
-        remedy="pass arguments after the * by keyword",
-    )  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -31,23 +32,24 @@ class Stopwatch:
     """Seconds and number of entries of each stage; inner stages are not counted in outer ones.
 
     before   seconds that the process had run before the stopwatch started; counted as the stage `start`
+    inside   the stages that the code is in, innermost last
     """
 
     before: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    entries: dict[str, int] = field(default_factory=dict)
-    _inside: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    entries: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    inside: list[str] = field(default_factory=list)
     _since: float = 0.0
     _token: Token[Stopwatch | None] | None = None
 
     def __enter__(self) -> Stopwatch:
         if self.before:
             self.seconds["start"], self.entries["start"] = self.before, 1
-        self._since, self._inside, self._token = time.perf_counter(), [OTHER], _held.set(self)
+        self._since, self.inside, self._token = time.perf_counter(), [OTHER], _held.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._charge()
+        self.charge()
         if self._token is not None:
             _held.reset(self._token)
 
@@ -63,21 +65,11 @@ class Stopwatch:
         ]
         return {"seconds": self.total, "stages": stages}
 
-    def enter(self, name: str) -> None:
-        self._charge()
-        self._inside.append(name)
-        self.entries[name] = self.entries.get(name, 0) + 1
-
-    def leave(self) -> None:
-        self._charge()
-        self._inside.pop()
-
-    def _charge(self) -> None:
+    def charge(self) -> None:
         """Add the time since the last change to the innermost stage."""
         finish_devices()
         now = time.perf_counter()
-        name = self._inside[-1]
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self.seconds[self.inside[-1]] += now - self._since
         self._since = now
 
 
@@ -88,11 +80,14 @@ def stage(name: str) -> Iterator[None]:
     if watch is None:
         yield
         return
-    watch.enter(name)
+    watch.charge()
+    watch.inside.append(name)
+    watch.entries[name] += 1
     try:
         yield
     finally:
-        watch.leave()
+        watch.charge()
+        watch.inside.pop()
 
 
 def finish_devices() -> None:

@@ -22,8 +22,6 @@ ASCII_EQUIVALENTS = {
 }  # fmt: skip
 """ASCII replacements of all non-ASCII characters that posleak itself prints."""
 
-BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-
 
 def visible(text: str) -> str:
     r"""Escape control characters, so that a terminal shows them instead of interpreting them: `\x1b`."""
@@ -76,7 +74,7 @@ def one_line(error: BaseException, most: int = 400) -> str:
 
 def format_bytes(count: float) -> str:
     """Return a number of bytes in the largest suitable unit: `1.3 GB`, `12 MB`, `0 bytes`."""
-    for unit, factor in BYTE_UNITS:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             number = count / factor
             return f"{number:.1f} {unit}" if number < 10 else f"{number:,.0f} {unit}"

@@ -20,7 +20,7 @@ from posleak.analyses.claims.finding import ENOUGH, Finding, Side, Verdict
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import rolled_gaps
 from posleak.leakage import Jackknife
-from posleak.leakage.across import depth_slope, slope
+from posleak.leakage.contrast import depth_slope, slope
 from posleak.leakage.power import of_gram
 from posleak.models import Subject
 from posleak.runs.spec import MeasureSpec

@@ -83,12 +83,12 @@ def test_a_wild_norm_does_not_swing_the_readout() -> None:
 def test_both_forms_are_the_same_regression() -> None:
     x = [torch.randn(31, 11).double() * torch.logspace(-2, 2, 11) for _ in range(3)]
     y = [torch.randn(31, 2).double() for _ in range(3)]
-    primal, dual = PrimalRidge.of(x, y), DualRidge(tuple(x), tuple(y))
+    primal, dual = ridge_problem(x, y), DualRidge(tuple(x), tuple(y))
     basis = random_basis(11, 2, seed=5)
     for a, b in ((primal, dual), (primal.without(basis), dual.without(basis))):
         one, two = a.fit([0, 2], [1e-2, 1.0]), b.fit([0, 2], [1e-2, 1.0])
         assert torch.allclose(one(x[1]), two(x[1]), atol=1e-8)
-    assert isinstance(ridge_problem(x, y), PrimalRidge)
+    assert isinstance(primal, PrimalRidge)
     assert isinstance(ridge_problem([x[0][:3]], [y[0][:3]]), DualRidge)
 
 
@@ -102,7 +102,7 @@ def test_ridge_by_hand() -> None:
 
 def test_a_constant_column_gets_no_weight() -> None:
     x = torch.cat([torch.randn(20, 2), torch.full((20, 1), 3.0)], 1).double()
-    for part in (PrimalRidge.of([x], [x[:, :1]]), DualRidge((x,), (x[:, :1],))):
+    for part in (ridge_problem([x], [x[:, :1]]), DualRidge((x,), (x[:, :1],))):
         assert float(part.fit([0], [1e-3]).weights[0, 2, 0]) == pytest.approx(0, abs=1e-12)
 
 

@@ -184,7 +184,7 @@ def _call(shares: torch.Tensor) -> Call:
 
 
 def _layer(shares: torch.Tensor, plan: Plan) -> list[LayerReading]:
-    from posleak.probe.kernel import attend
+    from posleak.probe.call import attend
 
     call = _call(shares)
     reader = ReadingObserver(plan, [Projection(0, 0, shares.shape[1], 4, None, None, None)])

@@ -77,7 +77,7 @@ def test_one_that_changes_nothing_is_an_error(llama: Subject, edit: str, said: s
 def test_what_can_be_refused_without_a_model_is() -> None:
     for edit in ("window=64", "sink=cut@", "sink=cut@5-2"):
         with pytest.raises(InputError):
-            MeasureSpec(**SPEC, edits=parse_edits(edit))
+            MeasureSpec(**SPEC, edits=parse_edits(edit)).require_effect()
 
 
 @pytest.mark.parametrize(

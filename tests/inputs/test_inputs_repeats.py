@@ -12,7 +12,7 @@ import pytest
 import posleak as pl
 from posleak.errors import PosleakWarning
 from posleak.inputs import prepare, repeat_notes
-from posleak.inputs.crops import CropBody
+from posleak.inputs.corpus import CropBody
 from posleak.inputs.prompts import overlap
 from posleak.models import Subject
 from support.families import tiny

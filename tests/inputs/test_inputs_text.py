@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.inputs.corpus import docstrings, library_files, standard_library_text
-from posleak.inputs.crops import DROPPED_TOKENS
+from posleak.inputs.corpus import DROPPED_TOKENS, docstrings, library_files, standard_library_text
 from support import inputs_subject as tiny
 
 WORDS = tiny.subject(tiny.word_tokenizer())

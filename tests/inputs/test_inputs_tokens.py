@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from posleak.errors import InputError
 from posleak.inputs import ConstantToken, InputFacts, RandomTokens, Source, TextCrops, parse, prepare
-from posleak.inputs.randomness import draw
+from posleak.inputs.bodies import draw
 from posleak.typed import from_json, plain
 from support import inputs_subject as tiny
 

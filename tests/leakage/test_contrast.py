@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
-from posleak.leakage.contrast import contrasts
-from posleak.leakage.number import LabelledEstimate
 from posleak.leakage.power import products
+from posleak.leakage.sampled import LabelledEstimate
+from posleak.leakage.summary import contrasts
 from posleak.typed import plain
 
 PROMPTS = 7

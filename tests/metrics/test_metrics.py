@@ -18,11 +18,9 @@ from posleak.axes import HEAD, LAYER
 from posleak.errors import InputError
 from posleak.metrics import Meter, graphs, parse_metrics, register, spectra
 from posleak.metrics.agreement import agreement, alignments
-from posleak.metrics.catalogue import CATALOGUE
-from posleak.metrics.glimpse import FULL_LENGTH, SAMPLED_ROWS, Glimpse, sampling
-from posleak.metrics.logits import PositionMoments, explained
-from posleak.metrics.names import METER_CLASSES, PLUGIN_METERS, SHORT_PROMPT_METRICS
-from posleak.metrics.stream import projection
+from posleak.metrics.builtin import MassiveMeter, PositionMoments, ProbeMeter, explained, projection
+from posleak.metrics.catalogue import CATALOGUE, METER_CLASSES, PLUGIN_METERS, SHORT_PROMPT_METRICS
+from posleak.metrics.meter import FULL_LENGTH, SAMPLED_ROWS, Glimpse, Sampling
 from posleak.metrics.table import METRIC_ARRAYS
 from posleak.models import Subject
 from posleak.probe import Call, attach
@@ -123,7 +121,7 @@ def weights_of(length: int) -> Array:
 
 def test_rows_stand_for_groups_that_cover_the_prompt() -> None:
     for length in (33, FULL_LENGTH, FULL_LENGTH + 1, LONG, 512, 4097):
-        found = sampling(length)
+        found = Sampling(length)
         assert (found.rows == rows_of(length)).all()
         assert (found.weights == weights_of(length)).all()
         assert found.rows[-1] == length - 1
@@ -230,11 +228,11 @@ def test_spectra_are_those_of_mean_attention_by_offset(found: Known) -> None:
     for layer, a in enumerate(found.attention):
         profile = np.mean([[a[:, :, i, i - d] for d in range(offsets)] for i in late], axis=0)
         profile = np.moveaxis(profile, 0, -1)
-        power, scales = spectra.power_spectrum(profile), spectra.wavelets(profile)
+        power, (energy, entropy) = spectra.power_spectrum(profile), spectra.wavelets(profile)
         expected = {
             "entropy_position": spectra.entropy(profile), "entropy_spectrum": spectra.entropy(power),
             "selectivity": spectra.selectivity(power), "bands": spectra.band_shares(power),
-            "wavelet_energy": scales.energy, "wavelet_entropy": scales.entropy,
+            "wavelet_energy": energy, "wavelet_entropy": entropy,
             "scale_half": spectra.scale_sensitivity(profile, 2),
             "scale_quarter": spectra.scale_sensitivity(profile, 4),
         }  # fmt: skip
@@ -306,8 +304,6 @@ def test_massive_activations_and_the_spectrum_of_states(found: Known) -> None:
 
 
 def test_an_activation_is_massive_above_100_and_above_1000_medians() -> None:
-    from posleak.metrics.stream import MassiveMeter
-
     x = torch.full((2, 10, 8), 0.1)
     x[0, 0, 3], x[0, 0, 5], x[0, 4, 2] = -150.0, 90.0, 101.0  # 100 is also 1000 medians
     x[1] *= 2
@@ -320,8 +316,6 @@ def test_an_activation_is_massive_above_100_and_above_1000_medians() -> None:
 
 def test_the_probe_finds_a_position_that_is_written_into_states() -> None:
     """A planted stream: one depth has the position in a direction, the other has noise alone."""
-    from posleak.metrics.stream import ProbeMeter
-
     rng, B, T, W = np.random.default_rng(0), 12, 96, 300
     meter = ProbeMeter(T)
     noise = torch.from_numpy(rng.standard_normal((B, T, W)))
@@ -396,10 +390,10 @@ def test_delta_r2_of_a_toeplitz_matrix_is_0(profile: str) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)
     by_offset = 3.0 - 0.7 * torch.arange(T).double() if profile == "linear" else torch.randn(T).double()
     s = by_offset[(i - j).clamp(min=0)][None, None]
-    r2, more = explained(s, PositionMoments.of(j <= i, torch.arange(T)))
+    r2, more = explained(s, PositionMoments(j <= i, torch.arange(T)))
     assert float(more) < 1e-24
     assert profile != "linear" or float(r2) == pytest.approx(1, abs=1e-12)
-    r2, more = explained(s + 0.01 * i, PositionMoments.of(j <= i, torch.arange(T)))  # linear in i
+    r2, more = explained(s + 0.01 * i, PositionMoments(j <= i, torch.arange(T)))  # linear in i
     assert float(more) > 1e-6
 
 

@@ -26,7 +26,7 @@ from posleak.analyses.origin.directions import mean_cosine
 from posleak.analyses.origin.store import read_origin
 from posleak.analyses.origin.trajectory import BodyScale, Trajectory
 from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
-from posleak.inputs import template_limits
+from posleak.inputs import given
 from posleak.inputs.given import read_given
 from posleak.models import Subject, hashing, load
 from posleak.models.sources import snapshot_folder
@@ -267,7 +267,7 @@ WRITES = "{% for a in range(1000) %}{{ 'w1 ' * 1000 }}{% endfor %}"
 def test_a_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float) -> None:
     who = subject(word_tokenizer())
     who.tokenizer.chat_template = template
-    monkeypatch.setattr(template_limits, f"TEMPLATE_{limit}", most)
+    monkeypatch.setattr(given, f"TEMPLATE_{limit}", most)
     before = sys.gettrace()
     with pytest.raises(InputError, match=f"{most:,}") as refused:
         read_given(who, CHAT)

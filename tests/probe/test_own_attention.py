@@ -22,7 +22,7 @@ from posleak.edits import parse_edits
 from posleak.errors import CheckError, RunError, UnsupportedError
 from posleak.models import Subject
 from posleak.probe import Call, Edit, attach, backbone, calibrate, default_plan, read_placements
-from posleak.probe.kernel import attend
+from posleak.probe.call import attend
 from posleak.probe.tracer import AttentionTracer, computes_own_attention, tracing_attention
 from posleak.runs.memory import memory_plan
 from posleak.runs.spec import MeasureSpec

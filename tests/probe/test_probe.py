@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from posleak.errors import CheckError, InputError, UnsupportedError
 from posleak.probe import Call, Edit, Plan, Visibility, attach, calibrate, default_plan, relative_difference
-from posleak.probe.kernel import attend
+from posleak.probe.call import attend
 from posleak.probe.visibility import visibility_mask
 from support.families import FAMILIES, VOCAB, WINDOW, tiny
 

@@ -23,13 +23,13 @@ from posleak.analyses.claims.finding import Verdict
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from posleak.metrics import names as metric_names
+from posleak.metrics import catalogue
 from posleak.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, load_plugins
 from support.families import tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, metric_names.PLUGIN_METERS)
+REGISTRIES: tuple[dict[str, Any], ...] = (KINDS, REGISTRY, inputs.SOURCE_KINDS, catalogue.PLUGIN_METERS)
 SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 

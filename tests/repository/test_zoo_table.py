@@ -303,7 +303,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     require_same_sight(whole, N)
     assert keeps_first(whole)
     assert not keeps_first(Visibility((1, 1, start + N, start + N), causal_mask_function))
-    lent = Visibility((1, 1, start + N, start + N), borrowed(rule, N, kept=True))
+    lent = Visibility((1, 1, start + N, start + N), borrowed(rule, N, keeps_origin=True))
     rows = lent.rows(torch.arange(start, start + N))[0, 0]
     assert rows[1:].sum(1).tolist() == [W] * (N - 1)
     assert rows[0].nonzero().ravel().tolist() == [start]
@@ -312,7 +312,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     assert not rows[:, 0].any(), "the donor's first token is not the prompt's"
     dense = read_mask(whole.dense())
     assert dense is not None
-    again = Visibility((1, 1, start + N, start + N), borrowed(dense[0].rule, N, kept=True), dense[0].padding)
+    again = Visibility((1, 1, start + N, start + N), borrowed(dense[0].rule, N, keeps_origin=True), dense[0].padding)
     assert torch.equal(again.rows(torch.arange(start, start + N))[0, 0], rows), "a mask that the model has laid out"
     donor = lent.rows(torch.arange(start))[0, 0]
     assert torch.equal(donor, whole.rows(torch.arange(start))[0, 0])

@@ -20,7 +20,7 @@ from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.models import Subject
 from posleak.peak import PeakMemory
-from posleak.probe import Call, attach, backbone, default_plan, kernel, read_placements
+from posleak.probe import Call, attach, backbone, call as kernel, default_plan, read_placements
 from posleak.probe.rows import Frame, scaled_weights
 from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
 from posleak.runs.spec import MeasureSpec, parse_bytes

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import posleak as pl
 from posleak.errors import InputError, PosleakWarning
-from posleak.probe import attach, head
-from posleak.probe.head import token_losses
+from posleak.probe import attach, native
+from posleak.probe.native import token_losses
 from posleak.runs.loss import loss_changes, loss_positions
 from support.families import tiny
 from tools.census import read_page
@@ -58,7 +58,7 @@ def test_few_logits_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         output = probe.forward(ids)
     found = []
     for several in (39, 4, 1):
-        monkeypatch.setattr(head, "LOGIT_BYTES", several * 4 * len(ids) * model.config.vocab_size)
+        monkeypatch.setattr(native, "LOGIT_BYTES", several * 4 * len(ids) * model.config.vocab_size)
         seen.clear()
         found.append(token_losses(model, output, ids, list(range(39))))
         assert max(seen) == several

@@ -177,7 +177,7 @@ def test_ids_can_be_given(llama: Subject) -> None:
 
 
 def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
-    with pytest.warns(PosleakWarning, match="too few prompts, 1: .* no powers and intervals; use --prompts 4"):
+    with pytest.warns(PosleakWarning, match="too few prompts .*1.* no powers and intervals; use --prompts 4"):
         found = pl.measure(llama, length=32, prompts=1)
     contract = found.as_dict()
     assert contract["warnings"] == list(found.record.warnings)
@@ -295,7 +295,7 @@ def test_an_origin_that_is_too_narrow_is_named_with_one_that_would_do(run: Run) 
 
 def test_where_the_origin_cannot_be_moved_is_said() -> None:
     learned = subject("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=256)
-    with pytest.warns(PosleakWarning, match="cannot be moved in every layer and stay where they are in the crop: its"):
+    with pytest.warns(PosleakWarning, match="cannot be moved in every layer"):
         found = pl.measure(learned, length=64, prompts=4)
     assert found.record.motion.layers == ("stays",) * 3
     assert any("cannot be moved" in note for note in found.as_dict()["warnings"])

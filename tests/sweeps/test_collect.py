@@ -180,7 +180,7 @@ def test_failures_are_on_the_page(tmp_path: Path) -> None:
     )
     text = CollectedPage(collected(str(place))).html()
     assert "2 cells failed" in text
-    assert "would change nothing" in text
+    assert "window=off" in text
 
 
 # -- in a browser ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,12 @@ Loss = Annotated[bool, typer.Option("--loss", help="Also compute the next-token 
 
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--out", parser=named_path, metavar="<path>", help="Run folder. Default: runs/MODEL-DIGEST."),
+    typer.Option(
+        "--out",
+        parser=named_path,
+        metavar="<path>",
+        help="Run folder. Default: a folder in runs/, named after the measurement.",
+    ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Discard results in the folder and measure again.")]
 MaxMemory = Annotated[

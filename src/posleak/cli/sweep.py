@@ -156,7 +156,9 @@ def _show_plan(result: Sweep, as_json: bool) -> None:
 
 @app.command(name="collect")
 def collect_command(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", parser=named, help="Of a sweep: what its --out was.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", parser=named, help="Folder of a sweep, as given to its --out.")
+    ],
     page: Annotated[
         str | None,
         typer.Option(parser=named, metavar="<path>", help="Where the page goes. Default: FOLDER/collected.html."),
@@ -167,7 +169,7 @@ def collect_command(
     markdown: Markdown = False,
     as_json: Json = False,
 ) -> None:
-    """All runs of a sweep as one table (Parquet) and one page: curves over checkpoints, maps over two knobs.
+    """Collect all runs of a sweep into one table (Parquet) and one page: curves over checkpoints, maps of two settings.
 
     Example: `posleak collect runs/grid`
     """

@@ -53,12 +53,12 @@ class Borrow(ScopedEdit):
         return prompts.after_donors()
 
     def edit(self, call: Call) -> Call:
-        length, lends = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
+        length, visible_donor = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
         seen = call.visibility
         seen.cached(("same after a donor", length), lambda: require_same_sight(seen, length))
-        rule = borrowed(seen.rule, length, lends, seen.cached("keeps first", lambda: keeps_first(seen)))
+        rule = borrowed(seen.rule, length, visible_donor, seen.cached("keeps first", lambda: keeps_first(seen)))
         return replace(
-            call, visibility=call.visibility.with_rule(("borrowed", lends), rule), start=length + DONOR_MARGIN
+            call, visibility=call.visibility.with_rule(("borrowed", visible_donor), rule), start=length + DONOR_MARGIN
         )
 
     def changed_heads(self, before: Call, after: Call) -> int:
@@ -91,12 +91,12 @@ def keeps_first(seen: Visibility) -> bool:
     return bool(first and not second)
 
 
-def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) -> Rule:
+def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: bool = False) -> Rule:
     """Return a rule for [donor of length + 64 keys] [prompt]: a prompt's query sees the nearest `length` keys.
 
-    lends   donor keys are visible; otherwise the prompt sees itself only
-    kept    `rule` shows position 0 to every query. Then the prompt's position 0 is shown instead of the donor's, and a
-            window has room for one more donor key
+    visible_donor   donor keys are visible; otherwise the prompt sees itself only
+    keeps_origin    `rule` shows position 0 to every query. Then the prompt's position 0 replaces the donor's,
+                    and a window has room for one more donor key
     """
     import torch
 
@@ -104,11 +104,11 @@ def borrowed(rule: Rule, length: int, lends: bool = True, kept: bool = False) ->
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own: Tensor = rule(batch, head, query, key)
-        if kept:
-            lent = (query >= start) & (key < start) & (key > 0) & rule(batch, head, query, (key + 1).clamp(max=start))
+        if keeps_origin:
+            donor = (query >= start) & (key < start) & (key > 0) & rule(batch, head, query, (key + 1).clamp(max=start))
             first = (query >= start) & (key == start) & rule(batch, head, query - start, key - start)
-            own = torch.where(query < start, own, lent | first | ((key > start) & own))
-        near = key > query - length if lends else key >= start
+            own = torch.where(query < start, own, donor | first | ((key > start) & own))
+        near = key > query - length if visible_donor else key >= start
         return own & ((query < start) | torch.where(query == start, key == start, near))
 
     return seen

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from posleak.errors import InputError
 from posleak.inputs import Prompts
 from posleak.inputs.bodies import GivenBody, RandomFirstBody
-from posleak.inputs.bos import FirstToken
+from posleak.inputs.vocabulary import FirstToken
 
 from .base import EditKind, NamedEdit, Site, register
 from .scope import Scope

@@ -91,18 +91,18 @@ class RotationEdit(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        kept: list[tuple[torch.nn.Module, str, Any]] = []
+        originals: list[tuple[torch.nn.Module, str, Any]] = []
         try:
             for module, buffer in rotary_buffers(probe):
                 prefix = buffer.removesuffix(FREQUENCIES_SUFFIX)
                 frequencies, temperature = self.frequencies(module, getattr(module, buffer), prefix.rstrip("_"))
                 for name, new in ((buffer, frequencies), (f"{prefix}attention_scaling", temperature)):
                     if new is not None:
-                        kept.append((module, name, getattr(module, name)))
+                        originals.append((module, name, getattr(module, name)))
                         setattr(module, name, new)
             yield
         finally:
-            for module, name, value in reversed(kept):
+            for module, name, value in reversed(originals):
                 setattr(module, name, value)
 
     def frequencies(self, module: Any, old: Tensor, layer_type: str) -> tuple[Tensor, float | None]:

@@ -47,8 +47,8 @@ class Window(NamedEdit):
 
     @property
     def text(self) -> str:
-        kept = "" if not self.sink else "+sink" if self.sink == 1 else f"+sink{self.sink}"
-        return f"window={self.size or 'off'}{kept}"
+        sink = "" if not self.sink else "+sink" if self.sink == 1 else f"+sink{self.sink}"
+        return f"window={self.size or 'off'}{sink}"
 
     def edit(self, call: Call) -> Call:
         seen = call.visibility

@@ -1,11 +1,6 @@
-from .bodies import Body as Body
-from .bos import FirstToken as FirstToken
-from .given import (
-    GivenPrompts as GivenPrompts,
-    Inputs as Inputs,
-    ReadableSubject as ReadableSubject,
-    read_given as read_given,
-)
+from .bodies import Body as Body, draw as draw
+from .corpus import TextCrops as TextCrops
+from .given import GivenPrompts as GivenPrompts, Inputs as Inputs, read_given as read_given
 from .prompts import (
     InputFacts as InputFacts,
     Prompts as Prompts,
@@ -13,17 +8,15 @@ from .prompts import (
     prepare as prepare,
     repeat_notes as repeat_notes,
 )
-from .randomness import draw as draw
 from .source import (
     SOURCE_KINDS as SOURCE_KINDS,
     ConstantToken as ConstantToken,
     RandomTokens as RandomTokens,
     Source as Source,
     SourceKind as SourceKind,
-    TextCrops as TextCrops,
     is_source_name as is_source_name,
     parse as parse,
     register as register,
     require_source as require_source,
 )
-from .vocabulary import Vocabulary as Vocabulary
+from .vocabulary import FirstToken as FirstToken, ReadableSubject as ReadableSubject, Vocabulary as Vocabulary

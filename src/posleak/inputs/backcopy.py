@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.randomness import draw
-from posleak.inputs.vocabulary import Vocabulary
+
+from .bodies import draw
+from .vocabulary import Vocabulary
 
 CHAIN_TOKENS, CHAIN_TRIGGERS, SUCCESSORS = 64, 3, 4
 """Number of tokens of the chain, number of triggers among them, and number of successors of each other token."""

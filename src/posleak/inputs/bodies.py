@@ -1,7 +1,15 @@
-"""Token ids of prompts before the BOS policy sets position 0.
+"""Token ids of prompts before the BOS policy sets position 0, and the random integers from which they are drawn.
 
 A body always draws all T positions, and a BOS then replaces position 0. Two runs with different BOS policies therefore
 have the same tokens at all other positions, and differ only in the BOS.
+
+Random integers are the same on every machine and with every version of NumPy. NumPy guarantees the raw output of its
+bit generators across versions, but not the output of `Generator` methods. Therefore only raw 64-bit words are used:
+
+    u_0, u_1, …  =  words of PCG64(SeedSequence([seed, index]))
+    draw_t       =  ⌊u_t · n / 2^64⌋,   an integer in 0 … n − 1
+
+The relative bias of this formula is at most n / 2^64.
 """
 
 from __future__ import annotations
@@ -13,11 +21,36 @@ from typing import Any, Protocol
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.randomness import draw
-from posleak.inputs.vocabulary import Vocabulary
+
+from .vocabulary import Vocabulary
+
+SAMPLING_METHOD = "floor(u * n / 2**64), u from numpy PCG64(SeedSequence([seed, index])).random_raw"
+SEED_LIMIT = 2**32
+"""Upper limit of seeds and prompt indices: larger ones take two words of the seed sequence: streams could repeat."""
 
 FIRST_DONOR = 2**31
 """Donors are numbered like prompts, from this index on."""
+
+
+def check_seed(seed: object) -> int:
+    """Return `seed` as an int, or raise InputError if it is not an integer in 0 … 2**32 − 1."""
+    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and 0 <= seed < SEED_LIMIT:
+        return int(seed)
+    raise InputError("not a valid seed", where="seed", got=repr(seed), expected="an integer from 0 to 2**32 - 1")
+
+
+def draw(seed: int, index: int, count: int, below: int) -> np.ndarray:
+    """Return int64 [count], uniform on 0 … below − 1. A longer draw begins with the shorter one.
+
+    below: less than 2^32. The 96-bit product u·n is formed in two halves, since 64 bits cannot hold it.
+    """
+    if not 0 < below < 2**32:
+        raise ValueError(f"draw needs 0 < below < 2**32, got {below}")
+    words = np.random.PCG64(np.random.SeedSequence([seed, index])).random_raw(count).astype(np.uint64)
+    n = np.uint64(below)
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    carried = ((words & low) * n) >> half
+    return (((words >> half) * n + carried) >> half).astype(np.int64)
 
 
 class Body(Protocol):
@@ -29,32 +62,17 @@ class Body(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the origin of the tokens that results must record."""
-        ...
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
-class RandomBody:
+class RandomBody(Body):
     """I.i.d. tokens, uniform over the allowed ids."""
 
     allowed: np.ndarray
 
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         return np.asarray(self.allowed[draw(seed, index, length, below=len(self.allowed))])
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-
-def random_body(vocabulary: Vocabulary) -> RandomBody:
-    """Return random tokens, or raise InputError if the vocabulary has fewer than 2 ordinary tokens."""
-    allowed = vocabulary.allowed
-    if len(allowed) < 2:
-        raise InputError(
-            "the vocabulary is too small for random prompts", where="inputs",
-            got=f"{len(allowed)} ordinary token of {vocabulary.size}", expected="at least 2 ordinary tokens",
-            remedy="use --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id in the config",
-        )  # fmt: skip
-    return RandomBody(allowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +87,6 @@ class ConstantBody:
 
     def describe(self) -> dict[str, Any]:
         return {"constant_id": self.token, "constant_token": self.spelled}
-
-
-def constant_body(token: int | None, seed: int, vocabulary: Vocabulary) -> ConstantBody:
-    """Return a constant body of `token`; None: the first ordinary token that the seed draws for prompt 0."""
-    if token is None:
-        allowed = vocabulary.allowed
-        token = int(allowed[draw(seed, 0, 1, below=len(allowed))[0]])
-    return ConstantBody(vocabulary.check(token, "the constant token"), vocabulary.spell(token))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +111,24 @@ class GivenBody:
 
     table: np.ndarray
 
+    @classmethod
+    def of(cls, table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
+        """Copy `table`. Raise InputError unless it is an integer table [B, length] of valid ids."""
+        ids = np.asarray(table)
+        if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
+            raise not_a_table(ids)
+        if ids.shape[1] != length:
+            raise InputError(
+                "the length of the given ids differs from the requested length", where="inputs",
+                got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
+                remedy=f"pass length={ids.shape[1]}, or cut the rows",
+            )  # fmt: skip
+        for extreme in (ids.min(), ids.max()):
+            vocabulary.check(int(extreme), "a given id")
+        copy = ids.astype(np.int64)
+        copy.setflags(write=False)
+        return cls(copy)
+
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         if index >= len(self.table):
             raise InputError(
@@ -114,7 +142,7 @@ class GivenBody:
 
 
 @dataclass(frozen=True, eq=False)
-class DonorGivenBody:
+class DonorGivenBody(Body):
     """Donors for given prompts, int64 [B, T]: the next row of the table, then the rows after it without column 0."""
 
     table: np.ndarray
@@ -124,27 +152,6 @@ class DonorGivenBody:
         first, others = index % FIRST_DONOR + 1, max(B - 1, 1)
         rows = [self.table[(first + step % others) % B] for step in range(1 + length // (T - 1))]
         return np.concatenate([rows[0][:1], *(row[1:] for row in rows)])[:length]
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-
-def given_body(table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
-    """Return a body with a copy of `table`. Raise InputError unless it is an integer table [B, length] of valid ids."""
-    ids = np.asarray(table)
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
-        raise not_a_table(ids)
-    if ids.shape[1] != length:
-        raise InputError(
-            "the length of the given ids differs from the requested length", where="inputs",
-            got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
-            remedy=f"pass length={ids.shape[1]}, or cut the rows",
-        )  # fmt: skip
-    for extreme in (ids.min(), ids.max()):
-        vocabulary.check(int(extreme), "a given id")
-    copy = ids.astype(np.int64)
-    copy.setflags(write=False)
-    return GivenBody(copy)
 
 
 def not_a_table(ids: np.ndarray, remedy: str | None = None) -> InputError:

@@ -2,24 +2,30 @@
 
 Prompts are never padded, and are cut only to an explicit `length`: prompts of unequal length are an error. Ids and
 chats are used unchanged. The BOS of the policy is put before a text, unless the text begins with it.
+
+A chat template is a program written by the model's author. transformers runs it in a sandbox that limits each `range`,
+but neither nested loops nor the output length; `limited_template` limits its run time and its output.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from types import FrameType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import not_a_table
-from posleak.inputs.bos import AS_GIVEN, FirstToken, resolve_first_token
-from posleak.inputs.template_limits import limited_template
-from posleak.inputs.vocabulary import read_vocabulary, text_configs
 from posleak.text import one_line
+
+from .bodies import not_a_table
+from .vocabulary import AS_GIVEN, FirstToken, ReadableSubject, read_vocabulary, resolve_first_token
 
 IDS, TEXTS, CHATS = "ids", "texts", "chats"
 
@@ -28,15 +34,9 @@ Inputs: TypeAlias = str | Iterable[Any]
 
 FORMS = "a table of ids [B, T], a text or a list of texts, a chat (a list of messages) or a list of chats"
 
-
-class ReadableSubject(Protocol):
-    """The attributes of a subject that prompts depend on."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
+TEMPLATE_SECONDS = 10.0
+"""CPU time limit for one chat; templates take milliseconds."""
+TEMPLATE_CHARACTERS = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +76,27 @@ def read_given(
     if length is not None:
         check_length(length)
     kind, items = _items(inputs)
-    items = _first_items(items, prompts)
+    if prompts is not None:
+        if isinstance(prompts, bool) or not isinstance(prompts, (int, np.integer)) or not 1 <= prompts <= len(items):
+            raise InputError(
+                "the number of prompts does not match the inputs", where="prompts",
+                got=f"prompts={prompts!r}, {len(items)} given", expected=f"1 to {len(items)}",
+                remedy="omit prompts to use all inputs, or pass more inputs",
+            )  # fmt: skip
+        items = items[: int(prompts)]
     if kind == IDS:
-        return GivenPrompts.of_ids(_table([_ids(item, k) for k, item in enumerate(items)], length), bos)
+        table = [np.asarray(_array(item)) for item in items]
+        for k, row in enumerate(table):
+            if row.ndim != 1 or row.dtype.kind not in "iu":
+                raise not_a_table(row, f"correct prompt {k}")
+        return GivenPrompts.of_ids(_table(table, length), bos)
     if kind == CHATS:
         return GivenPrompts.of_ids(_table([_chat(subject.tokenizer, chat) for chat in items], length), bos, CHATS)
     tokenizer = _require_tokenizer(subject.tokenizer, "text inputs need")
-    configs = text_configs(subject.model.config)
-    first = resolve_first_token(bos, configs, read_vocabulary(configs, tokenizer))
+    first = resolve_first_token(bos, read_vocabulary(subject))
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in items]
-    return GivenPrompts(TEXTS, _table([_with_bos(row, first.id) for row in rows], length), first)
+    begun = [row if first.id is None or row[:1] == [first.id] else [first.id, *row] for row in rows]
+    return GivenPrompts(TEXTS, _table(begun, length), first)
 
 
 def check_length(length: object) -> int:
@@ -96,7 +107,8 @@ def check_length(length: object) -> int:
 
 
 def _items(inputs: Any) -> tuple[str, list[Any]]:
-    if isinstance(inputs, os.PathLike) or (isinstance(inputs, str) and _is_file(inputs)):
+    word = isinstance(inputs, str) and len(inputs.split()) == 1 and len(inputs) < 4096 and "\0" not in inputs
+    if isinstance(inputs, os.PathLike) or (word and Path(inputs).is_file()):
         raise InputError(
             "the input is a file name, not a text", where="inputs", got=repr(inputs),
             remedy=f'use "text:{os.fspath(inputs)}" for crops of the file, or pass its content as one prompt',
@@ -122,11 +134,6 @@ def _items(inputs: Any) -> tuple[str, list[Any]]:
     return IDS, items
 
 
-def _is_file(text: str) -> bool:
-    """Return whether a text is a single word that names an existing file."""
-    return len(text.split()) == 1 and len(text) < 4096 and "\0" not in text and Path(text).is_file()
-
-
 def _is_chat(item: Any) -> bool:
     messages = isinstance(item, Sequence) and not isinstance(item, str)
     return messages and len(item) > 0 and all(isinstance(message, Mapping) for message in item)
@@ -140,30 +147,6 @@ def _array(value: Any) -> Any:
 def _unknown(inputs: object, remedy: str | None) -> InputError:
     got = f"{type(inputs).__name__} {inputs!r:.80}"
     return InputError("unknown kind of inputs", where="inputs", got=got, expected=FORMS, remedy=remedy)
-
-
-def _first_items(items: list[Any], prompts: int | None) -> list[Any]:
-    if prompts is None:
-        return items
-    if isinstance(prompts, bool) or not isinstance(prompts, (int, np.integer)) or not 1 <= prompts <= len(items):
-        raise InputError(
-            "the number of prompts does not match the inputs", where="prompts",
-            got=f"prompts={prompts!r}, {len(items)} given", expected=f"1 to {len(items)}",
-            remedy="omit prompts to use all inputs, or pass more inputs",
-        )  # fmt: skip
-    return items[: int(prompts)]
-
-
-def _ids(item: Any, index: int) -> np.ndarray:
-    row = np.asarray(_array(item))
-    if row.ndim != 1 or row.dtype.kind not in "iu":
-        raise not_a_table(row, f"correct prompt {index}")
-    return row
-
-
-def _with_bos(row: Sequence[int], bos: int | None) -> np.ndarray:
-    """Put the BOS before the tokens of a text, unless they begin with it."""
-    return np.asarray(row if bos is None or list(row[:1]) == [bos] else [bos, *row], dtype=np.int64)
 
 
 def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -185,6 +168,39 @@ def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]]) -> np.ndarray:
     return np.asarray(encoded["input_ids"], dtype=np.int64)
 
 
+@contextmanager
+def limited_template() -> Iterator[None]:
+    """Raise InputError in the `with` block if a chat template takes too long or writes too much.
+
+    A trace function of this thread is called for every line of the template and of jinja2, and for no other code. It
+    cannot interrupt a single operation, such as a power of large numbers. A debugger's trace function is restored.
+    """
+    deadline, written, before = time.thread_time() + TEMPLATE_SECONDS, 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal written
+        module = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_filename != "<template>" and module.partition(".")[0] != "jinja2":
+            return None
+        if event == "return" and isinstance(value, str):  # values that a generator yields are included
+            written += len(value)
+        if written <= TEMPLATE_CHARACTERS and time.thread_time() <= deadline:
+            return trace
+        long = written <= TEMPLATE_CHARACTERS
+        limit = f"{TEMPLATE_SECONDS:g} s of CPU time for one chat" if long else f"{TEMPLATE_CHARACTERS:,} characters"
+        raise InputError(
+            f"the chat template {'takes too long' if long else 'writes too much'} and was stopped", where="inputs",
+            got=f"more than {limit}",
+            remedy="check tokenizer.chat_template and set another one, or pass the chat as a text",
+        )  # fmt: skip
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def _require_tokenizer(tokenizer: Any, what: str) -> Any:
     if tokenizer is None:
         raise InputError(
@@ -194,7 +210,7 @@ def _require_tokenizer(tokenizer: Any, what: str) -> Any:
     return tokenizer
 
 
-def _table(rows: list[np.ndarray], length: int | None) -> np.ndarray:
+def _table(rows: Sequence[Any], length: int | None) -> np.ndarray:
     """Return int64 [B, T]: rows of equal length, or rows cut to `length`."""
     lengths = [len(row) for row in rows]
     if length is None and len(set(lengths)) > 1:

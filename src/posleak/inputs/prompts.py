@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from posleak.errors import InputError
-from posleak.inputs.bodies import FIRST_DONOR, Body, ConstantBody, DonorGivenBody, GivenBody, given_body
-from posleak.inputs.bos import AS_GIVEN, FirstToken, named_bos, resolve_first_token
-from posleak.inputs.crops import CropBody
-from posleak.inputs.given import GivenPrompts, ReadableSubject, check_length
-from posleak.inputs.randomness import SAMPLING_METHOD, SEED_LIMIT, check_seed
-from posleak.inputs.source import Source, parse
-from posleak.inputs.vocabulary import Vocabulary, read_vocabulary, text_configs
+
+from .bodies import FIRST_DONOR, SAMPLING_METHOD, SEED_LIMIT, Body, ConstantBody, DonorGivenBody, GivenBody, check_seed
+from .corpus import CropBody
+from .given import GivenPrompts, check_length
+from .source import Source, parse
+from .vocabulary import AS_GIVEN, FirstToken, ReadableSubject, Vocabulary, read_vocabulary, resolve_first_token
 
 DONOR_MARGIN = 64
 """A donor is longer than its prompt by this many tokens. Its first tokens, which may be sinks, are never lent."""
@@ -64,11 +63,9 @@ class InputFacts:
 
     def same_tokens(self, other: InputFacts) -> bool:
         """Return whether the prompts are equal except for position 0 and for donors before them."""
-        return replace(self, **NO_BOS) == replace(other, **NO_BOS)
-
-
-NO_BOS: dict[str, Any] = {"bos": "", "bos_id": None, "bos_token": None, "first_token": "", "vocabulary_size": 0,
-                          "vocabulary_excluded": 0, "context": 0}  # fmt: skip
+        ignored = ("bos", "bos_id", "bos_token", "first_token", "vocabulary_size", "vocabulary_excluded", "context")
+        same: dict[str, Any] = {name: getattr(self, name) for name in ignored}
+        return replace(other, **same) == self
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +94,12 @@ class Prompts:
 
     def batch(self, indices: Iterable[int]) -> np.ndarray:
         """Return several prompts, each after its donor, int64 [B, context + T]."""
-        rows = [np.concatenate([self._before(index), self.ids(index)]) for index in indices]
-        return np.stack(rows) if rows else np.empty((0, self.context + self.length), dtype=np.int64)
+        rows = np.empty((len(indices := list(indices)), self.context + self.length), dtype=np.int64)
+        for row, index in zip(rows, indices):
+            row[self.context :] = self.ids(index)
+            if self.donor is not None:
+                row[: self.context] = self._with_first(self.donor.ids(self.seed, FIRST_DONOR + index, self.context))
+        return rows
 
     @property
     def context(self) -> int:
@@ -113,11 +114,6 @@ class Prompts:
         else:
             body = parse(self.source).body(self.length + DONOR_MARGIN, self.seed, self.vocabulary)
         return replace(self, donor=body)
-
-    def _before(self, index: int) -> np.ndarray:
-        if self.donor is None:
-            return np.empty(0, dtype=np.int64)
-        return self._with_first(self.donor.ids(self.seed, FIRST_DONOR + index, self.context))
 
     def _with_first(self, ids: np.ndarray) -> np.ndarray:
         if self.first.id is not None:
@@ -194,23 +190,21 @@ def prepare(
     seed: random seed for the prompts
     """
     length, seed = check_length(length), check_seed(seed)
-    configs = text_configs(subject.model.config)
-    vocabulary = read_vocabulary(configs, subject.tokenizer)
+    vocabulary = read_vocabulary(subject)
     source = parse(inputs) if isinstance(inputs, str) else inputs
     if not isinstance(source, np.ndarray | GivenPrompts) and hasattr(source, "body"):
-        first = resolve_first_token(bos, configs, vocabulary)
+        first = resolve_first_token(bos, vocabulary)
         return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
     given = source if isinstance(source, GivenPrompts) else GivenPrompts.of_ids(source, bos)
-    return Prompts(given.kind, given.first, vocabulary, given_body(given.table, length, vocabulary), length, seed)
+    return Prompts(given.kind, given.first, vocabulary, GivenBody.of(given.table, length, vocabulary), length, seed)
 
 
 def bos_outside_vocabulary(subject: ReadableSubject) -> str | None:
     """Return a sentence if the BOS id in the config is outside the vocabulary; None otherwise."""
-    configs = text_configs(subject.model.config)
-    vocabulary, token = read_vocabulary(configs, subject.tokenizer), named_bos(configs)
-    if token is None or vocabulary.has(token):
+    vocabulary = read_vocabulary(subject)
+    if vocabulary.bos is None or vocabulary.has(vocabulary.bos):
         return None
-    return f"the BOS id in the config is {token}, but the vocabulary has {vocabulary.rows} tokens"
+    return f"the BOS id in the config is {vocabulary.bos}, but the vocabulary has {vocabulary.rows} tokens"
 
 
 def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
@@ -219,33 +213,26 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     ids = prompts.batch(range(checked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
     if different < checked:
-        which = (
-            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
-        )
-        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
+        same = f"all {checked} prompts are the same"
+        which = same if different == 1 else f"only {different} of {checked} prompts differ"
+        remedies: dict[type, str] = {
+            ConstantBody: "this is expected of a constant token; use --inputs random or text:PATH for valid intervals",
+            GivenBody: "remove the copies",
+            CropBody: "use a longer or more varied text",
+        }
+        remedy = remedies.get(type(prompts.body), "use inputs with more variety")
+        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {remedy}"
     if isinstance(prompts.body, CropBody) and different > 1:
-        yield from _overlap_notes(prompts.body, prompts.seed, prompts.length, checked)
-
-
-def _remedy(prompts: Prompts) -> str:
-    if isinstance(prompts.body, ConstantBody):
-        return "this is expected of a constant token; use --inputs random or text:PATH for valid intervals"
-    if isinstance(prompts.body, GivenBody):
-        return "remove the copies"
-    text = isinstance(prompts.body, CropBody)
-    return "use a longer or more varied text" if text else "use inputs with more variety"
-
-
-def _overlap_notes(body: CropBody, seed: int, length: int, count: int) -> Iterator[str]:
-    spans, tokens = body.spans(seed, count, length)
-    shared, repeated = overlap(spans)
-    if shared > OVERLAP_THRESHOLD:
-        yield (
-            f"prompts overlap, so that intervals are too narrow: the text has about {tokens:,} tokens, {count} prompts "
-            f"of {length} use {count * length:,}, and {shared:.0%} of these occur in another prompt too "
-            f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
-            "--length"
-        )
+        length = prompts.length
+        spans, tokens = prompts.body.spans(prompts.seed, checked, length)
+        shared, repeated = overlap(spans)
+        if shared > OVERLAP_THRESHOLD:
+            yield (
+                f"prompts overlap, so that intervals are too narrow: the text has about {tokens:,} tokens, {checked} "
+                f"prompts of {length} use {checked * length:,}, and {shared:.0%} of these occur in another prompt too "
+                f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
+                "--length"
+            )
 
 
 def overlap(spans: np.ndarray) -> tuple[float, float]:

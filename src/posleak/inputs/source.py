@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from typing import Protocol
 
 from posleak.errors import InputError, did_you_mean
-from posleak.inputs.backcopy import Backcopy
-from posleak.inputs.bodies import Body, ConstantBody, RandomBody, constant_body, random_body
-from posleak.inputs.corpus import require_text
-from posleak.inputs.crops import CropBody, crop_body
-from posleak.inputs.vocabulary import Vocabulary
 from posleak.plugins import load_plugins, reject_builtin_name
+
+from .backcopy import Backcopy
+from .bodies import Body, ConstantBody, RandomBody, draw
+from .corpus import TextCrops, require_text
+from .vocabulary import Vocabulary
 
 
 class Source(Protocol):
@@ -52,11 +52,6 @@ def register(kind: SourceKind) -> None:
     SOURCE_KINDS[kind.name] = kind
 
 
-def forms() -> tuple[str, ...]:
-    """Return all forms that `parse` accepts, for messages and help."""
-    return tuple(form for kind in SOURCE_KINDS.values() for form in kind.forms)
-
-
 def is_source_name(text: str) -> bool:
     """Return whether `text` names a source, or is a misspelling of one. Any other string is a prompt."""
     load_plugins()
@@ -75,11 +70,12 @@ def parse(text: str) -> Source:
     load_plugins()
     name, colon, argument = text.partition(":")
     kind = SOURCE_KINDS.get(name)
+    forms = [form for each in SOURCE_KINDS.values() for form in each.forms]
     if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
         raise InputError(
             "unknown source of prompts" if kind is None else f"invalid form of the source {name!r}",
-            where="inputs", got=repr(text), expected=" | ".join(forms() if kind is None else kind.forms),
-            remedy=did_you_mean(text, forms()),
+            where="inputs", got=repr(text), expected=" | ".join(forms if kind is None else kind.forms),
+            remedy=did_you_mean(text, forms),
         )  # fmt: skip
     try:
         return kind.make(argument)
@@ -106,14 +102,21 @@ class RandomTokens:
     text = "random"
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> RandomBody:
-        return random_body(vocabulary)
+        allowed = vocabulary.allowed
+        if len(allowed) < 2:
+            raise InputError(
+                "the vocabulary is too small for random prompts", where="inputs",
+                got=f"{len(allowed)} ordinary token of {vocabulary.size}", expected="at least 2 ordinary tokens",
+                remedy="use --inputs constant, or correct bos_token_id, eos_token_id and pad_token_id in the config",
+            )  # fmt: skip
+        return RandomBody(allowed)
 
 
 @dataclass(frozen=True)
 class ConstantToken:
     """One token at every position: without a BOS all hidden states are equal, and all leakage is in the mask (law L2).
 
-    token: the id; None: an ordinary token chosen by the seed
+    token: the id; None: the first ordinary token that the seed draws for prompt 0
     """
 
     token: int | None = None
@@ -123,26 +126,10 @@ class ConstantToken:
         return "constant" if self.token is None else f"constant:{self.token}"
 
     def body(self, length: int, seed: int, vocabulary: Vocabulary) -> ConstantBody:
-        return constant_body(self.token, seed, vocabulary)
-
-
-@dataclass(frozen=True)
-class TextCrops:
-    """Crops from random places inside texts: natural statistics without document starts.
-
-    path             a file, a folder, or `stdlib` (write `./stdlib` for a file of that name)
-    max_characters   read only about this much of the standard library, which is faster
-    """
-
-    path: str
-    max_characters: int | None = None
-
-    @property
-    def text(self) -> str:
-        return f"text:{self.path}"
-
-    def body(self, length: int, seed: int, vocabulary: Vocabulary) -> CropBody:
-        return crop_body(self.path, length, vocabulary, self.max_characters)
+        token, allowed = self.token, vocabulary.allowed
+        if token is None:
+            token = int(allowed[draw(seed, 0, 1, below=len(allowed))[0]])
+        return ConstantBody(vocabulary.check(token, "the constant token"), vocabulary.spell(token))
 
 
 def _constant(argument: str) -> ConstantToken:

@@ -22,9 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
@@ -58,22 +57,27 @@ Chunk = dict[str, NDArray[Any]]
 
 def stack_layers(layers: Sequence[Parts]) -> Chunk:
     """Stack the layers of one forward pass: [B, L, H, ...], padded with NaN to the widest layer."""
-    widest = max(parts.mask.shape[1] for parts in layers)
-    chunk: Chunk = {name: np.stack([_padded(getattr(p, name), widest) for p in layers], axis=1) for name in ARRAY_AXES}
+    arrays = {name: [getattr(parts, name) for parts in layers] for name in ARRAY_AXES}
     for name, like in ((SCALING, "drift"), (LENT, "mask")):
         optional = [getattr(parts, name) for parts in layers]
         if any(x is not None for x in optional):
-            filled = [getattr(p, like) * 0 if x is None else x for p, x in zip(layers, optional, strict=True)]
-            chunk[name] = np.stack([_padded(x, widest) for x in filled], axis=1)
+            arrays[name] = [y * 0 if x is None else x for x, y in zip(optional, arrays[like], strict=True)]
+    chunk = {name: stack_calls([x.double().cpu().numpy() for x in arrays[name]]) for name in arrays}
     chunk["pairs"] = np.stack([parts.pairs.cpu().numpy() for parts in layers])
     chunk["remainder"] = np.array(np.max([parts.remainder for parts in layers]))
     return chunk
 
 
-def _padded(x: Float[torch.Tensor, "B _H *rest"], heads: int) -> Float64[np.ndarray, "B {heads} *rest"]:
-    array = x.double().cpu().numpy()
-    missing = [(0, 0), (0, heads - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
-    return np.pad(array, missing, constant_values=np.nan)
+def stack_calls(calls: Sequence[NDArray[Any]], axes: tuple[str, ...] = (LAYER, HEAD)) -> NDArray[Any]:
+    """Stack arrays [B, …] of attention calls or depths into [B, L, …], padded with NaN to the most heads of a call.
+
+    axes: those of the result after the first
+    """
+    if HEAD in axes:
+        at, most = axes.index(HEAD), max(x.shape[axes.index(HEAD)] for x in calls)
+        missing = [[(0, most - n if axis == at else 0) for axis, n in enumerate(x.shape)] for x in calls]
+        calls = [np.pad(x, width, constant_values=np.nan) for x, width in zip(calls, missing, strict=True)]
+    return np.stack(calls, axis=1)
 
 
 def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], where: str, remedy: str) -> None:

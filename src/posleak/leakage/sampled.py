@@ -22,8 +22,8 @@ The interval is v ± t·se, with Student's t of n − 1 degrees of freedom, and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -43,6 +43,8 @@ MIN_PROMPTS = 4
 
 ROUNDING = 1e-7
 """Replicates whose range relative to the value is at most this differ only by rounding: the prompts are equal."""
+
+POWER_UNIT, SHARE_UNIT = "nats²", "1"
 
 if TYPE_CHECKING:
     Cells = Array
@@ -107,6 +109,44 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class LabelledEstimate:
+    """A table row: an estimate of one cell or of many, and its labels in the order of the columns.
+
+    Every table that is written or shown has rows of this form. Usual labels:
+
+        quantity, component   what is estimated: power, share, …; and of which component
+        unit
+        queries               all, early or reference
+        layer, call, head     the model's layer id, the index of the attention call, the head
+    """
+
+    estimate: Estimate
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    def cells(self, *axes: str) -> Iterator[LabelledEstimate]:
+        """Yield one labelled estimate per cell; its indices, named by `axes`, come before the other labels."""
+        for index in np.ndindex(np.shape(self.estimate.value)):
+            yield LabelledEstimate(self.estimate[index], dict(zip(axes, index, strict=True)) | self.labels)
+
+    def as_row(self, columns: Sequence[str] | None = None, **labels: Any) -> dict[str, Any]:
+        """Return labels, value, low, high and n as one row.
+
+        columns: the names and the order of the columns; absent labels are None. labels: added in front.
+        """
+        cell = self.estimate
+        ends = {"value": float(cell.value), "low": float(cell.low), "high": float(cell.high), "n": cell.n}
+        row = {**labels, **self.labels, **ends}
+        return row if columns is None else {name: row.get(name) for name in columns}
+
+    @classmethod
+    def from_row(cls, row: Mapping[Any, Any]) -> LabelledEstimate:
+        """Read a row as `as_row` or JSON have it: there null stands for NaN."""
+        value, low, high = (np.asarray(row[end], dtype=np.float64) for end in ("value", "low", "high"))
+        labels = {name: label for name, label in row.items() if name not in ("value", "low", "high", "n")}
+        return cls(Estimate(value, low, high, int(row["n"])), labels)
+
+
+@dataclass(frozen=True)
 class Sampled:
     """A value per cell from n prompts, with replicates: without each prompt, then without each of `prompt_pairs(n)`.
 
@@ -124,22 +164,18 @@ class Sampled:
         n, value = self.n, np.asarray(self.value)
         if n < MIN_PROMPTS:
             return np.full(value.shape, np.nan), np.full(value.shape, np.nan)
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN if a replicate is infinite
-            return self._interval(value)
-
-    def _interval(self, value: Array) -> tuple[Cells, Cells]:
-        n = self.n
         (first, second), without = prompt_pairs(n), self.samples[:n]
-        one = (n - 1) * (without.mean(0) - without)
-        two = (n - 3) / 2 * ((n - 2) * (self.samples[n:] - value) + one[first] + one[second])
-        by_pairs = 2 * (two**2).mean(0) / (n * (n - 3))
-        by_ones = (one**2).sum(0) / (n * (n - 1)) - 2 * by_pairs * (n - 1) / (n - 2)
-        error = np.sqrt(np.maximum(by_ones, 0) + by_pairs)
-        scale = np.where(error > 0, n * error**2, 1.0) ** 1.5
-        skew = (one**3).mean(0) / scale, 2 * (one[first] * one[second] * two).mean(0) / scale
         t = float(stdtrit(n - 1, (1 + self.level) / 2))
-        down, up = np.maximum(t, _half_width(t, *skew, n)), np.maximum(t, -_half_width(-t, *skew, n))
-        return value - error * down, value + error * up
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN if a replicate is infinite
+            one = (n - 1) * (without.mean(0) - without)
+            two = (n - 3) / 2 * ((n - 2) * (self.samples[n:] - value) + one[first] + one[second])
+            by_pairs = 2 * (two**2).mean(0) / (n * (n - 3))
+            by_ones = (one**2).sum(0) / (n * (n - 1)) - 2 * by_pairs * (n - 1) / (n - 2)
+            error = np.sqrt(np.maximum(by_ones, 0) + by_pairs)
+            scale = np.where(error > 0, n * error**2, 1.0) ** 1.5
+            skew = (one**3).mean(0) / scale, 2 * (one[first] * one[second] * two).mean(0) / scale
+            down, up = np.maximum(t, _half_width(t, *skew, n)), np.maximum(t, -_half_width(-t, *skew, n))
+            return value - error * down, value + error * up
 
     @property
     def estimate(self) -> Estimate:

@@ -17,14 +17,16 @@ then use logits at one common temperature t̄, the mean over the references, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from posleak.probe import Rows
+from posleak.probe import Call, Placement, Plan, Rows, call_rows
+from posleak.stopwatch import stage
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,53 @@ def log_ratio(rows: Rows, missing: Bool[Tensor, "Q D"]) -> Float64[Tensor, "B H 
 
 def _finite(s: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
     return s.masked_fill(~torch.isfinite(s), 0)
+
+
+@dataclass
+class LeakageObserver:
+    """Computes the Parts of every attention call during a forward pass.
+
+    start        position at which the prompts begin, after left padding
+    placements   what positions do in each call; without them, the origin's keys are not moved and queries not scaled
+    layers       the Parts of the calls so far
+    """
+
+    plan: Plan
+    start: int = 0
+    placements: Sequence[Placement] = ()
+    layers: list[Parts] = field(default_factory=list)
+
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        place = self.placements[call.index] if self.placements else None
+        t = None if place is None else place.temperature
+        with stage("rows"):
+            rows = call_rows(call, self.plan, self.start, place)
+            even = None if t is None else call_rows(self._even(call, t), self.plan, self.start, place)
+        with stage("split"):
+            self.layers.append(split(rows) if even is None else split_scaled(rows, even))
+
+    def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
+        """Return the call with every query at the references' mean temperature."""
+        late = slice(len(self.plan.queries), None)
+        rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
+        query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
+        query[:, :, rows] *= (t[late].mean() / t)[:, None].to(query)
+        return replace(call, query=query)
+
+    def collect(self) -> list[Parts]:
+        """Return the layers observed since the last call of this method."""
+        layers, self.layers = self.layers, []
+        return layers
+
+
+@dataclass
+class AttentionObserver:
+    """Stores log a_i(δ) of the measured queries of every layer; NaN at pairs that do not exist."""
+
+    plan: Plan
+    layers: list[Float64[Tensor, "B _H Q D"]] = field(default_factory=list)
+
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        rows = call_rows(call, self.plan)
+        missing = rows.offsets >= rows.seen.body[:, None]
+        self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(missing, torch.nan))

@@ -1,4 +1,5 @@
-"""Results of a measurement: powers and shares of the model, its layers and its heads, with intervals."""
+"""Results of a measurement: powers and shares of the model, its layers and its heads, with intervals; and the sink
+profile: attention of late queries to the first positions, the width of the sink, and whether the origin covers it."""
 
 from __future__ import annotations
 
@@ -9,15 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, LAYER, PARTS, QUERY, SCALING, layer_coordinates, layer_names
+from posleak.axes import EARLY, HEAD, LAYER, PARTS, PROMPT, QUERY, SCALING, layer_coordinates, layer_names
 
-from .number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from .contrast import Contrast
 from .power import by_cell, products_of
-from .profile import sink_width
-from .sampled import Estimate, Jackknife
+from .sampled import POWER_UNIT, SHARE_UNIT, Estimate, Jackknife, LabelledEstimate
 
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
@@ -26,6 +26,20 @@ HEAD_COLUMNS = (
     "layer", "call", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n",
 )  # fmt: skip
 """Columns of heads.parquet: `layer` is the model's layer id, `call` the index of the attention call."""
+
+SINK_RATIO, SINK_ATTENTION = 5.0, 0.02
+"""A position belongs to a sink if late queries attend to it more than SINK_RATIO times as much as to an ordinary far
+key, and with more than SINK_ATTENTION of all their attention."""
+
+KEYS_AFTER_ORIGIN = 8
+"""Number of keys after the origin that are examined to decide whether the origin is wide enough."""
+
+QUERIES = ("all", "early")
+
+PowerKey = tuple[str, str]
+"""(queries, component): names one power of a model, such as ("all", "mask")."""
+
+Sums = Float64[np.ndarray, "*cells sums"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,8 @@ class Products:
     Cells are [L, H]. A layer's products, [L], are the mean over its heads; the model's, [], the mean over all heads.
     """
 
-    own: dict[str, Float64[np.ndarray, "*cells sums"]]
-    with_total: dict[str, Float64[np.ndarray, "*cells sums"]]
+    own: dict[str, Sums]
+    with_total: dict[str, Sums]
 
     @classmethod
     def by_queries(
@@ -51,17 +65,13 @@ class Products:
         early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries increase: early ones come first
         exists = np.isfinite(_flat(total)[0])  # [L, H, pairs]
         x = {name: by_cell(_flat(c), exists) for name, c in components.items()}  # [L, H, B, pairs]
-        ends = {"early": early, "all": exists.shape[-1]}
-        return {queries: cls._of(x, exists, end, shared) for queries, end in ends.items()}
-
-    @classmethod
-    def _of(
-        cls, components: dict[str, Array], exists: Bool[np.ndarray, "L H pairs"], end: int, shared: Collection[str]
-    ) -> Products:
-        """Return the products over the pairs (query, offset) before `end`."""
-        count, x = exists[..., :end].sum(-1), {name: values[..., :end] for name, values in components.items()}
-        own = {name: products_of(values, values, count) for name, values in x.items()}
-        return cls(own, {name: products_of(x[name], x["total"], count) for name in x if name in shared})
+        products = {}
+        for queries, end in {"early": early, "all": exists.shape[-1]}.items():
+            count, some = exists[..., :end].sum(-1), {name: values[..., :end] for name, values in x.items()}
+            own = {name: products_of(values, values, count) for name, values in some.items()}
+            with_total = {name: products_of(some[name], some["total"], count) for name in some if name in shared}
+            products[queries] = cls(own, with_total)
+        return products
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
         """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
@@ -71,6 +81,27 @@ class Products:
 def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H pairs"]:
     values: Array = x.values
     return values.reshape(*values.shape[:3], -1)
+
+
+def contrasts(
+    after: Mapping[PowerKey, Sums], before: Mapping[PowerKey, Sums], prompts: int
+) -> dict[PowerKey, Contrast]:
+    """Return the paired contrast of every power that both have, from their products (power.py) of the same prompts."""
+    jackknife = Jackknife(prompts)
+    return {
+        key: Contrast(jackknife.inner(sums), jackknife.inner(before[key]))
+        for key, sums in after.items()
+        if key in before
+    }
+
+
+def model_products(products: Mapping[str, Products]) -> dict[PowerKey, Sums]:
+    """Return the products of the whole model, means over layers and heads, of all and of early queries."""
+    return {
+        (queries, component): sums
+        for queries in QUERIES
+        for component, sums in products[queries].averaged((0, 1)).own.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -179,17 +210,46 @@ def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
         model={queries: LeakageDecomposition.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
         profile=jackknife.mean(profile).estimate,
         layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
-        layer_ordinary=jackknife.mean(_mean_over_heads(ordinary)).estimate,
+        layer_ordinary=jackknife.mean(finite_mean(ordinary)).estimate,
         width=sink_width(np.median(profile, axis=0), np.median(ordinary, axis=0)),
         prompts=data.sizes["prompt"],
         layer_ids=tuple(data[LAYER].values.tolist()),
     )
 
 
-def _mean_over_heads(x: Float64[np.ndarray, "B L H"]) -> Float64[np.ndarray, "B L"]:
-    """Return the mean over heads with a finite value; NaN if there is none."""
+def finite_mean(x: Float64[np.ndarray, "*cells H"]) -> Float64[np.ndarray, "*cells"]:
+    """Return the mean of the finite values over the last axis; NaN if there is none."""
+    x = np.ascontiguousarray(x)  # sums do not depend on the layout of x
+    finite = np.isfinite(x)
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.nansum(x, axis=2) / np.isfinite(x).sum(2))
+        return np.asarray(np.where(finite, x, 0.0).sum(-1) / finite.sum(-1))
+
+
+def sink_width(
+    profile: Float64[np.ndarray, "*cells first"], ordinary: Float64[np.ndarray, "*cells"]
+) -> Int64[np.ndarray, "*cells"]:
+    """Return the number of leading positions up to the last one that belongs to a sink; 0 if none does."""
+    in_sink = (profile > SINK_ATTENTION) & (profile > SINK_RATIO * np.nan_to_num(ordinary)[..., None])
+    widths = np.arange(1, profile.shape[-1] + 1)
+    return np.asarray(np.where(in_sink, widths, 0).max(-1), dtype=np.int64)
+
+
+def narrow_layers(data: xr.Dataset, origin: int) -> dict[int, int]:
+    """Return the attention calls whose sink extends beyond the origin, each with an origin width that would suffice.
+
+    These are calls in which the keys m … m+7 receive on average more than 5 times the attention of an ordinary key, and
+    together more than 0.02 of all attention, in the mean over prompts and heads. A width at the end of the profile is a
+    lower bound.
+    """
+    profile, ordinary = (data[name].mean((PROMPT, HEAD), skipna=True).values for name in ("profile", "ordinary"))
+    widths = {}
+    for call, (row, far) in enumerate(zip(profile, np.nan_to_num(ordinary), strict=True)):
+        last = len(row) - KEYS_AFTER_ORIGIN
+        after = [row[m : m + KEYS_AFTER_ORIGIN] for m in range(origin, last + 1)]
+        in_sink = [bool(keys.sum() > SINK_ATTENTION and keys.mean() > SINK_RATIO * far) for keys in after]
+        if in_sink and in_sink[0]:
+            widths[call] = origin + (in_sink.index(False) if False in in_sink else last - origin)
+    return widths
 
 
 def tidy(summary: Summary) -> Iterator[dict[str, Any]]:

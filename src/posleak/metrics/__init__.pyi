@@ -1,5 +1,4 @@
 from .agreement import Agreement as Agreement
-from .glimpse import Glimpse as Glimpse
-from .meter import Meter as Meter, Meters as Meters
-from .names import make_meters as make_meters, parse_metrics as parse_metrics, register as register
+from .catalogue import make_meters as make_meters, parse_metrics as parse_metrics, register as register
+from .meter import Glimpse as Glimpse, Meter as Meter, Meters as Meters
 from .table import Metrics as Metrics

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from scipy.stats import rankdata
 
 from posleak.arrays import Array
-from posleak.leakage.across import MAX_CORRELATION
+from posleak.leakage.contrast import MAX_CORRELATION
 
 from .catalogue import BY_ID, Looks
 
@@ -187,13 +187,12 @@ def alignments(table: Agreement) -> tuple[MetricAlignment, ...]:
     If a metric cannot see the mask, its agreement with the mask is ignored: both then depend on something else, such as
     the depth.
     """
-    return tuple(_alignment(table, row) for row in range(len(table.rows)))
-
-
-def _alignment(table: Agreement, row: int) -> MetricAlignment:
-    sees_mask, strongest = can_see_mask(table.rows[row]), {}
-    for family, names in FAMILIES.items():
-        clear = [cell for name in names if name in table.columns and (cell := table.cell(row, name)).clear]
-        if clear and (sees_mask or family is not Family.MASK):
-            strongest[family] = max(clear, key=lambda cell: abs(cell.rho))
-    return MetricAlignment(table.rows[row], sees_mask, strongest, table.over)
+    found = []
+    for row, metric in enumerate(table.rows):
+        sees_mask, strongest = can_see_mask(metric), {}
+        for family, names in FAMILIES.items():
+            clear = [cell for name in names if name in table.columns and (cell := table.cell(row, name)).clear]
+            if clear and (sees_mask or family is not Family.MASK):
+                strongest[family] = max(clear, key=lambda cell: abs(cell.rho))
+        found.append(MetricAlignment(metric, sees_mask, strongest, table.over))
+    return tuple(found)

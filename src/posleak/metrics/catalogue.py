@@ -1,13 +1,26 @@
-"""The catalogue of metrics from the literature: definition, source, what a metric cannot detect, and published values.
+"""The catalogue of metrics from the literature: definition, source, what a metric cannot detect, and published values;
+and the names of meters that `--metrics` accepts.
 
-Published values are of other models; they are context for the reader, not targets.
+Published values are of other models; they are context for the reader, not targets. This module does not import torch,
+so that invalid names are rejected quickly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from posleak.errors import InputError, did_you_mean
+from posleak.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from posleak.probe import Plan
+
+    from .meter import Meter
 
 GU = "Gu et al., When Attention Sink Emerges (ICLR 2025)"
 KIM = "Kim et al., Behind RoPE (arXiv 2509.21042)"
@@ -273,3 +286,49 @@ CATALOGUE: tuple[Metric, ...] = (
 """All metrics, in the order of the table."""
 
 BY_ID = {metric.id: metric for metric in CATALOGUE}
+
+ALL, NONE = "all", "none"
+
+METER_CLASSES = {
+    "sinks": "SinkMeter", "toeplitz": "ToeplitzMeter", "positions": "PositionMeter",
+    "frames": "FrameMeter", "wavelets": "WaveletMeter", "rollout": "RolloutMeter",
+    "massive": "MassiveMeter", "valley": "ValleyMeter", "probe": "ProbeMeter",
+}  # fmt: skip
+"""Meters that read the forward passes of the measurement: name -> class in builtin.py."""
+
+SHORT_PROMPT_METRICS = ("inputs", "shift")
+"""Metrics that read short prompts of their own: natural text and repeated tokens; shifted positions, in bfloat16."""
+
+PLUGIN_METERS: dict[str, type[Meter]] = {}
+"""Meters registered by plugins, by name."""
+
+
+def register(meter: type[Meter]) -> None:
+    """Make a meter available as `--metrics NAME`; its classmethod `of(plan)` constructs it."""
+    if meter.name in (*METER_CLASSES, *SHORT_PROMPT_METRICS, ALL, NONE):
+        raise InputError("this name belongs to a metric of posleak", where=meter.__module__, got=meter.name,
+                         remedy="choose another name")  # fmt: skip
+    PLUGIN_METERS[meter.name] = meter
+
+
+def parse_metrics(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names in `all`, `none` or comma-separated text, each once, in a fixed order; reject unknown names."""
+    load_plugins()
+    known = (*METER_CLASSES, *SHORT_PROMPT_METRICS, *PLUGIN_METERS)
+    texts = [part for text in ([given] if isinstance(given, str) else given) for part in str(text).split(",")]
+    names = {text.strip() for text in texts if text.strip() and text.strip() != NONE}
+    for name in names - {ALL, *known}:
+        remedy = did_you_mean(name, (ALL, NONE, *known))
+        raise InputError("unknown metrics", where=f"--metrics {name}", got=name, remedy=remedy)
+    return tuple(known) if ALL in names else tuple(name for name in known if name in names)
+
+
+def make_meters(names: Iterable[str], plan: Plan) -> list[Meter]:
+    """Construct the meters of these names that read the measurement's own passes, for prompts of this plan."""
+    meters = []
+    for name in names:
+        if name in PLUGIN_METERS:
+            meters.append(PLUGIN_METERS[name].of(plan))
+        elif name in METER_CLASSES:
+            meters.append(getattr(import_module("posleak.metrics.builtin"), METER_CLASSES[name]).of(plan))
+    return meters

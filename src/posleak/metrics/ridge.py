@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -38,12 +40,13 @@ class Fit:
 
 def ridge_problem(x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> RidgeProblem:
     """Return the regression of targets y on rows x, by group: dual if there are fewer rows than columns."""
-    rows = sum(len(group) for group in x)
-    return PrimalRidge.of(x, y) if x[0].shape[1] <= rows else DualRidge(tuple(x), tuple(y))
+    if x[0].shape[1] > sum(len(group) for group in x):
+        return DualRidge(tuple(x), tuple(y))
+    sums = (Moments(len(a), a.sum(0), b.sum(0), a.mT @ a, a.mT @ b) for a, b in zip(x, y, strict=True))
+    return PrimalRidge(tuple(sums))
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Sums over the n rows of one group: Σx, Σy, Σxxᵀ, Σxyᵀ."""
 
     n: int
@@ -51,15 +54,6 @@ class Moments:
     y: Float64[Tensor, "Y"]
     xx: Float64[Tensor, "W W"]
     xy: Float64[Tensor, "W Y"]
-
-    @classmethod
-    def of(cls, x: Float64[Tensor, "n W"], y: Float64[Tensor, "n Y"]) -> Moments:
-        return cls(len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y)
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.n + other.n, self.x + other.x, self.y + other.y, self.xx + other.xx, self.xy + other.xy
-        )  # fmt: skip
 
     def without(self, basis: Float64[Tensor, "W k"]) -> Moments:
         """Return the sums of the rows with the orthonormal columns of basis projected out."""
@@ -80,15 +74,11 @@ class PrimalRidge:
 
     groups: tuple[Moments, ...]
 
-    @classmethod
-    def of(cls, x: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]) -> PrimalRidge:
-        return cls(tuple(Moments.of(a, b) for a, b in zip(x, y, strict=True)))
-
     def without(self, basis: Float64[Tensor, "W k"]) -> PrimalRidge:
         return PrimalRidge(tuple(group.without(basis) for group in self.groups))
 
     def fit(self, groups: Sequence[int], lambdas: Sequence[float]) -> Fit:
-        m = reduce(Moments.__add__, (self.groups[g] for g in groups))
+        m = Moments(*(reduce(add, sums) for sums in zip(*(self.groups[g] for g in groups), strict=True)))
         mean, target = m.x / m.n, m.y / m.n
         covariance = m.xx / m.n - mean[:, None] * mean
         s, flat = _deviations(covariance.diagonal())

@@ -8,8 +8,6 @@ Undefined results are NaN: shares of a constant profile, and everything about a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pywt
 from jaxtyping import Float64
@@ -23,20 +21,11 @@ WAVELET, MODE = "db2", "symmetric"
 a jump from the small values at the end to the large ones at offset 0, which would dominate the detail."""
 
 MOST_SCALES = 6
-
 SHORTEST_PROFILE = 16
 """Fewest offsets: shorter profiles have at most two scales, and few frequencies per band."""
 
 FLAT = 1e-12
 """Values up to this, relative to the largest of a profile, count as 0."""
-
-
-@dataclass(frozen=True)
-class Wavelets:
-    """Detail of a profile by scale, finest first; scale s is about 2^s offsets wide, s = 1 … S."""
-
-    energy: Float64[np.ndarray, "*cells S"]  # share of all detail energy
-    entropy: Float64[np.ndarray, "*cells S"]  # of the squared coefficients within the scale, in nats
 
 
 def power_spectrum(p: Float64[np.ndarray, "*cells D"]) -> Float64[np.ndarray, "*cells half"]:
@@ -76,15 +65,19 @@ def entropy(x: Float64[np.ndarray, "*cells values"]) -> Float64[np.ndarray, "*ce
     return np.asarray(entr(_shares(x)).sum(-1))
 
 
-def wavelets(p: Float64[np.ndarray, "*cells D"]) -> Wavelets:
+def wavelets(
+    p: Float64[np.ndarray, "*cells D"],
+) -> tuple[Float64[np.ndarray, "*cells S"], Float64[np.ndarray, "*cells S"]]:
     """Return energy and entropy by scale of the multilevel db2 transform, at most MOST_SCALES scales.
 
-    Coarse scales have fewer coefficients, which bounds their entropy: compare heads, not scales.
+    Scales are ordered from the finest; scale s is about 2^s offsets wide, s = 1 … S. The energy is a share of all
+    detail energy; the entropy is that of the squared coefficients within the scale, in nats. Coarse scales
+    have fewer coefficients, which bounds their entropy: compare heads, not scales.
     """
     _length(p)
     squares = [np.where(np.abs(c) > FLAT * _largest(p), c, 0.0) ** 2 for c in reversed(_transform(p)[1:])]
     energy = np.stack([square.sum(-1) for square in squares], axis=-1)
-    return Wavelets(energy=_shares(energy), entropy=np.stack([entropy(square) for square in squares], axis=-1))
+    return _shares(energy), np.stack([entropy(square) for square in squares], axis=-1)
 
 
 def scale_sensitivity(p: Float64[np.ndarray, "*cells D"], factor: int) -> Float64[np.ndarray, "*cells"]:

@@ -6,7 +6,7 @@ for each prompt before they are averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,10 @@ import xarray as xr
 from posleak.arrays import Array
 from posleak.axes import BAND, HEAD, LAYER, OFFSET, POSITION, PROMPT, QUERY, SCALE, SCALING, THRESHOLD
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
-from posleak.leakage.across import correlated
-from posleak.leakage.number import LabelledEstimate
+from posleak.leakage.contrast import correlated
 from posleak.leakage.power import products
-from posleak.leakage.sampled import MIN_PROMPTS
-from posleak.leakage.summary import HEAD_COLUMNS
+from posleak.leakage.sampled import MIN_PROMPTS, LabelledEstimate
+from posleak.leakage.summary import HEAD_COLUMNS, finite_mean
 
 from .catalogue import BY_ID, CATALOGUE, Level, Metric
 
@@ -119,24 +118,23 @@ class Metrics:
         estimates = {}
         for metric in self.available:
             if metric.id == "toeplitz":
-                estimates[metric.id] = _root(combined(_mean_of_heads, self._deviation))
-            elif metric.level is Level.LAYER:
-                estimates[metric.id] = averaged(self.cells(metric)).estimate
-            elif metric.level is Level.HEAD:
-                estimates[metric.id] = averaged(_mean_of_heads(self.cells(metric))).estimate
+                estimates[metric.id] = _root(combined(finite_mean, self._deviation))
+            elif metric.level in (Level.LAYER, Level.HEAD):
+                x = self.cells(metric)
+                estimates[metric.id] = averaged(finite_mean(x) if metric.level is Level.HEAD else x).estimate
         return estimates
 
     @cached_property
     def depths(self) -> dict[str, Estimate]:
         """Arrays by depth [J]; 0 is the embedding."""
-        return {name: self.mean(name).estimate for name in DEPTH_ARRAYS if name in self.data}
+        return {name: averaged(self.array(name)).estimate for name in DEPTH_ARRAYS if name in self.data}
 
     @cached_property
     def frames(self) -> tuple[FrameVerdict, ...]:
         """The reference frame of every layer; empty if the run was measured without frames."""
         if "centralized" not in self.data:
             return ()
-        shares = {name: self.mean(name) for name in FRAMES}
+        shares = {name: averaged(self.array(name)) for name in FRAMES}
         return tuple(
             _verdict({name: share[layer] for name, share in shares.items()})
             for layer in range(self.data.sizes[LAYER])
@@ -147,15 +145,11 @@ class Metrics:
         """The reference frame of the model: shares averaged over layers."""
         if "centralized" not in self.data:
             return None
-        return _verdict({name: averaged(_nanmean(self.array(name))) for name in FRAMES})
+        return _verdict({name: averaged(finite_mean(_flat(self.array(name)))) for name in FRAMES})
 
     def array(self, name: str) -> Array:
         """Return one array of the dataset as float64."""
         return np.asarray(self.data[name].values, dtype=np.float64)
-
-    def mean(self, name: str) -> Sampled:
-        """Return the mean over the first axis: prompts, or the short samples that some metrics read."""
-        return averaged(self.array(name))
 
     def cells(self, metric: Metric) -> Array:
         """Return the metric for each prompt: [B, L, H], [B, L] or [B, J]; NaN where it is not defined."""
@@ -173,16 +167,38 @@ class Metrics:
 
     def _value(self, metric: Metric) -> tuple[Estimate, int | None]:
         """Return the value in the table, and its depth if the definition selects one."""
-        if metric.id in AGGREGATIONS:
-            return AGGREGATIONS[metric.id](self, metric), None
-        if metric.level is Level.DEPTH:
-            by_depth = averaged(self.cells(metric))
-            select = np.nanargmax if metric.id == "largest_times" else np.nanargmin
-            if not np.isfinite(by_depth.value[1:]).any():
-                return by_depth[0].estimate, None
-            at = 1 + int(select(by_depth.value[1:]))  # selected on all prompts, the same in every replicate
-            return by_depth[at].estimate, at
-        return averaged(_nanmean(self.cells(metric))).estimate, None
+        if metric.level is not Level.DEPTH or metric.id == "massive_first":
+            return self._aggregated(metric), None
+        by_depth = averaged(self.cells(metric))
+        select = np.nanargmax if metric.id == "largest_times" else np.nanargmin
+        if not np.isfinite(by_depth.value[1:]).any():
+            return by_depth[0].estimate, None
+        at = 1 + int(select(by_depth.value[1:]))  # selected on all prompts, the same in every replicate
+        return by_depth[at].estimate, at
+
+    def _aggregated(self, metric: Metric) -> Estimate:
+        """Return the mean of a metric over all cells, or what its definition in the catalogue has in place of it."""
+        if metric.id == "toeplitz":
+            finite = np.isfinite(self._deviation.value)
+            with np.errstate(invalid="ignore"):  # replicates are infinite if there are too few prompts
+                return _root(combined(lambda x: x[..., finite].mean(-1), self._deviation))
+        if metric.id == "massive_first":  # all depths together: a single depth may have no massive activation
+            first, every = (averaged(self.array(name).sum(1)) for name in ("massive_first", "massive"))
+            share = first.over(every).estimate
+            return Estimate(share.value, np.maximum(share.low, 0.0), np.minimum(share.high, 1.0), share.n)
+        if metric.id == "valley":
+            return _correlated(self.array("spectrum_entropy"), np.log(self.array("norm_0")))
+        if metric.id == "uncertainty":
+            return _correlated(_flat(self.array("entropy_position")), _flat(self.array("entropy_spectrum")))
+        x = _flat(self.cells(metric))
+        if metric.id == "rollout":
+            return averaged(x[:, -1]).estimate
+        if metric.id == "selectivity":
+            defined = np.isfinite(x).all(0)
+            return averaged(np.median(x[:, defined], axis=-1) if defined.any() else np.full(len(x), np.nan)).estimate
+        if metric.id.startswith("sink_rate"):
+            x = np.where(np.isnan(x), np.nan, x > SINK_THRESHOLD)
+        return averaged(finite_mean(x)).estimate
 
     @cached_property
     def _deviation(self) -> Sampled:
@@ -210,20 +226,13 @@ class Metrics:
 
 
 def averaged(x: Array) -> Sampled:
-    """Return the mean over the first axis, with its replicates."""
+    """Return the mean over the first axis, prompts or the short samples that some metrics read, with its replicates."""
     return Jackknife(len(x)).mean(x)
 
 
-def _nanmean(x: Array) -> Array:
-    """Return the mean of the finite values over all axes but the first; NaN if there is none."""
-    flat = x.reshape(len(x), -1)
-    finite = np.isfinite(flat)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.where(finite, flat, 0.0).sum(-1) / finite.sum(-1))
-
-
-def _mean_of_heads(x: Array) -> Array:
-    return _nanmean(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
+def _flat(x: Array) -> Array:
+    """Flatten all axes but the first."""
+    return x.reshape(len(x), -1)
 
 
 def _verdict(shares: dict[str, Sampled]) -> FrameVerdict:
@@ -246,48 +255,6 @@ def _correlated(x: Array, y: Array) -> Estimate:
         return averaged(np.full(len(x), np.nan)).estimate
     return correlated(Jackknife(len(x)), x[:, finite], y[:, finite])
 
-
-def _rate(metrics: Metrics, metric: Metric) -> Estimate:
-    """Return the share of heads above SINK_THRESHOLD."""
-    x = metrics.cells(metric)
-    return averaged(_nanmean(np.where(np.isnan(x), np.nan, x > SINK_THRESHOLD))).estimate
-
-
-def _rms(metrics: Metrics, metric: Metric) -> Estimate:
-    power, finite = metrics._deviation, np.isfinite(metrics._deviation.value)
-    with np.errstate(invalid="ignore"):  # replicates are infinite if there are too few prompts
-        return _root(combined(lambda x: x[..., finite].mean(-1), power))
-
-
-def _at_first(metrics: Metrics, metric: Metric) -> Estimate:
-    """Return the share over all depths together: a single depth may have no massive activation."""
-    first, every = (averaged(metrics.array(name).sum(1)) for name in ("massive_first", "massive"))
-    share = first.over(every).estimate
-    return Estimate(share.value, np.maximum(share.low, 0.0), np.minimum(share.high, 1.0), share.n)
-
-
-def _two_entropies(metrics: Metrics, metric: Metric) -> Estimate:
-    x, y = (metrics.array(name) for name in ("entropy_position", "entropy_spectrum"))
-    return _correlated(x.reshape(len(x), -1), y.reshape(len(y), -1))
-
-
-def _median_head(metrics: Metrics, metric: Metric) -> Estimate:
-    x = metrics.cells(metric)
-    flat = x.reshape(len(x), -1)
-    finite = np.isfinite(flat).all(0)
-    return averaged(np.median(flat[:, finite], axis=-1) if finite.any() else np.full(len(x), np.nan)).estimate
-
-
-AGGREGATIONS: dict[str, Callable[[Metrics, Metric], Estimate]] = {
-    **dict.fromkeys(("sink_rate", "sink_rate_natural", "sink_rate_repeated"), _rate),
-    "rollout": lambda metrics, metric: averaged(metrics.cells(metric)[:, -1]).estimate,
-    "toeplitz": _rms,
-    "massive_first": _at_first,
-    "valley": lambda metrics, _: _correlated(metrics.array("spectrum_entropy"), np.log(metrics.array("norm_0"))),
-    "uncertainty": _two_entropies,
-    "selectivity": _median_head,
-}
-"""How a metric is aggregated if its value in the table is not the mean; the catalogue has the definitions."""
 
 METRIC_ARRAYS = tuple(dict.fromkeys(metric.array for metric in CATALOGUE))
 """Arrays of which a run with metrics has at least one."""

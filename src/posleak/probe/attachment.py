@@ -7,6 +7,11 @@ All models that use transformers' attention interface are supported by the same 
 specially. Attention that a model computes itself is traced and passed to that function (tracer.py). On exit, also after
 an exception, the model has its own attention again and transformers' registries are unchanged. A model has one
 attachment at a time: other threads wait, and the same thread gets an error (models/hold.py).
+
+Observers with a method `stream` receive the residual stream during the forward pass, one depth at a time, so that only
+one is in memory: the input of each decoder layer, and the output of the last one. Depth 0 is the embedding, depth d the
+output of d layers. If layers exchange anything but one tensor [B, T, W] (several streams, for example), observers
+receive nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,14 +30,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
-from posleak.models.hold import Hold, configs_of, holding, preserve_random_state, wrong_thread_error
+from posleak.models.hold import Hold, configs_of, holding, preserve_random_state, this_thread_only, wrong_thread_error
 from posleak.stopwatch import stage
 
-from .call import Call
-from .edit import Edit, EditEffectRecorder
-from .kernel import attend
+from .call import Call, attend
+from .edit import Edit, EditEffectRecorder, only
 from .native import backbone, own_rotation, runnable_experts
-from .stream import StreamObserver, streaming
 from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
 
@@ -56,6 +59,15 @@ class Observer(Protocol):
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         """Receive a call after all edits, and its output. Called in call order; must change neither."""
+        ...
+
+
+@runtime_checkable
+class StreamObserver(Protocol):
+    """An observer of the residual stream."""
+
+    def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
+        """Receive the stream at one depth. Called once per depth and forward pass, in order; must not change x."""
         ...
 
 
@@ -98,8 +110,7 @@ class Probe:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _reject_unknown_arguments(where, query, key, dropout, kwargs)
-        _reject_key_selection(where, key, indices)
+        _reject_unsupported(where, query, key, dropout, indices, kwargs)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
@@ -114,7 +125,9 @@ class Probe:
             with stage("edits"):
                 for edit in self.edits:
                     changed = edit.edit(call)
-                    self.effect_of(edit).add_call(call, edit.changed_heads(call, changed))
+                    effect = self.effect_of(edit)
+                    if heads := edit.changed_heads(call, changed):
+                        effect.calls[call.index] = (call.layer, heads)
                     call = changed
         out = attend(call)
         for observer in self.observers:
@@ -135,7 +148,12 @@ class Probe:
         """
         mask = torch.ones_like(ids) if padding is None else padding
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        with self._pass(), preserve_random_state(self.model):
+        if not self._passing.acquire(blocking=False):
+            raise wrong_thread_error(self.hold)
+        with ExitStack() as stack:
+            stack.callback(self._passing.release)
+            self.hold.thread = threading.current_thread()  # a generator may be continued by another thread
+            stack.enter_context(preserve_random_state(self.model))
             for edit in self.edits:
                 edit.reads(ids)
                 positions = edit.positions(moved := positions)
@@ -150,22 +168,11 @@ class Probe:
     def side_pass(self, observer: Observer) -> Iterator[None]:
         """Run auxiliary passes with only this observer, and without edits of attention calls."""
         before = self.observers, self.edits
-        self.observers, self.edits = (observer,), tuple(PositionsOnly(edit) for edit in self.edits)
+        self.observers, self.edits = (observer,), tuple(only(edit, "positions") for edit in self.edits)
         try:
             yield
         finally:
             self.observers, self.edits = before
-
-    @contextmanager
-    def _pass(self) -> Iterator[None]:
-        """Make the attachment belong to the current thread: a generator may be continued by another thread."""
-        if not self._passing.acquire(blocking=False):
-            raise wrong_thread_error(self.hold)
-        try:
-            self.hold.thread = threading.current_thread()
-            yield
-        finally:
-            self._passing.release()
 
     def _require_own(self) -> None:
         if not self.hold.is_mine:
@@ -177,21 +184,6 @@ class Probe:
         self.modules = []
 
 
-@dataclass(frozen=True)
-class PositionsOnly(Edit):
-    """An edit restricted to its changes of position ids."""
-
-    inner: Edit
-
-    def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-        return self.inner.positions(positions)
-
-
-def layer_of(name: str) -> int | None:
-    """Return the index of the layer to which a module belongs: the first number in its name."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
-
-
 def takes_positions(model: PreTrainedModel) -> bool:
     """Return whether the model accepts position ids. Some models count tokens themselves."""
     return "position_ids" in inspect.signature(backbone(model).forward).parameters
@@ -201,13 +193,18 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
     """Replace the model's attention by a probe. Restore the model on exit."""
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
-    layers = {id(module): layer_of(name) for name, module in model.named_modules()}
+    layers = {  # the first number in the name of a module
+        id(module): next((int(part) for part in name.split(".") if part.isdigit()), None)
+        for name, module in model.named_modules()
+    }
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.cleanup as stack:
         if computes_own_attention(model):
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))
         else:
-            stack.enter_context(registered(name, probe.attention))
+            for registry, own in ((AttentionInterface, probe.attention), (AttentionMaskInterface, visibility_mask)):
+                registry.register(name, own)
+                stack.callback(registry._global_mapping.pop, name, None)
             stack.enter_context(implemented(model, name))
         stack.callback(backbone(model).register_forward_pre_hook(probe._restart).remove)
         stack.enter_context(own_rotation(model, backbone(model)))
@@ -219,16 +216,60 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
         yield probe
 
 
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the module list of the decoder that has the most parameters, for every family; empty if there is none.
+
+    transformers knows the text decoder of a multimodal model.
+    """
+    decoder = model.get_decoder()
+    lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList)]
+    size = {id(layers): sum(parameter.numel() for parameter in layers.parameters()) for layers in lists}
+    return list(max(lists, key=lambda layers: size[id(layers)], default=()))
+
+
 @contextmanager
-def registered(name: str, attention: Callable[..., Any]) -> Iterator[None]:
-    """Register an attention function and posleak's mask function with transformers under this name."""
-    try:
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, visibility_mask)
+def streaming(
+    model: PreTrainedModel, body: torch.nn.Module, observers: Callable[[], Sequence[Any]]
+) -> Iterator[None]:  # fmt: skip
+    """Pass the residual stream of every forward pass of the backbone to the observers that have a method `stream`."""
+    depth, last = 0, None
+
+    def show(x: Tensor | None) -> None:
+        nonlocal depth
+        if x is not None:
+            for observer in observers():
+                if isinstance(observer, StreamObserver):
+                    observer.stream(depth, x)
+        depth += 1
+
+    def begin(*_: Any) -> None:
+        nonlocal depth, last
+        depth, last = 0, None
+
+    def enters(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        show(one_stream((*args, kwargs.get("hidden_states"))))
+
+    def leaves(_: torch.nn.Module, __: Any, output: Any) -> None:
+        nonlocal last
+        last = one_stream(output if isinstance(output, (tuple, list)) else (output,))
+
+    def end(*_: Any) -> None:
+        show(last)
+        begin()
+
+    with ExitStack() as hooks:
+        hooks.callback(body.register_forward_pre_hook(this_thread_only(begin)).remove)
+        for layer in decoder_layers(model):
+            hooks.callback(layer.register_forward_pre_hook(this_thread_only(enters), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(this_thread_only(leaves)).remove)
+        hooks.callback(body.register_forward_hook(this_thread_only(end)).remove)
         yield
-    finally:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def one_stream(given: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
+    """Return the first tensor if it is a residual stream [B, T, W]; else None."""
+    first = next((x for x in given if isinstance(x, Tensor)), None)
+    return first if first is not None and first.ndim == 3 and first.is_floating_point() else None
 
 
 @contextmanager
@@ -251,14 +292,19 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
             config._attn_implementation_internal = implementation
 
 
-def _reject_unknown_arguments(
+def _reject_unsupported(
     where: str,
     query: Float[Tensor, "B H T E"],
     key: Float[Tensor, "B K keys E"],
     dropout: float,
+    indices: Int[Tensor, "... chosen"] | None,
     kwargs: dict[str, Any],
 ) -> None:
-    unknown = {name: value for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and _is_set(value)}
+    """Raise UnsupportedError for unknown arguments, dropout, and keys that do not correspond to queries.
+
+    indices: the keys selected by sparse attention with an indexer, which must be all keys
+    """
+    unknown = [name for name, x in kwargs.items() if name not in IGNORED_ARGUMENTS and x is not None and x is not False]
     if unknown:
         raise UnsupportedError(
             f"unknown arguments of the attention function: {', '.join(sorted(unknown))}", where=where,
@@ -273,12 +319,6 @@ def _reject_unknown_arguments(
             where=where, got=f"{query.shape[2]} queries, {key.shape[2]} keys", expected="one key per query",
             remedy="this model cannot be measured: offsets between such queries and keys are not defined",
         )  # fmt: skip
-
-
-def _reject_key_selection(
-    where: str, key: Float[Tensor, "B K keys E"], indices: Int[Tensor, "... chosen"] | None
-) -> None:
-    """Raise UnsupportedError if sparse attention with an indexer does not select all keys."""
     if indices is not None and indices.shape[-1] < key.shape[2]:
         raise UnsupportedError(
             "queries attend to keys selected by content, so that offsets have gaps",
@@ -303,7 +343,3 @@ def _visible(
         expected="the mask that posleak's mask function returned, or one derived from it",
         remedy="this model cannot be measured: it does not build its mask through transformers' mask interface",
     )  # fmt: skip
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None and value is not False

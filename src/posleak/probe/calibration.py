@@ -7,13 +7,14 @@ partition log Z of the rows compared with the log Z that the kernel used
 
 The kernel's weights are obtained without changing it: attention is linear in the values, so that it returns its own
 weights if the values are indicators of chosen keys. This works for every implementation and device, fused or not.
+
+`Positions` is the kind of position encoding, as observed: biases on logits, and the effect of positions on keys.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,15 +23,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.axes import format_layers
 from posleak.errors import CheckError, UnsupportedError
 from posleak.models.hold import exclusive, this_thread_only
 from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach
-from .call import Call
-from .kernel import attend
+from .call import Call, attend
 from .native import native
+from .placement import ABSOLUTE_STATES, STAYS, Motion
 from .rows import check_finite
+
+ROTARY, TABLE, NONE = "rotary", "table of positions", "none"
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,10 @@ class Calibration:
 
     def require(self, name: str) -> Calibration:
         """Return self, or raise CheckError with the first check that failed."""
+        parity = "the model's output under the probe differs from its output under its own attention"
         for what, value, bound in (
             ("the attention kernel puts weight on later keys", self.future, 0.0),
-            (
-                "the model's output under the probe differs from its output under its own attention",
-                self.parity,
-                self.parity_bound,
-            ),
+            (parity, self.parity, self.parity_bound),
             ("the denominators of the sampled rows differ from the kernel's", self.partition, self.partition_bound),
         ):
             if not value <= bound:
@@ -153,7 +154,11 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     with exclusive(model):  # the two passes must see the same model
         named = str(model.config._attn_implementation)
         expected = native(model, ids)[0]
-        with attach(model, [observer]) as probe, executed_modules(model) as ran:
+        ran: list[torch.nn.Module] = []
+        with attach(model, [observer]) as probe, ExitStack() as hooks:
+            remember = this_thread_only(lambda module, _: ran.append(module))
+            for module in model.modules():
+                hooks.callback(module.register_forward_pre_hook(remember).remove)
             output = probe.forward(ids)[0]
             layers, modules, unmeasured = _account(model, probe, ran)
         return Calibration(
@@ -174,19 +179,6 @@ def relative_difference(output: Float[Tensor, "*shape"], expected: Float[Tensor,
     gap = (output.double() - expected.double()).abs().max()
     relative = gap / expected.double().abs().max() if float(gap) != 0 else gap
     return float(relative) if torch.isfinite(relative) else float("inf")
-
-
-@contextmanager
-def executed_modules(model: PreTrainedModel) -> Iterator[list[torch.nn.Module]]:
-    """Collect the modules that run, in order."""
-    ran: list[torch.nn.Module] = []
-    remember = this_thread_only(lambda module, _: ran.append(module))
-    handles = [module.register_forward_pre_hook(remember) for module in model.modules()]
-    try:
-        yield ran
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _account(
@@ -210,15 +202,35 @@ def _account(
             expected=f"a call of every {'/'.join(sorted(k.__name__ for k in kinds))} that runs",
             remedy="check that all layers have the same attention implementation",
         )  # fmt: skip
-    callers = {id(parent) for module in probe.modules for parent in _ancestors(model, module)}
+    paths = [names[id(m)].split(".") for m in probe.modules]
+    callers = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
     other = {
         names[id(m)]: None for m in ran
-        if "attention" in type(m).__name__.lower() and type(m) not in kinds and id(m) not in callers
+        if "attention" in type(m).__name__.lower() and type(m) not in kinds and names[id(m)] not in callers
     }  # fmt: skip
     return probe.calls, tuple(names[id(m)] for m in probe.modules), tuple(other)
 
 
-def _ancestors(model: PreTrainedModel, module: torch.nn.Module) -> list[torch.nn.Module]:
-    name = next(name for name, candidate in model.named_modules() if candidate is module)
-    parts = name.split(".")
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+@dataclass(frozen=True)
+class Positions:
+    """The position encoding. layers: its kind in every attention call;  text: a summary, `rotary, ALiBi in layer 3`"""
+
+    layers: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def of(cls, motion: Motion, calibration: Calibration) -> Positions:
+        """Derive the position encoding from the motion of keys and from the biases that calibration observed."""
+        layers = []
+        for moves, bias in zip(motion.layers, calibration.biases, strict=True):
+            table = moves == STAYS and motion.why == ABSOLUTE_STATES
+            rotary = moves == "rotation" or (moves == STAYS and not table)  # changed after the rotation, so not movable
+            found = (ROTARY if rotary else None, TABLE if table else None, bias)
+            layers.append(" and ".join(filter(None, found)) or NONE)
+        (most, _), *others = Counter(layers).most_common()
+        clauses = [most]
+        for kind, _ in others:
+            where = [layer for layer, own in zip(calibration.numbers, layers, strict=True) if own == kind]
+            name = "no rotation" if kind == NONE and most == ROTARY else kind
+            clauses.append(f"{name} in {format_layers(where)}")
+        return cls(tuple(layers), ", ".join(clauses))

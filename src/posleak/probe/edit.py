@@ -65,15 +65,21 @@ class Edit:
             return 0
         import torch
 
-        fields = [
-            x for x, y in ((after.unread, before.unread), (after.frozen, before.frozen)) if x is not None and x is not y
-        ]
+        pairs = ((after.unread, before.unread), (after.frozen, before.frozen))
+        fields = [new for new, old in pairs if new is not None and new is not old]
         heads = [x if x.dtype == torch.bool else ~x.isnan().all(0) for x in fields]
         return int(torch.stack(heads).any(0).sum()) if heads else before.heads
 
     def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
         """Return the calls in which a placing edit changes the placement, from placements without and with it."""
         return [call for call, (one, other) in enumerate(zip(without, within, strict=True)) if one.differs(other)]
+
+
+def only(edit: Edit, method: str) -> Edit:
+    """Return an edit that changes only what this method of `edit` changes."""
+    restricted = Edit()
+    setattr(restricted, method, getattr(edit, method))
+    return restricted
 
 
 @dataclass
@@ -86,11 +92,6 @@ class EditEffectRecorder:
 
     calls: dict[int, tuple[int, int]] = field(default_factory=dict)
     beside: dict[str, None] = field(default_factory=dict)
-
-    def add_call(self, call: Call, heads: int) -> None:
-        """Record the number of changed heads of a call."""
-        if heads:
-            self.calls[call.index] = (call.layer, heads)
 
     def note(self, what: str) -> None:
         """Record a change outside attention calls, such as "the embedding at position 0"."""

@@ -35,13 +35,8 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
     """Return FINGERPRINT_LOGITS logits at the last position of the fixed prompt, and log Σ exp(logits) there.
 
     The tokens of the prompt and of the logits are spread evenly over the vocabulary. If the model has no logits at each
-    position, its last hidden state is used instead.
+    position, its last hidden state is used instead. The caller must hold the unmodified model.
     """
-    with unmodified(subject.model):
-        return _fingerprint(subject)
-
-
-def _fingerprint(subject: Subject) -> tuple[float, ...]:
     model, embedding = subject.model, subject.model.get_input_embeddings()
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)  # subject.identity may be outdated
     tokens = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary)))
@@ -108,7 +103,7 @@ def identified(subject: Subject) -> Subject:
     """Return the subject with the current identity of its model; the same object if the identity is unchanged."""
     with exclusive(subject.model):
         with unmodified(subject.model):
-            now = subject.current(_fingerprint(subject))  # after the pass, which may repack quantised weights
+            now = subject.current(fingerprint(subject))  # after the pass, which may repack quantised weights
         if difference(subject.identity, now.identity) is None:
             return subject
         return replace(now, attributes=module_attributes(now.model))

@@ -1,24 +1,34 @@
-"""Forward passes of the unmodified model with its own attention: the reference for all comparisons.
+"""The model's own computation: forward passes of the unmodified model, and the losses of its language-model head.
+
+Passes of the unmodified model with its own attention are the reference for all comparisons.
 
 `own_rotation` makes passes independent of each other: dynamic NTK scaling raises the rotary base with the largest
 position of a pass and keeps the new frequencies, which are therefore reset before every pass. `runnable_experts` makes
 mixtures of experts run in every dtype: torch has grouped products of all experts only in some dtypes; in the others the
 experts are multiplied one after the other, with the same results.
+
+`token_losses` computes the next-token loss at chosen positions. The operations between the last hidden state and the
+logits (scales, soft-caps, biases) differ between families and are part of each family's forward method. Therefore the
+model's own forward method runs, with its backbone replaced by a stand-in that returns states computed earlier. Logits
+of the whole vocabulary exist for only a few positions at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive
+
+LOGIT_BYTES = 128 * 10**6
+"""Maximum size of float32 logits held at once, but at least one position of every prompt."""
 
 GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which torch has grouped products."""
@@ -50,20 +60,15 @@ def native(
 def unmodified(model: PreTrainedModel) -> Iterator[None]:
     """Use the unmodified model exclusively; every pass depends only on its own positions.
 
+    Raise UnsupportedError if the model replaced its own modules.
     Inference mode is not used: tensors that a module creates in its first pass and keeps, such as packed weights, could
     not be used in training afterwards.
     """
-    before = list(model.modules())
+    before = {id(module): module for module in model.modules()}
     with exclusive(model), runnable_experts(model), own_rotation(model, backbone(model)), torch.no_grad():
         yield
-    _require_same_modules(model, before)
-
-
-def _require_same_modules(model: PreTrainedModel, before: list[torch.nn.Module]) -> None:
-    """Raise UnsupportedError if the model replaced its own modules, which some models do depending on prompt length."""
-    replaced = {id(module) for module in model.modules()} - {id(module) for module in before}
-    if replaced:
-        kinds = sorted({type(module).__name__ for module in model.modules() if id(module) in replaced})
+    kinds = sorted({type(module).__name__ for module in model.modules() if id(module) not in before})
+    if kinds:  # some models do this, depending on prompt length
         raise UnsupportedError(
             "the model replaces its own modules permanently on a short prompt, so that results on short prompts do not "
             "apply to longer ones",
@@ -79,8 +84,18 @@ def own_rotation(model: PreTrainedModel, inner: torch.nn.Module) -> Iterator[Non
     before = [(module, dict(module._buffers), _values(module)) for module in modules]
 
     def reset(*_: Any) -> None:
+        """Reset frequencies that earlier passes changed. If they differ by kind of layer, it is a name prefix."""
         for module in modules:
-            _reset(module)
+            first = getattr(module, "original_max_seq_len", None)
+            for name, now in tuple(module._buffers.items()):
+                if not name.endswith(FREQUENCIES) or now is None:
+                    continue
+                prefix = name.removesuffix(FREQUENCIES)
+                cached = f"{prefix}max_seq_len_cached"
+                original = getattr(module, f"{prefix}original_{FREQUENCIES}", None)
+                if first is not None and original is not None and getattr(module, cached, first) > first:
+                    module._buffers[name] = original.to(now.device)
+                    setattr(module, cached, first)
 
     hook = inner.register_forward_pre_hook(reset)
     try:
@@ -88,7 +103,10 @@ def own_rotation(model: PreTrainedModel, inner: torch.nn.Module) -> Iterator[Non
     finally:
         hook.remove()
         for module, buffers, values in before:
-            _restore(module, buffers, values)
+            for name in set(_values(module)) - set(values):
+                delattr(module, name)
+            vars(module).update(values)
+            module._buffers.update(buffers)  # those that a user added in the meantime are kept
 
 
 def _values(module: torch.nn.Module) -> dict[str, Any]:
@@ -96,33 +114,16 @@ def _values(module: torch.nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)}
 
 
-def _restore(module: torch.nn.Module, buffers: dict[str, Tensor | None], values: dict[str, Any]) -> None:
-    """Restore buffers and attributes; buffers that a user added in the meantime are kept."""
-    for name in set(_values(module)) - set(values):
-        delattr(module, name)
-    vars(module).update(values)
-    module._buffers.update(buffers)
-
-
-def _reset(module: torch.nn.Module) -> None:
-    """Reset frequencies that earlier passes changed. If they differ by kind of layer, that kind is a name prefix."""
-    first = getattr(module, "original_max_seq_len", None)
-    for name, now in tuple(module._buffers.items()):
-        if not name.endswith(FREQUENCIES) or now is None:
-            continue
-        prefix = name.removesuffix(FREQUENCIES)
-        cached, original = f"{prefix}max_seq_len_cached", getattr(module, f"{prefix}original_{FREQUENCIES}", None)
-        if first is not None and original is not None and getattr(module, cached, first) > first:
-            module._buffers[name] = original.to(now.device)
-            setattr(module, cached, first)
-
-
 def ungrouped(model: PreTrainedModel, dtype: torch.dtype) -> list[Any]:
-    """Return the configs of expert modules whose implementation does not run in this dtype."""
-    configs = {id(m.config): m.config for m in model.modules() if _holds_experts(m)}
-    return (
-        [] if dtype in GROUPED_DTYPES else [c for c in configs.values() if getattr(c, SETTING, None) not in ANY_DTYPE]
-    )
+    """Return the configs of expert modules whose implementation does not run in this dtype.
+
+    transformers may replace the products of modules with a config and this flag.
+    """
+    if dtype in GROUPED_DTYPES:
+        return []
+    experts = [m for m in model.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "config")]
+    configs = {id(m.config): m.config for m in experts}.values()
+    return [config for config in configs if getattr(config, SETTING, None) not in ANY_DTYPE]
 
 
 @contextmanager
@@ -138,6 +139,75 @@ def runnable_experts(model: PreTrainedModel) -> Iterator[None]:
             setattr(config, SETTING, setting)
 
 
-def _holds_experts(module: torch.nn.Module) -> bool:
-    """Return whether transformers may replace the products of a module: such classes have this flag and a config."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "config")
+def token_losses(
+    model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Sequence[int]
+) -> Float[Tensor, "B P"]:
+    """Compute −log p(token i + 1 | tokens up to i) in nats at positions i from the backbone's output for ids."""
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    at_once = max(1, LOGIT_BYTES // (4 * len(ids) * vocabulary))
+    losses = []
+    with torch.inference_mode():
+        for first in range(0, len(positions), at_once):
+            some = torch.as_tensor(positions[first : first + at_once], device=ids.device)
+            logits = logits_of(model, output, ids, some).float()
+            targets = ids[:, some + 1].to(logits.device)
+            losses.append(logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0])
+    return torch.cat(losses, dim=1)
+
+
+def logits_of(
+    model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Int[Tensor, " P"]
+) -> Float[Tensor, "B P V"]:
+    """Compute the logits at these positions with the model's own head from the backbone's output."""
+    if "logits" in output:  # the backbone has its own head
+        own: Tensor = output.logits[:, positions]
+        return own
+    states, read = output.last_hidden_state[:, positions], ids[:, positions]
+    answer = type(output)(**{**dict(output.items()), "last_hidden_state": states})
+    name, given = model.base_model_prefix, list[bool]()
+    inner = model._modules.get(name)
+    if inner is None or inner is not model.base_model:
+        raise _no_loss(model, "has no language-model head separate from its backbone")
+    model._modules[name] = _StandIn(inner, answer, given)
+    try:
+        logits: Tensor = model(input_ids=read, attention_mask=torch.ones_like(read), use_cache=False).logits
+    finally:
+        model._modules[name] = inner
+    if not given:
+        raise _no_loss(model, "has a language-model head that does not use the output of its backbone")
+    if logits.shape[:2] != states.shape[:2]:
+        raise UnsupportedError(
+            "the model's head does not return logits for each state", where=type(model).__name__,
+            got=tuple(logits.shape), expected=f"{tuple(states.shape[:2])} and the vocabulary",
+            remedy="omit --loss",
+        )  # fmt: skip
+    return logits
+
+
+class _StandIn(torch.nn.Module):
+    """Stand-in for a model's backbone that returns a given output; all other attributes are those of the backbone.
+
+    Some heads call a submodel of the backbone, such as `self.model.decoder`: it returns the same output.
+    """
+
+    def __init__(self, inner: torch.nn.Module, answer: Any, given: list[bool]) -> None:
+        super().__init__()
+        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "given", given)
+        self.answer = answer
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        self.given.append(True)
+        return self.answer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = getattr(object.__getattribute__(self, "inner"), name)
+        return _StandIn(inner, self.answer, self.given) if isinstance(inner, PreTrainedModel) else inner
+
+
+def _no_loss(model: PreTrainedModel, why: str) -> UnsupportedError:
+    what = f"the loss at chosen positions cannot be computed: the model {why}"
+    return UnsupportedError(what, where=type(model).__name__, remedy="omit --loss")

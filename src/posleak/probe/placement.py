@@ -29,7 +29,7 @@ from functools import cached_property
 from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ from posleak.rounding import CONSTANT
 
 from .attachment import attach, takes_positions
 from .call import Call
-from .edit import Edit
+from .edit import Edit, only
 from .plan import Plan
 from .tracer import AttentionTracer
 
@@ -137,9 +137,8 @@ class Motion:
         """Summarise the placements of all calls."""
         moved = [placement.gap for placement in placements if placement.rotation is not None]
         why = next((placement.stays for placement in placements if placement.stays is not None), None)
-        return cls(
-            tuple(p.moves for p in placements), why, max(moved, default=0.0), PlacementPositions.of(plan).bound(dtype)
-        )
+        bound = PlacementPositions.of(plan).bound(dtype)
+        return cls(tuple(placement.moves for placement in placements), why, max(moved, default=0.0), bound)
 
     @property
     def stays(self) -> tuple[int, ...]:
@@ -203,11 +202,9 @@ class PlacementObserver:
         t = common[rows] if not uneven and float((common - 1).abs().max()) > rounding else None
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
-        at = replace(rotation, angles=rotation.angles[rows])
         moved = gap <= self.places.bound(call.value.dtype)
-        self.placements.append(
-            Placement(at if moved else None, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven)
-        )
+        at = replace(rotation, angles=rotation.angles[rows]) if moved else None
+        self.placements.append(Placement(at, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()
@@ -243,24 +240,16 @@ def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> R
     best, partner = misfit.min(-1)
     dimension = torch.arange(len(own), device=own.device)
     mutual = (partner[partner] == dimension) & (best < MATCH) & (dimension < partner)
-    first, second = complete_layout(dimension[mutual], partner[mutual], turning)
+    first, second = dimension[mutual], partner[mutual]
+    if len(first):
+        # These pairs show the layout (halves or neighbours), which gives all pairs. Slow pairs turn by little more than
+        # rounding, so that their partner cannot be determined from their values.
+        step, low = int((second - first).mode().values), int(turning.nonzero()[0])
+        d = torch.arange(low, len(turning) - step, device=turning.device)
+        first = d[((d - low) // step % 2 == 0) & (turning[d] | turning[d + step])]
+        second = first + step
     z = torch.complex(x[..., first], x[..., second])
     return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle(), x.shape[-1])
-
-
-def complete_layout(
-    first: Int[Tensor, "plain"], second: Int[Tensor, "plain"], turning: Bool[Tensor, "E"]
-) -> tuple[Int[Tensor, "pairs"], Int[Tensor, "pairs"]]:
-    """Return all pairs of the layout (halves or neighbours) that the unambiguous pairs show.
-
-    Slow pairs turn by little more than rounding, so that their partner cannot be determined from their values.
-    """
-    if not len(first):
-        return first, second
-    step, low = int((second - first).mode().values), int(turning.nonzero()[0])
-    d = torch.arange(low, len(turning) - step, device=turning.device)
-    first = d[((d - low) // step % 2 == 0) & (turning[d] | turning[d + step])]
-    return first, first + step
 
 
 def common_factor(x: Float64[Tensor, "X places H E"], factor: bool = True) -> tuple[Float64[Tensor, "places"], float]:
@@ -309,10 +298,8 @@ def read_placements(
             positions = edit.positions(positions)
         at = positions[0, torch.tensor(places.all, device=ids.device) + start].repeat(len(tokens))[:, None]
         observer = PlacementObserver(places, len(tokens), along=False)
-        with (
-            attach(model, [observer], [_InstalledOnly(edit) for edit in placing]) as probe,
-            PositionCounting() as counting,
-        ):
+        installed = [only(edit, "installed") for edit in placing]
+        with attach(model, [observer], installed) as probe, PositionCounting() as counting:
             probe.forward(alone, position_ids=at)
         if not counting.detected:
             return observer.placements
@@ -324,27 +311,14 @@ def read_placements(
     if not apart:
         return observer.placements
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
-    return [_choose(one, other, rotary) for one, other in zip(observer.placements, apart, strict=True)]
-
-
-def _choose(along: Placement, apart: Placement, rotary: bool) -> Placement:
-    """Choose between a whole sequence of equal tokens and single tokens.
-
-    If a recurrent state makes equal tokens differ, single tokens still show the rotation, if they show one or the model
-    has none. The scale of queries cannot be determined from them.
-    """
-    seen = apart.rotation is not None and (len(apart.rotation.first) > 0 or not rotary)
-    return replace(apart, temperature=None) if along.stays == ABSOLUTE_STATES and seen else along
-
-
-@dataclass(frozen=True)
-class _InstalledOnly(Edit):
-    """An edit without its changes of position ids and attention calls."""
-
-    inner: Edit
-
-    def installed(self, probe: Any) -> Any:
-        return self.inner.installed(probe)
+    return [
+        # If a recurrent state makes equal tokens differ, single tokens still show the rotation, if they show one or the
+        # model has none. The scale of queries cannot be determined from them.
+        replace(single, temperature=None)
+        if along.stays == ABSOLUTE_STATES and single.rotation and (len(single.rotation.first) or not rotary)
+        else along
+        for along, single in zip(observer.placements, apart, strict=True)
+    ]
 
 
 def _tokens(model: PreTrainedModel, ids: Int[Tensor, "B T"], count: int) -> Int[Tensor, "X"]:

@@ -5,8 +5,7 @@ The default plan is part of the definition of the results (docs/definitions.md),
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,9 +46,6 @@ class Plan:
     def rows(self) -> tuple[int, ...]:
         """All sampled positions in increasing order: queries, then references."""
         return (*self.queries, *self.references)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def default_plan(length: int, density: int = 1, origin: int = DEFAULT_ORIGIN) -> Plan:

@@ -93,7 +93,6 @@ class Frame:
     lengths   the numbers of body keys to which references will be restricted, increasing
     """
 
-    plan: Plan
     positions: Int[Tensor, "P"]
     offsets: Int[Tensor, "D"]
     seen: VisibleKeys
@@ -114,7 +113,7 @@ class Frame:
         lengths = torch.cat([n_i, torch.minimum(n_i + m_i, n_r[:, None]).flatten(), windowed]).unique()
         offsets = torch.tensor(plan.offsets, device=visible.device)
         unsummed = torch.zeros(summed.shape, device=summed.device).masked_fill_(~summed, LOG_ZERO)
-        return cls(plan, positions, offsets, seen, visible[Q:], summed, unsummed, lengths)
+        return cls(positions, offsets, seen, visible[Q:], summed, unsummed, lengths)
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,9 @@ class References:
     whole     log of the sum over all body keys up to r
     seen      n_r and the visible origin keys, [R]
     first     logits of origin keys (−inf if not visible)
-    visible   the visible keys
-    lengths   the numbers of body keys to which rows will be restricted, increasing
     """
 
+    frame: Frame
     positions: Int[Tensor, "R"]
     logits: Float[Tensor, "B H R T"]
     weights: Float[Tensor, "B H R T"]
@@ -136,8 +134,6 @@ class References:
     whole: Float64[Tensor, "B H R"]
     seen: VisibleKeys
     first: Float64[Tensor, "B H R m"]
-    visible: Bool[Tensor, "R T"]
-    lengths: Int[Tensor, "n"]
     s_aux: Float64[Tensor, "H 1"] | None
 
     @property
@@ -164,17 +160,18 @@ class References:
 
     def cut(self, n: Int[Tensor, "Q"]) -> Float64[Tensor, "B H R Q"]:
         """Compute log R_n of every row for lengths n; bit-identical to log R_{n_r} where n = n_r."""
-        cut = add(self._sums(n), _wider(self.s_aux))
+        cut = add(self._sums(n), None if self.s_aux is None else self.s_aux[..., None])
         return torch.where(n == self.seen.body[:, None], self.body[..., None], cut)
 
     def _sums(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         """Compute log R_n without s_aux. The lengths of the frame are computed together, once."""
-        at = torch.searchsorted(self.lengths, n).clamp(max=len(self.lengths) - 1)
-        return self._known[..., at] if torch.equal(self.lengths[at], n) else self._sum(n)
+        lengths = self.frame.lengths
+        at = torch.searchsorted(lengths, n).clamp(max=len(lengths) - 1)
+        return self._known[..., at] if torch.equal(lengths[at], n) else self._sum(n)
 
     @cached_property
     def _known(self) -> Float64[Tensor, "B H R n"]:
-        return self._sum(self.lengths)
+        return self._sum(self.frame.lengths)
 
     def _sum(self, n: Int[Tensor, "n"]) -> Float64[Tensor, "B H R n"]:
         lengths, where = n.unique(return_inverse=True)
@@ -183,11 +180,11 @@ class References:
             if float(sums[..., 0].min()) >= UNDERFLOW:
                 return (sums.log() + self.peak)[..., where]
         offsets = torch.arange(self.logits.shape[-1], device=self.logits.device)
-        return log_partition(_by_offset(self.logits, self.positions, offsets, self.origin))[..., n - 1]
+        return log_partition(gather_offsets(self.logits, self.positions, offsets, self.origin))[..., n - 1]
 
     def at_offsets(self, offsets: Int[Tensor, "D"]) -> Float64[Tensor, "B H R D"]:
         """Return s_r(δ); −inf before the start of the body."""
-        return gather_offsets(self.logits, self.positions, offsets, self.origin)
+        return gather_offsets(self.logits, self.positions, offsets, self.origin).double()
 
     def without_sink(self, seen: VisibleKeys) -> Float64[Tensor, "B H R Q"]:
         """Compute the mask part as if origin keys were ordinary body keys.
@@ -200,7 +197,7 @@ class References:
         every = n.unique()
         sums = self._sums(every)
         index = torch.searchsorted(every, n).expand(*sums.shape[:3], -1)
-        part = add(sums.gather(-1, index), _wider(self.s_aux))
+        part = add(sums.gather(-1, index), None if self.s_aux is None else self.s_aux[..., None])
         alike = (n == n_r[:, None]) & (self.seen.count == 0)[..., None]
         return (full - part).masked_fill(alike, 0)
 
@@ -209,7 +206,8 @@ class References:
         """The mean attention of references to each of the first positions."""
         shown = min(self.logits.shape[-1], PROFILE_POSITIONS + self.origin)
         later = slice(self.origin, shown)
-        s = torch.cat([self.first, self.logits[..., later].double().masked_fill(~self.visible[:, later], LOG_ZERO)], -1)
+        body = self.logits[..., later].double().masked_fill(~self.frame.visible[:, later], LOG_ZERO)
+        s = torch.cat([self.first, body], -1)
         return (s - self.log_z[..., None]).exp().mean(2)
 
     @cached_property
@@ -217,7 +215,7 @@ class References:
         """The mean attention of references to a key of the second quarter of the prompt; NaN if none is visible."""
         N = self.logits.shape[-1]
         far = slice(max(N // 4, self.origin), N // 2)
-        seen = self.visible[:, far]
+        seen = self.frame.visible[:, far]
         sums = (self.weights[..., far] * seen).sum(-1, dtype=torch.float64).log() + self.peak[..., 0] - self.log_z
         return (sums.exp() / seen.sum(-1)).nanmean(-1)
 
@@ -288,7 +286,7 @@ def call_rows(call: Call, plan: Plan, start: int = 0, placement: Placement | Non
     try:
         frame = call.visibility.cached(("frame", plan, start), lambda: _frame(call, plan, rows, start))
         logits, moved = call.logits(rows, slice(start, None)), moved_logits(call, placement, plan, start)
-        reduced = _reduce(logits, frame, call.s_aux, moved, call.unread, call.frozen)
+        reduced = reduce_rows(logits, frame, plan, call.s_aux, moved, call.unread, call.frozen)
         return reduced if not call.start else replace(reduced, lent=_lent(call, rows))
     except (CheckError, UnsupportedError) as error:
         raise error.at(f"layer {call.layer}") from error
@@ -312,29 +310,21 @@ def _frame(call: Call, plan: Plan, rows: Int[Tensor, "P"], start: int) -> Frame:
 
 def reduce_rows(
     logits: Float[Tensor, "B H P T"],
-    visible: Bool[Tensor, "P T"],
+    visible: Bool[Tensor, "P T"] | Frame,
     plan: Plan,
     s_aux: Float[Tensor, "H"] | None = None,
-    moved: Float[Tensor, "B H R Q m"] | None = None,
-) -> Rows:
-    """Reduce the logits of the plan's rows (P = `plan.rows`), given the visible keys.
-
-    moved: s̃_rj, the logits of references with moved origin keys; None: origin keys are not moved
-    """
-    return _reduce(logits, Frame.of(visible, plan), s_aux, moved)
-
-
-def _reduce(
-    logits: Float[Tensor, "B H P T"],
-    frame: Frame,
-    s_aux: Float[Tensor, "H"] | None,
     moved: Float[Tensor, "B H R Q m"] | None = None,
     unread: Bool[Tensor, "H"] | None = None,
     frozen: Float[Tensor, "B H"] | None = None,
 ) -> Rows:
-    """Reduce logits under the edits `unread` and `frozen` of `Call`."""
+    """Reduce the logits of the plan's rows (P = `plan.rows`), given the visible keys or their frame.
+
+    moved: s̃_rj, the logits of references with moved origin keys; None: origin keys are not moved
+    unread, frozen: edits of `Call`
+    """
+    frame = visible if isinstance(visible, Frame) else Frame.of(visible, plan)
     check_finite(logits)
-    positions, Q, m = frame.positions, len(frame.plan.queries), frame.plan.origin
+    positions, Q, m = frame.positions, len(plan.queries), plan.origin
     query, late = slice(0, Q), slice(Q, None)
     seen = frame.seen.without_first(unread)
     weights, peak = scaled_weights(logits, frame)
@@ -344,6 +334,7 @@ def _reduce(
     if moved is None:
         moved = logits[:, :, late, None, :m].expand(-1, -1, -1, Q, -1)
     references = References(
+        frame=frame,
         positions=positions[late],
         logits=logits[:, :, late],
         weights=weights[:, :, late],
@@ -351,14 +342,12 @@ def _reduce(
         whole=sums[..., late],
         seen=seen[late],
         first=first[:, :, late],
-        visible=frame.visible,
-        lengths=frame.lengths,
         s_aux=aux,
     )
     rows = Rows(
         offsets=frame.offsets,
         seen=seen[query],
-        s=gather_offsets(logits[:, :, query], positions[query], frame.offsets, m),
+        s=gather_offsets(logits[:, :, query], positions[query], frame.offsets, m).double(),
         first=first[:, :, query],
         body=add(sums[..., query], aux),
         moved=moved.double().masked_fill(~seen[query].origin[..., None, :, :], LOG_ZERO),
@@ -383,14 +372,8 @@ def scaled_weights(
 
 def gather_offsets(
     logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"], origin: int
-) -> Float64[Tensor, "B H P D"]:
-    """Return s_p(δ) = s_{p, p−δ} in float64; −inf before the start of the body."""
-    return _by_offset(logits, positions, offsets, origin).double()
-
-
-def _by_offset(
-    logits: Float[Tensor, "B H P T"], positions: Int[Tensor, "P"], offsets: Int[Tensor, "D"], origin: int
 ) -> Float[Tensor, "B H P D"]:
+    """Return s_p(δ) = s_{p, p−δ}; −inf before the start of the body."""
     key = positions[:, None] - offsets
     s = logits.gather(-1, key.clamp(min=0).expand(*logits.shape[:2], -1, -1))
     return s.masked_fill_(key < origin, LOG_ZERO)
@@ -437,10 +420,6 @@ def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
 def add(log_x: Float[Tensor, "*#rows"], log_y: Float[Tensor, "*#rows"] | None) -> Float[Tensor, "*rows"]:
     """Compute log(x + y); log_y = None stands for y = 0."""
     return log_x if log_y is None else torch.logaddexp(log_x, log_y)
-
-
-def _wider(aux: Float[Tensor, "*rows"] | None) -> Float[Tensor, "*rows 1"] | None:
-    return None if aux is None else aux[..., None]
 
 
 def check_finite(logits: Float[Tensor, "B H ..."]) -> None:

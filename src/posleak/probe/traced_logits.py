@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -67,9 +68,7 @@ class TracedLogits:
         if tuple(out.shape[-2:]) != self.lengths or out.ndim not in (3, 4):
             return None
         step = STEPS.get(name)
-        result = None
-        if step is not None and self.unknown is None:
-            result = step(self, x, args, kwargs)
+        result = None if step is None or self.unknown is not None else step(self, x, args, kwargs)
         if result is None:
             return replace(self, unknown=self.unknown or name)
         return replace(result, apart=result.apart or out.ndim == 4)
@@ -123,22 +122,16 @@ Step = Callable[[TracedLogits, Tensor, Sequence[Any], dict[str, Any]], "TracedLo
 """(form, its tensor, the function's arguments) -> the form of the result; None: the function does not preserve it."""
 
 
-def _same(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
-    return form
-
-
 def _add(
     form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any], sign: float = 1.0
 ) -> TracedLogits | None:
     other = _other(x, args, kwargs)
+    if sign < 0 and args[0] is not x:  # other − x
+        return None
     if form.weights or kwargs.get("alpha", 1) != 1 or (not isinstance(other, Tensor) and _number(other) is None):
         return None
     other = other if isinstance(other, Tensor) else x.new_tensor(other)
     return None if other.ndim > x.ndim or not other.is_floating_point() else form.plus(sign * other, x.ndim)
-
-
-def _subtract(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
-    return _add(form, x, args, kwargs, sign=-1.0) if args[0] is x else None
 
 
 def _multiply(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
@@ -197,9 +190,9 @@ def _drop(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, 
 
 
 STEPS: dict[str, Step] = {
-    **dict.fromkeys(SAME, _same),
+    **dict.fromkeys(SAME, lambda form, *_: form),
     **dict.fromkeys(("add", "radd", "iadd"), _add),
-    **dict.fromkeys(("sub", "subtract", "isub"), _subtract),
+    **dict.fromkeys(("sub", "subtract", "isub"), partial(_add, sign=-1.0)),
     **dict.fromkeys(("mul", "multiply", "rmul", "imul"), _multiply),
     **dict.fromkeys(("div", "divide", "true_divide", "truediv", "itruediv"), _divide),
     **dict.fromkeys(("max", "maximum", "clamp", "clamp_min"), _at_least),

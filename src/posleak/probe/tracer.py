@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, no_type_check
 
@@ -49,6 +49,7 @@ def computes_own_attention(model: PreTrainedModel) -> bool:
 class AttentionTracer(TorchFunctionMode):
     """Traces one forward pass over `prompts` × `length` tokens, and calls `attention` as transformers would.
 
+    running: the running modules, the innermost last
     unfinished: number of softmaxes whose weights have not been multiplied with values yet
     """
 
@@ -255,7 +256,19 @@ def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: 
     def traced(*args: Any, **kwargs: Any) -> Any:
         ids = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         tracer = AttentionTracer(attention, model, *ids.shape[:2])
-        with innermost(tracer.running, body), tracer:
+
+        def begins(module: torch.nn.Module, args: Any) -> None:
+            tracer.running.append(module)
+
+        def ends(module: torch.nn.Module, args: Any, out: Any) -> None:
+            tracer.running.pop()
+
+        with ExitStack() as stack:
+            for module in body.modules():
+                if module is not body:  # its pre-hooks have run already
+                    stack.callback(module.register_forward_pre_hook(begins).remove)
+                    stack.callback(module.register_forward_hook(ends).remove)
+            stack.enter_context(tracer)
             out = forward(*args, **kwargs)
         tracer.require_complete()
         return out
@@ -268,27 +281,6 @@ def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: 
             del body.forward
         else:
             body.forward = own
-
-
-@contextmanager
-def innermost(running: list[torch.nn.Module], body: torch.nn.Module) -> Iterator[None]:
-    """Maintain the list of running modules, the innermost last."""
-
-    def begins(module: torch.nn.Module, args: Any) -> None:
-        running.append(module)
-
-    def ends(module: torch.nn.Module, args: Any, out: Any) -> None:
-        running.pop()
-
-    handles = []
-    try:
-        for module in body.modules():
-            if module is not body:  # its pre-hooks have run already
-                handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -75,13 +75,13 @@ class Visibility(torch.Tensor):
 
     def spans(self, block: int) -> list[tuple[int, int, int, int]]:
         """Return blocks of queries and the span of keys visible to any of them: (first query, end, first key, end)."""
-        return self.cached(("spans", block), lambda: [self._span(at, block) for at in range(0, self.shape[2], block)])
 
-    def _span(self, start: int, block: int) -> tuple[int, int, int, int]:
-        stop = min(start + block, self.shape[2])
-        seen = self.rows(torch.arange(start, stop)).flatten(0, 2).any(0).nonzero()
-        low, high = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, start + 1)
-        return start, stop, low, high
+        def span(start: int) -> tuple[int, int, int, int]:
+            stop = min(start + block, self.shape[2])
+            seen = self.rows(torch.arange(start, stop)).flatten(0, 2).any(0).nonzero()
+            return (start, stop, int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, stop, start, start + 1)
+
+        return self.cached(("spans", block), lambda: [span(start) for start in range(0, self.shape[2], block)])
 
     def with_rule(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
         """Return the visibility of the same queries, keys and padding under another rule, cached by name."""

@@ -15,8 +15,7 @@ import numpy as np
 from posleak.analyses.trace.trace import SOURCES
 from posleak.axes import LEFT, PARTS, SCALING
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
-from posleak.leakage.contrast import QUERIES
-from posleak.leakage.summary import Products
+from posleak.leakage.summary import QUERIES, Products
 from posleak.runs.run import Run
 from posleak.signatures import checked
 from posleak.text import visible

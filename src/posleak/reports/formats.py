@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.analyses.trace.trace import SOURCES
-from posleak.leakage.contrast import QUERIES
+from posleak.leakage.summary import QUERIES
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
 from posleak.show.words import QUERIES as QUERY_TITLES

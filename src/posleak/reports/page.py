@@ -18,8 +18,8 @@ from markupsafe import Markup
 from posleak._version import __version__
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
-from posleak.leakage.profile import SINK_ATTENTION, SINK_RATIO
 from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
+from posleak.leakage.summary import SINK_ATTENTION, SINK_RATIO
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from posleak.leakage import Estimate, tidy
-from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from posleak.leakage.summary import Decomposition
 from posleak.metrics import Metrics
 from posleak.metrics.catalogue import BY_ID
 from posleak.typed import plain
@@ -48,11 +51,15 @@ def _model(view: RunView) -> Rows:
 
 
 def _layers(view: RunView) -> Rows:
-    for queries, decomposition in view.summary.layers.items():
-        for call in range(len(view.names)):
-            yield from decomposition[call].labelled(call=call, queries=queries)
+    yield from _by_layer(view.summary.layers)
     labels = {"queries": "reference", "quantity": "sink_attention", "component": None, "unit": SHARE_UNIT}
     yield from LabelledEstimate(view.summary.layer_sink_attention, labels).cells("call")
+
+
+def _by_layer(decompositions: Mapping[str, Decomposition]) -> Rows:
+    for queries, decomposition in decompositions.items():
+        for call in range(len(decomposition.power["total"].value)):
+            yield from decomposition[call].labelled(call=call, queries=queries)
 
 
 def _heads(view: RunView) -> Rows:
@@ -97,15 +104,12 @@ def _trace(view: RunView) -> Rows:
         return
     for queries, decomposition in view.trace.model.items():
         yield from decomposition.labelled(call=None, queries=queries)
-    for queries, decomposition in view.trace.layers.items():
-        for call in range(len(view.names)):
-            yield from decomposition[call].labelled(call=call, queries=queries)
+    yield from _by_layer(view.trace.layers)
 
 
 def _trace_heads(view: RunView) -> Rows:
     for queries, decomposition in () if view.trace is None else view.trace.heads.items():
-        calls, heads = decomposition.power["total"].value.shape
-        for call, head in ((call, head) for call in range(calls) for head in range(heads)):
+        for call, head in np.ndindex(decomposition.power["total"].value.shape):
             yield from decomposition[call, head].labelled(call=call, head=head, queries=queries)
 
 

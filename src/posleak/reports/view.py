@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,7 +20,7 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LEFT, PROMPT
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, Summary
-from posleak.leakage.profile import KEYS_AFTER_ORIGIN, sink_width
+from posleak.leakage.summary import KEYS_AFTER_ORIGIN, sink_width
 from posleak.papers import ALL, POSITION, by_paper
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -177,9 +178,7 @@ class RunView:
     @property
     def command(self) -> str:
         """The command line that repeats the measurement; a call in Python if objects were given."""
-        spec = self.record.spec
-        as_call = spec.inputs == GIVEN or bool(unreadable(spec.edits))
-        return _call(self) if as_call else shlex.join(_command_line(self))
+        return _command(self)
 
 
 def run_facts(run: Run) -> list[str]:
@@ -202,39 +201,29 @@ def _borrowed(run: Run) -> Iterator[str]:
         )
 
 
-def _verb(view: RunView) -> str:
-    return "claims" if view.claims is not None else "measure" if view.trace is None else "trace"
-
-
-def _command_line(view: RunView) -> list[str]:
-    spec, verb = view.record.spec, _verb(view)
-    line = ["posleak", verb, view.run.name, "--inputs", spec.inputs, "--bos", str(spec.bos)]
-    line += ["--length", str(spec.length), "--prompts", str(spec.prompts), "--seed", str(spec.seed)]
-    line += ["--origin", str(spec.origin)] if verb != "claims" else []
-    line += ["--paper", paper] if verb == "claims" and (paper := _paper(view)) != POSITION else []
-    line += ["--by-layer"] if verb == "trace" and view.trace is not None and view.trace.steps else []
-    if verb == "measure":
-        line += ["--batch", str(spec.batch), "--density", str(spec.density)]
-        line += [word for edit in spec.edit_texts for word in ("--edit", edit)]
-        line += ["--metrics", ",".join(spec.metrics)] if spec.metrics else []
-    return line
+def _command(view: RunView) -> str:
+    """A command line; if prompts or edits were given as objects, a call in Python with placeholders for them."""
+    run, spec = view.run, view.record.spec
+    verb = "claims" if view.claims is not None else "measure" if view.trace is None else "trace"
+    options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
+    options |= {"paper": _paper(view)} if verb == "claims" else {"origin": spec.origin}
+    options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
+    options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
+    edits = spec.edits if verb == "measure" else ()
+    by_layer = verb == "trace" and view.trace is not None and bool(view.trace.steps)
+    own = unreadable(spec.edits)
+    if spec.inputs == GIVEN or own:
+        inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
+        texts = ", ".join(edit.text if edit in own else repr(edit.text) for edit in edits)
+        given = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
+        return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(given + ['by_layer=True'] * by_layer)})"
+    line = ["posleak", verb, run.name, "--inputs", spec.inputs]
+    line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    line += [word for edit in edits for word in ("--edit", edit.text)]
+    return shlex.join(line + ["--by-layer"] * by_layer)
 
 
 def _paper(view: RunView) -> str:
     """The paper whose claims were tested, or `all`; claims without a paper are tested with every paper."""
     papers = {claim.paper for claim in view.claims or () if claim.paper is not None}
     return ALL if len(papers) > 1 else papers.pop() if papers else POSITION
-
-
-def _call(view: RunView) -> str:
-    """A call in Python; placeholders name the prompts and the edits that were given as objects."""
-    run, spec, verb = view.run, view.record.spec, _verb(view)
-    own = unreadable(spec.edits)
-    inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
-    options = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": repr(spec.bos)}
-    options |= {"paper": repr(_paper(view))} if verb == "claims" else {"origin": spec.origin}
-    if verb == "measure":
-        edits = ", ".join(edit.text if edit in own else repr(edit.text) for edit in spec.edits)
-        options |= {"batch": spec.batch, "density": spec.density, "edits": f"[{edits}]"}
-        options |= {"metrics": repr(",".join(spec.metrics))} if spec.metrics else {}
-    return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(f'{name}={value}' for name, value in options.items())})"

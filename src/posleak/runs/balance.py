@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from posleak.leakage import Estimate, Jackknife
-from posleak.leakage.across import depth_slope
+from posleak.leakage.contrast import depth_slope
 from posleak.leakage.summary import LeakageDecomposition
 
 from .run import Run

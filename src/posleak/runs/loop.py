@@ -20,7 +20,7 @@ from posleak.leakage.dataset import Chunk, require_finite, stack_layers
 from posleak.metrics import Meters
 from posleak.models import input_device
 from posleak.probe import Edit, EditEffectRecorder, Observer, Placement, Plan, attach
-from posleak.probe.head import token_losses
+from posleak.probe.native import token_losses
 from posleak.stopwatch import stage
 
 from .folder import REMEASURE, batch_path, read_batch, write_batch

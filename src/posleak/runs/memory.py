@@ -118,7 +118,7 @@ class ModelSizes:
 
     def sampled(self, plan: Plan, prompts: int, length: int, item: int, copies: int = ROW_COPIES) -> int:
         """Return the plan's rows of one layer, and the masks that all layers share."""
-        from posleak.probe.kernel import QUERY_BLOCK
+        from posleak.probe.call import QUERY_BLOCK
 
         tokens, R, Q = prompts * length, len(plan.references), len(plan.queries)
         block = self.logits(tokens, QUERY_BLOCK, item, EXPLICIT_COPIES) if self.explicit else 0
@@ -128,7 +128,7 @@ class ModelSizes:
 
     def glimpses(self, prompts: int, length: int, item: int) -> int:
         """Return the rows of one layer that meters read."""
-        from posleak.metrics.glimpse import FULL_LENGTH
+        from posleak.metrics.meter import FULL_LENGTH
 
         rows = min(FULL_LENGTH, length)
         return self.logits(prompts * length, rows, item, GLIMPSE_COPIES) + prompts * rows * length * 8 * GRAPH_COPIES
@@ -261,7 +261,7 @@ def _room(subject: Subject, limit: int) -> int:
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """Return the plan of a measurement with batches of `spec.batch` prompts."""
     from posleak.probe import takes_positions
-    from posleak.probe.head import LOGIT_BYTES
+    from posleak.probe.native import LOGIT_BYTES
 
     sizes, read, own = ModelSizes.of(subject), spec.borrowed + spec.length, subject.dtype.itemsize
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]

@@ -10,7 +10,7 @@ from posleak.errors import CheckError, InputError, shorter_prompts
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import MIN_PROMPTS, narrow_layers
 from posleak.leakage.dataset import Chunk
-from posleak.leakage.profile import KEYS_AFTER_ORIGIN, SINK_RATIO
+from posleak.leakage.summary import KEYS_AFTER_ORIGIN, SINK_RATIO
 from posleak.metrics import Meters
 from posleak.models import Subject
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS

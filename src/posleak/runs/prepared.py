@@ -79,6 +79,7 @@ class PreparedRun:
         """
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # the checks must be about the model as it is now
+        spec.require_effect()
         resolved = within_memory(spec, subject, parse_bytes(max_memory))
         notes = list(size_notes(subject, resolved))
         if base is None:

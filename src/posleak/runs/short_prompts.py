@@ -24,8 +24,8 @@ from posleak.axes import HEAD, LAYER, SAMPLE
 from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import PosleakError, UnsupportedError, is_recoverable
 from posleak.inputs import Prompts, TextCrops, prepare
-from posleak.metrics.glimpse import START_TOKENS, start_attention
-from posleak.metrics.meter import stack_calls
+from posleak.leakage.dataset import stack_calls
+from posleak.metrics.meter import START_TOKENS, start_attention
 from posleak.models import Subject
 from posleak.probe import Call, Edit, attach, takes_positions
 from posleak.stopwatch import stage
@@ -148,4 +148,4 @@ def _layers(
 
 
 def _stack(layers: Sequence[Tensor]) -> NDArray[np.float64]:
-    return stack_calls([layer.cpu().numpy() for layer in layers], (LAYER, HEAD))
+    return stack_calls([layer.cpu().numpy() for layer in layers])

@@ -13,9 +13,9 @@ from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import parse
+from posleak.inputs.bodies import SEED_LIMIT
 from posleak.inputs.prompts import DONOR_MARGIN
-from posleak.inputs.randomness import SEED_LIMIT
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain

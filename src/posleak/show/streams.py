@@ -1,4 +1,4 @@
-"""Standard output and standard error that take any text, whatever the terminal's encoding and whoever closed them."""
+"""Standard output and standard error that accept any text in any encoding, also after they were closed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from posleak.text import ascii_fallback
 
 OUT, ERR = "standard output", "standard error"
 HANDLER = "posleak"
-"""The name under which Python's codecs know `ascii_fallback`."""
+"""Name of `ascii_fallback` as an error handler of codecs."""
 
 
 def prepare_streams() -> None:
-    """Make both streams fit: what their encoding lacks is replaced, and one that is closed becomes a sink."""
+    """Replace characters that the encoding lacks, and redirect a closed stream to the null device."""
     codecs.register_error(HANDLER, ascii_fallback)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -31,13 +31,13 @@ def prepare_streams() -> None:
 
 
 def is_unicode(stream: IO[str]) -> bool:
-    """Can every character be written to it?"""
+    """Return whether the encoding of a stream covers Unicode."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 @contextmanager
 def writing_to(name: str) -> Iterator[None]:
-    """An error of the system that names no file is about this stream: whoever shows it can say so."""
+    """Add the name of the stream to an OSError that names no file. A broken pipe is passed on unchanged."""
     try:
         yield
     except BrokenPipeError:
@@ -49,7 +49,7 @@ def writing_to(name: str) -> Iterator[None]:
 
 
 def gone(stream: IO[str]) -> bool:
-    """Can nothing be written to it any more? As when its reader went away, or its disk is full."""
+    """Return whether a stream can no longer be written: broken pipe, full disk, closed."""
     try:
         stream.flush()
         poll = select.poll()
@@ -62,7 +62,7 @@ def gone(stream: IO[str]) -> bool:
 
 
 def give_up(stream: IO[str]) -> None:
-    """Let everything that is still unwritten vanish; or Python would complain about it when the process ends."""
+    """Discard unwritten output, so that Python reports no error at exit."""
     with contextlib.suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
@@ -191,19 +191,19 @@ def parts_of(numbers: Decomposition) -> tuple[str, ...]:
 
 def cell(found: Estimate, component: str = "") -> TableCell:
     """Return value and interval; a dash if the value is not defined."""
-    if math.isnan(found.value):
-        return TableCell(Text(NAN, style="dim"))
-    text = Text(short(found.value).rjust(4), style=LIGHT.get(component, "") if component != "total" else "")
-    return TableCell(text, "" if math.isnan(found.low) else f"{short(found.low)}–{short(found.high)}")
+    style = "" if component == "total" else LIGHT.get(component, "")
+    return _cell(found, lambda value: short(value).rjust(4), f"{short(found.low)}–{short(found.high)}", style)
 
 
 def share(found: Estimate) -> TableCell:
     """Return a share and its interval in percent; a dash if the share is not defined."""
+    return _cell(found, percent, f"{percent(found.low)}…{percent(found.high)}")
+
+
+def _cell(found: Estimate, form: Callable[[Any], str], interval: str, style: str = "") -> TableCell:
     if math.isnan(found.value):
         return TableCell(Text(NAN, style="dim"))
-    return TableCell(
-        Text(percent(found.value)), "" if math.isnan(found.low) else f"{percent(found.low)}…{percent(found.high)}"
-    )
+    return TableCell(Text(form(found.value), style=style), "" if math.isnan(found.low) else interval)
 
 
 def share_bar(shares: dict[str, float]) -> Text:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posleak.leakage import Estimate
-from posleak.leakage.contrast import contrasts, model_products
+from posleak.leakage.summary import contrasts, model_products
 from posleak.runs.balance import Balance
 from posleak.runs.run import Run
 

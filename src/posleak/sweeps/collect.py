@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
-from posleak.leakage.contrast import PowerKey, contrasts
-from posleak.leakage.number import SHARE_UNIT, LabelledEstimate
+from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
+from posleak.leakage.summary import PowerKey, contrasts
 
 from .balance import BalanceTable, balance_table
 from .cells import Cell, Resources

@@ -21,10 +21,9 @@ from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array, read_npz
 from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate
-from posleak.leakage.contrast import QUERIES, PowerKey, model_products
-from posleak.leakage.number import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.leakage.power import prompt_pairs
-from posleak.leakage.summary import Decomposition
+from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
+from posleak.leakage.summary import QUERIES, Decomposition, PowerKey, model_products
 from posleak.runs.balance import Balance
 from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.inputs.corpus import STDLIB
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.models.builtin import known_names
 from posleak.models.sources import split_revision
 from posleak.runs.spec import parse_bytes

@@ -21,7 +21,7 @@ from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_rec
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate
-from posleak.leakage.contrast import QUERIES, PowerKey, contrasts, model_products
+from posleak.leakage.summary import QUERIES, PowerKey, contrasts, model_products
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.inputs import Vocabulary
-from posleak.inputs.randomness import SEED_LIMIT, draw
+from posleak.inputs.bodies import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife
 
 from .directions import joined_cosines, pair_cosine, resultant, unit
@@ -32,7 +32,7 @@ def ordinary_tokens(
 ) -> Int64[np.ndarray, "n"]:
     """Return the first n = `count` different ids of an endless random draw, or all ordinary ids if there are fewer.
 
-    The draw is `inputs.randomness.draw` with an index that no prompt has. A longer list starts with the shorter one.
+    The draw is `inputs.draw` with an index that no prompt has. A longer list starts with the shorter one.
     """
     allowed = vocabulary.allowed
     allowed = allowed[allowed != without] if without is not None else allowed

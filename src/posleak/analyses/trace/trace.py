@@ -29,7 +29,7 @@ from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import Decomposition, Products
-from posleak.metrics.names import parse_metrics
+from posleak.metrics import parse_metrics
 from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
@@ -151,20 +151,22 @@ class Trace:
     @cached_property
     def layers(self) -> dict[str, Decomposition]:
         """Return powers and shares by layer [L], means over heads, for early and for all queries."""
-        return {
-            queries: Decomposition.of(found.averaged((1,)), self._prompts) for queries, found in self.products.items()
-        }
+        return self._averaged((1,))
 
     @cached_property
     def heads(self) -> dict[str, Decomposition]:
         """Return powers and shares by layer and head [L, H], for early and for all queries."""
-        return {queries: Decomposition.of(found, self._prompts) for queries, found in self.products.items()}
+        return self._averaged(())
 
     @cached_property
     def model(self) -> dict[str, Decomposition]:
         """Return powers and shares of the whole model, for early and for all queries."""
+        return self._averaged((0, 1))
+
+    def _averaged(self, axes: tuple[int, ...]) -> dict[str, Decomposition]:
         return {
-            queries: Decomposition.of(found.averaged((0, 1)), self._prompts) for queries, found in self.products.items()
+            queries: Decomposition.of(products.averaged(axes) if axes else products, self._prompts)
+            for queries, products in self.products.items()
         }
 
     @cached_property

@@ -26,7 +26,7 @@ from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate, combined
-from posleak.leakage.across import depth_slope, slope
+from posleak.leakage.contrast import depth_slope, slope
 from posleak.models import exclusive
 from posleak.papers import POSITION
 from posleak.probe import attach, default_plan, relative_difference

@@ -18,7 +18,7 @@ from posleak.analyses.claims.finding import Detail, Finding
 from posleak.analyses.claims.lab import LATER, Lab
 from posleak.arrays import Array
 from posleak.leakage import Sampled
-from posleak.leakage.across import correlated
+from posleak.leakage.contrast import correlated
 from posleak.metrics.table import EDGE_THRESHOLD, SINK_THRESHOLD
 from posleak.papers import SINKS
 

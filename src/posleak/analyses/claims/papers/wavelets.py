@@ -15,7 +15,7 @@ from posleak.analyses.claims.finding import Detail, Finding, Side
 from posleak.analyses.claims.lab import Lab
 from posleak.arrays import Array
 from posleak.leakage import Estimate, combined
-from posleak.leakage.across import correlated, mean_difference, octave_cosines
+from posleak.leakage.contrast import correlated, mean_difference, octave_cosines
 from posleak.papers import WAVELETS
 
 claim = partial(catalogue.claim, paper=WAVELETS, metrics=True)
