@@ -30,7 +30,7 @@ from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
-from posleak.cli.sweep_tables import balance_tables, plan_table, summary
+from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
@@ -46,9 +46,8 @@ from posleak.runs.spec import MeasureSpec
 from posleak.show.console import PlainConsole
 from posleak.show.lines import broken
 from posleak.show.terminal import FittedTable, TableCell, table
-from posleak.sweeps.balance import BalanceRow, BalanceTable
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.estimate import Guess
+from posleak.sweeps.cells import Cell, Guess
+from posleak.sweeps.collect import BalanceRow, BalanceTable
 from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep
 from support.families import tiny
