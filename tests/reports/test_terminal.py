@@ -34,8 +34,7 @@ from posleak.cli.sweep_tables import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
-from posleak.reports.compare import compare
-from posleak.reports.formats import as_table
+from posleak.reports.compare import as_table, compare
 from posleak.reports.terminal.advice import advice_tables
 from posleak.reports.terminal.claims import claims_tables
 from posleak.reports.terminal.doctor import doctor_tables

@@ -19,7 +19,7 @@ from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
 from posleak.leakage import Estimate
-from posleak.show.scale import power_range
+from posleak.show.colours import power_range
 from posleak.typed import plain
 
 from .view import RunView

@@ -21,8 +21,7 @@ from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.files import write_atomically
 
-from .colours import LIGHT, LINE
-from .scale import power_range
+from .colours import LIGHT, LINE, power_range
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
