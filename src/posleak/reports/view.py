@@ -205,9 +205,8 @@ class RunView:
         """
         run, spec = self.run, self.record.spec
         verb = "claims" if self.claims is not None else "measure" if self.trace is None else "trace"
-        papers = {
-            claim.paper for claim in self.claims or () if claim.paper is not None
-        }  # None: tested with every paper
+        # claims without a paper are tested with every paper
+        papers = {claim.paper for claim in self.claims or () if claim.paper is not None}
         paper = ALL if len(papers) > 1 else papers.pop() if papers else POSITION
         options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
         options |= {"paper": paper} if verb == "claims" else {"origin": spec.origin}
