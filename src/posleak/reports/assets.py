@@ -29,19 +29,9 @@ from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import WIDTH, as_text, drawn, write
 
+from . import metric_figures as papers
 from .compare import Comparison
 from .figures import LEAST_RATIO, RATIO_TICKS, every_part, forest_rows, lent_to
-from .metric_figures import (
-    FRAME_COLOURS,
-    FRAME_NAMES,
-    GROUPS,
-    NOT_SIGNIFICANT,
-    UNDEFINED,
-    curves_of,
-    grouped,
-    label,
-    leakage_of,
-)  # fmt: skip
 from .tables import tables
 from .view import RunView
 
@@ -105,29 +95,29 @@ def _run_figures(view: RunView) -> Iterator[tuple[str, Figure]]:
             yield "agreement", agreement_figure(ranked, view.title)
         if metrics.frames:
             yield "frames", drawn(partial(frames, view=view, metrics=metrics), (WIDTH, 2.0))
-        if curves := curves_of(metrics.depths):
+        if curves := papers.curves_of(metrics.depths):
             yield "states", drawn(partial(states, metrics=metrics), (WIDTH, 1.7 * ((len(curves) + 1) // 2)))
 
 
 def agreement_figure(ranked: Mapping[str, Agreement], title: str) -> Figure:
     """Return maps of ρ over heads and over layers, one below the other."""
-    height = sum(0.9 + 0.16 * len(grouped(ranking.rows)) for ranking in ranked.values())
+    height = sum(0.9 + 0.16 * len(papers.grouped(ranking.rows)) for ranking in ranked.values())
     return drawn(partial(agreement, ranked=ranked, title=title), (WIDTH, height))
 
 
 def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> None:
     """Map ρ of each metric with the powers of the leakage, over heads and over layers."""
     ramp = LinearSegmentedColormap.from_list("rho", [LIGHT["negative"], PALE, LIGHT["here"]])
-    rows = [len(grouped(ranking.rows)) + 3 for ranking in ranked.values()]
+    rows = [len(papers.grouped(ranking.rows)) + 3 for ranking in ranked.values()]
     every = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (over, ranking) in zip(every, ranked.items(), strict=True):
-        lines, columns = grouped(ranking.rows), leakage_of(ranking)
+        lines, columns = papers.grouped(ranking.rows), papers.leakage_of(ranking)
         for y, row in enumerate(lines):
             for x, name in enumerate(columns) if isinstance(row, str) else ():
                 _cell(axes, x, y, ranking.cell(ranking.rows.index(row), name), ramp)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
         axes.set_xticks(range(len(columns)), columns)
-        names = [label(line) if isinstance(line, str) else rf"$\bf{{{GROUPS[line]}}}$" for line in lines]
+        names = [papers.label(line) if isinstance(line, str) else rf"$\bf{{{papers.GROUPS[line]}}}$" for line in lines]
         axes.set_yticks(range(len(lines)), names)
         axes.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=7)
         axes.spines[:].set_visible(False)
@@ -139,7 +129,7 @@ def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> No
 def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colors.Colormap) -> None:
     """One cell: a number if it is significant, else pale with a ring; a cross if ρ is not defined."""
     known = not np.isnan(cell.rho)
-    text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else NOT_SIGNIFICANT if known else UNDEFINED
+    text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else papers.NOT_SIGNIFICANT if known else papers.UNDEFINED
     colour = ramp((cell.rho + 1) / 2) if known else PALE
     axes.fill([x - 0.49, x + 0.49, x + 0.49, x - 0.49], [y - 0.48, y - 0.48, y + 0.48, y + 0.48], color=colour,
               alpha=1.0 if cell.clear else 0.45, linewidth=0)  # fmt: skip
@@ -149,8 +139,8 @@ def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colo
 def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
     """Stack the shares of the frame types by layer; a dot above a layer is filled where its type is significant."""
     axes, below = figure.subplots(), np.zeros(len(view.places))
-    colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in FRAME_COLOURS.items()}
-    for kind, name in FRAME_NAMES.items():
+    colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in papers.FRAME_COLOURS.items()}
+    for kind, name in papers.FRAME_NAMES.items():
         share = np.array([float(layer.shares[kind].value) for layer in metrics.frames])
         axes.bar(view.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
         below = below + np.nan_to_num(share)
@@ -164,7 +154,7 @@ def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
 
 def states(figure: Figure, metrics: Metrics) -> None:
     """Draw metrics of the residual stream by depth, with intervals."""
-    depths, curves = metrics.depths, curves_of(metrics.depths)
+    depths, curves = metrics.depths, papers.curves_of(metrics.depths)
     every = figure.subplots((len(curves) + 1) // 2, 2, squeeze=False).flat
     for axes, curve in zip(every, curves):
         cells, x = depths[curve.array], np.arange(len(depths[curve.array].value))

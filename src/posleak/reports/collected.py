@@ -126,7 +126,8 @@ class CollectedPage:
             settings = {name: first[name] for name in KNOBS}
             settings["model"] = first["model"] if pd.isna(first["series"]) else first["series"]
             settings[STEP] = None if pd.isna(first[STEP]) else int(first[STEP])
-            cells = {_quantity(row): estimate_of(row) for row in rows}
+            names = ("queries", "quantity", "component", "unit")
+            cells = {PlottedQuantity(*(str(row[name]) for name in names)): estimate_of(row) for row in rows}
             points.append(CollectedPoint(settings, int(max(row["seeds"] for row in rows)), cells))
         return points
 
@@ -139,9 +140,7 @@ class CollectedPage:
     @cached_property
     def quantities(self) -> list[PlottedQuantity]:
         """Quantities that at least one cell has, the most important first."""
-        return sorted(
-            dict.fromkeys(q for point in self.points for q in point.numbers), key=lambda quantity: quantity.rank
-        )
+        return sorted({q: None for point in self.points for q in point.numbers}, key=lambda quantity: quantity.rank)
 
     @property
     def columns(self) -> list[PlottedQuantity]:
@@ -192,10 +191,9 @@ def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     text = CollectedPage(found).html().encode()
     if page is None:
         storage.write(PAGE_FILE, text)
-        return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE))
-    target = Path(page)
-    Storage(str(target.parent)).write(target.name, text)
-    return Gathered(found, storage.path(TABLE_FILE), str(target))
+    else:
+        Storage(str(Path(page).parent)).write(Path(page).name, text)
+    return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE) if page is None else str(Path(page)))
 
 
 @checked
@@ -209,10 +207,6 @@ def collect(folder: str | Path, page: str | Path | None = None) -> pd.DataFrame:
     page        path of the page; None: collected.html in the sweep's folder
     """
     return gather_sweep(str(folder), None if page is None else str(page)).found.table
-
-
-def _quantity(row: dict[Any, Any]) -> PlottedQuantity:
-    return PlottedQuantity(*(str(row[name]) for name in ("queries", "quantity", "component", "unit")))
 
 
 def _plain(estimate: Estimate) -> list[float | int | None]:

@@ -1,8 +1,8 @@
 """Comparison of runs: every quantity of each run, and its difference from the first run, with intervals.
 
 Differences between runs on the same prompts are paired; other runs are treated as independent. Every quantity is a mean
-over all heads of all layers, so models of any size can be compared. A comparison is printed as a table for the terminal,
-Markdown or LaTeX.
+over all heads of all layers, so models of any size can be compared. A comparison is printed as a terminal table, as
+Markdown or as LaTeX.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def as_table(compared: Comparison) -> RenderableType:
             table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=QUERY_TITLES[queries] + suffix)
             for row in (row for row in rows_with(compared, columns) if row.queries == queries):
                 label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
-                table.add_row(label, *(_table_cell(row, name) for name in columns))
+                pieces = [row_pieces(row, name) for name in columns]
+                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in pieces]
+                table.add_row(label, *(terminal.TableCell(*each, below=True) for each in short))
             tables.append(table)
     return Group(*tables, *(prose(note, style="dim") for note in _notes(compared)))
 
@@ -257,11 +259,6 @@ def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
     sign = "+" if difference and cell.value > 0 else ""
     star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
     return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
-
-
-def _table_cell(row: ComparisonRow, name: str) -> terminal.TableCell:
-    value, interval = row_pieces(row, name)
-    return terminal.TableCell(Text(value), interval.strip("()").replace(" … ", "…"), below=True)
 
 
 def _latex_cell(row: ComparisonRow, name: str) -> str:

@@ -41,9 +41,7 @@ def style_sheet() -> str:
     """Return the colours as CSS variables: `--mask`, and `--mask-band` for its intervals."""
 
     def variables(colours: dict[str, str]) -> str:
-        rgb = {
-            name: ",".join(str(int(colour[at : at + 2], 16)) for at in (1, 3, 5)) for name, colour in colours.items()
-        }
+        rgb = {name: ",".join(map(str, bytes.fromhex(colour[1:]))) for name, colour in colours.items()}
         bands = {name: f"rgba({numbers},{FAINT.get(name, BAND)})" for name, numbers in rgb.items()}
         return " ".join(f"--{name}: {colour}; --{name}-band: {bands[name]};" for name, colour in colours.items())
 
