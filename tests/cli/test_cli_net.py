@@ -28,7 +28,7 @@ from posleak import __version__
 from posleak.cli import failures
 from posleak.cli.failures import STATUSES, failure
 from posleak.errors import CheckError, InputError
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from posleak.show.terminal import literal, table
 from posleak.show.unexpected import TRACEBACKS_KEPT as KEPT
 from posleak.show.words import compact_html

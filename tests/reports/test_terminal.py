@@ -47,8 +47,7 @@ from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.show.console import PlainConsole
-from posleak.show.lines import broken
+from posleak.show.lines import PlainConsole, broken
 from posleak.show.terminal import FittedTable, TableCell, table
 from posleak.sweeps.balance import BalanceRow, BalanceTable
 from posleak.sweeps.cells import Cell

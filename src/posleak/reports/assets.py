@@ -74,13 +74,13 @@ def figures(views: Sequence[RunView]) -> Iterator[tuple[str, Figure]]:
 
 
 def _run_figures(view: RunView) -> Iterator[tuple[str, Figure]]:
-    layers, summary, trace = len(view.names), view.summary, view.trace
+    layers, summary, trace = len(view.summary.layer_names), view.summary, view.trace
     power, attention = summary.layers["all"], summary.layer_sink_attention
-    yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, view.places, view.title))
+    yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, view.summary.places, view.title))
     yield "sink-profile", drawn(partial(sink_profile, view=view), (WIDTH, 1.2 + 0.09 * layers))
     if trace is not None:
         above, below = (trace.layers["all"].power, view.sources), (power.power, view.parts)
-        yield "both", drawn(lambda f: plots.both(f, above, below, view.places, view.title))
+        yield "both", drawn(lambda f: plots.both(f, above, below, view.summary.places, view.title))
         if (steps := trace.ladder) is not None:
             height = 1.2 + 0.2 * len(steps.upto)
             yield "by-layer", drawn(partial(by_layer, view=view, steps=steps), (WIDTH, height))
@@ -138,13 +138,13 @@ def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colo
 
 def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
     """Stack the shares of the frame types by layer; a dot above a layer is filled where its type is significant."""
-    axes, below = figure.subplots(), np.zeros(len(view.places))
+    axes, below = figure.subplots(), np.zeros(len(view.summary.places))
     colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in papers.FRAME_COLOURS.items()}
     for kind, name in papers.FRAME_NAMES.items():
         share = np.array([float(layer.shares[kind].value) for layer in metrics.frames])
-        axes.bar(view.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
+        axes.bar(view.summary.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
         below = below + np.nan_to_num(share)
-    for x, layer in zip(view.places, metrics.frames, strict=True):
+    for x, layer in zip(view.summary.places, metrics.frames, strict=True):
         face = colours[layer.kind] if layer.clear else "white"
         axes.plot(x, 1.07, "o", color=colours[layer.kind], markersize=4, markerfacecolor=face)
     axes.set(xlabel="layer", ylabel="share of the anchors", title=as_text(view.title), ylim=(0, 1.14))
@@ -177,7 +177,7 @@ def sink_profile(figure: Figure, view: RunView) -> None:
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set(xlabel="position", ylabel="layer", title=as_text(view.title))
-    _name_layers(axes.yaxis, view)
+    _name_layers(axes.yaxis, view.summary.layer_names)
 
 
 def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
@@ -188,14 +188,14 @@ def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
     ends = np.searchsorted(view.summary.layer_ids, steps.upto[1:-1], side="right")
     axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
     axes.set(xlabel="layer", ylabel="context lent to", title=as_text(view.title))
-    _name_layers(axes.xaxis, view)
+    _name_layers(axes.xaxis, view.summary.layer_names)
     axes.set_yticks(range(len(steps.upto)), lent_to(steps))
 
 
-def _name_layers(axis: Axis, view: RunView) -> None:
+def _name_layers(axis: Axis, names: Sequence[str]) -> None:
     """Label the rows or columns of a map with the names of the layers."""
     axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    axis.set_major_formatter(lambda x, _: view.names[int(x)] if 0 <= x < len(view.names) else "")
+    axis.set_major_formatter(lambda x, _: names[int(x)] if 0 <= x < len(names) else "")
 
 
 def _map(axes: Axes, value: Array, name: str, top: float | None = None) -> AxesImage:
@@ -219,7 +219,7 @@ def heads(figure: Figure, view: RunView) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
-    _name_layers(figure.axes[0].yaxis, view)
+    _name_layers(figure.axes[0].yaxis, view.summary.layer_names)
 
 
 def position_0(figure: Figure, origin: Origin) -> None:

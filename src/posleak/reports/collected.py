@@ -38,11 +38,6 @@ SHARES = {
     **{name: f"read as {name}" for name in PARTS}, "residual": "drift and sink together",
     "here": "from the layer's own mask", "earlier": "from masks of earlier layers", "origin": "from position 0",
 }  # fmt: skip
-OTHER_TITLES = {
-    "attention": "attention to position 0",
-    "stabilisation": "stabilisation by the sink",
-    "slope": "slope of the residual",
-}
 ORDER = ["share", "attention", RATIO, "loss", "power", "stabilisation", "slope"]
 COMPONENT_ORDER = [*PARTS, *SOURCES, "residual"]
 
@@ -78,7 +73,8 @@ class PlottedQuantity:
             return f"{leakage}, ratio to the run without edits{queries}"
         if self.quantity == "loss":
             return "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt"
-        return OTHER_TITLES.get(self.quantity, component) + queries
+        others = {"stabilisation": "stabilisation by the sink", "slope": "slope of the residual"}
+        return (others | {"attention": "attention to position 0"}).get(self.quantity, component) + queries
 
     @property
     def rank(self) -> tuple[bool, int, int, str]:

@@ -203,7 +203,8 @@ def latex(compared: Comparison) -> str:
     for row in compared.rows:
         lines += [r"\midrule"] if row.queries != queries else []
         queries = row.queries
-        cells = " & ".join(_latex_cell(row, name) for name in columns)
+        pieces = [[escape_latex(piece) for piece in row_pieces(row, name)] for name in columns]
+        cells = " & ".join(value + (rf" {{\scriptsize {interval}}}" if interval else "") for value, interval in pieces)
         lines.append(rf"{escape_latex(row_name(compared, row))} & {queries} & {cells} \\")
     notes = (f"% {' '.join(note.split())}" for note in _notes(compared))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
@@ -259,11 +260,6 @@ def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
     sign = "+" if difference and cell.value > 0 else ""
     star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
     return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
-
-
-def _latex_cell(row: ComparisonRow, name: str) -> str:
-    value, interval = (escape_latex(piece) for piece in row_pieces(row, name))
-    return value + (rf" {{\scriptsize {interval}}}" if interval else "")
 
 
 def _escape_markdown(text: str) -> str:

@@ -74,7 +74,7 @@ def every_part(views: Sequence[RunView]) -> tuple[str, ...]:
 def depth(view: RunView, queries: str) -> Figure:
     """Draw total, mask, drift and sink by layer, with intervals."""
     powers, names = view.summary.layers[queries].power, ("total", *view.parts)
-    figure = go.Figure(_components(powers, names, view.places))
+    figure = go.Figure(_components(powers, names, view.summary.places))
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
     return finished(figure, "layer", "power, nats²", yaxis={"range": power_range(powers, names)})
 
@@ -83,8 +83,8 @@ def both(view: RunView, trace: Trace, queries: str) -> Figure:
     """Draw the sources above the parts, over one axis of layers."""
     sources, parts = ("total", *SOURCES), ("total", *view.parts)
     by_source, by_part = trace.layers[queries].power, view.summary.layers[queries].power
-    below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.places)]
-    figure = go.Figure([*_components(by_source, sources, view.places), *below])
+    below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.summary.places)]
+    figure = go.Figure([*_components(by_source, sources, view.summary.places), *below])
     for axis in ("y", "y2"):
         figure.add_hline(y=0, yref=axis, line={"color": "var(--faint)", "width": 1})
     legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
@@ -102,9 +102,9 @@ def _components(powers: Mapping[str, Estimate], names: Iterable[str], x: Array) 
 
 def sink_profile(view: RunView) -> Figure:
     """Map the attention of late queries to the first positions; lines mark the origin and each layer's sink."""
-    profile, y = view.profile, view.places
+    profile, y = view.profile, view.summary.places
     layers, positions = profile.attention.value.shape
-    rows = [f"layer {name}" for name in view.names]
+    rows = [f"layer {name}" for name in view.summary.layer_names]
     figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention").update(y=y.tolist()))
     wide = [layer for layer in range(layers) if 0 < profile.width[layer] <= positions]
     ends = [float(profile.width[layer]) - 0.5 for layer in wide]
@@ -121,9 +121,9 @@ def ladder(steps: Ladder, view: RunView) -> Figure:
     """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks the end of K."""
     rows, layers = len(steps.upto), lent_to(steps)
     names = [f"lent to {name}" for name in layers]
-    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
+    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.summary.places.tolist()))
     after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
-    ends = [float(view.places[k - 1 : k + 1].mean()) for k in after]
+    ends = [float(view.summary.places[k - 1 : k + 1].mean()) for k in after]
     texts = [f"lent up to layer {k}" for k in steps.upto[1:-1]]
     figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer lent to"))
     return finished(
@@ -164,7 +164,7 @@ def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> g
 
 def stabilisation(view: RunView, queries: str) -> Figure:
     """Draw the stabilisation factor by layer on a log axis; 1 is no effect."""
-    factor, x = view.summary.layers[queries].stabilisation, view.places
+    factor, x = view.summary.layers[queries].stabilisation, view.summary.places
     lines = banded(factor, "stabilisation", "var(--sink)", no_effect=1.0, x=x)
     figure = go.Figure([*lines, *undefined(factor.value, x)])
     figure.add_hline(y=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
@@ -174,7 +174,7 @@ def stabilisation(view: RunView, queries: str) -> Figure:
 def sink_attention(view: RunView) -> Figure:
     """Draw the attention to position 0 by layer."""
     attention = view.summary.layer_sink_attention
-    figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.places)])
+    figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.summary.places)])
     return finished(figure, "layer", "attention to position 0", showlegend=False, yaxis={"range": [0, 1]})
 
 
@@ -192,14 +192,12 @@ def norm(origin: Origin) -> Figure:
 def alike(origin: Origin) -> Figure:
     """Draw the mean cosine of first tokens by depth: 1 if the layers map all of them to one direction."""
     to_reference = escaped(f"first tokens to {origin.reference.name}")
-    figure = go.Figure(
-        [
-            *banded(origin.portrait.to_reference, to_reference, "var(--sink)", marks=False),
-            *banded(origin.portrait.among, "among first tokens", "var(--mask)", marks=False),
-            line(origin.trajectory.body.alike, "among ordinary positions", "var(--muted)", dash="dot"),
-        ]
-    )
-    return finished(figure, "depth (0: embedding)", "mean cosine", yaxis={"range": [-0.05, 1.05]})
+    lines = [
+        *banded(origin.portrait.to_reference, to_reference, "var(--sink)", marks=False),
+        *banded(origin.portrait.among, "among first tokens", "var(--mask)", marks=False),
+        line(origin.trajectory.body.alike, "among ordinary positions", "var(--muted)", dash="dot"),
+    ]
+    return finished(go.Figure(lines), "depth (0: embedding)", "mean cosine", yaxis={"range": [-0.05, 1.05]})
 
 
 def readers(origin: Origin) -> Figure:
@@ -222,13 +220,9 @@ def portrait(tokens: Sequence[str]) -> Figure:
     dot = {"color": "var(--mask)", "size": 6, "opacity": 0.6}
     star = {"color": "var(--drift)", "size": 14, "symbol": "star", "line": {"color": "var(--ink)", "width": 1}}
     point = {"mode": "markers", "hovertemplate": f"%{{text}}{NO_TRACE_NAME}", "x": [], "y": []}
-    figure = go.Figure(
-        [
-            go.Scatter(**point, text=names[1:], name="first tokens", marker=dot),
-            go.Scatter(**point, text=names[:1], name=names[0], marker=star),
-        ]
-    )  # fmt: skip
-    return finished(figure, "first component", "second component")
+    others = go.Scatter(**point, text=names[1:], name="first tokens", marker=dot)
+    reference = go.Scatter(**point, text=names[:1], name=names[0], marker=star)
+    return finished(go.Figure([others, reference]), "first component", "second component")
 
 
 def fingerprint(tokens: Sequence[str]) -> Figure:
@@ -311,18 +305,14 @@ def balance(views: Sequence[RunView], queries: str) -> Figure:
     shares, figure = [view.summary.model[queries].share for view in views], go.Figure()
     for rank, name in enumerate(every_part(views)):
         defined = [(k, s[name]) for k, s in enumerate(shares) if name in s and not math.isnan(s[name].value)]
-        up, down = (
-            [float(np.nan_to_num(abs(getattr(share, end) - share.value))) for _, share in defined]
-            for end in ("high", "low")
-        )
+        up = [float(np.nan_to_num(abs(share.high - share.value))) for _, share in defined]
+        down = [float(np.nan_to_num(abs(share.low - share.value))) for _, share in defined]
         colour = f"var(--{name})"
-        figure.add_trace(
-            go.Scatter(
-                x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
-                name=name, mode="markers", marker={"color": colour, "size": 10},
-                hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
-                error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
-            )
+        figure.add_scatter(
+            x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
+            name=name, mode="markers", marker={"color": colour, "size": 10},
+            hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
+            error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
         )  # fmt: skip
     labels = [
         escaped(view.label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")

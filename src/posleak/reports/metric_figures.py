@@ -155,7 +155,7 @@ def interval(low: float, high: float) -> str:
 
 def frames(types: Sequence[FrameVerdict], view: RunView) -> Figure:
     """Stack the shares of the frame types by layer; a mark above each layer is filled where its type is significant."""
-    x, names, figure = view.places.tolist(), view.names, go.Figure()
+    x, names, figure = view.summary.places.tolist(), view.summary.layer_names, go.Figure()
     for kind, title in FRAME_NAMES.items():
         shares = [layer.shares[kind] for layer in types]
         texts = [[name, numbers.estimate(share, "share")] for name, share in zip(names, shares)]

@@ -31,7 +31,7 @@ from posleak.signatures import checked
 from posleak.typed import plain
 
 from .compare import Comparison, column_groups, comparison, legend, row_name, row_pieces, rows_with
-from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
+from .figures import comparison_figures, every_part, lent_to, run_figures
 from .gather import Refused, RunLike, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
 from .view import RunView, run_facts
@@ -99,16 +99,11 @@ class Page:
     def views(self) -> list[RunView]:
         return [run.view for run in self.runs]
 
-    def data(self) -> dict[str, Any]:
-        """Return what the page's script reads."""
-        compared: dict[str, Figure] = {} if self.comparison is None else comparison_figures(self.views)
-        return {"runs": [run.data for run in self.runs], "compared": compared}
-
     def html(self) -> str:
         """Return the page."""
-        return rendered(
-            "page.html.j2", self.data(), "page.js", page=self, views=self.views, all_parts=every_part(self.views)
-        )  # fmt: skip
+        views, runs = self.views, [run.data for run in self.runs]
+        data = {"runs": runs, "compared": {} if self.comparison is None else comparison_figures(views)}
+        return rendered("page.html.j2", data, "page.js", page=self, views=views, all_parts=every_part(views))
 
 
 @dataclass(frozen=True)
@@ -204,20 +199,16 @@ def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
     """Return everything but the figures; `most_curves` heads have curves, those with the largest total power."""
     data: dict[str, Any] = {
         "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
-        "names": view.names, "windows": view.record.calibration.windows, "heads": _heads(view),
+        "names": view.summary.layer_names, "windows": view.record.calibration.windows,
         "curves": _curves(view, most_curves), "origin": _origin(view),
     }  # fmt: skip
-    return plain(data)  # type: ignore[no-any-return]
-
-
-def _heads(view: RunView) -> dict[str, Any]:
-    """`numbers` is float64 [column, layer, head, (value, low, high)]."""
     columns = view.head_columns
-    return {
+    data["heads"] = {  # numbers: float64 [column, layer, head, (value, low, high)]
         "shape": list(view.existing.shape), "heads": view.existing.sum(-1).tolist(),
         "columns": [list(key) for key in columns],
         "numbers": packed(np.stack([_ends(cells, -1) for cells in columns.values()]), "<f8"),
     }  # fmt: skip
+    return plain(data)  # type: ignore[no-any-return]
 
 
 def _curves(view: RunView, most: int) -> dict[str, Any]:

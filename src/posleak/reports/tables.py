@@ -118,7 +118,7 @@ def _trace_by_layer(view: RunView) -> Rows:
     for k, upto in enumerate(ladder.upto):
         labels = {"lent_up_to": upto, "call": None, "quantity": "power", "unit": POWER_UNIT}
         yield LabelledEstimate(ladder.mean[k], labels)
-        for call in range(len(view.names)):
+        for call in range(len(view.summary.layer_names)):
             yield LabelledEstimate(ladder.left[k, call], labels | {"call": call})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -82,7 +82,7 @@ class RunView:
     claims: tuple[ClaimResult, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     show_metrics: bool = True
 
     @property
@@ -152,16 +152,6 @@ class RunView:
     def sources(self) -> tuple[str, ...]:
         """Names of the sources; empty without a trace."""
         return () if self.trace is None else SOURCES
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the attention calls."""
-        return self.summary.layer_names
-
-    @property
-    def places(self) -> Array:
-        """Coordinates of the attention calls on an axis of layers."""
-        return self.summary.places
 
     @cached_property
     def existing(self) -> Array:
