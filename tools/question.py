@@ -24,7 +24,7 @@ from posleak.arrays import Array
 from posleak.axes import PARTS, PROMPT
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import products
-from posleak.reports.terminal.trace import trace_tables
+from posleak.reports.terminal.run import trace_tables
 from posleak.runs.run import Run, split
 from posleak.show.colours import LIGHT, LINE
 from posleak.show.lines import PlainConsole

@@ -35,14 +35,9 @@ from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
 from posleak.reports.compare import as_table, compare
-from posleak.reports.terminal.advice import advice_tables
-from posleak.reports.terminal.claims import claims_tables
-from posleak.reports.terminal.doctor import doctor_tables
-from posleak.reports.terminal.models import models_tables
-from posleak.reports.terminal.origin import origin_tables
-from posleak.reports.terminal.profile import profile_table
-from posleak.reports.terminal.run import run_tables
-from posleak.reports.terminal.trace import trace_tables
+from posleak.reports.terminal.claims import advice_tables, claims_tables
+from posleak.reports.terminal.model import doctor_tables, models_tables, origin_tables
+from posleak.reports.terminal.run import profile_table, run_tables, trace_tables
 from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run

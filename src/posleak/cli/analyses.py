@@ -135,7 +135,7 @@ def trace_command(
                 subject, **spec, by_layer=by_layer, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
                 progress=status,
             )  # fmt: skip
-    from posleak.reports.terminal.trace import trace_tables
+    from posleak.reports.terminal.run import trace_tables
 
     present(trace, trace_tables, as_json, spent.as_dict(trace.borrowed.record.memory.total))
 
@@ -169,7 +169,7 @@ def origin_command(
     subject = model.load(max_memory=max_memory, **spec)
     with spoken_warnings(), working("position 0") as status:
         origin = posleak.origin(subject, **spec, tokens=tokens, max_memory=max_memory, progress=status)
-    from posleak.reports.terminal.origin import origin_tables
+    from posleak.reports.terminal.model import origin_tables
 
     present(origin, origin_tables, as_json)
     raise typer.Exit(SUCCESS if origin.closure.ok else FAILED)
@@ -260,7 +260,7 @@ def advise_command(
             subject, **spec, groups=groups or GROUPS, edits=edits or (), out=folder, root=RUNS, fresh=fresh,
             max_memory=max_memory, progress=status,
         )  # fmt: skip
-    from posleak.reports.terminal.advice import advice_tables
+    from posleak.reports.terminal.claims import advice_tables
 
     present(advice, advice_tables, as_json)
 
@@ -288,7 +288,7 @@ def doctor_command(
     subject = model.load(max_memory=max_memory, **spec)
     with spoken_warnings(), working("checking") as status:
         diagnosis = posleak.doctor(subject, **spec, max_memory=max_memory, progress=status)
-    from posleak.reports.terminal.doctor import doctor_tables
+    from posleak.reports.terminal.model import doctor_tables
 
     present(diagnosis, doctor_tables, as_json)
     raise typer.Exit(DOCTOR_STATUSES[diagnosis.verdict.value])
@@ -301,7 +301,7 @@ def models_command(as_json: Json = False) -> None:
     Example: `posleak models`
     """
     from posleak.models import builtin
-    from posleak.reports.terminal.models import models_tables
+    from posleak.reports.terminal.model import models_tables
 
     models = list(builtin.list_models())
     if as_json:

@@ -124,7 +124,7 @@ def present(
     for item in tables(result):
         out.print(item)
     if profile is not None:
-        from posleak.reports.terminal.profile import profile_table
+        from posleak.reports.terminal.run import profile_table
 
         out.print(profile_table(profile))
 
