@@ -34,8 +34,7 @@ from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
-from posleak.reports.compare import compare
-from posleak.reports.formats import as_table
+from posleak.reports.compare import as_table, compare
 from posleak.reports.terminal.claims import advice_tables, claims_tables
 from posleak.reports.terminal.model import doctor_tables, models_tables, origin_tables
 from posleak.reports.terminal.run import profile_table, run_tables, trace_tables
@@ -43,8 +42,7 @@ from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.show.console import PlainConsole
-from posleak.show.lines import broken
+from posleak.show.lines import PlainConsole, broken
 from posleak.show.terminal import FittedTable, TableCell, table
 from posleak.sweeps.cells import Cell, Guess
 from posleak.sweeps.collect import BalanceRow, BalanceTable

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from posleak import defaults
 from posleak._version import __version__
 from posleak.errors import PosleakWarning
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from posleak.show.streams import OUT, is_unicode, writing_to
 from posleak.text import visible, visible_json
 
