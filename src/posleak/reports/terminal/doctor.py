@@ -14,8 +14,8 @@ from posleak.show.numbers import NAN
 from posleak.show.terminal import table
 
 if TYPE_CHECKING:
-    from posleak.analyses.doctor.check import Check
     from posleak.analyses.doctor.doctor import Diagnosis
+    from posleak.analyses.doctor.laws import Check
 
 VERDICT_STYLES = {"sound": "green", "by design": "yellow", "wrong": "red"}
 MARKS = {
