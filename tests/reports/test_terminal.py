@@ -26,8 +26,8 @@ from posleak.analyses.advise.effects import advise
 from posleak.analyses.claims.catalogue import ClaimResult, registry
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.finding import Finding
-from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis
+from posleak.analyses.doctor.laws import Check
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.cli.sweep import balance_tables, plan_table, summary

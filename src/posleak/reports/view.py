@@ -14,7 +14,7 @@ from jaxtyping import Int64
 from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.finding import Edited
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.store import StoredOrigin
+from posleak.analyses.origin.origin import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array
 from posleak.axes import EARLY, HEAD, LAYER, LEFT, PARTS, PROMPT, SCALING

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.analyses.origin.store import read_origin, write_origin
+from posleak.analyses.origin.origin import read_origin, write_origin
 from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed

@@ -13,12 +13,10 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.directions import pair_cosines
-from posleak.analyses.origin.fingerprint import written
-from posleak.analyses.origin.origin import Origin, origin
-from posleak.analyses.origin.projection import projections
+from posleak.analyses.origin.fingerprint import projections, written
+from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
+from posleak.analyses.origin.portrait import pair_cosines
 from posleak.analyses.origin.states import alone
-from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.defaults import ORIGIN_TOKENS

@@ -17,8 +17,7 @@ from posleak.analyses.claims import catalogue
 from posleak.analyses.claims.finding import Detail, Finding, Kept, Side
 from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.explicit import RECURRENT, first_entrance
-from posleak.analyses.doctor.passes import SHIFT
+from posleak.analyses.doctor.passes import RECURRENT, SHIFT, first_entrance
 from posleak.analyses.origin.reading import reader_counts
 from posleak.analyses.origin.states import closure, states
 from posleak.analyses.trace.trace import BORROWED
