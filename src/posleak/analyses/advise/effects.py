@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import SCALING
 from posleak.defaults import PROMPTS, TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable

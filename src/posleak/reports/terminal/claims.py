@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import EARLY, SCALING
 from posleak.papers import by_paper
 from posleak.runs.loss import LOSS_SPANS, LOSS_UNIT
