@@ -110,7 +110,7 @@ class Advice:
         front = [
             (loss, effect)
             for effect, (leakage, loss) in lower
-            if not any(_dominates(other, (leakage, loss)) for _, other in lower)
+            if not any(a <= leakage and b <= loss and (a, b) != (leakage, loss) for _, (a, b) in lower)
         ]
         return [effect for _, effect in sorted(front, key=lambda pair: pair[0])]
 
@@ -193,10 +193,6 @@ def _changes(effect: Effect) -> tuple[float, float]:
     return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
 
 
-def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one[0] <= other[0] and one[1] <= other[1] and one != other
-
-
 @checked
 def advise(
     subject: AnyModel,
@@ -261,17 +257,13 @@ def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
         try:
             runs[setting] = conditions.run(*setting.edits)
         except (NoEffectError, UnsupportedError) as error:
-            left_out[setting.name] = _why(error)
+            left_out[setting.name] = error.what if error.got is None else f"{error.what} ({error.got})"
         except Exception as error:
             if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
             left_out[setting.name] = f"the model fails with it: {one_line(error)}"
     level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
-
-
-def _why(error: PosleakError) -> str:
-    return error.what if error.got is None else f"{error.what} ({error.got})"
 
 
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
