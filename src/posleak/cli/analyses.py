@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,14 +28,18 @@ DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 
 
 def _computed(
-    function: Callable[..., Any], model: ModelRequest, spec: dict[str, Any], *, text: str, profile: bool = False,
+    function: str, model: ModelRequest, spec: dict[str, Any], *, text: str, profile: bool = False,
     max_memory: str | None, **more: Any,
 ) -> tuple[Any, TimeProfile]:  # fmt: skip
-    """Load the model and call a public function on it with a status line; return the result and its profile."""
+    """Load the model and call a public function on it with a status line; return the result and its profile.
+
+    function    its name: to look it up imports torch, and `load` rejects an invalid call before that
+    """
     with TimeProfile(profile) as spent:
         subject = model.load(max_memory=max_memory, **spec)
         with spent.measuring(subject), spoken_warnings(), working(text) as status:
-            return function(subject, **spec, **more, max_memory=max_memory, progress=status), spent
+            result = getattr(posleak, function)(subject, **spec, **more, max_memory=max_memory, progress=status)
+    return result, spent
 
 
 @model_command("measure")
@@ -119,7 +123,7 @@ def trace_command(
         "metrics": metrics,
     }  # fmt: skip
     trace, spent = _computed(
-        posleak.trace, model, spec, text="trace", profile=profile, max_memory=max_memory, by_layer=by_layer,
+        "trace", model, spec, text="trace", profile=profile, max_memory=max_memory, by_layer=by_layer,
         out=folder, root=defaults.RUNS, fresh=fresh,
     )  # fmt: skip
     from posleak.reports.terminal.run import trace_tables
@@ -153,7 +157,7 @@ def origin_command(
 
     spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos, "batch": batch}
     require_between("tokens", tokens, 2)
-    origin, _ = _computed(posleak.origin, model, spec, text="position 0", max_memory=max_memory, tokens=tokens)
+    origin, _ = _computed("origin", model, spec, text="position 0", max_memory=max_memory, tokens=tokens)
     from posleak.reports.terminal.model import origin_tables
 
     present(origin, origin_tables, as_json)
@@ -192,7 +196,7 @@ def claims_command(
     spec: dict[str, Any] = {"inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed}
     named_papers(paper)
     claims, spent = _computed(
-        posleak.claims, model, spec, text="claims", profile=profile, max_memory=max_memory, paper=paper, out=folder,
+        "claims", model, spec, text="claims", profile=profile, max_memory=max_memory, paper=paper, out=folder,
         root=defaults.RUNS, fresh=fresh,
     )  # fmt: skip
     from posleak.reports.terminal.claims import claims_tables
@@ -271,7 +275,7 @@ def doctor_command(
     Example: `posleak doctor smollm2-135m`
     """
     spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos}
-    diagnosis, _ = _computed(posleak.doctor, model, spec, text="checking", max_memory=max_memory)
+    diagnosis, _ = _computed("doctor", model, spec, text="checking", max_memory=max_memory)
     from posleak.reports.terminal.model import doctor_tables
 
     present(diagnosis, doctor_tables, as_json)
