@@ -106,11 +106,12 @@ class Advice:
     @property
     def pareto_front(self) -> list[Effect]:
         """The settings that lower leakage and are not dominated in leakage and loss by another one, by loss."""
-        lower = [(effect, _changes(effect)) for effect in self.effects if effect.direction("total") < 0]
+        lower = [effect for effect in self.effects if effect.direction("total") < 0]
+        changes = [(float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)) for effect in lower]
         front = [
             (loss, effect)
-            for effect, (leakage, loss) in lower
-            if not any(a <= leakage and b <= loss and (a, b) != (leakage, loss) for _, (a, b) in lower)
+            for effect, (leakage, loss) in zip(lower, changes, strict=True)
+            if not any(a <= leakage and b <= loss and (a, b) != (leakage, loss) for a, b in changes)
         ]
         return [effect for _, effect in sorted(front, key=lambda pair: pair[0])]
 
@@ -186,11 +187,6 @@ def _group(directions: tuple[int, int] | None) -> str:
 
 
 STORED_ADVICE = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
-
-
-def _changes(effect: Effect) -> tuple[float, float]:
-    """Return the changes of leakage and loss."""
-    return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
 
 
 @checked

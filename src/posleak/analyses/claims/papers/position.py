@@ -243,12 +243,16 @@ REPLACEMENTS = {
 }
 
 
+def _replacing(edit: str, about: str) -> catalogue.Test:
+    return lambda lab: replacement(lab, edit, about)
+
+
 for _name, (_edit, _what, _about) in REPLACEMENTS.items():
     claim(
         8, f"bos.{_name}", _about, f"Replacing the BOS by {_what} removes residual leakage at early queries.",
         f"{_edit}: 1 − residual power after / before at queries before 32, mean over layers and heads, paired "
         "(the paper reports 40% on Llama-3.2-3B under its own protocol)",
-    )(lambda lab, edit=_edit, about=_about: replacement(lab, edit, about))  # fmt: skip
+    )(_replacing(_edit, _about))  # fmt: skip
 
 
 @claim(
