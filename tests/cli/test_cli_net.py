@@ -396,11 +396,11 @@ def test_a_broken_installation_is_a_message(shell: Shell) -> None:
 
 WAITING = """\
 import time
-import posleak.models.loading as loading
+import posleak.models.subject as subject
 def load(name, progress, **options):
     progress("reading [/x]\\x1b]0;title\\x07 now")
     time.sleep(60)
-loading.load = load
+subject.load = load
 """
 WAITING_LIGHTLY = "import time\nfrom posleak.cli.app import working\n" + FAULT.format(
     "with working('reading now'): time.sleep(60)"

@@ -17,7 +17,7 @@ from typing import Any
 
 from posleak.errors import PosleakError
 from posleak.files import read_regular
-from posleak.models import builtin, weights
+from posleak.models import builtin, pretrained
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.spec import TOKENS_AT_ONCE
@@ -87,7 +87,7 @@ def shape_of(model: str) -> ModelSizes | None:
     with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
         config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
-        headers = weights.read_headers(folder, allow_pickle=True)
+        headers = pretrained.read_headers(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
         inner = config.get("intermediate_size") or 4 * width
         return ModelSizes(
