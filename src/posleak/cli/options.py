@@ -156,9 +156,6 @@ def _signature(command: Callable[..., None]) -> inspect.Signature:
         options[key] = (Annotated[kind, option], False if kind is bool else None)
     if json is not None:
         options["as_json"] = json
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in options.items()
-        ]
-    )
+    named_only = inspect.Parameter.KEYWORD_ONLY
+    made = (inspect.Parameter(name, named_only, annotation=a, default=d) for name, (a, d) in options.items())
+    return inspect.Signature(list(made))
