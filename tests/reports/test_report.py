@@ -20,9 +20,8 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
-from posleak.analyses.claims.catalogue import REGISTRY, claim
+from posleak.analyses.claims.catalogue import REGISTRY, Finding, claim
 from posleak.analyses.claims.examination import claims
-from posleak.analyses.claims.finding import Finding
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.cli.commands import app

@@ -17,7 +17,7 @@ import posleak as pl
 from benchmarks import bench
 from posleak.analyses.origin.origin import origin
 from posleak.cli.commands import app
-from posleak.cli.profile import TimeProfile
+from posleak.cli.progress import TimeProfile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.reports.collected import gather_sweep

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from posleak.analyses.claims.finding import Kept
+from posleak.analyses.claims.catalogue import Kept
 from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array

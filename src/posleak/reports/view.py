@@ -11,8 +11,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import ClaimResult
-from posleak.analyses.claims.finding import Edited
+from posleak.analyses.claims.catalogue import ClaimResult, Edited
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
