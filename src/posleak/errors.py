@@ -12,14 +12,25 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 from posleak.axes import MIN_LENGTH
 from posleak.text import one_line
 
-OUT_OF_MEMORY = re.compile(r"out of memory|not enough memory|can(?:no|')t allocate memory|bad[_ ]alloc", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(r"(out of|not enough|allocate) memory|unable to allocate|bad[_ ]alloc", re.IGNORECASE)
 """Messages of failed allocations. On a CPU, torch raises a plain RuntimeError with such a message."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+FETCH_AGAIN = "fetch the file again; an interrupted download or a damaged disk looks like this"
+USE_LESS_MEMORY = "load it with dtype bfloat16, spread it with device_map='auto', or use a smaller model"
+_SYSTEM_REMEDIES: dict[int | None, str] = {
+    errno.EACCES: "make it readable for you",
+    errno.EPERM: "make it readable for you",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class PosleakError(Exception):
@@ -111,11 +122,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "known names: " + ", ".join(known)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, in Python, the operating system or torch."""
+def is_out_of_memory(error: BaseException, kind: type[BaseException] = RuntimeError) -> bool:
+    """Return whether an allocation failed; errors of a `kind` may state it in their message only, as torch's do."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(one_line(error, 10_000)) is not None
+    return isinstance(error, kind) and OUT_OF_MEMORY.search(one_line(error, 10_000)) is not None
 
 
 def is_recoverable(error: Exception) -> bool:
@@ -139,3 +150,47 @@ def resource_error(error: BaseException, stream: str | None = None) -> PosleakEr
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     reason = error.strerror if error.errno is not None and error.strerror else one_line(error)
     return PosleakError("I/O error", where=" -> ".join(names) or stream, got=reason)
+
+
+@contextmanager
+def translate_errors(what: str, where: str | Path | Callable[[], Path], remedy: str) -> Iterator[None]:
+    """Turn any error of a library about a model's files into a ModelError, or a TooLargeError if memory ran out.
+
+    transformers, tokenizers, gguf, safetensors and torch raise almost anything about a damaged file: OSError and
+    ValueError, but also TypeError, ZeroDivisionError, plain Exception, and Rust panics, which are not Exceptions.
+    `where` may be a function that looks for the damaged file. posleak's own errors and interruptions pass unchanged.
+    """
+    try:
+        yield
+    except PosleakError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        remedy = _SYSTEM_REMEDIES.get(errno_of(error), remedy)
+        if is_disk_full(error):
+            what, remedy = "the disk is full", "free some space on it"
+        kind: type[ModelError] = ModelError
+        if any(is_out_of_memory(cause, BaseException) for cause in _causes(error)):
+            kind, what, remedy = TooLargeError, "memory ran out while the model was read", USE_LESS_MEMORY
+        place = str(where() if callable(where) else where)
+        raise kind(what, where=place, got=one_line(error), remedy=remedy) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield the error and its chain of causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the system's error number; Rust libraries only write it into their message."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    return any(errno_of(cause) in DISK_FULL for cause in _causes(error))

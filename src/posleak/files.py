@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NoReturn, TypeVar
 
-from posleak.errors import BusyError, PosleakError, RunError, StorageError
+from posleak.errors import DISK_FULL, BusyError, PosleakError, RunError, StorageError
 from posleak.text import format_bytes, one_line
 from posleak.typed import from_json, plain
 
@@ -47,7 +47,6 @@ MAX_JSON = 1 << 26
 MAX_NAME = 200
 """Number of characters of a file's name that are part of the name of its temporary file."""
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
@@ -358,10 +357,8 @@ def read_json(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def _read_bytes(path: Path, remedy: str) -> bytes:
-    try:
+    with translate_read_errors(path, remedy):
         return read_regular(path)
-    except OSError as error:
-        raise _corrupt(path, error, remedy) from error
 
 
 def _read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:

@@ -34,6 +34,11 @@ def _escaped(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
+def escape_surrogates(name: str) -> str:
+    """Return the name with bytes that are not UTF-8 escaped, so that it can be written to a file."""
+    return re.sub("[\ud800-\udfff]", lambda match: _escaped(ord(match[0])), name)
+
+
 def visible_json(text: str) -> str:
     """Return equivalent JSON in which the characters that `visible` escapes are written as JSON escapes."""
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -17,7 +17,7 @@ import pytest
 import posleak as pl
 from posleak.analyses.claims.examination import FINDINGS, claims
 from posleak.analyses.claims.lab import Lab
-from posleak.analyses.origin.store import read_origin
+from posleak.analyses.origin.origin import read_origin
 from posleak.errors import RunError, StorageError
 from posleak.models import Subject
 from posleak.runs.run import Run
@@ -141,6 +141,7 @@ def test_leftovers_of_a_killed_process_are_removed(folder: Path, llama: Subject,
     assert theirs.exists()
 
 
+@pytest.mark.nightly
 def test_killed_in_the_middle_nothing_finished_is_measured_again(tmp_path: Path) -> None:
     """Three processes: one is killed inside its third condition, one goes on, one was never disturbed."""
     model, out, whole = tmp_path / "model", tmp_path / "run", tmp_path / "whole"

@@ -23,11 +23,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import posleak
-from posleak.errors import ModelError, StorageError, TooLargeError
+from posleak.errors import ModelError, StorageError, TooLargeError, translate_errors
 from posleak.models import (
     Identity,
     Subject,
-    bounds,
     cache as caching,
     checkpoints,
     configs,
@@ -37,9 +36,8 @@ from posleak.models import (
     memory,
     pretrained,
 )
-from posleak.models.library_errors import translate_errors
-from posleak.models.loading import _to_stderr
 from posleak.models.sources import _licence
+from posleak.models.subject import _to_stderr
 from posleak.typed import from_json, plain
 from support.inputs_subject import byte_tokenizer
 from support.models_tiny import WORDS, edit_config, logits, save, tiny, write_gguf
@@ -933,4 +931,4 @@ def test_messages_and_names_cannot_command_the_terminal(capsys: pytest.CaptureFi
 def test_bounds_leave_real_models_alone() -> None:
     deepseek = {"num_hidden_layers": 61, "n_routed_experts": 256, "max_position_embeddings": 163_840}
     quantised = {"quantization_config": {"ignore": [f"model.layers.{n}.mlp" for n in range(20_000)]}}
-    bounds.require_plausible(Path("config.json"), {**deepseek, **quantised, "eos_token_id": [151_645, 262_143]})
+    memory.require_plausible(Path("config.json"), {**deepseek, **quantised, "eos_token_id": [151_645, 262_143]})

@@ -35,8 +35,14 @@ same_version = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore")  # of 189 foreign models
 
 
+DAILY = families()[::4]
+"""Families that every test run examines; `make nightly` examines all."""
+
+
 @same_version
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "family", [family if family in DAILY else pytest.param(family, marks=pytest.mark.nightly) for family in families()]
+)
 def test_the_page_is_true(family: str) -> None:
     row = examine_family(family)
     if row.status == NOT_BUILT and WRITTEN[family][1] != NOT_BUILT:

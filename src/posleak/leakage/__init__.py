@@ -1,25 +1,13 @@
 """Leakage: the parts of rows of logits; powers and shares with intervals; contrasts with a baseline; table rows."""
 
-from .contrast import Contrast as Contrast
-from .dataset import assemble as assemble, component as component, components as components
-from .sampled import (
-    MIN_PROMPTS as MIN_PROMPTS,
-    Estimate as Estimate,
-    Jackknife as Jackknife,
-    Sampled as Sampled,
-    combined as combined,
-)
-from .split import (
-    AttentionObserver as AttentionObserver,
-    LeakageObserver as LeakageObserver,
-    Parts as Parts,
-    split as split,
-)
-from .summary import (
-    Summary as Summary,
-    by_head as by_head,
-    narrow_layers as narrow_layers,
-    sink_width as sink_width,
-    summarise as summarise,
-    tidy as tidy,
-)
+from .contrast import Contrast
+from .dataset import assemble, component, components
+from .sampled import MIN_PROMPTS, Estimate, Jackknife, Sampled, combined
+from .split import AttentionObserver, LeakageObserver, Parts, split
+from .summary import Summary, by_head, narrow_layers, sink_width, summarise, tidy
+
+__all__ = [
+    "MIN_PROMPTS", "AttentionObserver", "Contrast", "Estimate", "Jackknife", "LeakageObserver", "Parts", "Sampled",
+    "Summary", "assemble", "by_head", "combined", "component", "components", "narrow_layers", "sink_width", "split",
+    "summarise", "tidy",
+]  # fmt: skip

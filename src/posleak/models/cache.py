@@ -23,10 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from posleak.errors import ModelError, PosleakError, StorageError
+from posleak.errors import ModelError, PosleakError, StorageError, errno_of, translate_errors
 from posleak.files import Sealed, file_lock, flush, write_remedy
 from posleak.models import hashing
-from posleak.models.library_errors import errno_of, translate_errors
 from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
@@ -144,29 +143,25 @@ class ConversionManifest:
 MANIFEST = Sealed("posleak model", CONVERTER_VERSION, ConversionManifest, "delete its folder and load the model again")
 
 
-def file_contents(folder: Path) -> dict[str, FileContent]:
-    """Return size and hash of every file of the folder except the manifest."""
-    sizes = _sizes(folder)
-    return {name: FileContent(sizes[name], hashing.file_sha256(folder / name)) for name in sizes}
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of all files by relative path, except the manifest and hidden files, which file managers add."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    return {name: size for name, size in sizes.items() if name != MANIFEST_FILE}
 
 
-def read_manifest(folder: Path) -> ConversionManifest | None:
-    """Return the manifest of a folder that this converter wrote; None if there is no valid one."""
+def read_manifest(folder: Path, gguf_sha256: str | None = None) -> ConversionManifest | None:
+    """Return the manifest of a folder that was converted from the file with this hash; None if it is invalid."""
     try:
-        return MANIFEST.read(folder / MANIFEST_FILE) if (folder / MANIFEST_FILE).is_file() else None
+        manifest = MANIFEST.read(folder / MANIFEST_FILE) if (folder / MANIFEST_FILE).is_file() else None
     except (PosleakError, OSError):
         return None
-
-
-def find_manifest(folder: Path, gguf_sha256: str) -> ConversionManifest | None:
-    """Return the manifest if it is valid and the model was converted from the file with this hash."""
-    manifest = read_manifest(folder)
-    return manifest if manifest is not None and manifest.gguf_sha256 == gguf_sha256 else None
+    return manifest if manifest is not None and gguf_sha256 in (None, manifest.gguf_sha256) else None
 
 
 def wrong_sizes(folder: Path, manifest: ConversionManifest) -> dict[str, str]:
     """Return what is wrong with the files, by name, judging from names and sizes only."""
-    sizes = _sizes(folder)
+    sizes = file_sizes(folder)
     wrong = {name: "a file that conversion did not write" for name in sizes if name not in manifest.files}
     for name, content in manifest.files.items():
         if sizes.get(name) != content.bytes:
@@ -187,13 +182,6 @@ def require_hashes(folder: Path, manifest: ConversionManifest, hashes: Mapping[s
     for name, digest in hashes.items():
         if digest != manifest.files[name].sha256:
             raise _changed(folder, name, f"sha256 {digest}", f"sha256 {manifest.files[name].sha256}")
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes of all files by relative path, except the manifest and hidden files, which file managers add."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    kept = {name: path for name, path in paths.items() if name != MANIFEST_FILE and not path.name.startswith(".")}
-    return {name: path.stat().st_size for name, path in kept.items()}
 
 
 def _changed(folder: Path, name: str, got: str, expected: str) -> ModelError:

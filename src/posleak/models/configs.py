@@ -1,4 +1,4 @@
-"""Read configs, and reject models that posleak must not load before their weights are read.
+"""Read configs and tokenizers, and reject models that posleak must not load before their weights are read.
 
 Parts of a folder that could run code, or fetch it from a hub, are rejected or removed:
 
@@ -8,6 +8,8 @@ quantization_config      some methods fetch kernels when they compute: only with
 adapter_config.json      names another model as its base, and changes this one if peft is installed: rejected
 transformers_weights     names other weights than those that are hashed: rejected
 tokenizer_class          may name any class of transformers, even a model: it must be a tokenizer class
+
+A tokenizer is optional: measurements on random tokens need none.
 """
 
 from __future__ import annotations
@@ -17,26 +19,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError, did_you_mean
+from posleak.errors import FETCH_AGAIN, ModelError, did_you_mean, translate_errors
 from posleak.files import read_regular
-from posleak.models import bounds, pretrained
+from posleak.models import memory, pretrained
 from posleak.models.identity import SIBLING_MODEL_TYPE, windows
-from posleak.models.library_errors import FETCH_AGAIN, escape_surrogates, translate_errors
+from posleak.text import escape_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-ADAPTER_FILE = "adapter_config.json"
 KERNEL_METHODS = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp4")
 """Quantisation methods for which transformers fetches kernels if the package `kernels` is installed."""
 TRUST_OPTION = "pass --trust-remote-code (trust_remote_code=True)"
+PATTERNS = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "spiece.model", "sentencepiece*.model", "tekken.json")
+"""Any of these files means that the folder has a tokenizer."""
+EXTRA_PATTERNS = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
+"""Other files that transformers reads for a tokenizer."""
+TOKENIZER_REMEDY = "repair them, install the package that the message names, or remove them to measure without text"
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Return the folder's config; raise unless it is a decoder-only model that needs no untrusted code."""
     path = folder / "config.json"
     with translate_errors("config.json cannot be read as a model's config", path, f"correct it, or {FETCH_AGAIN}"):
-        _require_no_adapter(folder)
+        if (adapter := folder / "adapter_config.json").exists():
+            raise ModelError(
+                "the folder holds an adapter, which is a change to another model", where=str(adapter),
+                expected="a complete model",
+                remedy="merge it into its base model (peft: merge_and_unload), and save that",
+            )  # fmt: skip
         if not path.is_file():
             raise ModelError(
                 "the folder holds no model", where=str(folder), got="no config.json",
@@ -44,7 +55,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
                 remedy="name the folder that holds config.json, or a .gguf file, or a hub id",
             )  # fmt: skip
         raw = read_json_object(path)
-        bounds.require_plausible(path, raw)
+        memory.require_plausible(path, raw)
         _require_harmless(path, raw, trust_remote_code)
         _require_native_or_trusted(folder, raw, trust_remote_code)
         config = parse_config(folder, trust_remote_code=trust_remote_code)
@@ -70,9 +81,9 @@ def parse_config(folder: Path, *, trust_remote_code: bool = False, gguf_file: st
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return a JSON file of limited size as a dict."""
-    bounds.require_max_size(path, bounds.MAX_CONFIG)
+    memory.require_max_size(path, memory.MAX_CONFIG)
     try:
-        raw = json.loads(read_regular(path, bounds.MAX_CONFIG))
+        raw = json.loads(read_regular(path, memory.MAX_CONFIG))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not JSON", where=str(path), got=error, remedy=FETCH_AGAIN) from error
     if not isinstance(raw, dict):
@@ -133,16 +144,10 @@ def _not_a_decoder(folder: Path, got: str) -> ModelError:
     )  # fmt: skip
 
 
-def _require_no_adapter(folder: Path) -> None:
-    if (folder / ADAPTER_FILE).exists():
-        raise ModelError(
-            "the folder holds an adapter, which is a change to another model", where=str(folder / ADAPTER_FILE),
-            expected="a complete model", remedy="merge it into its base model (peft: merge_and_unload), and save that",
-        )  # fmt: skip
-
-
 def _require_harmless(path: Path, raw: dict[str, Any], trust_remote_code: bool) -> None:
     """Reject keys of config.json that name other weights, code on a hub, or kernels."""
+    from transformers.utils.import_utils import is_kernels_available
+
     if raw.get("transformers_weights") is not None:
         raise ModelError(
             "the config names its weights itself, and they would not be the ones that are hashed", where=str(path),
@@ -151,17 +156,22 @@ def _require_harmless(path: Path, raw: dict[str, Any], trust_remote_code: bool) 
         )  # fmt: skip
     if trust_remote_code:
         require_local_code(path, raw)
-    elif (method := _kernel_method(raw)) is not None:
+        return
+    configs = [raw, raw.get("text_config")]
+    stated = [config.get("quantization_config") for config in configs if isinstance(config, dict)]
+    methods = [item.get("quant_method") for item in stated if isinstance(item, dict)]
+    fetched = [method for method in methods if method in KERNEL_METHODS]
+    if fetched and is_kernels_available():
         raise ModelError(
             "transformers would fetch compiled code from a hub for these quantised weights", where=str(path),
-            got=f"quant_method {method!r}", expected="weights that need no kernels from a hub",
+            got=f"quant_method {fetched[0]!r}", expected="weights that need no kernels from a hub",
             remedy=f"use unquantised weights, uninstall the package kernels, or {TRUST_OPTION}",
         )  # fmt: skip
 
 
 def require_local_code(path: Path, raw: dict[str, Any]) -> None:
     """Reject code outside the folder (`org/name--module`): trusted code must be readable and hashed."""
-    foreign = [reference for reference in _strings(raw.get("auto_map")) if "--" in reference]
+    foreign = [text for text in _nested(raw.get("auto_map")) if isinstance(text, str) and "--" in text]
     if foreign:
         raise ModelError(
             "the model names code in another repository, which is not run", where=str(path), got=foreign[0],
@@ -170,50 +180,33 @@ def require_local_code(path: Path, raw: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in nested lists and dicts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
-
-
-def _kernel_method(raw: dict[str, Any]) -> str | None:
-    """Return the quantisation method if transformers would fetch kernels for it."""
-    from transformers.utils.import_utils import is_kernels_available
-
-    configs = [raw, raw.get("text_config")]
-    stated = [config.get("quantization_config") for config in configs if isinstance(config, dict)]
-    methods = [item.get("quant_method") for item in stated if isinstance(item, dict)]
-    return next((method for method in methods if method in KERNEL_METHODS and is_kernels_available()), None)
-
-
 def disarm(config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
     """Remove what names code from a config and all configs inside it: kernels, and auto_map unless it is trusted."""
-    names = ("fusion_config",) if trust_remote_code else ("fusion_config", "auto_map")
-    for inner in _inner_configs(config):
-        inner._attn_implementation_internal = None
-        inner._experts_implementation_internal = None
-        for name in names:
-            vars(inner).pop(name, None)
-
-
-def _inner_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield the config and all configs inside it."""
     from transformers import PreTrainedConfig
 
-    seen, pending = set[int](), [config]
+    names = ("fusion_config",) if trust_remote_code else ("fusion_config", "auto_map")
+    for inner in _nested(config):
+        if isinstance(inner, PreTrainedConfig):
+            inner._attn_implementation_internal = None
+            inner._experts_implementation_internal = None
+            for name in names:
+                vars(inner).pop(name, None)
+
+
+def _nested(value: Any) -> Iterator[Any]:
+    """Yield a value and all values inside it: items of dicts, lists and tuples, and attributes of configs."""
+    from transformers import PreTrainedConfig
+
+    seen, pending = set[int](), [value]
     while pending:
-        value: Any = pending.pop()
+        value = pending.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, PreTrainedConfig):
-            yield value
-            pending += vars(value).values()
-        elif isinstance(value, dict | list | tuple):
-            pending += value.values() if isinstance(value, dict) else value
+        yield value
+        inner = vars(value) if isinstance(value, PreTrainedConfig) else value
+        if isinstance(inner, dict | list | tuple):
+            pending += inner.values() if isinstance(inner, dict) else inner
 
 
 def require_tokenizer_class(path: Path, name: Any) -> None:
@@ -235,6 +228,59 @@ def ran_local_code(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return any(cls.__module__.startswith("transformers_modules") for cls in classes) or "generate" in vars(model)
 
 
-def code_files(folder: Path) -> list[str]:
-    """Return the relative paths of the folder's Python files."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.is_file())
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's tokenizer."""
+    paths = {path for pattern in (*PATTERNS, *EXTRA_PATTERNS) for path in folder.glob(pattern)}
+    return sorted(path for path in paths if path.is_file())
+
+
+def read_tokenizer(
+    folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Return the folder's tokenizer, or None if it has none. Raise if it has one that cannot be read.
+
+    Huge files are rejected, and settings that name a class of another kind, or code in another repository.
+    """
+    if not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
+        return None
+    from transformers import AutoTokenizer
+
+    what, path = "the folder has tokenizer files that cannot be read", folder / "tokenizer_config.json"
+    with translate_errors(what, lambda: _damaged_file(folder), TOKENIZER_REMEDY), pretrained.offline_transformers():
+        for file in tokenizer_files(folder):
+            memory.require_max_size(file, memory.MAX_TOKENIZER)
+        settings = read_json_object(path) if path.is_file() else {}
+        require_tokenizer_class(path, settings.get("tokenizer_class"))
+        require_tokenizer_class(folder / "config.json", getattr(config, "tokenizer_class", None))
+        if trust_remote_code:
+            require_local_code(path, settings)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), config=config, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        prepended_ids(tokenizer)
+    return tokenizer
+
+
+def _damaged_file(folder: Path) -> Path:
+    """Return the first file that is not valid JSON, or not a valid tokenizer; the folder if there is none."""
+    from tokenizers import Tokenizer
+
+    for path in (path for path in tokenizer_files(folder) if path.suffix == ".json"):
+        try:
+            with translate_errors("", path, ""):
+                json.loads(path.read_bytes())
+                if path.name == "tokenizer.json":
+                    Tokenizer.from_file(str(path))
+        except ModelError:
+            return path
+    return folder
+
+
+def prepended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that the tokenizer puts before a text, found by encoding one with and without special tokens."""
+    with pretrained.silence_transformers():
+        full, bare = (list(tokenizer("The cat sat.", add_special_tokens=s)["input_ids"]) for s in (True, False))
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()

@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError, PosleakWarning
+from posleak.errors import ModelError, PosleakWarning, is_disk_full, translate_errors
 from posleak.models import cache as caching, gguf_file, hashing, memory, pretrained
-from posleak.models.bounds import require_backed_by_files
 from posleak.models.builtin import OnStatus
-from posleak.models.configs import parse_config
-from posleak.models.library_errors import escape_surrogates, is_disk_full, translate_errors
-from posleak.models.tokenizer import prepended_ids
-from posleak.models.weights import weight_files
+from posleak.models.configs import parse_config, prepended_ids
+from posleak.text import escape_surrogates
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +49,10 @@ class ConversionOrder:
 def convert_once(order: ConversionOrder, cache: Path, on_status: OnStatus) -> Path:
     """Return the converted folder; convert if it is not in the cache. Safe to call from several processes."""
     target = caching.model_folder(cache, order.key)
+    if caching.read_manifest(target, order.gguf_sha256) is not None:
+        return target
     with caching.translate_write_errors(cache), caching.lock(cache, order.key):
-        if caching.find_manifest(target, order.gguf_sha256) is None:
+        if caching.read_manifest(target, order.gguf_sha256) is None:  # another process may have converted it meanwhile
             caching.require_disk_space(cache, order.disk_bytes, order.name)
             with caching.workspace(cache, order.key) as workspace:
                 finished = _convert_in(workspace, order, on_status)
@@ -66,8 +65,7 @@ def convert_file(path: Path, cache: Path, on_status: OnStatus, *, verify: bool =
     disk_bytes = 4 * gguf_file.read_header(path).elements  # before hashing, which takes half a minute for 10 GB
     digest = hashing.file_sha256(path, None if verify else cache)
     order = ConversionOrder(f"gguf-{digest[:24]}", path.name, "gguf", digest, lambda *_: path, disk_bytes)
-    folder = caching.model_folder(cache, order.key)
-    return folder if caching.find_manifest(folder, digest) is not None else convert_once(order, cache, on_status)
+    return convert_once(order, cache, on_status)
 
 
 def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) -> Path:
@@ -79,7 +77,8 @@ def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) ->
     _convert(header, _isolated(gguf, workspace), finished)
     if gguf.is_relative_to(workspace):
         gguf.unlink()
-    files, stated = caching.file_contents(finished), header.fields.get("general.license")
+    stated, sizes = header.fields.get("general.license"), caching.file_sizes(finished)
+    files = {name: caching.FileContent(sizes[name], hashing.file_sha256(finished / name)) for name in sizes}
     record = caching.ConversionManifest(
         name=escape_surrogates(order.name),
         source=order.source,
@@ -87,7 +86,7 @@ def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) ->
         gguf_sha256=order.gguf_sha256,
         quantisation=header.quantisation,
         licence=order.licence or (None if stated is None else str(stated)),
-        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weight_files(finished)}),
+        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in pretrained.weight_files(finished)}),
         files=files,
     )
     caching.MANIFEST.write(finished / caching.MANIFEST_FILE, record)
@@ -113,12 +112,15 @@ def _convert(header: gguf_file.GGUFHeader, gguf: Path, finished: Path) -> None:
 
     with _errors_about(header):
         config = parse_config(gguf.parent, gguf_file=gguf.name)
-        require_backed_by_files(header.path, memory.memory_need(config), header.elements, extra=0)
+        memory.require_backed_by_files(header.path, memory.memory_need(config), header.elements, extra=0)
         gguf_file.require_positions_kept(header, config)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers shows its GGUF bar even if bars are off
             model = pretrained.read_model(gguf.parent, config, dtype=torch.float32, gguf_file=gguf.name)
         savable, before = _savable(model), _ModelState.of(model)
-    _warn_of_dropped(header, model)
+    kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
+    if header.elements > kept:  # such as heads for speculative decoding
+        message = f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements"
+        warnings.warn(message, PosleakWarning, stacklevel=2)
     with pretrained.silence_transformers():
         savable.save_pretrained(str(finished))
     del model, savable  # so that only one copy of a large model is in memory
@@ -140,14 +142,6 @@ def _errors_about(header: gguf_file.GGUFHeader) -> Iterator[None]:
         ) from error
 
 
-def _warn_of_dropped(header: gguf_file.GGUFHeader, model: PreTrainedModel) -> None:
-    """Warn of elements in the file that the model does not use, such as heads for speculative decoding."""
-    kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
-    if header.elements > kept:
-        message = f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements"
-        warnings.warn(message, PosleakWarning, stacklevel=2)
-
-
 def _savable(model: PreTrainedModel) -> PreTrainedModel:
     """Return a fresh model with the same tensors: transformers refuses to save one that came from GGUF.
 
@@ -165,35 +159,29 @@ def _savable(model: PreTrainedModel) -> PreTrainedModel:
 
 def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> None:
     """Save the file's tokenizer. Warn if transformers cannot read it: random tokens can still be measured."""
+    from transformers import AutoTokenizer
+
     if "tokenizer.ggml.model" not in header.fields:
         return
+    complete = gguf.parent / "tokenizer"
     try:
         with translate_errors("its tokenizer cannot be read", header.path, pretrained.REMEDY):
-            saved = _saved_tokenizer(gguf)
+            with pretrained.offline_transformers():
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                    str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
+                )
+            prepended_ids(tokenizer)
+            for key in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
+                tokenizer.init_kwargs.pop(key, None)
+            tokenizer.save_pretrained(str(complete))
     except ModelError as error:
         if is_disk_full(error):
             raise
         message = f"{header.path}: {error.what} ({error.got}); text inputs will not be possible"
         warnings.warn(message, PosleakWarning, stacklevel=2)
         return
-    for path in saved.iterdir():
+    for path in complete.iterdir():
         os.replace(path, folder / path.name)
-
-
-def _saved_tokenizer(gguf: Path) -> Path:
-    """Save the tokenizer of a GGUF file in a folder of its own, and return the folder."""
-    from transformers import AutoTokenizer
-
-    with pretrained.offline_transformers():
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True
-        )
-    prepended_ids(tokenizer)
-    for key in ("is_local", "local_files_only"):  # would make the tokenizer's hash depend on the machine
-        tokenizer.init_kwargs.pop(key, None)
-    saved = gguf.parent / "tokenizer"
-    tokenizer.save_pretrained(str(saved))
-    return saved
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from posleak.errors import ModelError
-from posleak.models import bounds
-from posleak.models.library_errors import FETCH_AGAIN, translate_errors
+from posleak.errors import FETCH_AGAIN, ModelError, translate_errors
+from posleak.models import memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -165,11 +164,9 @@ class _HeaderReader:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string(MAX_STRING)
-        if kind == _ARRAY:
-            return self.array(self.scalar("I"))
-        _reject(self.path, f"a value of type {kind} at byte {self.position}", "a type of GGUF")
-
-    def array(self, kind: int) -> list[Any] | int:
+        if kind != _ARRAY:
+            _reject(self.path, f"a value of type {kind} at byte {self.position}", "a type of GGUF")
+        kind = self.scalar("I")
         if kind in _SCALARS:
             width = struct.calcsize(_SCALARS[kind])
             items = self.count("items", width)
@@ -191,12 +188,17 @@ class _HeaderReader:
 
     def require_data(self, table: list[tuple[GGUFTensor, int]], alignment: object) -> None:
         """Reject tensors that exceed the file, one by one or in total, and repeated names."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             _reject(self.path, f"general.alignment {alignment!r}", "a small number")
         room = left = self.end - -(-self.position // alignment) * alignment
         names = set[str]()
         for tensor, offset in table:
-            taken = self.bytes_of(tensor)
+            if tensor.kind not in GGMLQuantizationType._value2member_map_:
+                _reject(self.path, f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
+            block, width = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+            taken = -(-tensor.elements // block) * int(width)
             left -= taken
             if taken > room - offset or left < 0 or tensor.name in names:
                 _reject(
@@ -204,14 +206,6 @@ class _HeaderReader:
                     f"tensors of different names that fit into {room} bytes",
                 )  # fmt: skip
             names.add(tensor.name)
-
-    def bytes_of(self, tensor: GGUFTensor) -> int:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        if tensor.kind not in GGMLQuantizationType._value2member_map_:
-            _reject(self.path, f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
-        block, width = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
-        return -(-tensor.elements // block) * int(width)
 
 
 def _require_consistent(header: GGUFHeader) -> None:
@@ -225,7 +219,7 @@ def _require_consistent(header: GGUFHeader) -> None:
             expected=f"{blocks}, the number of blocks in its tensors", remedy=FETCH_AGAIN,
         )  # fmt: skip
     sizes = {key: value for key, value in header.fields.items() if not key.startswith("tokenizer.")}
-    bounds.require_plausible(header.path, sizes)
+    memory.require_plausible(header.path, sizes)
 
 
 def require_positions_kept(header: GGUFHeader, config: PreTrainedConfig) -> None:

@@ -28,14 +28,13 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError, StorageError
+from posleak.errors import ModelError, StorageError, translate_errors
 from posleak.files import read_regular, write_atomically
-from posleak.models.library_errors import translate_errors
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
 CHUNK = 1 << 24
 """Bytes hashed at once: large, since between two chunks a thread waits for the interpreter lock."""
 HEX_DIGITS = frozenset("0123456789abcdef")
+
+PendingHashes = Callable[[], dict[str, str]]
+"""Function that waits for the hashes of files, and returns them by name."""
 
 
 def file_sha256(path: Path, cache: Path | None = None, keep_going: Callable[[], bool] = lambda: True) -> str:
@@ -76,51 +78,45 @@ def joined_sha256(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-class BackgroundHashes:
-    """Hashes of files in a folder, computed in a thread while the caller imports libraries and reads the model.
+@contextlib.contextmanager
+def background_hashes(folder: Path, names: list[str], cache: Path | None = None) -> Iterator[PendingHashes]:
+    """Hash files of a folder in a thread, while the caller imports libraries and reads the model.
 
-    Use it as a context manager. Leaving it early, because the model was rejected, does not wait for the thread.
+    Leaving the block early, because the model was rejected, does not wait for the thread.
     """
+    stopped, pool = threading.Event(), ThreadPoolExecutor(1, "posleak-sha256")
 
-    def __init__(self, folder: Path, names: Iterable[str], cache: Path | None = None) -> None:
-        self.folder, self._names, self._cache = folder, list(names), cache
-        self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(1, "posleak-sha256")
+    def run() -> dict[str, str]:
+        return {name: file_sha256(folder / name, cache, lambda: not stopped.is_set()) for name in names}
 
-    def __enter__(self) -> Self:
-        self._future = self._pool.submit(self._run)
-        return self
+    def result() -> dict[str, str]:
+        with translate_errors("a file of the model cannot be read", folder, "make it readable for you"):
+            return future.result()
 
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._pool.shutdown(wait=False)
-
-    def _run(self) -> dict[str, str]:
-        paths = {name: self.folder / name for name in self._names}
-        return {name: file_sha256(paths[name], self._cache, lambda: not self._stopped.is_set()) for name in paths}
-
-    def result(self) -> dict[str, str]:
-        """Wait for the thread, and return the hashes by name."""
-        with translate_errors("a file of the model cannot be read", self.folder, "make it readable for you"):
-            return self._future.result()
+    future = pool.submit(run)
+    try:
+        yield result
+    finally:
+        stopped.set()
+        pool.shutdown(wait=False)
 
 
-def confirm_hashes(hashes: BackgroundHashes, cache: Path, checksum: str, conditions: str) -> dict[str, str]:
-    """Return the hashes of the files, computed again if files with these hashes have loaded as other weights before.
+def confirm_hashes(folder: Path, hashes: dict[str, str], cache: Path, checksum: str, conditions: str) -> dict[str, str]:
+    """Return the hashes of files, computed again if files with these hashes have loaded as other weights before.
 
     `checksum` is that of the weights in memory, and `conditions` is all else that determines it: dtype, config,
     versions of libraries.
     """
-    names, seen = hashes.result(), hashlib.sha256(checksum.encode()).hexdigest()
+    seen = hashlib.sha256(checksum.encode()).hexdigest()
 
     def record() -> Path:
-        key = hashlib.sha256(f"{joined_sha256(names)} {conditions}".encode()).hexdigest()
+        key = hashlib.sha256(f"{joined_sha256(hashes)} {conditions}".encode()).hexdigest()
         return cache / "loaded" / f"{key}.json"
 
     if _read_hash(record()) not in (None, seen):
-        names = {name: file_sha256(hashes.folder / name) for name in names}
-    _write_hash(record(), hashes.folder, seen)
-    return names
+        hashes = {name: file_sha256(folder / name) for name in hashes}
+    _write_hash(record(), folder, seen)
+    return hashes
 
 
 def _record_of(path: Path, cache: Path) -> Path:
@@ -163,22 +159,18 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def _digested(model: torch.nn.Module, digest: Any) -> str:
-    for name, tensor in tensors(model):
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        _update(digest, tensor)
-    return str(digest.hexdigest())
-
-
-def _update(digest: Any, tensor: torch.Tensor) -> None:
-    """Feed the bytes of a tensor of any dtype: numpy has no bfloat16, but every dtype can be viewed as bytes."""
+    """Feed name, dtype, shape and bytes of every tensor; numpy lacks bfloat16, but any dtype can be viewed as bytes."""
     import torch
 
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
-    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    tensor = tensor.resolve_conj().resolve_neg()
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), CHUNK):
-        digest.update(flat[start : start + CHUNK].numpy().data)
+    for name, tensor in tensors(model):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        tensor = tensor.dequantize() if tensor.is_quantized else tensor
+        tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+        tensor = tensor.resolve_conj().resolve_neg()
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), CHUNK):
+            digest.update(flat[start : start + CHUNK].numpy().data)
+    return str(digest.hexdigest())
 
 
 def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -212,25 +204,21 @@ def _stored(module: torch.nn.Module, prefix: str, name: str, tensor: torch.Tenso
     )  # fmt: skip
 
 
-def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensor, or the components of a wrapper such as torchao's; then the tensors attached to it, such as
-    the scales of bitsandbytes."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        inner = {key: getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]}
-    else:
-        yield name, tensor
-        inner = vars(tensor) if is_packed(tensor) else {}
-    yield from _attached_tensors(name, inner)
-
-
-def _attached_tensors(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, or the components of a wrapper such as torchao's; then the tensors attached to it, such as the
+    scales of bitsandbytes, which may have scales of their own (in a `QuantState`)."""
     import torch
 
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor):
-            yield from _plain_tensors(f"{name}.{key}", value)
-        elif type(value).__name__ == "QuantState":  # of bitsandbytes: its scales may have scales of their own
-            yield from _attached_tensors(f"{name}.{key}", vars(value))
+    inner: Mapping[str, Any] = {}
+    if type(value).__name__ == "QuantState":
+        inner = vars(value)
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        inner = {key: getattr(value, key) for key in value.__tensor_flatten__()[0]}
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+        inner = vars(value) if is_packed(value) else {}
+    for key, item in inner.items():
+        yield from _plain_tensors(f"{name}.{key}", item)
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

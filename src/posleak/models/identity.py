@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import ModelError
-from posleak.models.library_errors import escape_surrogates, translate_errors
-from posleak.text import visible
+from posleak.errors import ModelError, translate_errors
+from posleak.text import escape_surrogates, visible
 from posleak.typed import Number
 
 if TYPE_CHECKING:
@@ -115,23 +114,28 @@ class Identity:
 
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """Return the identity of a model in memory, without its fingerprint."""
+    from posleak.models.configs import prepended_ids
+
     remedy = "correct its config, or fetch the files again"
     with translate_errors("the model cannot be described", provenance.name, remedy):
         config = model.config
         text = config.get_text_config(decoder=True)
         rotary = {} if getattr(text, "learned_positions", False) else getattr(text, "rope_parameters", None) or {}
+        heads, width = _largest(text, "num_attention_heads"), _largest(text, "hidden_size")
+        context = getattr(text, "max_position_embeddings", None)  # some configs say −1 for "unlimited"
+        bos = getattr(text, "bos_token_id", None)
         return Identity(
             name=escape_surrogates(provenance.name),
             architecture=str(config.model_type),
             model_class=type(model).__name__,
             layers=_largest(text, "num_hidden_layers"),
-            heads=_largest(text, "num_attention_heads"),
+            heads=heads,
             kv_heads=_largest(text, "num_key_value_heads", "num_kv_heads", "num_attention_heads"),
-            head_dim=_head_dim(text),
-            width=_largest(text, "hidden_size"),
+            head_dim=_largest(text, "head_dim", "qk_head_dim") or (width // heads if heads else 0),
+            width=width,
             vocab=int(text.vocab_size),
-            context=_context(text),
-            rotary=_json_ready(rotary),
+            context=None if context is None or int(context) < 1 else int(context),
+            rotary=json.loads(json.dumps(rotary, default=str)),
             windows=windows(text, provenance.name),
             layer_types=_layer_types(text),
             dtype=str(model.dtype).removeprefix("torch."),
@@ -141,7 +145,11 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
             config_sha256=config_sha256(config),
             source=provenance.source,
             revision=None if provenance.revision is None else escape_surrogates(provenance.revision),
-            bos=_bos(config, text, tokenizer),
+            bos={
+                "config_id": getattr(config, "bos_token_id", None) if bos is None else bos,
+                "tokenizer_id": None if tokenizer is None else tokenizer.bos_token_id,
+                "tokenizer_prepends": None if tokenizer is None else list(prepended_ids(tokenizer)),
+            },
             licence=provenance.licence,
             tokenizer_sha256=provenance.tokenizer_sha256,
             code_sha256=provenance.code_sha256,
@@ -254,29 +262,17 @@ def _layer_types(text: PreTrainedConfig) -> tuple[str, ...] | None:
 
 
 def _largest(text: PreTrainedConfig, *names: str) -> int:
-    """Return the first of `names` that the config has; the maximum of a list with one value per layer."""
+    """Return the first of `names` that the config has; the maximum of a list with one value per layer.
+
+    Where layers differ (`is_heterogeneous`), transformers has no common value.
+    """
     for name in names:
-        value = _per_layer(text, name)
+        value: Any = getattr(text, name, None)
+        if name != "num_hidden_layers" and getattr(text, "is_heterogeneous", False):
+            value = [getattr(layer, name, None) for layer in text.per_layer_config]
         if value is not None:
             return max(int(item or 0) for item in value) if isinstance(value, list | tuple) else int(value)
     return 0
-
-
-def _per_layer(text: PreTrainedConfig, name: str) -> Any:
-    """Return a value of the config, or one per layer where layers differ: transformers then has no common value."""
-    if name != "num_hidden_layers" and getattr(text, "is_heterogeneous", False):
-        return [getattr(layer, name, None) for layer in text.per_layer_config]
-    return getattr(text, name, None)
-
-
-def _head_dim(text: PreTrainedConfig) -> int:
-    heads = _largest(text, "num_attention_heads")
-    return _largest(text, "head_dim", "qk_head_dim") or (_largest(text, "hidden_size") // heads if heads else 0)
-
-
-def _context(text: PreTrainedConfig) -> int | None:
-    context = getattr(text, "max_position_embeddings", None)
-    return None if context is None or int(context) < 1 else int(context)  # some configs say −1 for "unlimited"
 
 
 def _quantisation(config: PreTrainedConfig) -> str | None:
@@ -286,22 +282,3 @@ def _quantisation(config: PreTrainedConfig) -> str | None:
         return None
     fields: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict()
     return str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "unknown method")))
-
-
-def _bos(config: PreTrainedConfig, text: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    from posleak.models.tokenizer import prepended_ids
-
-    stated = getattr(text, "bos_token_id", None)
-    return {
-        "config_id": getattr(config, "bos_token_id", None) if stated is None else stated,
-        "tokenizer_id": None if tokenizer is None else tokenizer.bos_token_id,
-        "tokenizer_prepends": None if tokenizer is None else list(prepended_ids(tokenizer)),
-    }
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

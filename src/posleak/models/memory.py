@@ -1,24 +1,116 @@
-"""Check that a model fits into memory before its weights are read: a machine that swaps never finishes."""
+"""Reject models that no machine, or not this one, can hold, before transformers builds them or reads their weights.
+
+A config may state any number. transformers builds one module per layer and one label per `num_labels`, and initialises
+weights that the files lack: a few digits in a small file can cost hours, or all memory. A model that is as large as it
+states must fit into memory: a machine that swaps never finishes.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from posleak.errors import TooLargeError
+from posleak.errors import FETCH_AGAIN, USE_LESS_MEMORY, ModelError, TooLargeError, translate_errors
 from posleak.models import pretrained
-from posleak.models.library_errors import USE_LESS_MEMORY, translate_errors
 from posleak.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+MAX_CONFIG = 1 << 25
+"""Bytes of a config. Most have a few thousand, but some list their whole vocabulary."""
+MAX_TOKENIZER = 1 << 27
+"""Bytes of a tokenizer file. 262,144 tokens take 33 MB; reading them takes several times as much memory."""
+
+MAX_COUNTS = (
+    (re.compile(r"layers$|^n_layer$|^num_layer$"), 2_000),
+    (re.compile(r"(experts|labels|heads?|groups|blocks|codebooks|channels|stages|_count)$"), 100_000),
+)
+"""Largest values of keys for which transformers builds one object per unit."""
+MAX_LISTED = 1_000_000
+"""Largest integer inside a list: GPT-Neo repeats layer types as often as a list says."""
+MAX_ITEMS, MAX_INTEGERS = 100_000, 10_000
+"""Longest list, and longest list of integers. Quantised models list thousands of modules by name."""
+
+EXTRA_PARAMETERS = 1 << 26
+"""Parameters that a model may have in addition to those in its files. transformers initialises them before it can
+report which tensors are missing."""
+EXTRA_BUFFER_BYTES = 1 << 28
+"""Bytes of buffers (masks, frequencies) that a model may create, in addition to 4 bytes per parameter."""
+
 CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PAGE_BYTES = 4096
 """The smallest memory page: reading one byte maps at least this many."""
 UNLIMITED = 1 << 62
+
+
+def require_max_size(path: Path, limit: int) -> None:
+    """Reject a file that is larger than any of its kind, before it is read."""
+    if (stored := path.stat().st_size) > limit:
+        raise ModelError(
+            f"{path.name} is too large", where=str(path), got=format_bytes(stored),
+            expected=f"at most {format_bytes(limit)}", remedy=FETCH_AGAIN,
+        )  # fmt: skip
+
+
+def require_plausible(path: Path, raw: Any) -> None:
+    """Reject a config with counts or lists that are larger than those of any model. `path` is its file."""
+    for name, value, limit in _bounded_values(raw):
+        if value > limit:
+            raise ModelError(
+                "the config states more than any model has", where=str(path), got=f"{name} = {value}",
+                expected=f"at most {limit:,}", remedy="correct that number, or fetch the file again",
+            )  # fmt: skip
+
+
+def _bounded_values(raw: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, value, limit) for every bounded integer, and for the length of every list."""
+    pending: list[tuple[str, Any]] = [("", raw)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(str(key), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            is_numeric = bool(value) and type(value[0]) is int
+            yield f"items of {name or 'a list'}", len(value), MAX_INTEGERS if is_numeric else MAX_ITEMS
+            pending += [("", item) for item in value]
+        elif isinstance(value, int):
+            limits = [limit for pattern, limit in MAX_COUNTS if pattern.search(name)] if name else [MAX_LISTED]
+            yield from ((name or "a number in a list", value, limit) for limit in limits)
+
+
+def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: pretrained.Weights) -> None:
+    """Reject a config with more layers than the weight files have tensors."""
+    text = config.get_text_config(decoder=True)
+    types = [getattr(text, name, None) or [] for name in ("layer_types", "attention_layers")]
+    layers = max(int(getattr(text, "num_hidden_layers", None) or 0), *map(len, types))
+    if weights.tensors is not None and layers > weights.tensors:
+        raise ModelError(
+            "the config has more layers than the weight files have tensors", where=str(folder / "config.json"),
+            got=f"{layers} layers", expected=f"at most {weights.tensors}, in {', '.join(weights.names[:3])}",
+            remedy="fetch both again: they do not belong together",
+        )  # fmt: skip
+
+
+def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: int = EXTRA_PARAMETERS) -> None:
+    """Reject a config whose model has more parameters than the `stored` ones plus `extra`, or huge buffers."""
+    if need.parameters > stored + extra:
+        raise ModelError(
+            "the config describes a larger model than its files hold", where=str(path),
+            got=f"a model of {need.parameters:,} parameters", expected=f"at most {stored:,}",
+            remedy="fetch them again: config and weights do not belong together",
+        )  # fmt: skip
+    limit = EXTRA_BUFFER_BYTES + 4 * stored
+    if need.buffer_bytes > limit:
+        raise ModelError(
+            "the config asks for huge tables in addition to the weights", where=str(path),
+            got=format_bytes(need.buffer_bytes), expected=f"at most {format_bytes(limit)}",
+            remedy="correct max_position_embeddings, or fetch the file again",
+        )  # fmt: skip
 
 
 def available_bytes(device: str | torch.device = "cpu") -> int:
@@ -73,13 +165,6 @@ def _cgroup_bytes(cgroup: Path) -> int:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def machine_bytes() -> int:
-    """Return the free memory that a device map can use: main memory and every CUDA device."""
-    import torch
-
-    return sum(map(available_bytes, ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]))
-
-
 def read_weights(model: PreTrainedModel) -> None:
     """Read every weight in main memory once: weights are mapped from their file, and enter memory on first use."""
     import torch
@@ -118,3 +203,45 @@ def require_memory(need: int, available: int, *, where: str, device: str) -> Non
         got, expected = f"{format_bytes(need)} of weights", f"at most {format_bytes(available)}"
         what = f"the model's weights do not fit in the memory of {device}"
         raise TooLargeError(what, where=where, got=got, expected=expected, remedy=USE_LESS_MEMORY)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device and the dtype that the weights will have in memory."""
+
+    device: str
+    dtype: torch.dtype | str
+    device_map: str | dict[str, Any] | None
+
+    def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
+        """Return the dtype that the weights will have; None if it is that of each file."""
+        import torch
+
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
+        return dtype if isinstance(dtype, torch.dtype) else None
+
+    def bytes(self, config: PreTrainedConfig, need: MemoryNeed) -> int:
+        """Return a lower bound on the bytes of a model: how densely quantised weights are packed is not known."""
+        import torch
+
+        if is_quantised(config):
+            return need.parameters // 8 + need.buffer_bytes
+        return need.bytes_as(self.loaded_dtype(config) or torch.float32)
+
+    def require_fit(self, config: PreTrainedConfig, name: str, trust_remote_code: bool) -> None:
+        """Reject a config whose model does not fit."""
+        need = memory_need(config, trust_remote_code=trust_remote_code)
+        self.require_memory(self.bytes(config, need), name)
+
+    def require_memory(self, need: int, where: str) -> None:
+        """Reject what does not fit on the device or, with a device map, in main memory and all CUDA devices."""
+        import torch
+
+        devices, device = [self.device], self.device
+        if self.device_map is not None:
+            devices, device = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))], "this machine"
+        require_memory(need, sum(map(available_bytes, devices)), where=where, device=device)
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError, PosleakError, did_you_mean
+from posleak.errors import ModelError, PosleakError, did_you_mean, translate_errors
 from posleak.files import open_regular, read_regular, stays_in_folder
 from posleak.models import builtin, cache as caching, configs, hashing
 from posleak.models.builtin import OnStatus, known_names
-from posleak.models.library_errors import escape_surrogates, translate_errors
-from posleak.text import one_line
+from posleak.text import escape_surrogates, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -232,11 +231,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         place = Path(folder).expanduser()
         children = sorted(place.iterdir()) if place.is_dir() else []
         models = [path for path in children if (path / "config.json").is_file()]
-    for path in models:
-        match = _STEP.fullmatch(path.name)
-        if match is None:
-            continue
-        step = int(match[1])
+    for step, path in [(int(match[1]), path) for path in models if (match := _STEP.fullmatch(path.name))]:
         if step in steps:
             raise ModelError(
                 "two checkpoints have the same step", where=str(folder), got=f"{steps[step].name} and {path.name}",
@@ -260,8 +255,11 @@ def file_stamp(name: str) -> str | None:
     if text in builtin.shipped_names():
         return builtin.SHIPPED_SOURCE
     paths = _model_files(text, revision)
-    if paths is None:
-        return _hub_commit(text, revision)
+    if paths is None:  # the commit of the revision in the hub's cache on this machine
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(text, "config.json", revision=revision) if text.count("/") <= 1 else None
+        return f"commit {Path(path).parent.name}" if isinstance(path, str) else None
     facts = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
     return f"files {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}"
 
@@ -282,11 +280,3 @@ def _model_files(text: str, revision: str | None) -> list[Path] | None:
         folder = snapshot_folder(path, revision)
         return sorted(file for file in folder.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
     return [path] if path.is_file() else None
-
-
-def _hub_commit(text: str, revision: str | None) -> str | None:
-    """Return the commit of a revision in the hub's cache on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(text, "config.json", revision=revision) if text.count("/") <= 1 else None
-    return f"commit {Path(path).parent.name}" if isinstance(path, str) else None

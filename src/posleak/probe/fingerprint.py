@@ -16,10 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from posleak.errors import UnsupportedError
+from posleak.errors import UnsupportedError, translate_errors
 from posleak.models import Identity, Subject, exclusive
 from posleak.models.hold import cuda_devices, random_models, random_states
-from posleak.models.library_errors import translate_errors
 from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 

@@ -202,9 +202,9 @@ class PlacementObserver:
         t = common[rows] if not uneven and float((common - 1).abs().max()) > rounding else None
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
-        at = replace(rotation, angles=rotation.angles[rows])
-        moved = (at, None) if gap <= self.places.bound(call.value.dtype) else (None, CHANGED_AFTER_ROTATION)
-        self.placements.append(Placement(*moved, gap, t, uneven))
+        moved = gap <= self.places.bound(call.value.dtype)
+        at = replace(rotation, angles=rotation.angles[rows]) if moved else None
+        self.placements.append(Placement(at, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()
