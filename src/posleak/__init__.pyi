@@ -4,8 +4,7 @@ from .analyses.claims.examination import claims as claims
 from .analyses.doctor.doctor import doctor as doctor
 from .analyses.origin.origin import origin as origin
 from .analyses.trace.trace import trace as trace
-from .models.loading import load as load
-from .models.subject import Subject as Subject
+from .models.subject import Subject as Subject, load as load
 from .reports.collected import collect as collect
 from .reports.compare import compare as compare
 from .reports.page import report as report

@@ -357,10 +357,8 @@ def read_json(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def _read_bytes(path: Path, remedy: str) -> bytes:
-    try:
+    with translate_read_errors(path, remedy):
         return read_regular(path)
-    except OSError as error:
-        raise _corrupt(path, error, remedy) from error
 
 
 def _read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:

@@ -49,7 +49,7 @@ def test_every_kind_of_model(family: str) -> None:
 
 
 def _page(result: Origin):  # type: ignore[no-untyped-def]
-    from posleak.reports.terminal.origin import origin_tables
+    from posleak.reports.terminal.model import origin_tables
 
     return origin_tables(result)
 

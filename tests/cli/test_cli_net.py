@@ -28,10 +28,10 @@ from posleak import __version__
 from posleak.cli import failures
 from posleak.cli.failures import STATUSES, failure
 from posleak.errors import CheckError, InputError
-from posleak.show.console import PlainConsole
-from posleak.show.notebook import compact_html
+from posleak.show.lines import PlainConsole
 from posleak.show.terminal import literal, table
 from posleak.show.unexpected import TRACEBACKS_KEPT as KEPT
+from posleak.show.words import compact_html
 
 START = "import sys\nfrom posleak.__main__ import main\nsys.argv[0] = 'posleak'\n"
 FAULT = """\
@@ -396,11 +396,11 @@ def test_a_broken_installation_is_a_message(shell: Shell) -> None:
 
 WAITING = """\
 import time
-import posleak.models.loading as loading
+import posleak.models.subject as subject
 def load(name, progress, **options):
     progress("reading [/x]\\x1b]0;title\\x07 now")
     time.sleep(60)
-loading.load = load
+subject.load = load
 """
 WAITING_LIGHTLY = "import time\nfrom posleak.cli.app import working\n" + FAULT.format(
     "with working('reading now'): time.sleep(60)"

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from posleak.errors import ModelError, PosleakWarning
-from posleak.models import load, memory, weights
+from posleak.models import load, memory, pretrained
 from support.models_tiny import edit_config, logits, save, tiny
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -229,7 +229,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_read(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = sum(parameter.numel() for parameter in tiny().parameters())
-    assert weights.read_headers(folder).bytes_as(torch.bfloat16) == 2 * parameters
+    assert pretrained.read_headers(folder).bytes_as(torch.bfloat16) == 2 * parameters
     need = memory.memory_need(tiny().config)
     assert need.parameters == parameters
     assert 0 < need.buffer_bytes < 1000

@@ -36,8 +36,8 @@ from posleak.models import (
     memory,
     pretrained,
 )
-from posleak.models.loading import _to_stderr
 from posleak.models.sources import _licence
+from posleak.models.subject import _to_stderr
 from posleak.typed import from_json, plain
 from support.inputs_subject import byte_tokenizer
 from support.models_tiny import WORDS, edit_config, logits, save, tiny, write_gguf

@@ -18,8 +18,7 @@ from posleak.axes import layer_coordinates, layer_names
 from posleak.models import Subject
 from posleak.reports.gather import gather
 from posleak.reports.tables import tables
-from posleak.reports.terminal.run import run_tables
-from posleak.reports.terminal.trace import layers_table
+from posleak.reports.terminal.run import run_tables, trace_layers
 from posleak.runs.run import Run
 from support.runs_tiny import subject
 from tools.shrink import tiny_model
@@ -120,7 +119,7 @@ def test_the_table_of_a_trace_shows_them() -> None:
     """Trace is refused for hybrids; two calls of one layer show that its table takes the names, too."""
     found = pl.trace(subject("diffllama"), **SPEC, by_layer=True)
     console = Console(width=120, file=StringIO(), record=True)
-    console.print(layers_table(found))
+    console.print(trace_layers(found))
     assert [line.split()[0] for line in console.export_text().splitlines()[1:]] == ["0a", "0b", "1a", "1b", "2a", "2b"]
     assert found.ladder is not None
     assert found.ladder.upto == (-1, 0, 1, 2)

@@ -9,11 +9,11 @@ import pytest
 
 import posleak as pl
 from posleak.models import Subject
-from posleak.reports.terminal.doctor import doctor_tables
+from posleak.reports.terminal.model import doctor_tables
 from posleak.reports.terminal.run import heading
 from posleak.reports.view import run_facts
 from posleak.runs.run import Run
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from support.families import tiny
 
 

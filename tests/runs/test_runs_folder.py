@@ -243,7 +243,7 @@ def test_a_run_of_a_plugin_that_is_not_there_says_so(finished: Path) -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no run folder: it has no run\.json"):
+    with pytest.raises(RunError, match=r"no run\.json"):
         Run.load(tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
     with pytest.raises(RunError) as error:
         pl.measure(llama, out=interrupted, **SPEC)
     assert str(error.value).startswith(f"{part}: {part.name} is corrupt")
-    assert "delete this file and start again: only its prompts are measured anew" in str(error.value)
+    assert "delete this file and start again" in str(error.value)
     part.unlink()
     with counted_passes(llama.model) as passes:
         assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), whole)

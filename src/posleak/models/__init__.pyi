@@ -9,7 +9,6 @@ from .builtin import (
 )
 from .hold import exclusive as exclusive
 from .identity import Identity as Identity, input_device as input_device
-from .loading import AnyModel as AnyModel, load as load, subject_of as subject_of
 from .memory import available_bytes as available_bytes, read_weights as read_weights
 from .sources import checkpoints as checkpoints
-from .subject import Subject as Subject
+from .subject import AnyModel as AnyModel, Subject as Subject, load as load, subject_of as subject_of

@@ -20,7 +20,6 @@ from posleak.errors import ModelError, PosleakWarning, is_disk_full, translate_e
 from posleak.models import cache as caching, gguf_file, hashing, memory, pretrained
 from posleak.models.builtin import OnStatus
 from posleak.models.configs import parse_config, prepended_ids
-from posleak.models.weights import weight_files
 from posleak.text import escape_surrogates
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) ->
         gguf_sha256=order.gguf_sha256,
         quantisation=header.quantisation,
         licence=order.licence or (None if stated is None else str(stated)),
-        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in weight_files(finished)}),
+        weights_sha256=hashing.joined_sha256({name: files[name].sha256 for name in pretrained.weight_files(finished)}),
         files=files,
     )
     caching.MANIFEST.write(finished / caching.MANIFEST_FILE, record)

@@ -204,25 +204,21 @@ def _stored(module: torch.nn.Module, prefix: str, name: str, tensor: torch.Tenso
     )  # fmt: skip
 
 
-def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensor, or the components of a wrapper such as torchao's; then the tensors attached to it, such as
-    the scales of bitsandbytes."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        inner = {key: getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]}
-    else:
-        yield name, tensor
-        inner = vars(tensor) if is_packed(tensor) else {}
-    yield from _attached_tensors(name, inner)
-
-
-def _attached_tensors(name: str, values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, or the components of a wrapper such as torchao's; then the tensors attached to it, such as the
+    scales of bitsandbytes, which may have scales of their own (in a `QuantState`)."""
     import torch
 
-    for key, value in values.items():
-        if isinstance(value, torch.Tensor):
-            yield from _plain_tensors(f"{name}.{key}", value)
-        elif type(value).__name__ == "QuantState":  # of bitsandbytes: its scales may have scales of their own
-            yield from _attached_tensors(f"{name}.{key}", vars(value))
+    inner: Mapping[str, Any] = {}
+    if type(value).__name__ == "QuantState":
+        inner = vars(value)
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        inner = {key: getattr(value, key) for key in value.__tensor_flatten__()[0]}
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+        inner = vars(value) if is_packed(value) else {}
+    for key, item in inner.items():
+        yield from _plain_tensors(f"{name}.{key}", item)
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

@@ -86,26 +86,21 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def holding(hold: Hold) -> Iterator[None]:
-    """Wait for the model and hold it. Raise if this thread, or one that has ended, has it attached."""
+    """Wait for the model and hold it. Raise if this thread, or one that has ended, has it attached.
+
+    Every module is in evaluation mode inside, and has its own mode again on exit.
+    """
+    training = list[torch.nn.Module]()
     try:
         _acquire(hold)
-        with evaluation_mode(hold.model):
-            yield
-    finally:
-        _release(hold)
-
-
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and restore the mode of each on exit."""
-    training = [module for module in model.modules() if module.training]
-    try:
+        training += [module for module in hold.model.modules() if module.training]
         for module in training:
             module.training = False
         yield
     finally:
         for module in training:
             module.training = True
+        _release(hold)
 
 
 @contextmanager

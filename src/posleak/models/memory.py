@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from posleak.models.weights import Weights
-
 MAX_CONFIG = 1 << 25
 """Bytes of a config. Most have a few thousand, but some list their whole vocabulary."""
 MAX_TOKENIZER = 1 << 27
@@ -85,7 +83,7 @@ def _bounded_values(raw: Any) -> Iterator[tuple[str, int, int]]:
             yield from ((name or "a number in a list", value, limit) for limit in limits)
 
 
-def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: Weights) -> None:
+def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: pretrained.Weights) -> None:
     """Reject a config with more layers than the weight files have tensors."""
     text = config.get_text_config(decoder=True)
     types = [getattr(text, name, None) or [] for name in ("layer_types", "attention_layers")]
@@ -167,13 +165,6 @@ def _cgroup_bytes(cgroup: Path) -> int:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def machine_bytes() -> int:
-    """Return the free memory that a device map can use: main memory and every CUDA device."""
-    import torch
-
-    return sum(map(available_bytes, ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]))
-
-
 def read_weights(model: PreTrainedModel) -> None:
     """Read every weight in main memory once: weights are mapped from their file, and enter memory on first use."""
     import torch
@@ -212,3 +203,45 @@ def require_memory(need: int, available: int, *, where: str, device: str) -> Non
         got, expected = f"{format_bytes(need)} of weights", f"at most {format_bytes(available)}"
         what = f"the model's weights do not fit in the memory of {device}"
         raise TooLargeError(what, where=where, got=got, expected=expected, remedy=USE_LESS_MEMORY)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device and the dtype that the weights will have in memory."""
+
+    device: str
+    dtype: torch.dtype | str
+    device_map: str | dict[str, Any] | None
+
+    def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
+        """Return the dtype that the weights will have; None if it is that of each file."""
+        import torch
+
+        dtype = config.dtype if self.dtype == "auto" else self.dtype
+        return dtype if isinstance(dtype, torch.dtype) else None
+
+    def bytes(self, config: PreTrainedConfig, need: MemoryNeed) -> int:
+        """Return a lower bound on the bytes of a model: how densely quantised weights are packed is not known."""
+        import torch
+
+        if is_quantised(config):
+            return need.parameters // 8 + need.buffer_bytes
+        return need.bytes_as(self.loaded_dtype(config) or torch.float32)
+
+    def require_fit(self, config: PreTrainedConfig, name: str, trust_remote_code: bool) -> None:
+        """Reject a config whose model does not fit."""
+        need = memory_need(config, trust_remote_code=trust_remote_code)
+        self.require_memory(self.bytes(config, need), name)
+
+    def require_memory(self, need: int, where: str) -> None:
+        """Reject what does not fit on the device or, with a device map, in main memory and all CUDA devices."""
+        import torch
+
+        devices, device = [self.device], self.device
+        if self.device_map is not None:
+            devices, device = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))], "this machine"
+        require_memory(need, sum(map(available_bytes, devices)), where=where, device=device)
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None

@@ -55,7 +55,7 @@ def measure(
                  they must have equal lengths
     prompts      number of prompts (default 16); of your own prompts the first ones (default all)
     seed         random seed for the prompts and for edits that draw at random
-    bos          token at position 0: "auto" (the config's BOS), "tokenizer", "none", or a token; put before texts, while
+    bos          token at position 0: "auto" (the config BOS), "tokenizer", "none", or a token; put before texts, while
                  ids and chats are read unchanged
     batch        prompts per forward pass (0: about 4096 tokens)
     density      refines the plan of sampled rows

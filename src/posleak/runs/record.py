@@ -172,8 +172,8 @@ def is_finished(folder: Path) -> bool:
 
 def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Identity, inputs: InputFacts) -> None:
     """Raise a RunError that names the differences if the folder holds another measurement."""
-    differences = list(fingerprint_difference(earlier.identity, identity))
-    if earlier.digest == digest(spec, identity, inputs, versions()) and not differences:
+    fingerprints, differences = fingerprint_difference(earlier.identity, identity), list[str]()
+    if earlier.digest == digest(spec, identity, inputs, versions()) and not fingerprints:
         return
     for stored, requested, names in (
         (plain(earlier.spec), plain(spec), None), (plain(earlier.identity), plain(identity), IDENTITY_FIELDS),
@@ -184,6 +184,6 @@ def require_same(folder: Path, earlier: Record, spec: MeasureSpec, identity: Ide
                 differences.append(f"{name} {stored.get(name)!r} there, {requested.get(name)!r} requested")
     raise RunError(
         "the folder holds another measurement", where=str(folder),
-        got="; ".join(differences) or "another version of the definitions",
+        got="; ".join([*differences, *fingerprints]) or "another version of the definitions",
         remedy="choose another --out, or --fresh to measure again and overwrite it",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Results as tables for the terminal, one module per kind of result. Every number has its interval; –: undefined."""
+"""Results as tables for the terminal, one module per group of commands. Every number has its interval; –: undefined."""

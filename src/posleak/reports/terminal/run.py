@@ -1,15 +1,16 @@
-"""Tables of a measurement: `posleak measure`."""
+"""Tables of runs: `posleak measure`, `posleak trace` and the option `--profile`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from posleak.analyses.trace.trace import SOURCES
 from posleak.runs.loss import LOSS_UNIT
 from posleak.show.colours import LIGHT
 from posleak.show.lines import Prose, prose
@@ -18,15 +19,20 @@ from posleak.show.terminal import cell, parts_of, share_bar, table
 from posleak.show.words import QUERIES
 
 if TYPE_CHECKING:
+    from posleak.analyses.trace.trace import Trace
     from posleak.leakage import Estimate, Summary
     from posleak.metrics import Metrics
-    from posleak.runs.loss import Losses
     from posleak.runs.run import Run
 
 LEGEND = """\
 powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
 shares of the total: █ mask ▒ drift · sink ╱ scaling, − negative; n.s.: total not significantly above 0
 at 0: attention to position 0, mean over reference queries"""
+
+TRACE_LEGEND = """\
+earlier: masks of earlier layers, through the residual stream   here: this layer's own mask   origin: position 0
+powers in nats², mean over heads, all queries, with 95% intervals over prompts; n.s.: total not significantly above 0
+to origin: attention of late queries to the origin, ordinary → borrowed context"""
 
 SINK_WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
 """Smallest and largest width of each group of heads."""
@@ -44,7 +50,10 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
         yield shares_line(label, {name: shares[name] for name in parts_of(summary.model[queries])}, summary.prompts)
     yield _stabilisation(summary)
     if run.loss is not None:
-        yield _labelled("next-token loss", _losses(run.loss))
+        parts = "  ".join(f"{name} {estimate(loss)}" for name, loss in run.loss.numbers.items())
+        n = run.loss.numbers["all"].n
+        where = Text(f"  {LOSS_UNIT}, {run.loss.positions} positions of each prompt, n={n}", style="dim")
+        yield _labelled("next-token loss", Text(parts).append_text(where))
     if run.metrics is not None:
         yield metrics_table(run.metrics)
     yield remainder_line(run.remainder, run)
@@ -90,7 +99,12 @@ def metrics_table(metrics: Metrics) -> Group:
 
 def shares_line(label: str, shares: dict[str, Estimate], prompts: int) -> Prose:
     """Return `label   mask 31% (20%…41%)  drift …  n=16`."""
-    parts = [_named_share(name, share) for name, share in shares.items()]
+    parts = []
+    for name, share in shares.items():
+        text = Text.assemble((name, LIGHT[name]), f" {percent(share.value)}")
+        if not (math.isnan(share.value) or math.isnan(share.low)):
+            text.append(f" ({percent(share.low)}…{percent(share.high)})", style="dim")
+        parts.append(text)
     return _labelled(label, Text("  ").join([*parts, Text(f"n={prompts}", style="dim")]))
 
 
@@ -102,13 +116,6 @@ def remainder_line(remainder: float, run: Run) -> Prose:
 
 def _labelled(label: str, text: Text) -> Prose:
     return Prose(Text(f"{label:<24} ").append_text(text), indent=2)
-
-
-def _named_share(name: str, share: Estimate) -> Text:
-    text = Text.assemble((name, LIGHT[name]), f" {percent(share.value)}")
-    if math.isnan(share.value) or math.isnan(share.low):
-        return text
-    return text.append(f" ({percent(share.low)}…{percent(share.high)})", style="dim")
 
 
 def _sink_lines(summary: Summary, origin: int) -> Prose:
@@ -124,25 +131,61 @@ def _sink_lines(summary: Summary, origin: int) -> Prose:
 
 
 def _stabilisation(summary: Summary) -> Prose:
-    """Return the mask power without sinks divided by the mask power."""
+    """Return the mask power without sinks divided by the mask power: `early ×4.4 (3.5…5.7)  all …`."""
     text = Text()
     for queries in QUERIES:
-        text.append(f"{queries} ").append_text(_times(summary.model[queries].stabilisation)).append("  ")
+        ratio = summary.model[queries].stabilisation
+        text.append(f"{queries} " + (NAN if math.isnan(ratio.value) else f"×{ratio.value:.1f}"))
+        if not (math.isnan(ratio.value) or math.isnan(ratio.low)):
+            text.append(f" ({ratio.low:.1f}…{ratio.high:.1f})", style="dim")
+        text.append("  ")
     return _labelled("stabilisation", text.append(f"n={summary.prompts}", style="dim"))
 
 
-def _times(ratio: Estimate) -> Text:
-    """Return `×4.4 (3.5…5.7)`."""
-    if math.isnan(ratio.value):
-        return Text(NAN)
-    text = Text(f"×{ratio.value:.1f}")
-    return text if math.isnan(ratio.low) else text.append(f" ({ratio.low:.1f}…{ratio.high:.1f})", style="dim")
+def trace_tables(trace: Trace) -> Iterator[RenderableType]:
+    """Yield the heading, layers, the ladder if there is one, shares of the sources, metrics and the remainder."""
+    yield heading(trace.ordinary)
+    yield trace_layers(trace)
+    yield prose(TRACE_LEGEND, style="dim", indent=2)
+    if trace.ladder is not None:
+        rungs = table(["lent up to layer", "left"], right=["lent up to layer"])
+        for row, upto in enumerate(trace.ladder.upto):
+            name = "none" if upto < 0 else f"{upto}, all" if row == len(trace.ladder.upto) - 1 else str(upto)
+            rungs.add_row(name, cell(trace.ladder.mean[row]))
+        yield rungs
+        yield prose("total power left in the layers after the first if a context is lent up to layer K", style="dim")
+    for queries, label in QUERIES.items():
+        shares = trace.model[queries].share
+        yield shares_line(label, {name: shares[name] for name in SOURCES}, trace.ordinary.prompts)
+    if trace.ordinary.metrics is not None:
+        yield metrics_table(trace.ordinary.metrics)
+    yield remainder_line(trace.remainder, trace.ordinary)
 
 
-def _losses(losses: Losses) -> Text:
-    """Return `first 3.12 (2.98 … 3.26)  …`, by part of the prompt."""
-    parts = [f"{name} {estimate(loss)}" for name, loss in losses.numbers.items()]
-    n = losses.numbers["all"].n
-    return Text("  ".join(parts)).append(
-        f"  {LOSS_UNIT}, {losses.positions} positions of each prompt, n={n}", style="dim"
-    )
+def trace_layers(trace: Trace) -> RenderableType:
+    """Return one row per layer: powers and shares of the sources, attention to the origin in both passes."""
+    decomposition, attention = trace.layers["all"], trace.attention
+    layers = table(["layer", "total", *SOURCES, "shares", "to origin"], right=["layer"], gap=1)
+    for layer, layer_name in enumerate(trace.ordinary.summary.layer_names):
+        powers = [cell(decomposition.power[name][layer], name) for name in ("total", *SOURCES)]
+        bar = share_bar({name: float(decomposition.share[name][layer].value) for name in SOURCES})
+        to_origin = " → ".join(f"{attention[name].value[layer]:.2f}" for name in ("ordinary", "borrowed"))
+        layers.add_row(layer_name, *powers, bar, to_origin)
+    return layers
+
+
+def profile_table(profile: dict[str, Any]) -> Group:
+    """Return seconds by stage, the share of the model's own forward pass, and memory compared with its plan."""
+    stages = table(("stage", "seconds", "share", "times"), right=("seconds", "share", "times"))
+    for row in profile["stages"]:
+        stages.add_row(row["stage"], f"{row['seconds']:.2f}", f"{row['share']:.1%}", str(row["entries"]))
+    stages.add_row("all", f"{profile['seconds']:.2f}", "100%", "1")
+    memory, share = profile["memory"], profile["forward_share"]
+    lines = [
+        "nothing was measured: the folder has this run already (--fresh measures again)" if not share
+        else f"the model's own forward pass: {share:.0%} of the {profile['measuring_seconds']:.1f} s of measuring, "
+        f"{profile['forward_share_of_command']:.0%} of the whole command",
+        f"peak memory above the loaded model: {memory['peak_mb']:.0f} MB"
+        + ("" if memory["planned_mb"] is None else f", planned {memory['planned_mb']:.0f} MB"),
+    ]  # fmt: skip
+    return Group(stages, *(prose(line, style="dim") for line in lines))

@@ -1,4 +1,4 @@
-"""Tables of the analysis of position 0: `posleak origin`."""
+"""Tables about a model itself: `posleak origin` and `posleak doctor`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.show.lines import Prose, prose
-from posleak.show.numbers import formatted, size
+from posleak.show.numbers import NAN, formatted, size
 from posleak.show.terminal import Column, FittedTable, TableCell, spark, table
 
 if TYPE_CHECKING:
+    from posleak.analyses.doctor.doctor import Diagnosis
     from posleak.analyses.origin.origin import Origin
     from posleak.leakage import Estimate
 
@@ -30,35 +31,27 @@ moved: relative change of states in the last quarter under another first token
 error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same after removing the \
 directions that sink-reading heads have written"""
 
+VERDICT_STYLES = {"sound": "green", "by design": "yellow", "wrong": "red"}
+MARKS = {
+    "✓": "holds", "!": "violated by design of the model; the results are correct", "✗": "failed",
+    "·": "measured, without a bound",
+}  # fmt: skip
+
 
 def origin_tables(origin: Origin) -> Iterator[RenderableType]:
     """Yield the heading, one line per analysis, one row per depth, and the legend."""
-    yield Group(*_heading(origin))
+    setting = (
+        f"{origin.prompts} prompts of {origin.length} random tokens · {origin.portrait.n} first tokens · "
+        f"seed {origin.seed}\n{origin.inputs.first_token}"
+    )
+    facts = prose(" · ".join(origin.identity.facts), style="dim")
+    yield Group(prose(f"{origin.identity.name}: position 0", style="bold"), facts, prose(setting, style="dim"))
     answers = FittedTable((Column(""), Column("", wraps=True, most=68)), gap=1)
-    for name, answer in _answers(origin):
-        answers.add_row(Text(name, style="bold"), answer)
+    for answer in (_closed, _trajectory, _portrait, _readers, _fingerprint, _position):
+        answers.add_row(Text(answer.__name__.lstrip("_"), style="bold"), answer(origin))
     yield answers
     yield _depths_table(origin)
     yield prose(LEGEND.format(epsilon=origin.reading.epsilon), style="dim", indent=2)
-
-
-def _heading(origin: Origin) -> Iterator[Prose]:
-    yield prose(f"{origin.identity.name}: position 0", style="bold")
-    yield prose(" · ".join(origin.identity.facts), style="dim")
-    yield prose(
-        f"{origin.prompts} prompts of {origin.length} random tokens · {origin.portrait.n} first tokens · "
-        f"seed {origin.seed}\n{origin.inputs.first_token}",
-        style="dim",
-    )
-
-
-def _answers(origin: Origin) -> Iterator[tuple[str, Text]]:
-    yield "closed", _closed(origin)
-    yield "trajectory", _trajectory(origin)
-    yield "portrait", _portrait(origin)
-    yield "readers", _readers(origin)
-    yield "fingerprint", _fingerprint(origin)
-    yield "position", _position(origin)
 
 
 def _closed(origin: Origin) -> Text:
@@ -167,3 +160,25 @@ def _error(estimate: Estimate) -> TableCell:
     """Return `23.1 22–24`."""
     interval = "" if math.isnan(estimate.low) else f"{estimate.low:.0f}–{estimate.high:.0f}"
     return TableCell(Text(f"{estimate.value:.1f}"), interval)
+
+
+def doctor_tables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """Yield the verdict, one row per check, and notes."""
+    verdict = (diagnosis.sentence, VERDICT_STYLES[diagnosis.verdict.value])
+    prompts = f"({diagnosis.prompts} prompts of {diagnosis.length} tokens; positions: {diagnosis.positions})"
+    yield Prose(Text.assemble((diagnosis.model, "bold"), ": ", verdict, " ", (prompts, "dim")))
+    checks = table(("", "check", "value", "bound", "unit", "why"), right=("value", "bound"), wrap=("unit", "why"))
+    for check in diagnosis.checks:
+        mark = Text(check.mark, style="dim" if check.bound is None else VERDICT_STYLES[check.verdict.value])
+        checks.add_row(mark, check.id, _scientific(check.value), _scientific(check.bound), check.unit, check.why)
+    yield checks
+    for note in diagnosis.notes:
+        yield prose(f"note: {note}", style="yellow")
+    marks = {check.mark for check in diagnosis.checks}
+    yield prose("  ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks), style="dim")
+
+
+def _scientific(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return NAN
+    return f"{value:.1e}" if value else "0"
