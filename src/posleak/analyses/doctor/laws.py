@@ -139,9 +139,7 @@ def zero_queries(passes: SharedPasses) -> Check:
     return Check("L4 zero queries", worst, 1e-9, "nats", why)
 
 
-def log_attention(
-    model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edits: Sequence[Edit] = ()
-) -> list[Tensor]:  # fmt: skip
+def log_attention(model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edits: Sequence[Edit] = ()) -> list[Tensor]:
     """Return log a_i(δ) of every layer, with position ids that begin at `start`."""
     tokens = torch.from_numpy(ids).to(input_device(model))
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -101,10 +101,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     with attach(model) as probe, hooked(parts, hook, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = {hook.names[id(module)] for module in probe.modules}
-    if hook.module is None:
-        return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
-    if hook.is_embedding:  # its values may be sines for a rotation, which does not change the states
-        return Entrance(TABLE, hook.module) if _differs(out[0]) else None
+    if hook.module is None or hook.is_embedding:  # its values may be sines for a rotation: then the states are equal
+        return Entrance(TABLE, hook.module or "added in its body") if _differs(out[0]) else None
     return Entrance(SINKS if hook.module in attention else RECURRENT, hook.module)
 
 
@@ -293,9 +291,8 @@ class SharedPasses:
             first_only = []
         single = self._origin(self.few[:, :1])
         closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
-        return SeparatePasses(
-            parts, attention.layers, closure, zero.layers, counts.expected, [gauge.layers for gauge in gauges]
-        )
+        shifted = [gauge.layers for gauge in gauges]
+        return SeparatePasses(parts, attention.layers, closure, zero.layers, counts.expected, shifted)
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """Return the state of position 0 at every depth, from a pass with observers."""
