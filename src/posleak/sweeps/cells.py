@@ -24,7 +24,7 @@ from posleak.axes import MIN_LENGTH
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular
 from posleak.inputs.corpus import STDLIB
-from posleak.models import builtin, weights
+from posleak.models import builtin, pretrained
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
@@ -231,7 +231,7 @@ def shape_of(model: str) -> ModelSizes | None:
             return None
         config = json.loads(read_regular(folder / "config.json"))
         config = config.get("text_config") or config
-        headers = weights.read_headers(folder, allow_pickle=True)
+        headers = pretrained.read_headers(folder, allow_pickle=True)
         width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
         inner = config.get("intermediate_size") or 4 * width
         return ModelSizes(

@@ -179,7 +179,7 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
         series = entry.title or str(parent)
         models = [{"model": path, "series": series, "step": step} for step, path in steps.items()]
     elif entry.revisions is not None:
-        series = entry.title or entry.model
+        series = entry.title or str(entry.model)
         models = [{"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions]
     else:
         models = [{"model": entry.model, "title": entry.title}]
