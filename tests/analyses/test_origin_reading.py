@@ -7,7 +7,6 @@ import torch
 
 from posleak.analyses.origin.fingerprint import Projection, projections
 from posleak.analyses.origin.reading import LayerReading, Reading, ReadingObserver, attention_to_origin
-from posleak.leakage import Jackknife
 from posleak.probe import Call, Plan, Visibility, attach
 from support.families import FAMILIES, VOCAB, tiny
 
@@ -115,7 +114,7 @@ def test_reading_equals_its_definition_on_full_matrices(family: str) -> None:
     reader = ReadingObserver(plan, found)
     with attach(model, [reader, look]) as probe:
         probe.forward(ids)
-    layers = reader.collect()
+    layers = reader.layers
     rows, late = torch.tensor(plan.rows), slice(len(plan.queries), None)
     for layer, call, out, p in zip(layers, look.calls, look.out, found, strict=True):
         s = call.logits(slice(None)).masked_fill(~call.visibility.dense(), -torch.inf)
@@ -141,7 +140,7 @@ def test_a_planted_reader_is_found_and_its_position_signal_told_from_content() -
     shares = shares + 1e-6 * torch.randn(B, 1, 1)  # prompts that do not differ at all have no intervals
     batch = [_layer(shares[b : b + 1], plan) for b in range(B)]
     p = Projection(0, 0, 3, 4, None, None, None)
-    reading = Reading.from_batches(batch, plan, [p], Jackknife(B))
+    reading = Reading.from_batches(batch, plan, [p])
     assert reading.is_reader.tolist() == [[True, True, False]]
     (count,) = (call.readers for call in reading.calls)
     assert count.value == count.low == count.high == 2
@@ -189,4 +188,4 @@ def _layer(shares: torch.Tensor, plan: Plan) -> list[LayerReading]:
     call = _call(shares)
     reader = ReadingObserver(plan, [Projection(0, 0, shares.shape[1], 4, None, None, None)])
     reader.observe(call, attend(call))
-    return reader.collect()
+    return reader.layers

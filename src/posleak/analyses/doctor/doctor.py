@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from posleak.defaults import DOCTOR_LENGTH, DOCTOR_PROMPTS
 from posleak.edits import parse_edits
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
 from posleak.models import AnyModel, Subject, exclusive, subject_of
-from posleak.probe import (
-    Calibration,
-    Motion,
-    Plan,
-    Positions,
-    calibrate,
-    default_plan,
-    relative_difference,
-    takes_positions,
-)
-from posleak.probe.attachment import implemented
+from posleak.probe import Calibration, Motion, Plan, Positions, calibrate, default_plan, relative_difference
+from posleak.probe.attachment import implemented, takes_positions
 from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
@@ -139,26 +129,21 @@ def doctor(
     who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
-    batch = _batch(who, plan, prompts, short, parse_bytes(max_memory))
+    prompts_text = describe_prompts(prompts, plan.length)
+    work = Work(
+        "the diagnosis", lambda batch: doctor_plan(who, plan, prompts, batch, short=short),
+        lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
+        "a shorter --length or fewer --prompts",
+    )  # fmt: skip
+    batch = work.fit(who, prompts, parse_bytes(max_memory))
     outside = bos_outside_vocabulary(who) if bos == "auto" else None
     no_bos = None if outside is None else f"{outside}: position 0 holds an ordinary token"
-    policy = bos if outside is None else "none"
-    texts = prepare(who, "random", bos=policy, length=plan.length, seed=seed)
+    texts = prepare(who, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)
     with exclusive(who.model):
         calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, on_status)
         notes = tuple(note for note in (no_bos, long, changed(who)) if note is not None)
     first = texts.describe().first_token
     return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
-
-
-def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int | None) -> int:
-    """Return the number of prompts per forward pass: all, or as many as fit into memory."""
-    prompts_text = describe_prompts(prompts, plan.length)
-    return Work(
-        "the diagnosis", lambda batch: doctor_plan(subject, plan, prompts, batch, short=short),
-        lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
-        "a shorter --length or fewer --prompts",
-    ).fit(subject, prompts, limit)  # fmt: skip
 
 
 def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:
@@ -181,13 +166,7 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
 
 
 def _checks(
-    subject: Subject,
-    texts: Prompts,
-    plan: Plan,
-    prompts: int,
-    short: bool,
-    batch: int,
-    progress: Callable[[str], None],
+    subject: Subject, texts: Prompts, plan: Plan, prompts: int, short: bool, batch: int, progress: Callable[[str], None]
 ) -> tuple[Calibration, list[Check], str]:
     ids = texts.batch(range(prompts))
     constant = prepare(subject, "constant", bos="none", length=plan.length, seed=texts.seed).batch(range(1))
@@ -195,11 +174,17 @@ def _checks(
     calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
     room = None if subject.identity.rotary else subject.context
     passes = SharedPasses(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
-    checks = list(_calibration_checks(calibration))
-    for name, check in _law_checks(passes):
+    checks = _calibration_checks(calibration)
+    judges: dict[str, Callable[[SharedPasses], Check]] = {
+        "parity with eager attention": eager_parity, "law L1": laws.additivity, "law L2": laws.constant_token,
+        "law L3": laws.first_layer, "law L4": laws.zero_queries, "law L5": laws.shifted_positions,
+        "law L7": laws.closure, "law L8, batches": laws.batching, "law L8, padding": laws.padding,
+        "law L9": laws.gauge, "law L10": laws.moved_keys,
+    }  # fmt: skip
+    for name, judge in judges.items():
         if not (short and name == "law L3"):
             progress(name)
-            checks.append(check())
+            checks.append(judge(passes))
     shift = next(check for check in checks if check.id == "L5 shift")
     for dtype in () if short else (torch.float32, torch.bfloat16, torch.float16):
         progress(f"rounding floor, {dtype}")
@@ -208,27 +193,15 @@ def _checks(
     return calibration, checks, positions.text
 
 
-def _calibration_checks(result: Calibration) -> Iterator[Check]:
-    yield Check("calls", 0.0, 0.0, "missing", f"all {result.layers} attention calls of a forward pass are observed")
-    yield Check("future", result.future, 0.0, "weight", "the kernel gives no weight to keys after the query")
-    why = f"states under the probe equal those of the model's own attention ({result.native})"
-    yield Check("parity", result.parity, result.parity_bound, "relative", why)
-    why = "the sampled rows have the softmax denominator of the kernel"
-    yield Check("partition", result.partition, result.partition_bound, "nats", why)
-
-
-def _law_checks(passes: SharedPasses) -> Iterator[tuple[str, Callable[[], Check]]]:
-    yield "parity with eager attention", lambda: eager_parity(passes)
-    yield "law L1", lambda: laws.additivity(passes)
-    yield "law L2", lambda: laws.constant_token(passes)
-    yield "law L3", lambda: laws.first_layer(passes)
-    yield "law L4", lambda: laws.zero_queries(passes)
-    yield "law L5", lambda: laws.shifted_positions(passes)
-    yield "law L7", lambda: laws.closure(passes)
-    yield "law L8, batches", lambda: laws.batching(passes)
-    yield "law L8, padding", lambda: laws.padding(passes)
-    yield "law L9", lambda: laws.gauge(passes)
-    yield "law L10", lambda: laws.moved_keys(passes)
+def _calibration_checks(result: Calibration) -> list[Check]:
+    own = f"states under the probe equal those of the model's own attention ({result.native})"
+    rows = "the sampled rows have the softmax denominator of the kernel"
+    return [
+        Check("calls", 0.0, 0.0, "missing", f"all {result.layers} attention calls of a forward pass are observed"),
+        Check("future", result.future, 0.0, "weight", "the kernel gives no weight to keys after the query"),
+        Check("parity", result.parity, result.parity_bound, "relative", own),
+        Check("partition", result.partition, result.partition_bound, "nats", rows),
+    ]
 
 
 def eager_parity(passes: SharedPasses) -> Check:
@@ -246,15 +219,11 @@ def eager_parity(passes: SharedPasses) -> Check:
             states = passes.measure(passes.few, padding).states
     else:
         states = (passes.padded if padding else passes.together).states
-    bound = AGREE.of(computed_in(dtype)) / 10
-    return Check("parity eager", relative_difference(states, _eager_states(passes, padding)), bound, "relative", why)
-
-
-def _eager_states(passes: SharedPasses, padding: int) -> Tensor:
     tokens, given = passes.tokens(passes.few, padding)
-    with implemented(passes.model, "eager"):
-        states: Tensor = native(passes.model, tokens, **given)[0]
-    return states[:, padding:]
+    with implemented(model, "eager"):
+        eager = native(model, tokens, **given)[0][:, padding:]
+    bound = AGREE.of(computed_in(dtype)) / 10
+    return Check("parity eager", relative_difference(states, eager), bound, "relative", why)
 
 
 def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Check:
@@ -271,15 +240,12 @@ def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Ch
     elif model.dtype == dtype:
         value = shift.value
     else:
-        value, why = _rounded(passes, name, why)
+        edits = parse_edits([f"dtype={name}"])
+        try:
+            runs = [laws.log_attention(model, passes.plan, passes.ids[:1], at, edits) for at in (0, passes.shift)]
+            value = laws.rms_change(*runs)
+        except (CheckError, UnsupportedError) as error:
+            value, why = math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
+        except RuntimeError as error:  # raised by torch: some families mix float32 buffers with rounded states
+            value, why = math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"
     return Check(f"floor {name}", value, None, "nats rms", why)
-
-
-def _rounded(passes: SharedPasses, name: str, why: str) -> tuple[float, str]:
-    edits = parse_edits([f"dtype={name}"])
-    try:
-        return laws.shift_floor(passes.model, passes.plan, passes.ids[:1], passes.shift, edits), why
-    except (CheckError, UnsupportedError) as error:
-        return math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
-    except RuntimeError as error:  # raised by torch: some families mix float32 buffers with rounded states
-        return math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"

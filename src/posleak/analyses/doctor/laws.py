@@ -41,7 +41,6 @@ class DoctorVerdict(Enum):
 
 
 MARKS = {DoctorVerdict.SOUND: "✓", DoctorVerdict.BY_DESIGN: "!", DoctorVerdict.WRONG: "✗"}
-NOT_JUDGED = "·"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Check:
     @property
     def mark(self) -> str:
         """One glyph: passed, broken by design, failed, or reported only."""
-        return NOT_JUDGED if self.bound is None else MARKS[self.verdict]
+        return "·" if self.bound is None else MARKS[self.verdict]
 
     def because(self, cause: str | None) -> Check:
         """Return a failed check with its cause appended to `why`; a check that passed is returned unchanged."""
@@ -140,14 +139,7 @@ def zero_queries(passes: SharedPasses) -> Check:
     return Check("L4 zero queries", worst, 1e-9, "nats", why)
 
 
-def shift_floor(model: PreTrainedModel, plan: Plan, ids: Ids, shift: int, edits: Sequence[Edit] = ()) -> float:
-    """Return the root mean square change of log a_i(δ), in nats, when all position ids are shifted."""
-    return rms_change(*(log_attention(model, plan, ids, start, edits) for start in (0, shift)))
-
-
-def log_attention(
-    model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edits: Sequence[Edit] = ()
-) -> list[Tensor]:  # fmt: skip
+def log_attention(model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edits: Sequence[Edit] = ()) -> list[Tensor]:
     """Return log a_i(δ) of every layer, with position ids that begin at `start`."""
     tokens = torch.from_numpy(ids).to(input_device(model))
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -157,7 +149,7 @@ def log_attention(
 
 
 def rms_change(still: Sequence[Tensor], moved: Sequence[Tensor]) -> float:
-    """Return the root mean square difference; each layer has the same weight."""
+    """Return the root mean square difference of log a_i(δ), in nats; each layer has the same weight."""
     squares = [torch.nanmean((b - a) ** 2) for a, b in zip(still, moved, strict=True)]
     return float(torch.stack(squares).mean().sqrt())
 
@@ -240,21 +232,22 @@ def batching(passes: SharedPasses) -> Check:
 
 
 def padding(passes: SharedPasses) -> Check:
-    """Check the second half of L8: left padding has no effect."""
+    """Check the second half of L8: left padding has no effect. posleak itself never pads.
+
+    The cause is the model if its states change with left padding under its own attention, too.
+    """
     got, expected = passes.padded.parts, passes.together.parts
     worst = max(relative_difference(padded, plain) for padded, plain in pairs(got, expected, "mask", "drift"))
     check = Check("L8 padding", worst, AGREE.of(passes.model.dtype), "relative", "left padding has no effect")
-    return check if check.ok else check.because(_padding_cause(passes))
-
-
-def _padding_cause(passes: SharedPasses) -> str | None:
-    """Say whether left padding changes the model's states under its own attention, too. posleak itself never pads."""
+    if check.ok:
+        return check
     plain, padded = (
         native(passes.model, tokens, **given)[0]
         for tokens, given in (passes.tokens(passes.few), passes.tokens(passes.few, PADDING))
     )
     changed = relative_difference(padded[:, PADDING:], plain) > AGREE.of(passes.model.dtype)
-    return "the model's own states change with left padding, under its own attention too" if changed else None
+    cause = "the model's own states change with left padding, under its own attention too"
+    return check.because(cause) if changed else check
 
 
 def gauge(passes: SharedPasses) -> Check:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,17 +33,8 @@ from transformers import PreTrainedModel
 from posleak.analyses.origin.states import Closure, hooked, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
 from posleak.models import input_device
-from posleak.probe import (
-    Call,
-    Observer,
-    Placement,
-    Plan,
-    attach,
-    backbone,
-    read_placements,
-    relative_difference,
-    takes_positions,
-)
+from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, relative_difference, takes_positions
+from posleak.probe.native import backbone
 from posleak.rounding import AGREE
 
 Ids = NDArray[np.int64]
@@ -110,10 +101,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     with attach(model) as probe, hooked(parts, hook, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = {hook.names[id(module)] for module in probe.modules}
-    if hook.module is None:
-        return Entrance(TABLE, "added in its body") if _differs(out[0]) else None
-    if hook.is_embedding:  # its values may be sines for a rotation, which does not change the states
-        return Entrance(TABLE, hook.module) if _differs(out[0]) else None
+    if hook.module is None or hook.is_embedding:  # its values may be sines for a rotation: then the states are equal
+        return Entrance(TABLE, hook.module or "added in its body") if _differs(out[0]) else None
     return Entrance(SINKS if hook.module in attention else RECURRENT, hook.module)
 
 
@@ -190,15 +179,11 @@ class VisibleCounts:
         self.expected.append((log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device))
 
 
-class StopForward(Exception):
-    """Ends a forward pass early."""
-
-
-class StopAtFirstCall:
+class StopAtFirstCall(Exception):
     """Observer that ends a forward pass at its first attention call, after the observers before it."""
 
     def observe(self, call: Call, out: Tensor) -> None:
-        raise StopForward
+        raise StopAtFirstCall  # not self, which outlives the pass: a traceback holds its activations
 
 
 @dataclass(frozen=True)
@@ -282,15 +267,14 @@ class SharedPasses:
     @cached_property
     def first(self) -> Parts:
         """The parts of the first attention call of all prompts."""
-        size = self.batch or len(self.ids)
-        return joined([self._first(self.ids[at : at + size]) for at in range(0, len(self.ids), size)])
-
-    def _first(self, ids: Ids) -> Parts:
-        tokens, given = self.tokens(ids)
-        observer = LeakageObserver(self.plan, placements=self.placements)
-        with attach(self.model, [observer, StopAtFirstCall()]) as probe, suppress(StopForward):
-            probe.forward(tokens, **given)
-        return observer.collect()[0]
+        size, batches = self.batch or len(self.ids), list[Parts]()
+        for at in range(0, len(self.ids), size):
+            tokens, given = self.tokens(self.ids[at : at + size])
+            observer = LeakageObserver(self.plan, placements=self.placements)
+            with attach(self.model, [observer, StopAtFirstCall()]) as probe, suppress(StopAtFirstCall):
+                probe.forward(tokens, **given)
+            batches += observer.collect()[:1]
+        return joined(batches)
 
     @cached_property
     def separate(self) -> SeparatePasses:
@@ -307,9 +291,8 @@ class SharedPasses:
             first_only = []
         single = self._origin(self.few[:, :1])
         closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
-        return SeparatePasses(
-            parts, attention.layers, closure, zero.layers, counts.expected, [gauge.layers for gauge in gauges]
-        )
+        shifted = [gauge.layers for gauge in gauges]
+        return SeparatePasses(parts, attention.layers, closure, zero.layers, counts.expected, shifted)
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """Return the state of position 0 at every depth, from a pass with observers."""
@@ -345,14 +328,9 @@ class SharedPasses:
 
 
 def joined(batches: Sequence[Parts]) -> Parts:
-    """Concatenate the parts of one layer over batches of prompts."""
-
-    def along_prompts(name: str) -> Tensor | None:
-        tensors = [getattr(parts, name) for parts in batches]
-        return None if tensors[0] is None else torch.cat(tensors)
-
-    names = [field.name for field in fields(Parts) if field.name not in ("pairs", "remainder")]
-    changed: dict[str, Any] = {name: along_prompts(name) for name in names}
+    """Concatenate the parts of one layer over batches of prompts; a part that is None stays None."""
+    names = {name for name, x in vars(batches[0]).items() if x is not None} - {"pairs", "remainder"}
+    changed: dict[str, Any] = {name: torch.cat([getattr(parts, name) for parts in batches]) for name in names}
     return replace(batches[0], **changed, remainder=max(parts.remainder for parts in batches))
 
 

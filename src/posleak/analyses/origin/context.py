@@ -25,34 +25,18 @@ from posleak.runs.spec import batches
 
 from .fingerprint import FINGERPRINT_TOKENS, SHOWN, Projection, carried_difference
 from .reading import LayerReading, ReadingObserver
-from .states import ALONE, Closure, ValueObserver, alone, states
+from .states import ALONE, Closure, ValueObserver, alone, joined, states
+
+Progress = Callable[[str], None]
 
 POSITIONS = 256
 """Body positions of each prompt whose states are kept, evenly spaced: memory does not grow with the length."""
-
 
 WORK_COPIES = 8
 """Copies in float64 of the arrays of one depth or one call: as read, normalised, and intermediates."""
 
 PROBE_MATRICES = 40
 """Matrices in float64 that the position probe holds: three sums over four groups each, and four ridge systems."""
-
-
-@dataclass(frozen=True)
-class VersionBatch:
-    """Both versions of one batch of prompts.
-
-    origin    states of position 0 at every depth, B2 = 2B: first versions, then second versions
-    body      states of the first version at the sampled positions, at every depth
-    values    v_0 for each call, of the two versions
-    carried   relative differences between the versions at late positions, by depth
-    """
-
-    origin: list[Float[Tensor, "B2 _W"]]
-    body: list[Float[Tensor, "B=B2//2 P _W"]]
-    reading: list[LayerReading]
-    values: tuple[list[Float[Tensor, "B=B2//2 _K _Ev"]], list[Float[Tensor, "B=B2//2 _K _Ev"]]]
-    carried: Float64[np.ndarray, "B=B2//2 J"]
 
 
 @dataclass(frozen=True)
@@ -83,63 +67,52 @@ def read_context(
     others: Int64[np.ndarray, "n"],
     count: int,
     batch: int,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda line: None,
 ) -> Context:
     """Read `count` prompts in batches; `others` are the first tokens of the second versions."""
-    positions, first_is_shared = body_positions(prompts.length), prompts.first.id is not None
-    done, firsts = list[VersionBatch](), list[NDArray[np.int64]]()
+    spaced = np.linspace(1, prompts.length - 1, min(POSITIONS, prompts.length - 1))  # position 0 is left out
+    positions, first_is_shared = np.unique(np.rint(spaced).astype(np.int64)), prompts.first.id is not None
+    done, firsts = [], list[NDArray[np.int64]]()
     for at in batches(count, batch):
         progress(f"prompts {at.start + 1} to {at.stop} of {count}, each with two first tokens")
-        ids = prompts.batch(at)
-        changed = ids.copy()
-        changed[:, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
-        firsts.append(np.stack([ids[:, 0], changed[:, 0]], axis=1))
-        done.append(_read(subject, torch.from_numpy(ids), torch.from_numpy(changed), plan, projections, positions))
-    own, other = ([torch.cat(v) for v in zip(*(b.values[k] for b in done), strict=True)] for k in (0, 1))
+        versions = np.repeat(prompts.batch(at)[None], 2, axis=0)
+        versions[1, :, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
+        firsts.append(versions[:, :, 0].T)
+        done.append(_read(subject, torch.from_numpy(versions), ReadingObserver(plan, projections), positions))
+    origin, body, reading, other, carried = zip(*done, strict=True)
+    own = joined([[layer.values for layer in layers] for layers in reading])
     return Context(
-        closure=_closure(subject, done, firsts),
-        body=[torch.cat(depth) for depth in zip(*(b.body for b in done), strict=True)],
-        positions=positions,
-        reading=[b.reading for b in done],
-        values=own,
-        same=own if first_is_shared else other,
-        carried=np.concatenate([b.carried for b in done]),
-        changed=np.concatenate(firsts),
-    )
+        closure=_closure(subject, joined(origin), firsts), body=joined(body), positions=positions,
+        reading=list(reading), values=own, same=own if first_is_shared else joined(other),
+        carried=np.concatenate(carried), changed=np.concatenate(firsts),
+    )  # fmt: skip
 
 
 def _read(
-    subject: Subject,
-    ids: Int[Tensor, "B T"],
-    changed: Int[Tensor, "B T"],
-    plan: Plan,
-    projections: Sequence[Projection],
-    at: Int64[np.ndarray, "P"],
-) -> VersionBatch:
-    reader, values = ReadingObserver(plan, projections), ValueObserver()
+    subject: Subject, versions: Int[Tensor, "2 B T"], reader: ReadingObserver, at: Int64[np.ndarray, "P"]
+) -> tuple[list[Tensor], list[Tensor], list[LayerReading], list[Tensor], Float64[np.ndarray, "B J"]]:
+    """Read both versions of one batch of prompts.
+
+    Return the states of position 0 at every depth (first versions, then second versions), states of the first version
+    at the positions `at`, its readings, v_0 of the second version for each call, and the relative differences between
+    the versions at late positions, by depth.
+    """
+    values = ValueObserver()
     with attach(subject.model, [reader]) as probe:
-        x = states(probe, ids.to(subject.device))
+        x = states(probe, versions[0].to(subject.device))
     with attach(subject.model, [values]) as probe:
-        y = states(probe, changed.to(subject.device))
+        y = states(probe, versions[1].to(subject.device))
     origin = [torch.cat([a[:, 0], b[:, 0]]).cpu() for a, b in zip(x, y, strict=True)]
     body = [depth[:, torch.from_numpy(at).to(depth.device)].cpu() for depth in x]
-    reading = reader.collect()
-    own = [layer.values for layer in reading]
-    return VersionBatch(origin, body, reading, (own, values.collect()), carried_difference(x, y))
+    return origin, body, reader.layers, values.values, carried_difference(x, y)
 
 
-def _closure(subject: Subject, done: list[VersionBatch], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
+def _closure(subject: Subject, within: list[Tensor], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
     """Check closure on both versions of every prompt; each different first token is run alone once."""
     tokens = torch.from_numpy(np.concatenate([first.T.reshape(-1) for first in firsts]))
     different, which = torch.unique(tokens, return_inverse=True)
     single = alone(subject.model, different).states
-    within = [torch.cat(depth) for depth in zip(*(b.origin for b in done), strict=True)]
     return Closure.of(within, [single[which, d] for d in range(single.shape[1])], subject.model.dtype)
-
-
-def body_positions(length: int) -> Int64[np.ndarray, "P"]:
-    """Return 1 … N − 1, or POSITIONS of them evenly spaced."""
-    return np.unique(np.rint(np.linspace(1, length - 1, min(POSITIONS, length - 1))).astype(np.int64))
 
 
 def origin_plan(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int) -> MemoryPlan:

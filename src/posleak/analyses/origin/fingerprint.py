@@ -38,7 +38,7 @@ from posleak.rounding import AFFINE
 from posleak.typed import Number
 
 from .portrait import joined_cosines, pair_cosine, unit
-from .states import hooked
+from .states import WithArrays, hooked
 
 SHOWN = 16
 """Rows and columns of the stored cosine matrices."""
@@ -124,17 +124,14 @@ class _ProjectionFinder:
     def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.calls or not args or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
             return
-        call, x = self.calls[-1], args[0]
-        changed = x.shape != output.shape or not torch.equal(x, output)
-        if changed and any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for _, _, y in call.takers):
+        call, x, whole = self.calls[-1], args[0], self.calls[-1].returned
+        if x.shape == output.shape and torch.equal(x, output):
+            return
+        same_size = x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1]  # however the leading axes are split
+        if any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for _, _, y in call.takers):
             call.after.append((x, output))
-        elif changed and len(args) == 1 and _same(x, call.returned):
+        elif len(args) == 1 and same_size and torch.equal(x.reshape(whole.shape), whole):
             call.takers.append((module, x, output))
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Return whether the entries are equal, however the leading axes are split."""
-    return x.numel() == y.numel() and x.shape[-1] == y.shape[-1] and torch.equal(x.reshape(y.shape), y)
 
 
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
@@ -193,7 +190,7 @@ class SameToken:
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(WithArrays):
     """Fingerprints of all sink-reading heads.
 
     different  mean over heads of `HeadFingerprint.different`
@@ -207,11 +204,7 @@ class Fingerprint:
     carried: Estimate
     changed: tuple[tuple[int, int], ...]
     heads: tuple[HeadFingerprint, ...]
-    matrices: Array = field(default_factory=lambda: np.empty(0))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object, without the matrices."""
-        return {name: value for name, value in vars(self).items() if name != "matrices"}
+    matrices: Array = field(default_factory=lambda: np.empty(0), repr=False)
 
 
 def written(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from posleak.arrays import read_netcdf
@@ -21,7 +20,6 @@ from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
 from posleak.errors import warn
 from posleak.files import Sealed, sha256_of, translate_read_errors, write_atomically
 from posleak.inputs import InputFacts, Prompts, prepare
-from posleak.leakage import Jackknife
 from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
@@ -33,7 +31,7 @@ from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
-from .context import Context, origin_plan, read_context
+from .context import Context, Progress, origin_plan, read_context
 from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, Projection, fingerprint, projections, written
 from .portrait import BodyScale, Portrait, Trajectory, ordinary_tokens
 from .position_probe import PositionProbe, position_probe, written_basis
@@ -141,10 +139,20 @@ def origin(
     Example: `posleak.origin("smollm2-135m").reading.readers`
     """
     plan = default_plan(length)
-    _check(prompts, tokens, batch)
+    why = "the position probe needs separate prompts for training, for choosing the ridge and for evaluation"
+    require_between("prompts", prompts, 3, why=why)
+    require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
+    require_between("batch", batch, 0)
     who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
     long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
-    at_once = _batch(who, plan, prompts, tokens, batch, parse_bytes(max_memory))
+    work = Work(
+        "the look at position 0",
+        lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),
+        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        "a shorter --length, fewer --prompts or --tokens", batched=True,
+    )  # fmt: skip
+    wanted = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    at_once = work.fit(who, wanted, parse_bytes(max_memory), fixed=bool(batch))
     if long is not None:
         warn(long)
     texts = prepare(who, "random", bos=bos, length=length, seed=seed)
@@ -155,30 +163,10 @@ def origin(
     return result
 
 
-def _batch(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int, limit: int | None) -> int:
-    """Return the number of prompts per forward pass: as requested, or as many as fit into memory."""
-    work = Work(
-        "the look at position 0",
-        lambda at_once: origin_plan(subject, plan, prompts, min(tokens, subject.vocab_size), at_once),
-        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
-        "a shorter --length, fewer --prompts or --tokens", batched=True,
-    )  # fmt: skip
-    at_once = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    return work.fit(subject, at_once, limit, fixed=bool(batch))
-
-
 def _origin(
-    subject: Subject,
-    texts: Prompts,
-    plan: Plan,
-    prompts: int,
-    tokens: int,
-    at_once: int,
-    probe: bool,
-    progress: Callable[[str], None],
+    subject: Subject, texts: Prompts, plan: Plan, prompts: int, tokens: int, batch: int, probe: bool, progress: Progress
 ) -> Origin:
-    length, seed = texts.length, texts.seed
-    drawn = ordinary_tokens(texts.vocabulary, tokens + 1, seed, without=texts.first.id)
+    drawn = ordinary_tokens(texts.vocabulary, tokens + 1, texts.seed, without=texts.first.id)
     reference = int(drawn[0]) if texts.first.id is None else int(texts.first.id)
     others = drawn[drawn != reference][:tokens]
     progress("calibration")
@@ -187,57 +175,38 @@ def _origin(
     outputs = projections(subject.model, start[:, :16])
     progress(f"portrait: {len(others)} first tokens")
     single = alone(subject.model, torch.from_numpy(np.concatenate([[reference], others])))
-    context = read_context(subject, texts, plan, outputs, others, prompts, at_once, progress)
+    context = read_context(subject, texts, plan, outputs, others, prompts, batch, progress)
     progress("portrait and fingerprint")
     body = BodyScale.of(context.body)
-    reading = Reading.from_batches(context.reading, plan, outputs, Jackknife(prompts))
+    reading = Reading.from_batches(context.reading, plan, outputs)
     spelled, is_bos = texts.vocabulary.spell(reference), texts.first.id is not None
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
-        identity=subject.identity, inputs=texts.describe(), length=length, prompts=prompts, seed=seed,
+        identity=subject.identity, inputs=texts.describe(), length=texts.length, prompts=prompts, seed=texts.seed,
         reference=Reference(reference, spelled, is_bos), calibration=calibration, closure=context.closure,
         trajectory=Trajectory.of(single.states[0], body, reference, spelled),
         portrait=Portrait.of(single, body), reading=reading,
         fingerprint=fingerprint(outputs, reading.is_reader, context.same, few, context.carried, context.changed),
-        position_probe=_probe(subject, context, outputs, reading, seed, progress) if probe else None,
+        position_probe=_probe(subject, context, outputs, reading, texts.seed, progress) if probe else None,
     )  # fmt: skip
 
 
 def _probe(
-    subject: Subject,
-    context: Context,
-    outputs: Sequence[Projection],
-    reading: Reading,
-    seed: int,
-    progress: Callable[[str], None],
+    subject: Subject, context: Context, outputs: Sequence[Projection], reading: Reading, seed: int, progress: Progress
 ) -> PositionProbe:
     """Run the position probe; the removed directions are those of the BOS, or of the mean v_0 of the prompts."""
-    means = [values.mean(0, keepdim=True) for values in context.values]
-    depths, width = len(context.body), context.body[0].shape[-1]
-    directions = [_directions(*of, width) for of in zip(outputs, reading.is_reader, means, strict=True)]
+    depths, width, directions = len(context.body), context.body[0].shape[-1], list[Tensor]()
+    for projection, row, values in zip(outputs, reading.is_reader, context.values, strict=True):
+        heads = np.flatnonzero(row).tolist() if projection.space == "output" else []  # elsewhere W_O is not known
+        if heads:
+            directions.append(written(projection, values.mean(0, keepdim=True), heads)[:, 0].float())
+        else:
+            directions.append(torch.zeros(0, width))
     return position_probe(
         context.body, context.positions, written_basis(directions, reading.layers, depths, width), seed=seed,
         device=subject.device if subject.device.type == "cuda" else None,
         progress=lambda done, of: progress(f"position probe: depth {done} of {of - 1}"),
     )  # fmt: skip
-
-
-def _directions(
-    projection: Projection, readers: Bool[np.ndarray, "H"], values: Float[Tensor, "1 K Ev"], width: int
-) -> Float[Tensor, "k {width}"]:
-    """Return W_h v_0 of the sink-reading heads of one call; no row if W_O is not known."""
-    heads = np.flatnonzero(readers).tolist()
-    if projection.space == "value" or not heads:
-        return torch.zeros(0, width)
-    return written(projection, values, heads)[:, 0].float()
-
-
-def _check(prompts: int, tokens: int, batch: int) -> None:
-    """Reject out-of-range values."""
-    why = "the position probe needs separate prompts for training, for choosing the ridge and for evaluation"
-    require_between("prompts", prompts, 3, why=why)
-    require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
-    require_between("batch", batch, 0)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from posleak.inputs.bodies import SEED_LIMIT, draw
 from posleak.leakage import Estimate, Jackknife, Sampled, combined
 from posleak.leakage.power import NEIGHBOURS, prompt_pairs
 
-from .states import Alone
+from .states import Alone, WithArrays
 
 ABSOLUTE, RELATIVE = 100.0, 1000.0
 SETTLED = 0.99
@@ -156,7 +155,14 @@ class Trajectory:
     def of(cls, x: Float[Tensor, "J W"], body: BodyScale, token: int, spelled: str | None) -> Trajectory:
         """Describe the states x of the one-token sequence."""
         u, norm = unit(x), x.double().norm(dim=-1).numpy()
-        _require_direction(norm, token)
+        if not norm[len(norm) // 2] > 0:
+            zero = ", ".join(map(str, np.flatnonzero(norm == 0)))
+            raise UnsupportedError(
+                "the state at position 0 is zero, so it has no direction", where="position 0",
+                got=f"token {token}: x_0 = 0 at depth {zero} of 0 to {len(norm) - 1}", expected="a nonzero state",
+                remedy="check the weights, those of embeddings and norms first; `posleak measure` and `posleak trace` "
+                "do not need states",
+            )  # fmt: skip
         middle = (u @ u[len(u) // 2]).numpy()
         settles, leaves = settled(middle)
         return cls(
@@ -173,19 +179,6 @@ class Trajectory:
     def massive(self) -> tuple[int, ...]:
         """The number of massive channels at each depth."""
         return tuple(sum(dimension.massive for dimension in depth) for depth in self.dimensions)
-
-
-def _require_direction(norm: Float64[np.ndarray, "J"], token: int) -> None:
-    """Raise UnsupportedError if x_0 is zero at the middle depth, where its direction is needed."""
-    if norm[len(norm) // 2] > 0:
-        return
-    zero = ", ".join(map(str, np.flatnonzero(norm == 0)))
-    raise UnsupportedError(
-        "the state at position 0 is zero, so it has no direction", where="position 0",
-        got=f"token {token}: x_0 = 0 at depth {zero} of 0 to {len(norm) - 1}", expected="a nonzero state",
-        remedy="check the weights, those of embeddings and norms first; `posleak measure` and `posleak trace` do not "
-        "need states",
-    )  # fmt: skip
 
 
 def _ratio(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], undefined: float) -> Float64[np.ndarray, "n"]:
@@ -239,7 +232,7 @@ def ordinary_tokens(
 
 
 @dataclass(frozen=True)
-class Portrait:
+class Portrait(WithArrays):
     """n first tokens at depths 0 … L.
 
     norm, cosine     [3, J]  QUANTILES over tokens of ‖x‖, and of the cosine to the reference token
@@ -266,8 +259,8 @@ class Portrait:
     massive_share: Array
     overlap: Array
     explained: Array
-    tokens: tuple[int, ...] = ()
-    picture: Array = field(default_factory=lambda: np.empty(0))
+    tokens: tuple[int, ...] = field(default=(), repr=False)
+    picture: Array = field(default_factory=lambda: np.empty(0), repr=False)
 
     @classmethod
     def of(cls, single: Alone, body: BodyScale) -> Portrait:
@@ -290,10 +283,6 @@ class Portrait:
             explained=np.stack([share for _, share in pictures]), tokens=tuple(single.tokens[1:].tolist()),
             picture=np.stack([flat for flat, _ in pictures], axis=1),
         )  # fmt: skip
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object, without the tokens and their picture."""
-        return {name: value for name, value in vars(self).items() if name not in ("tokens", "picture")}
 
 
 def _channels(x: Float[Tensor, "tokens W"], entry: float) -> tuple[int, float, float, float]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from posleak.leakage import Estimate, Jackknife
 from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
 
 from .portrait import unit
+from .states import WithArrays
 
 VARIANTS = ("plain", "projected", "control")
 
@@ -47,7 +47,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class PositionProbe:
+class PositionProbe(WithArrays):
     """Three variants at depths 0 … L.
 
     chance      error of predicting the mean position
@@ -69,12 +69,8 @@ class PositionProbe:
     plain: Decoded
     projected: Decoded
     control: Decoded
-    curves: Array = field(default_factory=lambda: np.empty(0))
-    at: tuple[int, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object, without the curves."""
-        return {name: value for name, value in vars(self).items() if name not in ("curves", "at")}
+    curves: Array = field(default_factory=lambda: np.empty(0), repr=False)
+    at: tuple[int, ...] = field(default=(), repr=False)
 
 
 def position_probe(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
 
 from .fingerprint import Projection
+from .states import WithArrays
 
 EPSILON = 0.3
 
@@ -54,11 +54,6 @@ class ReadingObserver:
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         self.layers.append(read(call, out, self.plan, self.projections[call.index].gram))
-
-    def collect(self) -> list[LayerReading]:
-        """Return the layers observed since the last call of this method."""
-        layers, self.layers = self.layers, []
-        return layers
 
 
 def read(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan, gram: Float64[Tensor, "H Ev Ev"]) -> LayerReading:
@@ -120,7 +115,7 @@ class CallReading:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Reading(WithArrays):
     """Which heads read position 0: B prompts, L attention calls, P rows of the plan.
 
     space       `output` if W_O is known in every call, `value` if in none, else `mixed`
@@ -139,27 +134,22 @@ class Reading:
     at_0: Array
     calls: tuple[CallReading, ...]
     heads: tuple[HeadReading, ...]
-    attention: Array = field(default_factory=lambda: np.empty(0))
-    rows: tuple[int, ...] = ()
+    attention: Array = field(default_factory=lambda: np.empty(0), repr=False)
+    rows: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Sequence[Sequence[LayerReading]],
-        plan: Plan,
-        projections: Sequence[Projection],
-        jackknife: Jackknife,
+        cls, batches: Sequence[Sequence[LayerReading]], plan: Plan, projections: Sequence[Projection]
     ) -> Reading:
-        """Combine the collected layers of each batch of prompts (see ReadingObserver)."""
+        """Combine the collected layers of each batch of prompts (`ReadingObserver.layers`)."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
-        late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
+        late, jackknife = slice(len(plan.queries), len(plan.queries) + len(plan.references)), Jackknife(len(attention))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
         counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
-        spread, positional, varies = _variation(attention, jackknife, readers)
+        variation, mean_variation = _variation(attention, jackknife, readers)
         samples = {"at_0": at_0, "written": written, "along": along}
-        by_head = {name: jackknife.mean(x).estimate for name, x in samples.items()}
-        by_head |= {"spread": spread, "positional": positional}
+        by_head = {name: jackknife.mean(x).estimate for name, x in samples.items()} | variation
         calls = [CallReading(p.call, p.layer, p.heads, counts[c], p.space, p.name) for c, p in enumerate(projections)]
         heads = [
             HeadReading(calls[c].layer, c, h, **{name: estimate[c, h] for name, estimate in by_head.items()})
@@ -169,7 +159,7 @@ class Reading:
         return cls(
             epsilon=EPSILON, space=spaces.pop() if len(spaces) == 1 else "mixed", readers=total,
             of=sum(call.heads for call in calls),
-            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in samples.items()} | varies,
+            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in samples.items()} | mean_variation,
             at_0=by_head["at_0"].value, calls=tuple(calls), heads=tuple(heads), attention=attention, rows=plan.rows,
         )  # fmt: skip
 
@@ -182,10 +172,6 @@ class Reading:
     def layers(self) -> tuple[int, ...]:
         """The layer of each call."""
         return tuple(call.layer for call in self.calls)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object, without attention by row."""
-        return {name: value for name, value in vars(self).items() if name not in ("attention", "rows")}
 
 
 def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.ndarray, "B L H ..."]:
@@ -222,7 +208,7 @@ def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]
 
 def _variation(
     attention: Float64[np.ndarray, "B L H P"], jackknife: Jackknife, readers: Bool[np.ndarray, "L H"]
-) -> tuple[Estimate, Estimate, dict[str, Estimate]]:
+) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
     """Return `spread` and `positional` of every head, and the means of both over sink-reading heads.
 
     The common variance is a mean over pairs of different prompts, so that content does not contribute to it.
@@ -235,4 +221,4 @@ def _variation(
             "positional": jackknife.inner(products(centred, centred)) / variance,
         }
     means = {name: combined(lambda x: _mean(x, readers), sampled).estimate for name, sampled in quantities.items()}
-    return quantities["spread"].estimate, quantities["positional"].estimate, means
+    return {name: sampled.estimate for name, sampled in quantities.items()}, means

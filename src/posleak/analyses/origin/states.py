@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.models import input_device
 from posleak.models.hold import this_thread_only
-from posleak.probe import Call, Edit, Observer, Probe, attach, backbone
+from posleak.probe import Call, Edit, Probe, attach, backbone
 from posleak.rounding import CLOSED
 from posleak.typed import Number
 
@@ -105,6 +105,15 @@ def hooked(modules: Iterable[torch.nn.Module], hook: Callable[..., None], with_k
             handle.remove()
 
 
+@dataclass(frozen=True)
+class WithArrays:
+    """A result with arrays for figures. They are not part of the JSON: its fields are those that the repr shows."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON object, without the arrays for figures."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+
+
 @dataclass
 class ValueObserver:
     """Collects v_0 of every attention call, one per key-value head."""
@@ -135,15 +144,13 @@ class Alone:
 
 def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE, edits: Sequence[Edit] = ()) -> Alone:
     """Run every token as a sequence of its own."""
-    observer = ValueObserver()
-    observers: list[Observer] = [observer]
-    batches, values = [], []
-    with attach(model, observers, edits) as probe:
+    observer, batches, values = ValueObserver(), [], []
+    with attach(model, [observer], edits) as probe:
         for part in tokens.split(batch):
             x = require_one_width(states(probe, part[:, None].to(input_device(model))), model)
             batches.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))
             values.append(observer.collect())
-    return Alone(tokens.cpu(), torch.cat(batches), tuple(torch.cat(layer) for layer in zip(*values, strict=True)))
+    return Alone(tokens.cpu(), torch.cat(batches), tuple(joined(values)))
 
 
 def require_one_width(
@@ -204,10 +211,11 @@ def closure(model: PreTrainedModel, ids: Int[Tensor, "B T"], *, batch: int = 8, 
         for part in ids.to(input_device(model)).split(batch):
             within.append(origin_states(probe, part))
             single.append(origin_states(probe, part[:, :1]))
-    return Closure.of(_joined(within), _joined(single), model.dtype)
+    return Closure.of(joined(within), joined(single), model.dtype)
 
 
-def _joined(batches: list[list[Float[Tensor, "_b _W"]]]) -> list[Float[Tensor, "B _W"]]:
+def joined(batches: Sequence[Sequence[Float[Tensor, "_b ..."]]]) -> list[Float[Tensor, "_B ..."]]:
+    """Concatenate tensors of batches of prompts, separately for each depth or attention call."""
     return [torch.cat(depth) for depth in zip(*batches, strict=True)]
 
 

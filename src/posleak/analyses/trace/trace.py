@@ -67,14 +67,10 @@ class Ladder:
     @classmethod
     def of(cls, runs: dict[int, Run]) -> Ladder:
         upto = tuple(sorted(runs))
-        sums = np.stack([np.nanmean(_left(runs[k]), axis=1) for k in upto])  # [K, L, sums]
+        owns = [runs[k].products["all"].own for k in upto]
+        sums = np.stack([np.nanmean(own[LEFT if LEFT in own else "total"], axis=1) for own in owns])  # [K, L, sums]
         prompts = Jackknife(runs[upto[0]].prompts)
         return cls(upto, prompts.inner(sums).estimate, prompts.inner(sums[:, 1:].mean(1)).estimate)
-
-
-def _left(run: Run) -> Any:
-    own = run.products["all"].own
-    return own[LEFT] if LEFT in own else own["total"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,7 +161,7 @@ class Trace:
 
     def _averaged(self, axes: tuple[int, ...]) -> dict[str, Decomposition]:
         return {
-            queries: Decomposition.of(products.averaged(axes) if axes else products, self._prompts)
+            queries: Decomposition.of(products.averaged(axes) if axes else products, Jackknife(self.ordinary.prompts))
             for queries, products in self.products.items()
         }
 
@@ -173,9 +169,9 @@ class Trace:
     def attention(self) -> dict[str, Estimate]:
         """Return the mean attention of reference queries to the origin by layer [L] in both runs, without donor
         keys."""
-        m = self.ordinary.record.plan.origin
+        m, prompts = self.ordinary.record.plan.origin, Jackknife(self.ordinary.prompts)
         return {
-            name: self._prompts.mean(np.nanmean(run.data["profile"].values[..., :m].sum(-1), axis=2)).estimate
+            name: prompts.mean(np.nanmean(run.data["profile"].values[..., :m].sum(-1), axis=2)).estimate
             for name, run in (("ordinary", self.ordinary), ("borrowed", self.borrowed))
         }
 
@@ -186,10 +182,6 @@ class Trace:
             return None
         last = max(self.ordinary.record.calibration.numbers)
         return Ladder.of({-1: self.ordinary, **self.steps, last: self.borrowed})
-
-    @property
-    def _prompts(self) -> Jackknife:
-        return Jackknife(self.ordinary.prompts)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak trace --json` (docs/json.md)."""
