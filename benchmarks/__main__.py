@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
-from posleak.cli.options import Json, MaxMemory, Seed
-from posleak.cli.subject import ModelRequest, model_command, require_valid
+from posleak.cli.options import Json, MaxMemory, ModelRequest, Seed, model_command, require_valid
 from posleak.show.numbers import NAN
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posleak.analyses.claims.catalogue import Claim, registry
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH, Claim, registry
 from posleak.papers import ALL, PAPERS
 from posleak.show.numbers import effect
 

@@ -27,7 +27,7 @@ from posleak.leakage.power import products
 from posleak.reports.terminal.run import trace_tables
 from posleak.runs.run import Run, split
 from posleak.show.colours import LIGHT, LINE
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from posleak.show.numbers import interval, number, percent
 from posleak.show.plots import Picture, band, drawn, powers
 from posleak.show.words import QUERIES

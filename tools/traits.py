@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from posleak.analyses.doctor.explicit import RECURRENT, TABLE, first_entrance
+from posleak.analyses.doctor.passes import RECURRENT, TABLE, first_entrance
 from posleak.models import Subject
 from posleak.probe import Calibration, Call, Placement, attach, default_plan, read_placements
 from posleak.probe.call import ALIBI

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posleak.analyses.claims.finding import Finding, Side, Verdict
+from posleak.analyses.claims.catalogue import Finding, Side, Verdict
 
 from .measuring import QUANTITIES
 

@@ -14,7 +14,7 @@ import pytest
 import posleak as pl
 from posleak.analyses.advise.effects import ADVICE_FILE, PLOT_FILE, SIMULTANEOUS, STORED_ADVICE, Advice, Effect
 from posleak.analyses.advise.settings import GROUPS, Setting, of_edits, settings_for
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare

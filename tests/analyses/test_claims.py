@@ -14,9 +14,8 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import PreTrainedModel
 
-from posleak.analyses.claims.catalogue import Claim, registry
+from posleak.analyses.claims.catalogue import ENOUGH, Claim, Finding, Side, Verdict, registry
 from posleak.analyses.claims.examination import claims, examine
-from posleak.analyses.claims.finding import ENOUGH, Finding, Side, Verdict
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import rolled_gaps
 from posleak.leakage import Jackknife

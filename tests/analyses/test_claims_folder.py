@@ -17,7 +17,7 @@ import pytest
 import posleak as pl
 from posleak.analyses.claims.examination import FINDINGS, claims
 from posleak.analyses.claims.lab import Lab
-from posleak.analyses.origin.store import read_origin
+from posleak.analyses.origin.origin import read_origin
 from posleak.errors import RunError, StorageError
 from posleak.models import Subject
 from posleak.runs.run import Run

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 import posleak as pl
 from posleak import papers
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.catalogue import REGISTRY, Claim, ClaimResult, claim, registry
+from posleak.analyses.claims.catalogue import REGISTRY, Claim, ClaimResult, Finding, Side, Verdict, claim, registry
 from posleak.analyses.claims.examination import FINDINGS, claims, examine, examined
-from posleak.analyses.claims.finding import Finding, Side, Verdict
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.sinks import TYPES, even
 from posleak.errors import InputError, UnsupportedError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.check import Check, DoctorVerdict
 from posleak.analyses.doctor.doctor import Diagnosis, doctor
+from posleak.analyses.doctor.laws import Check, DoctorVerdict
 from posleak.analyses.doctor.passes import SHIFT, SharedPasses
 from posleak.models import Subject
 from support.families import FAMILIES, tiny

@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from posleak.analyses.origin.directions import mean_cosine, pair_cosines, resultant
-from posleak.analyses.origin.fingerprint import carried_difference, fingerprint
-from posleak.analyses.origin.portrait import Portrait, ordinary_tokens, picture
-from posleak.analyses.origin.projection import projections
+from posleak.analyses.origin.fingerprint import carried_difference, fingerprint, projections
+from posleak.analyses.origin.portrait import (
+    BodyScale,
+    Portrait,
+    Trajectory,
+    dimensions,
+    mean_cosine,
+    ordinary_tokens,
+    pair_cosines,
+    picture,
+    resultant,
+    settled,
+)
 from posleak.analyses.origin.states import Alone, ValueObserver, alone
-from posleak.analyses.origin.trajectory import BodyScale, Trajectory, dimensions, settled
 from posleak.inputs import Vocabulary
 from posleak.leakage import Jackknife
 from posleak.leakage.power import of_gram

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posleak.analyses.origin.directions import orthonormal, random_basis, written_basis
-from posleak.analyses.origin.position_probe import position_probe
+from posleak.analyses.origin.position_probe import orthonormal, position_probe, random_basis, written_basis
 from posleak.errors import InputError
 from posleak.metrics.ridge import GROUPS, DualRidge, PrimalRidge, cross_predict, ridge_problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posleak.analyses.origin.projection import Projection, projections
+from posleak.analyses.origin.fingerprint import Projection, projections
 from posleak.analyses.origin.reading import LayerReading, Reading, ReadingObserver, attention_to_origin
 from posleak.leakage import Jackknife
 from posleak.probe import Call, Plan, Visibility, attach

@@ -18,7 +18,7 @@ import torch
 
 import posleak as pl
 from posleak import __version__
-from posleak.analyses.doctor.check import Check
+from posleak.analyses.doctor.laws import Check
 from posleak.cli import main
 from posleak.cli.app import spoken_warnings
 from posleak.cli.commands import app

@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 import posleak as pl
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.directions import mean_cosine
-from posleak.analyses.origin.store import read_origin
-from posleak.analyses.origin.trajectory import BodyScale, Trajectory
+from posleak.analyses.origin.origin import read_origin
+from posleak.analyses.origin.portrait import BodyScale, Trajectory, mean_cosine
 from posleak.errors import CheckError, InputError, ModelError, PosleakWarning, UnsupportedError
 from posleak.inputs import given
 from posleak.inputs.given import read_given

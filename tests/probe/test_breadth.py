@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis, doctor
-from posleak.analyses.doctor.explicit import RECURRENT, TABLE, first_entrance
+from posleak.analyses.doctor.laws import Check
+from posleak.analyses.doctor.passes import RECURRENT, TABLE, first_entrance
 from posleak.errors import ModelError, PosleakWarning, UnsupportedError
 from posleak.leakage import LeakageObserver, assemble, component, components
 from posleak.models import Subject, checkpoints, load

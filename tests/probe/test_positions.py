@@ -13,7 +13,7 @@ from posleak.reports.terminal.model import doctor_tables
 from posleak.reports.terminal.run import heading
 from posleak.reports.view import run_facts
 from posleak.runs.run import Run
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from support.families import tiny
 
 

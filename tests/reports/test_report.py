@@ -20,9 +20,8 @@ import torch
 from typer.testing import CliRunner
 
 import posleak as pl
-from posleak.analyses.claims.catalogue import REGISTRY, claim
+from posleak.analyses.claims.catalogue import REGISTRY, Finding, claim
 from posleak.analyses.claims.examination import claims
-from posleak.analyses.claims.finding import Finding
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.cli.commands import app
@@ -31,8 +30,7 @@ from posleak.leakage import Estimate, split
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
-from posleak.reports.compare import compare
-from posleak.reports.formats import FORMATS, escape_latex
+from posleak.reports.compare import FORMATS, compare, escape_latex
 from posleak.reports.gather import gather
 from posleak.reports.page import Page, script_json
 from posleak.reports.tables import tables
@@ -41,8 +39,8 @@ from posleak.runs.folder import write_batch
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
+from posleak.show.colours import power_range
 from posleak.show.numbers import effect, estimate, interval, number, percent
-from posleak.show.scale import power_range
 from posleak.show.words import lead
 from support.families import tiny
 from support.report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, subject, traced

@@ -23,32 +23,29 @@ from benchmarks import Benchmark, BenchResult as Timed
 from benchmarks.__main__ import bench_table
 from benchmarks.timing import Spread
 from posleak.analyses.advise.effects import advise
-from posleak.analyses.claims.catalogue import ClaimResult, registry
+from posleak.analyses.claims.catalogue import ClaimResult, Finding, registry
 from posleak.analyses.claims.examination import ClaimsRun
-from posleak.analyses.claims.finding import Finding
-from posleak.analyses.doctor.check import Check
 from posleak.analyses.doctor.doctor import Diagnosis
+from posleak.analyses.doctor.laws import Check
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.trace.trace import Trace, traced
-from posleak.cli.sweep_tables import balance_tables, plan_table, summary
+from posleak.cli.analyses import models_tables
+from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
-from posleak.reports.compare import compare
-from posleak.reports.formats import as_table
+from posleak.reports.compare import as_table, compare
 from posleak.reports.terminal.claims import advice_tables, claims_tables
-from posleak.reports.terminal.model import doctor_tables, models_tables, origin_tables
+from posleak.reports.terminal.model import doctor_tables, origin_tables
 from posleak.reports.terminal.run import profile_table, run_tables, trace_tables
 from posleak.runs.balance import Balance
 from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from posleak.show.console import PlainConsole
-from posleak.show.lines import broken
+from posleak.show.lines import PlainConsole, broken
 from posleak.show.terminal import FittedTable, TableCell, table
-from posleak.sweeps.balance import BalanceRow, BalanceTable
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.estimate import Guess
+from posleak.sweeps.cells import Cell, Guess
+from posleak.sweeps.collect import BalanceRow, BalanceTable
 from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep
 from support.families import tiny

@@ -17,13 +17,12 @@ import posleak as pl
 from benchmarks import bench
 from posleak.analyses.origin.origin import origin
 from posleak.cli.commands import app
-from posleak.cli.profile import TimeProfile
+from posleak.cli.progress import TimeProfile
 from posleak.errors import PosleakWarning
 from posleak.models import builtin
 from posleak.reports.collected import gather_sweep
 from posleak.runs.spec import MeasureSpec
-from posleak.sweeps.cells import Cell
-from posleak.sweeps.estimate import Guess
+from posleak.sweeps.cells import Cell, Guess
 from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.typed import plain

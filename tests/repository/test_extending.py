@@ -18,8 +18,7 @@ import torch
 
 import posleak as pl
 from posleak import inputs
-from posleak.analyses.claims.catalogue import REGISTRY, registry
-from posleak.analyses.claims.finding import Verdict
+from posleak.analyses.claims.catalogue import REGISTRY, Verdict, registry
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare

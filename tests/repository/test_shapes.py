@@ -15,7 +15,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError, install_import_hook
 
-from posleak.analyses.origin.directions import mean_cosine
+from posleak.analyses.origin.portrait import mean_cosine
 from posleak.leakage.power import products
 from posleak.probe.rows import gather_offsets
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import posleak as pl
 import posleak.cli
-from posleak.analyses.claims.finding import Verdict
+from posleak.analyses.claims.catalogue import Verdict
 from posleak.edits.context import borrowed, keeps_first, require_same_sight
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
 from posleak.inputs.prompts import DONOR_MARGIN

@@ -33,9 +33,9 @@ from posleak.runs import loop
 from posleak.runs.folder import batch_path, read_batch, write_batch
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
+from posleak.sweeps.cells import shape_of
 from posleak.sweeps.collect import collected
-from posleak.sweeps.entries import trained_steps
-from posleak.sweeps.estimate import shape_of
+from posleak.sweeps.manifest import trained_steps
 from posleak.sweeps.state import CELL_FILE, FINISHED
 from posleak.sweeps.storage import CELLS_FOLDER
 from posleak.sweeps.sweep import sweep

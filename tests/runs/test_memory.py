@@ -20,9 +20,8 @@ from posleak.analyses.claims.catalogue import registry
 from posleak.analyses.claims.examination import examine
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import ring
-from posleak.analyses.doctor.doctor import doctor
-from posleak.analyses.doctor.passes import doctor_plan
-from posleak.analyses.origin.memory import origin_plan
+from posleak.analyses.doctor.doctor import doctor, doctor_plan
+from posleak.analyses.origin.context import origin_plan
 from posleak.analyses.origin.origin import origin
 from posleak.errors import InputError
 from posleak.models import Subject

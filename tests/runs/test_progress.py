@@ -14,7 +14,7 @@ from posleak.runs.folder import batch_path
 from posleak.runs.prepared import PreparedRun
 from posleak.runs.progress import Progress
 from posleak.runs.spec import MeasureSpec
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from support.runs_tiny import SPEC, assert_same_bits, subject
 
 

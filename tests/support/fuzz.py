@@ -30,7 +30,7 @@ import torch
 import posleak as pl
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.store import read_origin
+from posleak.analyses.origin.origin import read_origin
 from posleak.analyses.trace.trace import Trace
 from posleak.errors import PosleakError
 from posleak.files import read_json

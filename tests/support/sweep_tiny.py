@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from posleak.sweeps.progress import Tracker
+from posleak.sweeps.state import Tracker
 from posleak.sweeps.storage import Storage
 from posleak.sweeps.work import Worker
 from support.families import tiny

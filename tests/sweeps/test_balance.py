@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from posleak.cli.sweep_tables import balance_markdown
+from posleak.cli.sweep import balance_markdown
 from posleak.errors import TooLargeError
 from posleak.models import load
 from posleak.runs.run import Run
-from posleak.sweeps.balance import BALANCE_FILE, BalanceTable
-from posleak.sweeps.collect import collected
+from posleak.sweeps.collect import BALANCE_FILE, BalanceTable, collected
 from posleak.sweeps.state import State
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.typed import plain

@@ -23,8 +23,7 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
 from posleak.sweeps.manifest import Manifest, manifest
-from posleak.sweeps.progress import SweepProgress
-from posleak.sweeps.state import ERROR_FILE, FAILED, State, status_of, statuses
+from posleak.sweeps.state import ERROR_FILE, FAILED, State, SweepProgress, status_of, statuses
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker
@@ -404,7 +403,7 @@ def test_the_json_of_a_sweep_and_of_its_dry_run(grid: dict[str, Any], whole: Pat
 def test_guesses_are_near_what_is_planned() -> None:
     """Memory without loading the model, against the plan that is made once it is loaded."""
     from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
-    from posleak.sweeps.estimate import memory_of
+    from posleak.sweeps.cells import memory_of
 
     specs: list[Any] = [{"length": 128}, {"length": 192, "prompts": 64}, {"length": 64, "edits": ("window=9",)}]
     for name in ("zoo-text-rope", "zoo-backcopy-rope"):

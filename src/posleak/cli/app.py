@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from posleak import defaults
 from posleak._version import __version__
 from posleak.errors import PosleakWarning
-from posleak.show.console import PlainConsole
+from posleak.show.lines import PlainConsole
 from posleak.show.streams import OUT, is_unicode, writing_to
 from posleak.text import visible, visible_json
 
@@ -147,15 +147,15 @@ def emit_text(text: str) -> None:
 @contextmanager
 def spoken_warnings() -> Iterator[None]:
     """Print each warning of posleak as one line on standard error."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        if issubclass(category, PosleakWarning):
+            tell("warning", str(message))
+
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        warnings.showwarning = show  # type: ignore[assignment]
         warnings.simplefilter("always", PosleakWarning)
         yield
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    if issubclass(category, PosleakWarning):
-        tell("warning", str(message))
 
 
 def _print_version(value: bool) -> None:

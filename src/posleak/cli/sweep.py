@@ -10,23 +10,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posleak.show.lines import prose
+from posleak.show.terminal import cell as number, share, table
+from posleak.text import format_bytes
+
 from .app import app, emit, err, out, spoken_warnings, tell, working
 from .failures import FAILED
 from .options import Json, MaxMemory, named
 from .progress import board_view
 
 if TYPE_CHECKING:
-    from posleak.sweeps.progress import SweepProgress
+    from rich.console import RenderableType
+
+    from posleak.sweeps.cells import Guess
+    from posleak.sweeps.collect import BalanceTable
+    from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
 
 REPORT_INTERVAL = 30.0
 """Seconds between lines of progress where there is no terminal."""
 
-MAX_RUNNING = 8
-"""Running cells that are named on a terminal."""
+MAX_RUNNING, MAX_NAMED, MAX_LISTED = 8, 3, 40
+"""Cells that are named: running ones on a terminal, in a warning, in a dry run."""
 
-MAX_NAMED = 3
-"""Cells that a warning names."""
+POWERS, SHARES = ("total", "mask", "drift", "sink", "residual"), ("mask", "drift", "sink")
+
+BALANCE_LEGEND = (
+    "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change of the "
+    "residual per relative depth, divided by its mean; removed: 1 − residual power / that of the model's first cell; "
+    "95% jackknife intervals over prompts; early queries: --markdown or --json"
+)
 
 
 class EngineName(StrEnum):
@@ -52,10 +65,7 @@ def sweep_command(
     models: Annotated[
         list[str] | None,
         typer.Option(
-            "--model",
-            parser=named,
-            metavar="<str>",
-            help="Models instead of the manifest's, in its order; repeatable.",
+            "--model", parser=named, metavar="<str>", help="Models instead of the manifest's, in its order; repeatable."
         ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the manifest's.")] = None,
@@ -65,8 +75,7 @@ def sweep_command(
         EngineName.local
     ),
     address: Annotated[
-        str | None,
-        typer.Option(parser=named, metavar="<str>", help="Of a Ray cluster. Default: one is started here."),
+        str | None, typer.Option(parser=named, metavar="<str>", help="Of a Ray cluster. Default: one is started here.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="With ray: largest number of workers.")] = None,
     root: Annotated[
@@ -109,8 +118,17 @@ def sweep_command(
     from posleak.sweeps.sweep import as_manifest, status, storage_for, sweep, with_changes
 
     if dry_run:
+        from posleak.sweeps.cells import guesses
+
         chosen, _ = with_changes(as_manifest(manifest), models or (), length=length, prompts=prompts, seed=seed)
-        _show_plan(status(chosen, storage_for(chosen, root), verify=verify), as_json)
+        plan = status(chosen, storage_for(chosen, root), verify=verify)
+        cells = [status.cell for status in plan.cells if status.state == "open"]
+        guessed = dict(zip((cell.id for cell in cells), guesses(cells, plan.finished), strict=True))
+        if as_json:
+            emit(plan.as_dict(guessed))
+            return
+        for item in plan_table(plan, guessed):
+            out.print(item)
         return
     with spoken_warnings(), _progress(as_json) as on_progress:
         result = sweep(
@@ -119,14 +137,6 @@ def sweep_command(
             max_memory=max_memory, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
             progress=on_progress,
         )  # fmt: skip
-    _show_result(result, markdown, as_json)
-    if not result.complete:
-        raise typer.Exit(FAILED)
-
-
-def _show_result(result: Sweep, markdown: bool, as_json: bool) -> None:
-    from .sweep_tables import balance_markdown, balance_tables, summary
-
     if as_json:
         emit(result)
     elif markdown:
@@ -136,22 +146,8 @@ def _show_result(result: Sweep, markdown: bool, as_json: bool) -> None:
             out.print(item)
         for item in summary(result):
             out.print(item, soft_wrap=True)
-
-
-def _show_plan(result: Sweep, as_json: bool) -> None:
-    """Show a dry run."""
-    from posleak.sweeps.estimate import guesses
-    from posleak.sweeps.state import State
-
-    from .sweep_tables import plan_table
-
-    cells = [status.cell for status in result.of(State.open)]
-    guessed = dict(zip((cell.id for cell in cells), guesses(cells, result.finished), strict=True))
-    if as_json:
-        emit(result.as_dict(guessed))
-        return
-    for item in plan_table(result, guessed):
-        out.print(item)
+    if not result.complete:
+        raise typer.Exit(FAILED)
 
 
 @app.command(name="collect")
@@ -175,21 +171,19 @@ def collect_command(
     """
     from posleak.reports.collected import gather_sweep
 
-    from .sweep_tables import balance_markdown, balance_tables
-
     with working("collecting"):
         gathered = gather_sweep(folder, page)
         collected = gathered.found
-        table = collected.balance if balance or markdown else None
+        balances = collected.balance if balance or markdown else None
     _warn("not shown", [(each.label, each.why) for each in collected.omitted])
     _warn("failed, not shown", [(error.cell.details, error.what) for error in collected.failed])
     if as_json:
-        emit({**gathered.as_dict(), "balance": table})
+        emit({**gathered.as_dict(), "balance": balances})
         return
-    if markdown and table is not None:
-        out.print(balance_markdown(table), soft_wrap=True)
+    if markdown and balances is not None:
+        out.print(balance_markdown(balances), soft_wrap=True)
         return
-    for item in balance_tables(table) if table is not None else ():
+    for item in balance_tables(balances) if balances is not None else ():
         out.print(item)
     out.print(f"{len(collected.finished)} finished cells, {len(collected.table):,} numbers", soft_wrap=True)
     out.print(gathered.table, soft_wrap=True)
@@ -227,8 +221,6 @@ def _progress(quiet: bool) -> Iterator[Callable[[SweepProgress], None]]:
 
 def _counts(at: SweepProgress) -> str:
     """`12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`"""
-    from .sweep_tables import minutes
-
     return at.text + ("" if at.left is None or not at.running else f"; about {minutes(at.left)} left")
 
 
@@ -236,3 +228,91 @@ def _running(at: SweepProgress, most: int) -> list[str]:
     """`smollm2-135m · window=64, 512 tokens, seed 0: prompts 0–7 of 16`"""
     lines = [f"{cell}: {what}" for cell, what in at.running.items()]
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def minutes(seconds: float) -> str:
+    """Return a duration in words."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def summary(result: Sweep) -> Iterator[RenderableType]:
+    """How a sweep ended: counts, and every cell without results with the reason."""
+    counted = f"{result.counts} of {len(result.cells)} cells; {len(result.computed)} measured now"
+    yield prose(f"{result.name}: {counted}", style="bold")
+    unwritten = result.unwritten or {}
+    for status in result.cells:
+        why = status.why or unwritten.get(status.cell.id, "")
+        if status.state != "finished" and why:
+            word = "not written" if status.cell.id in unwritten else status.state.value
+            yield prose(f"{word}: {status.cell.details}: {why}")
+    if any(status.state == "failed" for status in result.cells):
+        yield prose("measure failed cells again with --retry-failed; their folders have error.json", style="dim")
+    yield prose(f"results in {result.root}; `posleak collect {result.root}` makes a table and a page", style="dim")
+
+
+def plan_table(result: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableType]:
+    """A dry run: cells, their states, and estimates of time and memory for those that are open."""
+    rows = table(("cell", "state", "time", "memory"), wrap=["cell", "state"])
+    for status in result.cells[:MAX_LISTED]:
+        guess = guessed.get(status.cell.id)
+        took = None if status.record is None else minutes(status.record.seconds.measuring)
+        about = None if guess is None or guess.seconds is None else f"~{minutes(guess.seconds)}"
+        memory = None if guess is None or guess.memory is None else f"~{format_bytes(guess.memory)}"
+        state = f"{status.state.value}: {status.why}" if status.why else status.state.value
+        rows.add_row(status.cell.details, state, took or about or "–", memory or "–")
+    yield rows
+    if (more := len(result.cells) - MAX_LISTED) > 0:
+        yield prose(f"and {more} more cells", style="dim")
+    yield prose(f"{result.name}: {len(result.cells)} cells: {result.counts}; into {result.root}", style="bold")
+    totals, known = list[str](), [guess for guess in guessed.values() if guess.seconds is not None]
+    if known:
+        seen = all(guess.seen for guess in known)
+        basis = "from finished cells of the same models" if seen else "estimated from the models' sizes"
+        totals.append(f"about {minutes(sum(guess.seconds or 0.0 for guess in known))} on one worker ({basis})")
+    if most := max((guess.memory or 0 for guess in guessed.values()), default=0):
+        totals.append(f"a worker needs about {format_bytes(most)}")
+    if unknown := len(guessed) - len(known):
+        totals.append(f"no estimate for {unknown} cells, whose models are not on this machine yet")
+    if totals:
+        yield prose("; ".join(totals), style="dim")
+
+
+def balance_tables(balance: BalanceTable) -> Iterator[RenderableType]:
+    """Shares, residual power, its slope with depth, and what an edit removed, for all queries."""
+    if balance.question is not None:
+        yield prose(balance.question, style="bold")
+    rows = table(("cell", "N", "total", *SHARES, "residual", "slope", "removed"), wrap=["cell"])
+    for row in balance.rows:
+        numbers, slopes = row.balance.numbers["all"], row.balance.relative
+        rows.add_row(
+            row.cell.label, str(row.cell.spec.length), number(numbers.power["total"]),
+            *(share(numbers.share[part]) for part in SHARES), number(numbers.power["residual"]),
+            number(slopes["all"]) if "all" in slopes else "",
+            share(row.removed["residual, all"]) if row.removed else "",
+        )  # fmt: skip
+    yield rows
+    yield prose(BALANCE_LEGEND, style="dim")
+
+
+def balance_markdown(balance: BalanceTable) -> str:
+    """Return every number of the balance, early and all queries, with its interval, as a Markdown table."""
+    shares = [f"{name} share" for name in SHARES]
+    lines = [["cell", "N", "n", "queries", *POWERS, *shares, "at 0", "slope", "removed"]]
+    for row in balance.rows:
+        for queries in ("early", "all"):
+            numbers, spec, whole = row.balance.numbers[queries], row.cell.spec, queries == "all"
+            slopes = [f"{kind} {number(value).plain.strip()}" for kind, value in row.balance.relative.items()]
+            lines.append([
+                row.cell.label, str(spec.length), str(spec.prompts), queries,
+                *(number(numbers.power[name]).plain.strip() for name in POWERS),
+                *(share(numbers.share[name]).plain for name in SHARES),
+                number(row.balance.sink_attention).plain.strip() if whole else "", "; ".join(slopes) if whole else "",
+                share(row.removed[f"residual, {queries}"]).plain if row.removed else "",
+            ])  # fmt: skip
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

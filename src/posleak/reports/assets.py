@@ -29,19 +29,9 @@ from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import WIDTH, as_text, drawn, write
 
+from . import metric_figures as papers
 from .compare import Comparison
 from .figures import LEAST_RATIO, RATIO_TICKS, every_part, forest_rows, lent_to
-from .metric_figures import (
-    FRAME_COLOURS,
-    FRAME_NAMES,
-    GROUPS,
-    NOT_SIGNIFICANT,
-    UNDEFINED,
-    curves_of,
-    grouped,
-    label,
-    leakage_of,
-)  # fmt: skip
 from .tables import tables
 from .view import RunView
 
@@ -84,13 +74,13 @@ def figures(views: Sequence[RunView]) -> Iterator[tuple[str, Figure]]:
 
 
 def _run_figures(view: RunView) -> Iterator[tuple[str, Figure]]:
-    layers, summary, trace = len(view.names), view.summary, view.trace
+    layers, summary, trace = len(view.summary.layer_names), view.summary, view.trace
     power, attention = summary.layers["all"], summary.layer_sink_attention
-    yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, view.places, view.title))
+    yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, view.summary.places, view.title))
     yield "sink-profile", drawn(partial(sink_profile, view=view), (WIDTH, 1.2 + 0.09 * layers))
     if trace is not None:
         above, below = (trace.layers["all"].power, view.sources), (power.power, view.parts)
-        yield "both", drawn(lambda f: plots.both(f, above, below, view.places, view.title))
+        yield "both", drawn(lambda f: plots.both(f, above, below, view.summary.places, view.title))
         if (steps := trace.ladder) is not None:
             height = 1.2 + 0.2 * len(steps.upto)
             yield "by-layer", drawn(partial(by_layer, view=view, steps=steps), (WIDTH, height))
@@ -105,29 +95,29 @@ def _run_figures(view: RunView) -> Iterator[tuple[str, Figure]]:
             yield "agreement", agreement_figure(ranked, view.title)
         if metrics.frames:
             yield "frames", drawn(partial(frames, view=view, metrics=metrics), (WIDTH, 2.0))
-        if curves := curves_of(metrics.depths):
+        if curves := papers.curves_of(metrics.depths):
             yield "states", drawn(partial(states, metrics=metrics), (WIDTH, 1.7 * ((len(curves) + 1) // 2)))
 
 
 def agreement_figure(ranked: Mapping[str, Agreement], title: str) -> Figure:
     """Return maps of ρ over heads and over layers, one below the other."""
-    height = sum(0.9 + 0.16 * len(grouped(ranking.rows)) for ranking in ranked.values())
+    height = sum(0.9 + 0.16 * len(papers.grouped(ranking.rows)) for ranking in ranked.values())
     return drawn(partial(agreement, ranked=ranked, title=title), (WIDTH, height))
 
 
 def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> None:
     """Map ρ of each metric with the powers of the leakage, over heads and over layers."""
     ramp = LinearSegmentedColormap.from_list("rho", [LIGHT["negative"], PALE, LIGHT["here"]])
-    rows = [len(grouped(ranking.rows)) + 3 for ranking in ranked.values()]
+    rows = [len(papers.grouped(ranking.rows)) + 3 for ranking in ranked.values()]
     every = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (over, ranking) in zip(every, ranked.items(), strict=True):
-        lines, columns = grouped(ranking.rows), leakage_of(ranking)
+        lines, columns = papers.grouped(ranking.rows), papers.leakage_of(ranking)
         for y, row in enumerate(lines):
             for x, name in enumerate(columns) if isinstance(row, str) else ():
                 _cell(axes, x, y, ranking.cell(ranking.rows.index(row), name), ramp)
         axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(lines) - 0.5, -0.5))
         axes.set_xticks(range(len(columns)), columns)
-        names = [label(line) if isinstance(line, str) else rf"$\bf{{{GROUPS[line]}}}$" for line in lines]
+        names = [papers.label(line) if isinstance(line, str) else rf"$\bf{{{papers.GROUPS[line]}}}$" for line in lines]
         axes.set_yticks(range(len(lines)), names)
         axes.tick_params(length=0, labeltop=True, labelbottom=False, labelsize=7)
         axes.spines[:].set_visible(False)
@@ -139,7 +129,7 @@ def agreement(figure: Figure, ranked: Mapping[str, Agreement], title: str) -> No
 def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colors.Colormap) -> None:
     """One cell: a number if it is significant, else pale with a ring; a cross if ρ is not defined."""
     known = not np.isnan(cell.rho)
-    text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else NOT_SIGNIFICANT if known else UNDEFINED
+    text = f"{cell.rho:.2f}".replace("-", "−") if cell.clear else papers.NOT_SIGNIFICANT if known else papers.UNDEFINED
     colour = ramp((cell.rho + 1) / 2) if known else PALE
     axes.fill([x - 0.49, x + 0.49, x + 0.49, x - 0.49], [y - 0.48, y - 0.48, y + 0.48, y + 0.48], color=colour,
               alpha=1.0 if cell.clear else 0.45, linewidth=0)  # fmt: skip
@@ -148,13 +138,13 @@ def _cell(axes: Axes, x: int, y: int, cell: RankAgreement, ramp: matplotlib.colo
 
 def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
     """Stack the shares of the frame types by layer; a dot above a layer is filled where its type is significant."""
-    axes, below = figure.subplots(), np.zeros(len(view.places))
-    colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in FRAME_COLOURS.items()}
-    for kind, name in FRAME_NAMES.items():
+    axes, below = figure.subplots(), np.zeros(len(view.summary.places))
+    colours = {kind: LIGHT.get(colour, LIGHT_GREY) for kind, colour in papers.FRAME_COLOURS.items()}
+    for kind, name in papers.FRAME_NAMES.items():
         share = np.array([float(layer.shares[kind].value) for layer in metrics.frames])
-        axes.bar(view.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
+        axes.bar(view.summary.places, share, bottom=below, color=colours[kind], label=name, width=0.85)
         below = below + np.nan_to_num(share)
-    for x, layer in zip(view.places, metrics.frames, strict=True):
+    for x, layer in zip(view.summary.places, metrics.frames, strict=True):
         face = colours[layer.kind] if layer.clear else "white"
         axes.plot(x, 1.07, "o", color=colours[layer.kind], markersize=4, markerfacecolor=face)
     axes.set(xlabel="layer", ylabel="share of the anchors", title=as_text(view.title), ylim=(0, 1.14))
@@ -164,7 +154,7 @@ def frames(figure: Figure, view: RunView, metrics: Metrics) -> None:
 
 def states(figure: Figure, metrics: Metrics) -> None:
     """Draw metrics of the residual stream by depth, with intervals."""
-    depths, curves = metrics.depths, curves_of(metrics.depths)
+    depths, curves = metrics.depths, papers.curves_of(metrics.depths)
     every = figure.subplots((len(curves) + 1) // 2, 2, squeeze=False).flat
     for axes, curve in zip(every, curves):
         cells, x = depths[curve.array], np.arange(len(depths[curve.array].value))
@@ -187,7 +177,7 @@ def sink_profile(figure: Figure, view: RunView) -> None:
     axes.axvline(profile.origin - 0.5, color="black", linewidth=0.8, linestyle=":")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set(xlabel="position", ylabel="layer", title=as_text(view.title))
-    _name_layers(axes.yaxis, view)
+    _name_layers(axes.yaxis, view.summary.layer_names)
 
 
 def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
@@ -198,14 +188,14 @@ def by_layer(figure: Figure, view: RunView, steps: Ladder) -> None:
     ends = np.searchsorted(view.summary.layer_ids, steps.upto[1:-1], side="right")
     axes.vlines(ends - 0.5, rows - 0.5, rows + 0.5, color="black", linewidth=2)
     axes.set(xlabel="layer", ylabel="context lent to", title=as_text(view.title))
-    _name_layers(axes.xaxis, view)
+    _name_layers(axes.xaxis, view.summary.layer_names)
     axes.set_yticks(range(len(steps.upto)), lent_to(steps))
 
 
-def _name_layers(axis: Axis, view: RunView) -> None:
+def _name_layers(axis: Axis, names: Sequence[str]) -> None:
     """Label the rows or columns of a map with the names of the layers."""
     axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    axis.set_major_formatter(lambda x, _: view.names[int(x)] if 0 <= x < len(view.names) else "")
+    axis.set_major_formatter(lambda x, _: names[int(x)] if 0 <= x < len(names) else "")
 
 
 def _map(axes: Axes, value: Array, name: str, top: float | None = None) -> AxesImage:
@@ -229,7 +219,7 @@ def heads(figure: Figure, view: RunView) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(image, ax=axes, location="bottom", extend="both", shrink=0.9, label="nats²")
     figure.axes[0].set_ylabel("layer")
-    _name_layers(figure.axes[0].yaxis, view)
+    _name_layers(figure.axes[0].yaxis, view.summary.layer_names)
 
 
 def position_0(figure: Figure, origin: Origin) -> None:

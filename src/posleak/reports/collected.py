@@ -38,11 +38,6 @@ SHARES = {
     **{name: f"read as {name}" for name in PARTS}, "residual": "drift and sink together",
     "here": "from the layer's own mask", "earlier": "from masks of earlier layers", "origin": "from position 0",
 }  # fmt: skip
-OTHER_TITLES = {
-    "attention": "attention to position 0",
-    "stabilisation": "stabilisation by the sink",
-    "slope": "slope of the residual",
-}
 ORDER = ["share", "attention", RATIO, "loss", "power", "stabilisation", "slope"]
 COMPONENT_ORDER = [*PARTS, *SOURCES, "residual"]
 
@@ -78,7 +73,8 @@ class PlottedQuantity:
             return f"{leakage}, ratio to the run without edits{queries}"
         if self.quantity == "loss":
             return "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt"
-        return OTHER_TITLES.get(self.quantity, component) + queries
+        others = {"stabilisation": "stabilisation by the sink", "slope": "slope of the residual"}
+        return (others | {"attention": "attention to position 0"}).get(self.quantity, component) + queries
 
     @property
     def rank(self) -> tuple[bool, int, int, str]:
@@ -126,7 +122,8 @@ class CollectedPage:
             settings = {name: first[name] for name in KNOBS}
             settings["model"] = first["model"] if pd.isna(first["series"]) else first["series"]
             settings[STEP] = None if pd.isna(first[STEP]) else int(first[STEP])
-            cells = {_quantity(row): estimate_of(row) for row in rows}
+            names = ("queries", "quantity", "component", "unit")
+            cells = {PlottedQuantity(*(str(row[name]) for name in names)): estimate_of(row) for row in rows}
             points.append(CollectedPoint(settings, int(max(row["seeds"] for row in rows)), cells))
         return points
 
@@ -139,9 +136,7 @@ class CollectedPage:
     @cached_property
     def quantities(self) -> list[PlottedQuantity]:
         """Quantities that at least one cell has, the most important first."""
-        return sorted(
-            dict.fromkeys(q for point in self.points for q in point.numbers), key=lambda quantity: quantity.rank
-        )
+        return sorted({q: None for point in self.points for q in point.numbers}, key=lambda quantity: quantity.rank)
 
     @property
     def columns(self) -> list[PlottedQuantity]:
@@ -192,10 +187,9 @@ def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     text = CollectedPage(found).html().encode()
     if page is None:
         storage.write(PAGE_FILE, text)
-        return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE))
-    target = Path(page)
-    Storage(str(target.parent)).write(target.name, text)
-    return Gathered(found, storage.path(TABLE_FILE), str(target))
+    else:
+        Storage(str(Path(page).parent)).write(Path(page).name, text)
+    return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE) if page is None else str(Path(page)))
 
 
 @checked
@@ -209,10 +203,6 @@ def collect(folder: str | Path, page: str | Path | None = None) -> pd.DataFrame:
     page        path of the page; None: collected.html in the sweep's folder
     """
     return gather_sweep(str(folder), None if page is None else str(page)).found.table
-
-
-def _quantity(row: dict[Any, Any]) -> PlottedQuantity:
-    return PlottedQuantity(*(str(row[name]) for name in ("queries", "quantity", "component", "unit")))
 
 
 def _plain(estimate: Estimate) -> list[float | int | None]:

@@ -1,22 +1,28 @@
 """Comparison of runs: every quantity of each run, and its difference from the first run, with intervals.
 
 Differences between runs on the same prompts are paired; other runs are treated as independent. Every quantity is a mean
-over all heads of all layers, so models of any size can be compared.
+over all heads of all layers, so models of any size can be compared. A comparison is printed as a terminal table, as
+Markdown or as LaTeX.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from posleak.analyses.trace.trace import SOURCES
 from posleak.axes import LEFT, PARTS, SCALING
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
 from posleak.leakage.summary import QUERIES, Products
-from posleak.runs.run import Run
+from posleak.show import numbers, terminal
+from posleak.show.lines import prose
+from posleak.show.words import QUERIES as QUERY_TITLES
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -108,16 +114,12 @@ def comparison(views: Sequence[RunView], refused: Sequence[Refused] = ()) -> Com
         own = [_quantities(view, queries) for view in views]
         rows += [ComparisonRow(k, queries, {n: x.estimate for n, x in some.items()}) for k, some in enumerate(own)]
         for k, view in enumerate(views[1:], start=1):
-            paired = same_prompts(first.run, view.run)
+            one, other = first.run, view.run
+            paired = one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
             both = {name: Contrast(own[k][name], own[0][name], paired) for name in own[k] if name in own[0]}
             rows.append(ComparisonRow(k, queries, {name: c.difference for name, c in both.items()}, 0, paired))
     return Comparison([view.label for view in views], [facts(view) for view in views], rows, list(refused),
-                      _notes(views))  # fmt: skip
-
-
-def same_prompts(one: Run, other: Run) -> bool:
-    """Return whether two runs read the same tokens, apart from position 0."""
-    return one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
+                      _differing(views))  # fmt: skip
 
 
 def facts(view: RunView) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> d
     return {name: jackknife.inner(sums[name]).over(total) for name in names if name in sums}
 
 
-def _notes(views: Sequence[RunView]) -> list[str]:
+def _differing(views: Sequence[RunView]) -> list[str]:
     """Settings that differ between the runs, since powers depend on them."""
     specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
     settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
@@ -162,3 +164,115 @@ def _notes(views: Sequence[RunView]) -> list[str]:
         for name, values in (settings | {"dtype": dtypes}).items()
         if len(values) > 1
     ]
+
+
+TITLES = {"sink_attention": "attention to 0"}
+
+
+def as_table(compared: Comparison) -> RenderableType:
+    """Return terminal tables of all and of early queries, those of sources apart; intervals are below their values."""
+    tables = list[RenderableType]()
+    for queries in QUERIES:
+        for suffix, columns in column_groups(compared).items():
+            heads = [title.replace(", ", "\n") for title in columns.values()]
+            table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=QUERY_TITLES[queries] + suffix)
+            for row in (row for row in rows_with(compared, columns) if row.queries == queries):
+                label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
+                pieces = [row_pieces(row, name) for name in columns]
+                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in pieces]
+                table.add_row(label, *(terminal.TableCell(*each, below=True) for each in short))
+            tables.append(table)
+    return Group(*tables, *(prose(note, style="dim") for note in _notes(compared)))
+
+
+def markdown(compared: Comparison) -> str:
+    """Return one GitHub-flavoured Markdown table."""
+    columns = titles(compared)
+    lines = ["| run | queries | " + " | ".join(columns.values()) + " |", "|---|---|" + "---:|" * len(columns)]
+    for row in compared.rows:
+        cells = (" ".join(piece for piece in row_pieces(row, name) if piece) for name in columns)
+        lines.append(f"| {_escape_markdown(row_name(compared, row))} | {row.queries} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{_escape_markdown(note)}  " for note in _notes(compared))]) + "\n"
+
+
+def latex(compared: Comparison) -> str:
+    """Return one booktabs table, with intervals in small type."""
+    columns, queries = titles(compared), ""
+    heads = " & ".join(escape_latex(title) for title in columns.values())
+    lines = [r"\begin{tabular}{ll" + "r" * len(columns) + "}", r"\toprule", rf"run & queries & {heads} \\"]
+    for row in compared.rows:
+        lines += [r"\midrule"] if row.queries != queries else []
+        queries = row.queries
+        pieces = [[escape_latex(piece) for piece in row_pieces(row, name)] for name in columns]
+        cells = " & ".join(value + (rf" {{\scriptsize {interval}}}" if interval else "") for value, interval in pieces)
+        lines.append(rf"{escape_latex(row_name(compared, row))} & {queries} & {cells} \\")
+    notes = (f"% {' '.join(note.split())}" for note in _notes(compared))
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
+
+
+FORMATS: dict[str, Callable[[Comparison], str]] = {"markdown": markdown, "latex": latex}
+
+
+def titles(compared: Comparison) -> dict[str, str]:
+    """Return the titles of the columns by the names of their quantities."""
+    texts = {name: TITLES.get(name, name) for name in compared.units}
+    return {name: f"{text}, nats²" if QUANTITIES[name] == "nats²" else text for name, text in texts.items()}
+
+
+def column_groups(compared: Comparison) -> dict[str, dict[str, str]]:
+    """Return the columns of two tables, by the ends of their titles: what each run has, and the sources if any."""
+    own, by_source = dict[str, str](), dict[str, str]()
+    for name, title in titles(compared).items():
+        (by_source if name in SOURCES else own)[name] = title
+    return {"": own} | ({", by source": by_source} if by_source else {})
+
+
+def rows_with(compared: Comparison, columns: Collection[str]) -> list[ComparisonRow]:
+    """Return the rows that have a value in at least one column."""
+    return [row for row in compared.rows if any(name in row.cells for name in columns)]
+
+
+def legend(compared: Comparison) -> str:
+    """Return the explanation of the columns and marks."""
+    shares = [name for name, unit in compared.units.items() if unit == "share" and name not in TITLES]
+    return (
+        f"{', '.join(shares)}: shares of the total; 95% jackknife intervals over prompts; – not defined; "
+        "* the difference is significant: its interval does not contain 0"
+    )
+
+
+def _notes(compared: Comparison) -> Iterator[str]:
+    yield from (legend(compared), *compared.notes)
+    yield from (f"not compared: {run.name}: {run.reason}" for run in compared.refused)
+
+
+def row_name(compared: Comparison, row: ComparisonRow) -> str:
+    """Return the label of a row, and whether a difference is paired."""
+    return compared.name(row) + {True: " (paired)", False: " (unpaired)", None: ""}[row.paired]
+
+
+def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
+    """Return a value, signed and starred in a difference, and its interval."""
+    if name not in row.cells:
+        return numbers.NAN, ""
+    cell, unit, difference = row.cells[name], QUANTITIES[name], row.minus is not None
+    unit = "" if difference and unit == "times" else unit
+    sign = "+" if difference and cell.value > 0 else ""
+    star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
+    return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
+
+
+def _escape_markdown(text: str) -> str:
+    return re.sub(r"([\\|`*_<>\[\]])", r"\\\1", " ".join(text.split()))
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "×": r"$\times$", "…": r"\ldots{}", "–": "--",
+    "²": "$^2$", "<": "$<$", ">": "$>$",
+}  # fmt: skip
+
+
+def escape_latex(text: str) -> str:
+    """Return text in which LaTeX finds no commands."""
+    return "".join(LATEX.get(character, character) for character in text)

@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from posleak.analyses.claims.finding import Kept
+from posleak.analyses.claims.catalogue import Kept
 from posleak.analyses.origin.origin import Origin
 from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
 from posleak.arrays import Array
 from posleak.leakage import Estimate
-from posleak.show.scale import power_range
+from posleak.show.colours import power_range
 from posleak.typed import plain
 
 from .view import RunView
 
 Figure = dict[str, Any]
 
-RUN_COLOURS = tuple(f"var(--run-{k})" for k in range(6))
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 NO_TRACE_NAME = "<extra></extra>"
 """Ends a hover text, so that plotly does not add the trace's name."""
@@ -75,27 +74,26 @@ def every_part(views: Sequence[RunView]) -> tuple[str, ...]:
 def depth(view: RunView, queries: str) -> Figure:
     """Draw total, mask, drift and sink by layer, with intervals."""
     powers, names = view.summary.layers[queries].power, ("total", *view.parts)
-    figure = go.Figure(_components(powers, names, view.places))
+    figure = go.Figure(_components(powers, names, view.summary.places))
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
-    figure.update_layout(yaxis={"range": power_range(powers, names)})
-    return finished(figure, "layer", "power, nats²")
+    return finished(figure, "layer", "power, nats²", yaxis={"range": power_range(powers, names)})
 
 
 def both(view: RunView, trace: Trace, queries: str) -> Figure:
     """Draw the sources above the parts, over one axis of layers."""
     sources, parts = ("total", *SOURCES), ("total", *view.parts)
     by_source, by_part = trace.layers[queries].power, view.summary.layers[queries].power
-    below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.places)]
-    figure = go.Figure([*_components(by_source, sources, view.places), *below])
+    below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.summary.places)]
+    figure = go.Figure([*_components(by_source, sources, view.summary.places), *below])
     for axis in ("y", "y2"):
         figure.add_hline(y=0, yref=axis, line={"color": "var(--faint)", "width": 1})
     legend = {"orientation": "h", "x": 0, "yanchor": "bottom"}
-    figure.update_layout(
-        xaxis={"anchor": "y2"}, yaxis={"domain": [0.57, 1], "range": power_range(by_source, sources)},
+    return finished(
+        figure, "layer", "by source, nats²", xaxis={"anchor": "y2"},
+        yaxis={"domain": [0.57, 1], "range": power_range(by_source, sources)},
         yaxis2={"domain": [0, 0.43], "range": power_range(by_part, parts), "title": {"text": "by part, nats²"}},
         legend=legend | {"y": 1.01}, legend2=legend | {"y": 0.44},
     )  # fmt: skip
-    return finished(figure, "layer", "by source, nats²")
 
 
 def _components(powers: Mapping[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:
@@ -104,34 +102,34 @@ def _components(powers: Mapping[str, Estimate], names: Iterable[str], x: Array) 
 
 def sink_profile(view: RunView) -> Figure:
     """Map the attention of late queries to the first positions; lines mark the origin and each layer's sink."""
-    profile, y = view.profile, view.places
+    profile, y = view.profile, view.summary.places
     layers, positions = profile.attention.value.shape
-    rows = [f"layer {name}" for name in view.names]
+    rows = [f"layer {name}" for name in view.summary.layer_names]
     figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention").update(y=y.tolist()))
     wide = [layer for layer in range(layers) if 0 < profile.width[layer] <= positions]
     ends = [float(profile.width[layer]) - 0.5 for layer in wide]
     texts = [f"{rows[k]}: sink of {profile.width[k]}" for k in wide]
     figure.add_trace(_edges(ends, y[wide].tolist(), texts, "end of the sink"))
     figure.add_vline(x=profile.origin - 0.5, line={"color": "var(--ink)", "width": 1.5, "dash": "dot"})
-    figure.update_layout(yaxis={"range": [y[-1] + 0.5, y[0] - 0.5], "showgrid": False}, showlegend=False)
-    figure.update_layout(xaxis={"showgrid": False, "dtick": 1 if positions <= 16 else 4})
-    return finished(figure, "position", "layer")
+    return finished(
+        figure, "position", "layer", yaxis={"range": [y[-1] + 0.5, y[0] - 0.5], "showgrid": False}, showlegend=False,
+        xaxis={"showgrid": False, "dtick": 1 if positions <= 16 else 4},
+    )  # fmt: skip
 
 
 def ladder(steps: Ladder, view: RunView) -> Figure:
     """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks the end of K."""
     rows, layers = len(steps.upto), lent_to(steps)
     names = [f"lent to {name}" for name in layers]
-    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.places.tolist()))
+    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.summary.places.tolist()))
     after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
-    ends = [float(view.places[k - 1 : k + 1].mean()) for k in after]
+    ends = [float(view.summary.places[k - 1 : k + 1].mean()) for k in after]
     texts = [f"lent up to layer {k}" for k in steps.upto[1:-1]]
     figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer lent to"))
-    figure.update_layout(
-        xaxis={"showgrid": False}, showlegend=False,
+    return finished(
+        figure, "layer", "context lent to", xaxis={"showgrid": False}, showlegend=False,
         yaxis={"range": [rows - 0.5, -0.5], "showgrid": False, "tickvals": list(range(rows)), "ticktext": layers},
     )  # fmt: skip
-    return finished(figure, "layer", "context lent to")
 
 
 def lent_to(steps: Ladder) -> list[str]:
@@ -166,20 +164,18 @@ def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> g
 
 def stabilisation(view: RunView, queries: str) -> Figure:
     """Draw the stabilisation factor by layer on a log axis; 1 is no effect."""
-    factor, x = view.summary.layers[queries].stabilisation, view.places
+    factor, x = view.summary.layers[queries].stabilisation, view.summary.places
     lines = banded(factor, "stabilisation", "var(--sink)", no_effect=1.0, x=x)
     figure = go.Figure([*lines, *undefined(factor.value, x)])
     figure.add_hline(y=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
-    figure.update_layout(showlegend=False)
-    return finished(figure, "layer", "stabilisation factor", log_y=True)
+    return finished(figure, "layer", "stabilisation factor", log_y=True, showlegend=False)
 
 
 def sink_attention(view: RunView) -> Figure:
     """Draw the attention to position 0 by layer."""
     attention = view.summary.layer_sink_attention
-    figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.places)])
-    figure.update_layout(showlegend=False, yaxis={"range": [0, 1]})
-    return finished(figure, "layer", "attention to position 0")
+    figure = go.Figure([*banded(attention, "attention to position 0", "var(--sink)", x=view.summary.places)])
+    return finished(figure, "layer", "attention to position 0", showlegend=False, yaxis={"range": [0, 1]})
 
 
 def norm(origin: Origin) -> Figure:
@@ -196,15 +192,12 @@ def norm(origin: Origin) -> Figure:
 def alike(origin: Origin) -> Figure:
     """Draw the mean cosine of first tokens by depth: 1 if the layers map all of them to one direction."""
     to_reference = escaped(f"first tokens to {origin.reference.name}")
-    figure = go.Figure(
-        [
-            *banded(origin.portrait.to_reference, to_reference, "var(--sink)", marks=False),
-            *banded(origin.portrait.among, "among first tokens", "var(--mask)", marks=False),
-            line(origin.trajectory.body.alike, "among ordinary positions", "var(--muted)", dash="dot"),
-        ]
-    )
-    figure.update_layout(yaxis={"range": [-0.05, 1.05]})
-    return finished(figure, "depth (0: embedding)", "mean cosine")
+    lines = [
+        *banded(origin.portrait.to_reference, to_reference, "var(--sink)", marks=False),
+        *banded(origin.portrait.among, "among first tokens", "var(--mask)", marks=False),
+        line(origin.trajectory.body.alike, "among ordinary positions", "var(--muted)", dash="dot"),
+    ]
+    return finished(go.Figure(lines), "depth (0: embedding)", "mean cosine", yaxis={"range": [-0.05, 1.05]})
 
 
 def readers(origin: Origin) -> Figure:
@@ -227,13 +220,9 @@ def portrait(tokens: Sequence[str]) -> Figure:
     dot = {"color": "var(--mask)", "size": 6, "opacity": 0.6}
     star = {"color": "var(--drift)", "size": 14, "symbol": "star", "line": {"color": "var(--ink)", "width": 1}}
     point = {"mode": "markers", "hovertemplate": f"%{{text}}{NO_TRACE_NAME}", "x": [], "y": []}
-    figure = go.Figure(
-        [
-            go.Scatter(**point, text=names[1:], name="first tokens", marker=dot),
-            go.Scatter(**point, text=names[:1], name=names[0], marker=star),
-        ]
-    )  # fmt: skip
-    return finished(figure, "first component", "second component")
+    others = go.Scatter(**point, text=names[1:], name="first tokens", marker=dot)
+    reference = go.Scatter(**point, text=names[:1], name=names[0], marker=star)
+    return finished(go.Figure([others, reference]), "first component", "second component")
 
 
 def fingerprint(tokens: Sequence[str]) -> Figure:
@@ -267,13 +256,13 @@ def forest(view: RunView) -> Figure:
     figure.add_vline(x=1, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
     ticks = {x: text for x, text in RATIO_TICKS.items() if least / 1.5 <= x <= most * 1.5}
     labels = [escaped(edited.about) for _, edited in view.edited]
-    figure.update_layout(
+    return finished(
+        figure, "power after / before the edit", "",
         xaxis={"type": "log", "tickvals": list(ticks), "ticktext": list(ticks.values()),
                "range": [math.log10(least / 1.25), math.log10(most * 1.25)]},
         yaxis={"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.4, -0.6],
                "automargin": True},
     )  # fmt: skip
-    return finished(figure, "power after / before the edit", "")
 
 
 def forest_rows(view: RunView) -> list[tuple[float, Kept]]:
@@ -306,11 +295,9 @@ def overlay(views: Sequence[RunView], name: str) -> Figure:
     for k, view in enumerate(views):
         if name in ("total", *view.parts):
             power = view.summary.layers["all"].power[name]
-            x, band = np.linspace(0, 1, len(power.value)), f"var(--run-{k % 6}-band)"
-            lines = banded(power, escaped(view.label), RUN_COLOURS[k % 6], x=x, dash=DASHES[k % 6], band=band)
-            figure.add_traces(list(lines))
-    figure.update_layout(title={"text": name})
-    return finished(figure, "relative depth", "power, nats²")
+            x, colour = np.linspace(0, 1, len(power.value)), f"var(--run-{k % 6})"
+            figure.add_traces(list(banded(power, escaped(view.label), colour, x=x, dash=DASHES[k % 6])))
+    return finished(figure, "relative depth", "power, nats²", title={"text": name})
 
 
 def balance(views: Sequence[RunView], queries: str) -> Figure:
@@ -318,35 +305,29 @@ def balance(views: Sequence[RunView], queries: str) -> Figure:
     shares, figure = [view.summary.model[queries].share for view in views], go.Figure()
     for rank, name in enumerate(every_part(views)):
         defined = [(k, s[name]) for k, s in enumerate(shares) if name in s and not math.isnan(s[name].value)]
-        up, down = ([_half_width(share, end) for _, share in defined] for end in ("high", "low"))
+        up = [float(np.nan_to_num(abs(share.high - share.value))) for _, share in defined]
+        down = [float(np.nan_to_num(abs(share.low - share.value))) for _, share in defined]
         colour = f"var(--{name})"
-        figure.add_trace(
-            go.Scatter(
-                x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
-                name=name, mode="markers", marker={"color": colour, "size": 10},
-                hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
-                error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
-            )
+        figure.add_scatter(
+            x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
+            name=name, mode="markers", marker={"color": colour, "size": 10},
+            hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
+            error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
         )  # fmt: skip
     labels = [
         escaped(view.label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
         for view, share in zip(views, shares, strict=True)
     ]
     figure.add_vline(x=0, line={"color": "var(--muted)", "width": 1})
-    figure.update_layout(
-        xaxis={"tickformat": ".0%"},
+    return finished(
+        figure, "share of the total", "", xaxis={"tickformat": ".0%"},
         yaxis={"tickvals": list(range(len(views))), "ticktext": labels, "range": [len(views) - 0.5, -0.5]},
     )  # fmt: skip
-    return finished(figure, "share of the total", "")
-
-
-def _half_width(share: Estimate, end: str) -> float:
-    return float(np.nan_to_num(abs(getattr(share, end) - share.value)))
 
 
 def banded(
-    estimate: Estimate, name: str, colour: str, *, x: Array | None = None, dash: str = "solid", band: str | None = None,
-    marks: bool = True, no_effect: float = 0.0,
+    estimate: Estimate, name: str, colour: str, *, x: Array | None = None, dash: str = "solid", marks: bool = True,
+    no_effect: float = 0.0,
 ) -> Iterator[go.Scatter]:  # fmt: skip
     """Yield the band of the intervals and the line; markers are open where the interval contains `no_effect`."""
     value, low, high = estimate.value, estimate.low, estimate.high
@@ -354,7 +335,7 @@ def banded(
     there = np.isfinite(low) & np.isfinite(high)
     yield go.Scatter(
         x=[*x[there].tolist(), *x[there][::-1].tolist()], y=[*high[there].tolist(), *low[there][::-1].tolist()],
-        fill="toself", fillcolor=band or colour.replace(")", "-band)"), line={"width": 0}, hoverinfo="skip",
+        fill="toself", fillcolor=colour.replace(")", "-band)"), line={"width": 0}, hoverinfo="skip",
         showlegend=False, legendgroup=name, mode="lines",
     )  # fmt: skip
     clear = (low > no_effect) | (high < no_effect)
@@ -390,8 +371,9 @@ def escaped(text: str) -> str:
     return html.escape(text, quote=False).replace("\n", "⏎")
 
 
-def finished(figure: go.Figure, x: str, y: str, log_y: bool = False) -> Figure:
+def finished(figure: go.Figure, x: str, y: str, log_y: bool = False, **layout: Any) -> Figure:
     """Return a figure as a dictionary, with axis titles and without plotly's template."""
+    figure.update_layout(**layout)
     figure.update_layout(xaxis_title_text=x, yaxis_title_text=y)
     if log_y:
         figure.update_yaxes(type="log", dtick=1)

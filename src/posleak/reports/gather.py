@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.store import StoredOrigin, read_origin
+from posleak.analyses.origin.origin import StoredOrigin, read_origin
 from posleak.analyses.trace.trace import Trace
 from posleak.errors import PosleakError, RunError
 from posleak.files import read_json

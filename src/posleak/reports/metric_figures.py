@@ -104,7 +104,7 @@ def agreement_map(ranking: Agreement, columns: Sequence[str]) -> Figure:
     hover = [[_cell_text(ranking, metric, name) for name in columns] for metric in lines]
     clear = (low > 0) | (high < 0)
     kinds: list[tuple[Bool[np.ndarray, "rows columns"], float, str | list[list[str]]]] = [
-        (clear & there, 1.0, [[_two_digits(x) for x in row] for row in rho.tolist()]),
+        (clear & there, 1.0, [[f"{x:.2f}".replace("-", "−").replace("0.", ".") for x in row] for row in rho.tolist()]),
         (~clear & np.isfinite(rho), 0.45, NOT_SIGNIFICANT),
         (there & ~np.isfinite(rho), 1.0, UNDEFINED),
     ]
@@ -112,14 +112,14 @@ def agreement_map(ranking: Agreement, columns: Sequence[str]) -> Figure:
     figure = go.Figure([_cells(np.nan_to_num(rho), *kind, hover, k == 0) for k, kind in enumerate(drawn)])
     names = [label(line) if isinstance(line, str) else f"<b>{GROUPS[line]}</b>" for line in lines]
     angle = -60 if tuple(columns) == ranking.rows else -45 if len(columns) > 5 else 0
-    figure.update_layout(
+    return finished(
+        figure, "", "",
         xaxis={"tickvals": list(range(len(columns))), "ticktext": [label(name) for name in columns], "showgrid": False,
                "side": "top", "tickangle": angle, "range": [-0.5, len(columns) - 0.5]},
         yaxis={"tickvals": list(range(len(lines))), "ticktext": names, "range": [len(lines) - 0.5, -0.5],
                "showgrid": False},
         showlegend=False, margin={"l": 10, "r": 10, "t": 10, "b": 10},
     )  # fmt: skip
-    return finished(figure, "", "")
 
 
 def _cells(
@@ -153,13 +153,9 @@ def interval(low: float, high: float) -> str:
     return "(no interval)" if missing else f"({numbers.number(low)} … {numbers.number(high)})"
 
 
-def _two_digits(rho: float) -> str:
-    return "" if np.isnan(rho) else f"{rho:.2f}".replace("-", "−").replace("0.", ".")
-
-
 def frames(types: Sequence[FrameVerdict], view: RunView) -> Figure:
     """Stack the shares of the frame types by layer; a mark above each layer is filled where its type is significant."""
-    x, names, figure = view.places.tolist(), view.names, go.Figure()
+    x, names, figure = view.summary.places.tolist(), view.summary.layer_names, go.Figure()
     for kind, title in FRAME_NAMES.items():
         shares = [layer.shares[kind] for layer in types]
         texts = [[name, numbers.estimate(share, "share")] for name, share in zip(names, shares)]
@@ -176,11 +172,10 @@ def frames(types: Sequence[FrameVerdict], view: RunView) -> Figure:
         customdata=[[name, layer.words, numbers.estimate(layer.margin, "share")] for name, layer in zip(names, types)],
         hovertemplate=f"layer %{{customdata[0]}}: %{{customdata[1]}}; margin %{{customdata[2]}}{NO_TRACE_NAME}",
     )  # fmt: skip
-    figure.update_layout(
-        barmode="stack", bargap=0.12,
+    return finished(
+        figure, "layer", "share of the anchors", barmode="stack", bargap=0.12,
         yaxis={"range": [0, 1.14], "tickformat": ".0%", "tickvals": [0, 0.25, 0.5, 0.75, 1], "showgrid": False},
     )  # fmt: skip
-    return finished(figure, "layer", "share of the anchors")
 
 
 def by_depth(curve: Curve, depths: Mapping[str, Estimate]) -> Figure:
@@ -189,5 +184,4 @@ def by_depth(curve: Curve, depths: Mapping[str, Estimate]) -> Figure:
     if curve.other is not None and curve.other[0] in depths:
         array, name = curve.other
         figure.add_traces(list(banded(depths[array], name, "var(--run-5)", marks=False, dash="dot")))
-    figure.update_layout(showlegend=curve.other is not None)
-    return finished(figure, "depth (0: embedding)", curve.unit, log_y=curve.log)
+    return finished(figure, "depth (0: embedding)", curve.unit, log_y=curve.log, showlegend=curve.other is not None)

@@ -1,7 +1,8 @@
-"""One self-contained HTML file: templates, style, script, the plotly bundle and the data."""
+"""One self-contained HTML file: templates, style, script, the plotly bundle and the data, packed into base64."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -12,24 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 import plotly.offline
 from markupsafe import Markup
 
 from posleak._version import __version__
+from posleak.arrays import Array
 from posleak.errors import RunError
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
+from posleak.leakage import Estimate
 from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
 from posleak.leakage.summary import SINK_ATTENTION, SINK_RATIO
+from posleak.papers import by_paper
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
+from posleak.typed import plain
 
-from .compare import Comparison, comparison
-from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
-from .formats import column_groups, legend, row_name, row_pieces, rows_with
+from .compare import Comparison, column_groups, comparison, legend, row_name, row_pieces, rows_with
+from .figures import comparison_figures, every_part, lent_to, run_figures
 from .gather import Refused, RunLike, gather, reason, require_some
 from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
-from .payload import run_data
 from .view import RunView, run_facts
 
 MOST_CURVES = 640
@@ -40,7 +44,7 @@ TEMPLATE_NAMES = {
     "times": SINK_RATIO, "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of,
     "grouped": grouped, "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of,
     "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "rows_with": rows_with,
-    "column_groups": column_groups, "legend": legend, "version": __version__,
+    "column_groups": column_groups, "legend": legend, "by_paper": by_paper, "version": __version__,
 }  # fmt: skip
 
 
@@ -95,16 +99,11 @@ class Page:
     def views(self) -> list[RunView]:
         return [run.view for run in self.runs]
 
-    def data(self) -> dict[str, Any]:
-        """Return what the page's script reads."""
-        compared: dict[str, Figure] = {} if self.comparison is None else comparison_figures(self.views)
-        return {"runs": [run.data for run in self.runs], "compared": compared}
-
     def html(self) -> str:
         """Return the page."""
-        return rendered(
-            "page.html.j2", self.data(), "page.js", page=self, views=self.views, all_parts=every_part(self.views)
-        )  # fmt: skip
+        views, runs = self.views, [run.data for run in self.runs]
+        data = {"runs": runs, "compared": {} if self.comparison is None else comparison_figures(views)}
+        return rendered("page.html.j2", data, "page.js", page=self, views=views, all_parts=every_part(views))
 
 
 @dataclass(frozen=True)
@@ -194,3 +193,62 @@ def environment() -> jinja2.Environment:
 
 def static(name: str) -> Markup:
     return Markup(files("posleak.reports").joinpath("static", name).read_text(encoding="utf-8"))
+
+
+def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
+    """Return everything but the figures; `most_curves` heads have curves, those with the largest total power."""
+    data: dict[str, Any] = {
+        "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
+        "names": view.summary.layer_names, "windows": view.record.calibration.windows,
+        "curves": _curves(view, most_curves), "origin": _origin(view),
+    }  # fmt: skip
+    columns = view.head_columns
+    data["heads"] = {  # numbers: float64 [column, layer, head, (value, low, high)]
+        "shape": list(view.existing.shape), "heads": view.existing.sum(-1).tolist(),
+        "columns": [list(key) for key in columns],
+        "numbers": packed(np.stack([_ends(cells, -1) for cells in columns.values()]), "<f8"),
+    }  # fmt: skip
+    return plain(data)  # type: ignore[no-any-return]
+
+
+def _curves(view: RunView, most: int) -> dict[str, Any]:
+    """float32; `at[layer][head]` is the index of a head in the arrays, or −1."""
+    curves, total = view.curves, view.summary.heads["all"].power["total"].value
+    order = np.argsort(-np.where(np.isfinite(total), total, -np.inf), axis=None, kind="stable")
+    chosen = np.sort(order[view.existing.flat[order]][:most])
+    at = np.full(total.size, -1)
+    at[chosen] = np.arange(len(chosen))
+
+    def pack(estimate: Estimate) -> str:
+        cells = _ends(estimate, -2)  # [L, H, 3, X]
+        return packed(cells.reshape(total.size, *cells.shape[2:])[chosen], "<f4")
+
+    return {
+        "queries": curves.queries, "offsets": curves.offsets, "at": at.reshape(total.shape).tolist(),
+        "mean": {name: pack(estimate) for name, estimate in curves.mean.items()},
+        "power": {name: pack(estimate) for name, estimate in curves.power.items()},
+        "attention": pack(curves.attention), "early": pack(curves.early), "late": pack(curves.late),
+    }  # fmt: skip
+
+
+def _origin(view: RunView) -> dict[str, Any] | None:
+    """The portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per sink-reading head."""
+    if view.origin is None:
+        return None
+    arrays, portrait, readers = view.origin.arrays, view.origin.record.portrait, view.readers
+    cosine = arrays["cosine"].values
+    matrices = packed(np.concatenate([cosine.mean(0, keepdims=True), cosine]), "<f4") if readers else None
+    return {
+        "tokens": view.first_tokens, "picture": packed(np.moveaxis(arrays["picture"].values, 1, 0), "<f4"),
+        "depths": int(arrays.sizes["depth"]), "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]),
+        "readers": readers, "explained": portrait.explained, "among": portrait.among,
+    }  # fmt: skip
+
+
+def _ends(estimate: Estimate, axis: int) -> Array:
+    return np.stack([estimate.value, estimate.low, estimate.high], axis=axis)
+
+
+def packed(array: Any, dtype: str) -> str:
+    """Return the base64 of little-endian numbers in C order."""
+    return base64.b64encode(np.ascontiguousarray(array, dtype=dtype).tobytes()).decode()

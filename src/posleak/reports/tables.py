@@ -51,15 +51,15 @@ def _model(view: RunView) -> Rows:
 
 
 def _layers(view: RunView) -> Rows:
-    yield from _by_layer(view.summary.layers)
+    yield from _by_place(view.summary.layers, "call")
     labels = {"queries": "reference", "quantity": "sink_attention", "component": None, "unit": SHARE_UNIT}
     yield from LabelledEstimate(view.summary.layer_sink_attention, labels).cells("call")
 
 
-def _by_layer(decompositions: Mapping[str, Decomposition]) -> Rows:
+def _by_place(decompositions: Mapping[str, Decomposition], *axes: str) -> Rows:
     for queries, decomposition in decompositions.items():
-        for call in range(len(decomposition.power["total"].value)):
-            yield from decomposition[call].labelled(call=call, queries=queries)
+        for place in np.ndindex(decomposition.power["total"].value.shape):
+            yield from decomposition[place].labelled(**dict(zip(axes, place)), queries=queries)
 
 
 def _heads(view: RunView) -> Rows:
@@ -104,13 +104,11 @@ def _trace(view: RunView) -> Rows:
         return
     for queries, decomposition in view.trace.model.items():
         yield from decomposition.labelled(call=None, queries=queries)
-    yield from _by_layer(view.trace.layers)
+    yield from _by_place(view.trace.layers, "call")
 
 
 def _trace_heads(view: RunView) -> Rows:
-    for queries, decomposition in () if view.trace is None else view.trace.heads.items():
-        for call, head in np.ndindex(decomposition.power["total"].value.shape):
-            yield from decomposition[call, head].labelled(call=call, head=head, queries=queries)
+    yield from () if view.trace is None else _by_place(view.trace.heads, "call", "head")
 
 
 def _trace_by_layer(view: RunView) -> Rows:
@@ -120,7 +118,7 @@ def _trace_by_layer(view: RunView) -> Rows:
     for k, upto in enumerate(ladder.upto):
         labels = {"lent_up_to": upto, "call": None, "quantity": "power", "unit": POWER_UNIT}
         yield LabelledEstimate(ladder.mean[k], labels)
-        for call in range(len(view.names)):
+        for call in range(len(view.summary.layer_names)):
             yield LabelledEstimate(ladder.left[k, call], labels | {"call": call})
 
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import xarray as xr
 from jaxtyping import Int64
 
-from posleak.analyses.claims.catalogue import ClaimResult
-from posleak.analyses.claims.finding import Edited
+from posleak.analyses.claims.catalogue import ClaimResult, Edited
 from posleak.analyses.doctor.doctor import Diagnosis
-from posleak.analyses.origin.store import StoredOrigin
+from posleak.analyses.origin.origin import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array
-from posleak.axes import HEAD, LEFT, PROMPT
+from posleak.axes import EARLY, HEAD, LAYER, LEFT, PARTS, PROMPT, SCALING
 from posleak.edits import unreadable
-from posleak.leakage import Estimate, Summary
+from posleak.leakage import Estimate, Jackknife, Summary, component
+from posleak.leakage.power import products
 from posleak.leakage.summary import KEYS_AFTER_ORIGIN, sink_width
-from posleak.papers import ALL, POSITION, by_paper
+from posleak.papers import ALL, POSITION
 from posleak.runs.record import Record
 from posleak.runs.run import Run
 from posleak.runs.spec import GIVEN
 from posleak.show.numbers import estimate
 
-from .curves import Curves, curves, parts
 from .related import RelatedMetrics
 
 POSITIONS = 16
@@ -47,6 +46,25 @@ class SinkProfile:
 
 
 @dataclass(frozen=True)
+class Curves:
+    """Curves of every head, with intervals over prompts: by query [L, H, Q] and by offset [L, H, D].
+
+    mean         expectation over prompts, averaged over offsets, of each component; parts add up to the total
+    power        unbiased power of each component, averaged over offsets; nothing cancels
+    attention    a_i0 by query
+    early, late  mean logit by offset, over the queries before EARLY and over the reference queries
+    """
+
+    queries: list[int]
+    offsets: list[int]
+    mean: dict[str, Estimate]
+    power: dict[str, Estimate]
+    attention: Estimate
+    early: Estimate
+    late: Estimate
+
+
+@dataclass(frozen=True)
 class RunView:
     """A run with the other results of its folder.
 
@@ -63,7 +81,7 @@ class RunView:
     claims: tuple[ClaimResult, ...] | None = None
     origin: StoredOrigin | None = None
     doctor: Diagnosis | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     show_metrics: bool = True
 
     @property
@@ -77,7 +95,7 @@ class RunView:
     @cached_property
     def curves(self) -> Curves:
         """Curves of every head."""
-        return curves(self.run.data)
+        return curves(self.run.data, self.parts)
 
     @cached_property
     def related(self) -> RelatedMetrics | None:
@@ -126,22 +144,13 @@ class RunView:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return parts(self.run.data)
+        """Mask, drift and sink, and scaling if the model scales its queries by position."""
+        return (*PARTS, SCALING) if SCALING in self.run.data else PARTS
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources; empty without a trace."""
         return () if self.trace is None else SOURCES
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the attention calls."""
-        return self.summary.layer_names
-
-    @property
-    def places(self) -> Array:
-        """Coordinates of the attention calls on an axis of layers."""
-        return self.summary.places
 
     @cached_property
     def existing(self) -> Array:
@@ -152,10 +161,6 @@ class RunView:
     def edited(self) -> list[tuple[ClaimResult, Edited]]:
         """Claims that compare an edit with the baseline, and their comparisons."""
         return [(claim, claim.edited) for claim in self.claims or () if claim.edited is not None]
-
-    @property
-    def claims_by_paper(self) -> dict[str, list[ClaimResult]]:
-        return by_paper(self.claims or ())
 
     @property
     def first_tokens(self) -> list[str]:
@@ -173,12 +178,41 @@ class RunView:
     @property
     def warnings(self) -> list[str]:
         """Everything that a reader should know about the numbers."""
-        return [*_borrowed(self.run), *self.record.warnings, *self.notes]
+        power, borrowed = self.summary.model["all"].power, list[str]()
+        if LEFT in power:
+            borrowed.append(
+                "this run has a borrowed context: its numbers are of rows without the donor's keys, whose power is "
+                f"{estimate(power['total'])} nats²; with these keys, {estimate(power[LEFT])} nats² are left"
+            )
+        return [*borrowed, *self.record.warnings, *self.notes]
 
     @property
     def command(self) -> str:
-        """The command line that repeats the measurement; a call in Python if objects were given."""
-        return _command(self)
+        """The command line that repeats the measurement.
+
+        If prompts or edits were given as objects, it is a call in Python with placeholders for them.
+        """
+        run, spec = self.run, self.record.spec
+        verb = "claims" if self.claims is not None else "measure" if self.trace is None else "trace"
+        # claims without a paper are tested with every paper
+        papers = {claim.paper for claim in self.claims or () if claim.paper is not None}
+        paper = ALL if len(papers) > 1 else papers.pop() if papers else POSITION
+        options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
+        options |= {"paper": paper} if verb == "claims" else {"origin": spec.origin}
+        options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
+        options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
+        edits = spec.edits if verb == "measure" else ()
+        by_layer = verb == "trace" and self.trace is not None and bool(self.trace.steps)
+        own = unreadable(spec.edits)
+        if spec.inputs == GIVEN or own:
+            inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
+            texts = ", ".join(edit.text if edit in own else repr(edit.text) for edit in edits)
+            given = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
+            return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(given + ['by_layer=True'] * by_layer)})"
+        line = ["posleak", verb, run.name, "--inputs", spec.inputs]
+        line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        line += [word for edit in edits for word in ("--edit", edit.text)]
+        return shlex.join(line + ["--by-layer"] * by_layer)
 
 
 def run_facts(run: Run) -> list[str]:
@@ -192,38 +226,33 @@ def run_facts(run: Run) -> list[str]:
     ]  # fmt: skip
 
 
-def _borrowed(run: Run) -> Iterator[str]:
-    power = run.summary.model["all"].power
-    if LEFT in power:
-        yield (
-            "this run has a borrowed context: its numbers are of rows without the donor's keys, whose power is "
-            f"{estimate(power['total'])} nats²; with these keys, {estimate(power[LEFT])} nats² are left"
-        )
+def curves(data: xr.Dataset, parts: tuple[str, ...]) -> Curves:
+    """Compute the curves of all heads, one layer at a time to limit memory."""
+    jackknife = Jackknife(data.sizes["prompt"])
+    layers = [_layer(data.isel({LAYER: [layer]}), parts, jackknife) for layer in range(data.sizes[LAYER])]
+    joined = {key: Estimate.concatenate([layer[key] for layer in layers]) for key in layers[0]}
+    mean, power = ({name: joined[kind, name] for name in ("total", *parts)} for kind in ("mean", "power"))
+    others = (joined[name, ""] for name in ("attention", "early", "late"))
+    return Curves(data["query"].values.tolist(), data["offset"].values.tolist(), mean, power, *others)
 
 
-def _command(view: RunView) -> str:
-    """A command line; if prompts or edits were given as objects, a call in Python with placeholders for them."""
-    run, spec = view.run, view.record.spec
-    verb = "claims" if view.claims is not None else "measure" if view.trace is None else "trace"
-    options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
-    options |= {"paper": _paper(view)} if verb == "claims" else {"origin": spec.origin}
-    options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
-    options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
-    edits = spec.edits if verb == "measure" else ()
-    by_layer = verb == "trace" and view.trace is not None and bool(view.trace.steps)
-    own = unreadable(spec.edits)
-    if spec.inputs == GIVEN or own:
-        inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
-        texts = ", ".join(edit.text if edit in own else repr(edit.text) for edit in edits)
-        given = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
-        return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(given + ['by_layer=True'] * by_layer)})"
-    line = ["posleak", verb, run.name, "--inputs", spec.inputs]
-    line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    line += [word for edit in edits for word in ("--edit", edit.text)]
-    return shlex.join(line + ["--by-layer"] * by_layer)
+def _layer(layer: xr.Dataset, parts: tuple[str, ...], jackknife: Jackknife) -> dict[tuple[str, str], Estimate]:
+    """Estimates by kind and component; logits s_i(δ) = drift + renormalisation + logit of queries that have the key."""
+    found = {}
+    for name in ("total", *parts):
+        x = component(layer, name).values  # [B, 1, H, Q, D]
+        found["mean", name] = jackknife.mean(nan_mean(x, -1)).estimate
+        found["power", name] = jackknife.inner(products(x, x)).estimate
+    found["attention", ""] = jackknife.mean(layer["attention_0"].values).estimate
+    s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
+    s = s.transpose("prompt", "layer", "head", "query", "offset").sel(query=layer["query"] < EARLY)
+    found["early", ""] = jackknife.mean(nan_mean(s.values, -2)).estimate
+    found["late", ""] = jackknife.mean(layer["logit"].values).estimate
+    return found
 
 
-def _paper(view: RunView) -> str:
-    """The paper whose claims were tested, or `all`; claims without a paper are tested with every paper."""
-    papers = {claim.paper for claim in view.claims or () if claim.paper is not None}
-    return ALL if len(papers) > 1 else papers.pop() if papers else POSITION
+def nan_mean(x: Array, axis: int) -> Array:
+    """Return the mean of the finite values; NaN if there are none."""
+    finite = np.isfinite(x)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.where(finite, x, 0.0).sum(axis) / finite.sum(axis))

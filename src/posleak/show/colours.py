@@ -1,6 +1,15 @@
-"""Colours of components and runs: the colour-blind-safe palette of Okabe and Ito, and a lighter one for dark pages."""
+"""Colours of components and runs, and the range of an axis of powers: what all figures share.
+
+The palette is the colour-blind-safe one of Okabe and Ito, with a lighter one for dark pages.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posleak.leakage import Estimate
 
 LIGHT = {
     "total": "#40474e", "mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73", "residual": "#a05a00",
@@ -30,13 +39,22 @@ BAND = 0.17
 
 def style_sheet() -> str:
     """Return the colours as CSS variables: `--mask`, and `--mask-band` for its intervals."""
-    return f":root {{ {_variables(LIGHT)} }}\n:root[data-theme='dark'] {{ {_variables(DARK)} }}\n"
+
+    def variables(colours: dict[str, str]) -> str:
+        rgb = {name: ",".join(map(str, bytes.fromhex(colour[1:]))) for name, colour in colours.items()}
+        bands = {name: f"rgba({numbers},{FAINT.get(name, BAND)})" for name, numbers in rgb.items()}
+        return " ".join(f"--{name}: {colour}; --{name}-band: {bands[name]};" for name, colour in colours.items())
+
+    return f":root {{ {variables(LIGHT)} }}\n:root[data-theme='dark'] {{ {variables(DARK)} }}\n"
 
 
-def _variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colour}; --{name}-band: {_band(name, colour)};" for name, colour in colours.items())
+def power_range(powers: Mapping[str, Estimate], names: Iterable[str]) -> list[float]:
+    """Return the range of an axis that fits the values; bands that are much wider are cut off."""
+    import numpy as np  # not needed by the commands that only use the colours
 
-
-def _band(name: str, colour: str) -> str:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{FAINT.get(name, BAND)})"
+    cells = np.concatenate([np.stack([powers[n].value, powers[n].low, powers[n].high]) for n in names], axis=-1)
+    if not np.isfinite(cells[0]).any():
+        return [0.0, 1.0]
+    least, most, low, high = np.nanmin(cells[0]), np.nanmax(cells[0]), np.nanmin(cells), np.nanmax(cells)
+    height = max(most - min(least, 0.0), 1e-12)
+    return [float(max(low, least - height / 2) - 0.05 * height), float(min(high, most + height) + 0.05 * height)]

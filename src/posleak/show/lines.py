@@ -1,15 +1,20 @@
-"""Line breaking that keeps a number together with its name, unit and interval."""
+"""A console that prints text literally, and line breaking that keeps a number with its name, unit and interval."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.text import Text
+
+from posleak.show.streams import ERR, OUT, writing_to
+from posleak.text import visible
 
 UNITS = {"nats", "nats²", "tokens", "token", "prompts", "prompt", "times", "MB", "GB", "kB", "TB", "s", "positions"}
 
@@ -21,6 +26,26 @@ _SEAM = re.compile(r"[/\\_=:](?=.)|-(?=\D)")
 """Characters after which a long word may be broken."""
 
 Span = tuple[int, int]
+
+
+class PlainConsole(Console):
+    """A rich console for untrusted text, such as model names; use rich's Text for styles."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield rich's segments with control characters escaped, except for rich's own control codes."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        with writing_to(ERR if self.stderr else OUT):
+            super().print(*objects, **settings)
+
+    def on_broken_pipe(self) -> None:
+        """Re-raise BrokenPipeError; rich would exit with status 1, which means a failed check."""
+        raise  # the BrokenPipeError that rich is handling
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from posleak.arrays import Array
 from posleak.errors import InputError
 from posleak.files import write_atomically
 
-from .colours import LIGHT, LINE
-from .scale import power_range
+from .colours import LIGHT, LINE, power_range
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
     from posleak.leakage.summary import LeakageDecomposition
+
+    Powers = tuple[Mapping[str, Estimate], Sequence[str]]
 
 STYLE: Any = {
     "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
@@ -37,8 +38,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WIDTH = 6.75
 """Width of figures in inches: the text width of most two-column papers."""
-
-HEIGHT = 4.6
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -76,7 +75,7 @@ def write(figure: Figure, suffix: str, place: Any) -> None:
         figure.savefig(place, format=suffix, bbox_inches="tight", **FORMATS[suffix])
 
 
-def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, HEIGHT)) -> Figure:
+def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, 4.6)) -> Figure:
     """Return a new figure in posleak's style, drawn by `draw`."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
@@ -102,13 +101,7 @@ def depth(
     right.set(xlabel="layer", ylabel="attention to position 0", ylim=(0, 1))
 
 
-def both(
-    figure: Figure,
-    sources: tuple[Mapping[str, Estimate], Sequence[str]],
-    parts: tuple[Mapping[str, Estimate], Sequence[str]],
-    x: Array,
-    title: str,
-) -> None:
+def both(figure: Figure, sources: Powers, parts: Powers, x: Array, title: str) -> None:
     """Draw powers by source above powers by part, over one axis of layers; each is given as powers and names."""
     above, below = figure.subplots(2, 1, sharex=True)
     powers(above, sources[0], ("total", *sources[1]), x)

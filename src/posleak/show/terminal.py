@@ -69,7 +69,7 @@ class FittedTable:
     rows: list[tuple[TableCell, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str | Text | TableCell) -> None:
-        found = [each if isinstance(each, TableCell) else TableCell(_text(each)) for each in cells]
+        found = [each if isinstance(each, TableCell) else TableCell(literal(each)) for each in cells]
         self.rows.append(tuple(replace(each, text=literal(each.text)) for each in found))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -150,24 +150,16 @@ NARROW = 12
 LEFT_OUT = "intervals are left out: the terminal has {width} columns, they need {needed}; --json has all of them"
 
 
-def _text(cell: str | Text) -> Text:
-    return Text(cell) if isinstance(cell, str) else cell
-
-
 def literal(cell: str | Text) -> Text:
     """Return a cell with control characters escaped, so that its width is known."""
-    text = _text(cell)
+    text = Text(cell) if isinstance(cell, str) else cell
     if visible(text.plain) == text.plain:
         return text
     spelled = text.copy()
     spelled.plain = visible(text.plain)
-    spelled.spans = [Span(_moved(text, span.start), _moved(text, span.end), span.style) for span in text.spans]
+    moved = [[len(visible(text.plain[:place])) for place in (span.start, span.end)] for span in text.spans]
+    spelled.spans = [Span(start, end, span.style) for (start, end), span in zip(moved, text.spans, strict=True)]
     return spelled
-
-
-def _moved(text: Text, place: int) -> int:
-    """The index of a character after the text before it is escaped."""
-    return len(visible(text.plain[:place]))
 
 
 def table(

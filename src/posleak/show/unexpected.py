@@ -24,13 +24,11 @@ TRACEBACKS_KEPT = 20
 
 def describe_unexpected(error: BaseException) -> str:
     """Write the traceback to a file and return the message: error, version, path of that file, how to report it."""
-    return "\n".join(
-        [
-            f"{UNEXPECTED}: {one_line(error)}",
-            f"  version: posleak {__version__}",
-            f"  traceback: {_stored(error)}",
-            "  remedy: please report this to the authors of posleak, with the version and the traceback",
-        ]
+    return (
+        f"{UNEXPECTED}: {one_line(error)}\n"
+        f"  version: posleak {__version__}\n"
+        f"  traceback: {_stored(error)}\n"
+        "  remedy: please report this to the authors of posleak, with the version and the traceback"
     )
 
 
@@ -43,18 +41,16 @@ def _stored(error: BaseException) -> str:
     """Return the path of the file with the traceback, or how to see the traceback if no file could be written."""
     for folder in (_cache_errors, lambda: Path(tempfile.gettempdir())):
         with contextlib.suppress(Exception):  # a failure here must not hide the error itself
-            return str(_write(folder(), visible(f"{_environment()}\n{format_traceback(error)}")))
+            text = (
+                f"posleak {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
+                f"command: {sys.argv!r}\ntime: {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n{format_traceback(error)}"
+            )
+            prefix = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-"
+            descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".txt", dir=folder())
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(visible(text))
+            return name
     return f"no file could be written for it; set {DEBUG_VARIABLE}=1 and run the command again to see it"
-
-
-def _environment() -> str:
-    return "\n".join(
-        [
-            f"posleak {__version__}, Python {platform.python_version()}, {platform.platform()}",
-            f"command: {sys.argv!r}",
-            f"time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}",
-        ]
-    )
 
 
 def _cache_errors() -> Path:
@@ -68,11 +64,3 @@ def _cache_errors() -> Path:
         for old in files[TRACEBACKS_KEPT - 1 :]:
             old.unlink(missing_ok=True)
     return folder
-
-
-def _write(folder: Path, text: str) -> Path:
-    prefix = f"traceback-{time.strftime('%Y%m%d-%H%M%S')}-"
-    descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".txt", dir=folder)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    return Path(name)

@@ -1,15 +1,21 @@
-"""Sentences and names that the terminal and the page share."""
+"""Sentences and names that the terminal and the page share, and a compact view for notebooks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from html import escape
 from typing import TYPE_CHECKING
 
 from posleak.axes import EARLY
+from posleak.text import visible
+
+from .colours import GLYPHS, LIGHT
+from .numbers import interval, number, percent
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
+    from posleak.leakage.summary import Decomposition
 
 SOURCES = {
     "earlier": "masks of earlier layers (through the residual stream)",
@@ -49,7 +55,10 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     n = next(iter(shares.values())).n
     if n < MIN_PROMPTS:
         return f"was measured on {n} prompts; intervals need {MIN_PROMPTS}, so the largest share is not known"
-    ends = {name: _ends(share) for name, share in shares.items()}
+    ends = {name: (float(share.low), float(share.high)) for name, share in shares.items()}
+    for name, share in shares.items():
+        if math.isnan(share.low):  # all prompts give the same value
+            ends[name] = float(share.value), float(share.value)
     first, *others = sorted(ends, key=lambda name: -float(shares[name].value))
     low = ends[first][0]
     if low <= 0:
@@ -64,7 +73,33 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     return f"{begins} {by} {' and '.join([*clear, *unclear])}, without a significantly larger share"
 
 
-def _ends(share: Estimate) -> tuple[float, float]:
-    """The interval, or the value itself where all prompts give the same value."""
-    value, low, high = float(share.value), float(share.low), float(share.high)
-    return (value, value) if math.isnan(low) else (low, high)
+def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:
+    """Return a heading, and a bar and a row of shares with intervals for early and for all queries."""
+    rows = "".join(
+        f"<tr><td style='text-align:left'>{queries}</td>{_cells(found.share)}"
+        f"<td>{number(found.power['total'].value)} nats²</td></tr>"
+        for queries, found in numbers.items()
+    )
+    return (
+        f"<div><b>{escape(visible(name))}</b>: shares of position leakage<br>"
+        f"<small>{escape(visible(' · '.join(facts)))}</small><table>{rows}</table></div>"
+    )
+
+
+def _cells(shares: Mapping[str, Estimate]) -> str:
+    """A bar of the positive shares, and each share."""
+    found = {name: shares[name] for name in GLYPHS if name in shares}
+    sizes = {name: 0.0 if math.isnan(share.value) else max(float(share.value), 0.0) for name, share in found.items()}
+    whole = sum(sizes.values()) or 1.0
+    bar = "".join(
+        f"<span style='display:inline-block;height:12px;width:{120 * size / whole:.0f}px;"
+        f"background:{LIGHT[name]}'></span>"
+        for name, size in sizes.items()
+    )
+    texts = (
+        f"{name} n.s." if math.isnan(share.value)
+        else f"{name} <b>{percent(share.value)}</b> <small>{interval(share, 'share')}</small>"
+        for name, share in found.items()
+    )  # fmt: skip
+    cells = "".join(f"<td style='text-align:left'>{text}</td>" for text in texts)
+    return f"<td><span style='white-space:nowrap;font-size:0'>{bar}</span></td>{cells}"

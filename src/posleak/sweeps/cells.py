@@ -1,28 +1,50 @@
-"""A cell: one measurement of a sweep, described before any model is loaded.
+"""A cell: one measurement of a sweep, described before any model is loaded, and the memory and time that it may take.
 
 A finished cell also records what the model's files contained. If they have changed since, the cell counts as open again
 (posleak.sweeps.state).
+
+Memory is estimated from the weights, by the headers of their files, the libraries, and the tensors of a batch. Time is
+that of finished cells of the same model, per token; without any, the model's arithmetic at the speed of this machine's
+matrix products.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posleak.axes import MIN_LENGTH
-from posleak.errors import InputError, did_you_mean
+from posleak.errors import InputError, PosleakError, did_you_mean
+from posleak.files import read_regular
 from posleak.inputs.corpus import STDLIB
+from posleak.models import builtin, pretrained
+from posleak.models.sources import snapshot_folder, split_revision
+from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
-from posleak.runs.spec import MeasureSpec
+from posleak.runs.spec import TOKENS_AT_ONCE, MeasureSpec
 from posleak.typed import from_json, plain
+
+if TYPE_CHECKING:
+    from .state import Finished
 
 MEASURE, TRACE = "measure", "trace"
 KINDS = (MEASURE, TRACE)
 TEXT = "text:"
+
+RATE = 0.3
+"""Speed of a measured forward pass relative to that of a large matrix product."""
+
+CELL_SECONDS, LOADING_SECONDS = 0.5, 5.0
+"""Time that does not depend on the number of tokens: per cell, and for the first cell of a model."""
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -155,3 +177,97 @@ def text_hash(path: str) -> str:
     from posleak.inputs.corpus import read_corpus
 
     return read_corpus(path).sha256
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Estimated bytes and seconds of a cell; None if unknown. `seen`: seconds are from finished cells of the model."""
+
+    memory: int | None
+    seconds: float | None
+    seen: bool
+
+
+def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> list[Guess]:
+    """Return an estimate for every cell; the time is based on `finished` cells of the same model."""
+    rates = dict[Any, list[float]]()
+    for record in finished:
+        rates.setdefault(record.cell.group, []).append(record.seconds.measuring / record.cell.work)
+    speed = _speed() if any(cell.group not in rates for cell in cells) else 1.0
+    first = {cell.group: cell.id for cell in reversed(cells)}
+    guessed = list[Guess]()
+    for cell in cells:
+        loading = LOADING_SECONDS if first[cell.group] == cell.id else 0.0
+        seconds: float | None = None
+        if seen := rates.get(cell.group):
+            seconds = loading + cell.work * sum(seen) / len(seen)
+        elif (shape := shape_of(cell.model)) is not None:
+            seconds = loading + CELL_SECONDS + 2 * shape.parameters * cell.work / (RATE * speed)
+        guessed.append(Guess(memory_of(cell), seconds, bool(seen)))
+    return guessed
+
+
+def memory_of(cell: Cell) -> int | None:
+    """Return the estimated bytes of a worker with this cell; None if the model's files are not on this machine."""
+    shape = shape_of(cell.model)
+    if shape is None:
+        return None
+    spec, item = cell.spec, ITEM_BYTES.get(cell.dtype or "float32", 4)
+    read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
+    tokens = read * min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
+    rows = shape.logits(tokens, len(spec.plan.rows), item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
+    results = 8 * spec.prompts * shape.layers * shape.heads * 3_000
+    return shape.parameters * item + LIBRARY_BYTES + shape.forward(tokens, item) + rows + results
+
+
+@cache
+def shape_of(model: str) -> ModelSizes | None:
+    """Return the model's sizes from its files; None if they are not on this machine or cannot be read."""
+    with suppress(PosleakError, OSError, ValueError, KeyError, TypeError):
+        if (folder := _folder(model)) is None:
+            return None
+        config = json.loads(read_regular(folder / "config.json"))
+        config = config.get("text_config") or config
+        headers = pretrained.read_headers(folder, allow_pickle=True)
+        width = int(config.get("hidden_size") or config.get("n_embd") or config["d_model"])
+        inner = config.get("intermediate_size") or 4 * width
+        return ModelSizes(
+            headers.elements, int(config.get("num_hidden_layers") or config.get("n_layer") or 1), width,
+            int(config.get("num_attention_heads") or config.get("n_head") or 1), width,
+            int(max(inner) if isinstance(inner, list) else inner),
+        )  # fmt: skip
+    return None
+
+
+def _folder(model: str) -> Path | None:
+    text, revision = split_revision(model)
+    if text in builtin.BUILTIN_MODELS:
+        return builtin.cached_folder(text)
+    if text in builtin.shipped_names():
+        return builtin.shipped_folder(text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return snapshot_folder(path, revision)
+    if path.exists() or text.count("/") > 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    path_of_config = try_to_load_from_cache(text, "config.json", revision=revision)
+    return Path(path_of_config).parent if isinstance(path_of_config, str) else None
+
+
+@cache
+def _speed() -> float:
+    """Return the floating-point operations per second of this machine in a float32 matrix product."""
+    import numpy as np
+
+    a = np.ones((1024, 1024), dtype=np.float32)
+    a @ a
+    started, rounds = time.perf_counter(), 0
+    while time.perf_counter() - started < 0.1:
+        a @ a
+        rounds += 1
+    return 2 * 1024**3 * rounds / (time.perf_counter() - started)

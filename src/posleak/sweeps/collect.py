@@ -1,4 +1,4 @@
-"""All finished cells of a sweep as one tidy table: one row per number, with the columns of its cell.
+"""All finished cells of a sweep: one tidy table with a row per number, and the balance table with a row per cell.
 
 Cells that differ only in their seed have different prompts of the same kind: their numbers are pooled. Cells that
 differ only in their edits have the same prompts: powers under an edit are also given as their ratio to the cell without
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,16 +23,17 @@ from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
-from posleak.leakage.summary import PowerKey, contrasts
+from posleak.leakage.summary import PowerKey, contrasts, model_products
+from posleak.runs.balance import Balance
+from posleak.runs.run import Run
 
-from .balance import BalanceTable, balance_table
 from .cells import Cell, Resources
-from .numbers import PRODUCTS_FILE, SCHEMA, read_numbers, read_products
-from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, NUMBERS_FILE, Failed, Finished, read_sealed
+from .numbers import NUMBERS_FILE, PRODUCTS_FILE, SCHEMA, read_numbers, read_products
+from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, RECORD_FILES, Failed, Finished, read_sealed
 from .storage import CELLS_FOLDER, Storage
 from .work import error_line
 
-TABLE_FILE, PAGE_FILE = "collected.parquet", "collected.html"
+TABLE_FILE, PAGE_FILE, BALANCE_FILE = "collected.parquet", "collected.html", "balance.json"
 
 MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
@@ -126,23 +127,8 @@ def collected(root: str) -> Collected:
             "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
             remedy="give the folder of a sweep (its --out)",
         )  # fmt: skip
-    records, failed = _read_records(storage, folders, omitted)
-    finished, tables, products = _read_files(storage, records, omitted)
-    finished, older = _newest(finished)
-    omitted += older
-    return Collected(
-        root, finished, _tidy(storage, finished, tables, products), [error for error in failed if not error.left_out],
-        [error for error in failed if error.left_out], omitted,
-    )  # fmt: skip
-
-
-def _read_records(
-    storage: Storage, folders: Sequence[str], omitted: list[Omitted]
-) -> tuple[dict[str, Finished], list[Failed]]:
-    """Read cell.json or error.json of every folder."""
     records, failed = dict[str, Finished](), list[Failed]()
-    names = (CELL_FILE, ERROR_FILE)
-    now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in names)
+    now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in RECORD_FILES)
     for folder in folders:
         with _omitting(folder, omitted):
             if (record := read_sealed(now, FINISHED, f"{CELLS_FOLDER}/{folder}/{CELL_FILE}")) is not None:
@@ -151,13 +137,6 @@ def _read_records(
                 failed.append(error)
             else:
                 omitted.append(Omitted(folder, folder, "it is not finished; start the sweep again to resume it"))
-    return records, failed
-
-
-def _read_files(
-    storage: Storage, records: Mapping[str, Finished], omitted: list[Omitted]
-) -> tuple[list[Finished], dict[str, pd.DataFrame], dict[str, Products]]:
-    """Read the numbers and products of finished cells, by the cells' ids."""
     finished, tables, products = list[Finished](), dict[str, pd.DataFrame](), dict[str, Products]()
     places = [f"{CELLS_FOLDER}/{folder}/{record.place}" for folder, record in records.items()]
     now = storage.snapshot(place + name for place in places for name in (NUMBERS_FILE, PRODUCTS_FILE))
@@ -168,7 +147,12 @@ def _read_files(
             tables[record.id] = read_numbers(*_file(now, folder, record, NUMBERS_FILE))
             products[record.id] = read_products(*_file(now, folder, record, PRODUCTS_FILE), record.cell.spec.prompts)
             finished.append(record)
-    return finished, tables, products
+    finished, older = _newest(finished)
+    omitted += older
+    return Collected(
+        root, finished, _tidy(storage, finished, tables, products), [error for error in failed if not error.left_out],
+        [error for error in failed if error.left_out], omitted,
+    )  # fmt: skip
 
 
 def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[bytes, str]:
@@ -196,13 +180,14 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
     kept = {record.id for record in newest.values()}
     why = "it was measured again later, with other versions of posleak, torch or transformers"
     older = [Omitted(r.cell.folder, r.cell.details, why) for r in records if r.id not in kept]
-    return sorted((record for record in records if record.id in kept), key=lambda record: _order(record.cell)), older
 
+    def order(record: Finished) -> Any:
+        """Checkpoints in the order of training, then edits, lengths and seeds."""
+        cell, spec = record.cell, record.cell.spec
+        model = cell.series or cell.name, -1 if cell.step is None else cell.step, cell.name
+        return cell.kind, *model, spec.inputs, spec.edit_texts, spec.length, spec.seed
 
-def _order(cell: Cell) -> Any:
-    """Sort checkpoints in the order of training, then edits, lengths and seeds."""
-    step, spec = -1 if cell.step is None else cell.step, cell.spec
-    return cell.kind, cell.series or cell.name, step, cell.name, spec.inputs, spec.edit_texts, spec.length, spec.seed
+    return sorted((record for record in records if record.id in kept), key=order), older
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -230,12 +215,16 @@ def _tidy(
     for record in finished:
         own, baseline = tables[record.id], baselines.get(_without_edits(record))
         if baseline is not None and record.cell.spec.edits and baseline.inputs.same_tokens(record.inputs):
-            rows = _ratios(products[record.id], products[baseline.id], record.cell.spec.prompts)
-            own = pd.concat([own, pd.DataFrame(list(rows), columns=own.columns).astype(own.dtypes)])
+            rows = list[dict[str, Any]]()
+            ratios = contrasts(products[record.id], products[baseline.id], record.cell.spec.prompts)
+            for (queries, component), contrast in ratios.items():
+                labels = {"queries": queries, "quantity": RATIO, "component": component, "unit": SHARE_UNIT}
+                rows.append(LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names))
+            own = pd.concat([own, pd.DataFrame(rows, columns=own.columns).astype(own.dtypes)])
         numbers[record.id[:12]] = own
     cells = pd.DataFrame([_cell_columns(storage, record) for record in finished], columns=CELL_COLUMNS)
-    rows = pd.concat(numbers, names=["cell", None]).reset_index(level=0)
-    table = rows.merge(cells, how="left", on="cell", validate="many_to_one")[columns]
+    table = pd.concat(numbers, names=["cell", None]).reset_index(level=0)
+    table = table.merge(cells, how="left", on="cell", validate="many_to_one")[columns]
     return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
 
 
@@ -255,12 +244,6 @@ def _cell_columns(storage: Storage, record: Finished) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ratios(after: Products, before: Products, prompts: int) -> Iterator[dict[str, Any]]:
-    for (queries, component), contrast in contrasts(after, before, prompts).items():
-        labels = {"queries": queries, "quantity": RATIO, "component": component, "unit": SHARE_UNIT}
-        yield LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names)
-
-
 def estimate_of(row: Mapping[Any, Any]) -> Estimate:
     """Return the estimate in a row of the table."""
     return LabelledEstimate.from_row(row).estimate
@@ -276,3 +259,60 @@ def _ordered(values: list[Any]) -> list[Any]:
     if all(isinstance(value, int) for value in values):
         return sorted(values)
     return sorted(values, key=lambda value: value != NO_EDITS)
+
+
+# -- the balance table -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BalanceRow:
+    """One finished cell.
+
+    run       its folder;  dtype, quantisation: those in which it was measured
+    removed   `component, queries` -> 1 − power / power in the first cell of the same model, paired by prompt; empty in
+              the first cell, and where the prompts differ
+    """
+
+    cell: Cell
+    run: str
+    dtype: str
+    quantisation: str | None
+    balance: Balance
+    removed: dict[str, Estimate]
+
+    def as_dict(self) -> dict[str, Any]:
+        spec = self.cell.spec
+        cell = {
+            "model": self.cell.model, "edits": spec.edit_texts, "length": spec.length, "prompts": spec.prompts,
+            "seed": spec.seed, "inputs": spec.inputs, "bos": spec.bos, "dtype": self.cell.dtype,
+        }  # fmt: skip
+        return {"label": self.cell.label, **vars(self), "cell": cell}
+
+
+@dataclass(frozen=True)
+class BalanceTable:
+    """The balance of every finished cell. `left_out`: label -> reason, for cells whose edits have no effect."""
+
+    question: str | None
+    rows: list[BalanceRow]
+    left_out: dict[str, str]
+
+
+def balance_table(
+    storage: Storage, finished: Iterable[Finished], left_out: Mapping[str, str], question: str | None = None
+) -> BalanceTable:
+    """Return the balance table of finished cells; the first cell of each model is the baseline of the others."""
+    baselines, rows = dict[Any, Run](), list[BalanceRow]()
+    for record in finished:
+        cell = record.cell
+        with storage.cell_files(cell.folder, record.place, record.files) as folder:
+            run = Run.load(folder)
+            baseline = baselines.setdefault((cell.model, cell.dtype), run)
+            identity, path = run.record.identity, storage.path(f"{CELLS_FOLDER}/{cell.folder}")
+            removed = dict[str, Estimate]()
+            paired = run.prompts == baseline.prompts and run.record.inputs.same_tokens(baseline.record.inputs)
+            if run is not baseline and paired:
+                powers = contrasts(model_products(run.products), model_products(baseline.products), run.prompts)
+                removed = {f"{name}, {queries}": contrast.removed for (queries, name), contrast in powers.items()}
+            rows.append(BalanceRow(cell, path, identity.dtype, identity.quantisation, Balance.of(run), removed))
+    return BalanceTable(question, rows, dict(left_out))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -25,9 +25,9 @@ from typing import IO, Any
 from posleak.typed import from_json, plain
 
 from .cells import Cell
-from .progress import Tracker
+from .state import Outcome, Tracker, WorkOrder
 from .storage import Storage
-from .work import Outcome, Worker, worker_died
+from .work import Worker, worker_died
 
 PAUSE = 2.0
 """Seconds before a cell that another sweep has is checked again."""
@@ -37,15 +37,6 @@ GRACE = 10.0
 
 STDERR_BYTES = 2000
 """How much of a dead worker's standard error is read."""
-
-
-@dataclass(frozen=True)
-class WorkOrder:
-    """A message to a worker: a cell, its id in the driver's process, and the number of workers that have started it."""
-
-    cell: Cell
-    id: str
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -79,43 +70,27 @@ class Local:
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
         """Measure every open cell, model by model; cells that another sweep has come last, once it releases them."""
-        attempts = dict[str, int]()
         while cells := sorted(tracker.open, key=lambda cell: tuple(map(str, cell.group))):
             free = [cell for cell in cells if not storage.is_locked(cell.folder)]
             tracker.elsewhere = len(cells) - len(free)
-            for threads, group in groupby(free, key=_threads):
-                self._run_group(deque(group), replace(self.worker, threads=threads), storage, tracker, attempts)
+            for cpus, group in groupby(free, key=lambda cell: cell.resources.cpus):
+                worker = replace(self.worker, threads=None if cpus is None else max(1, int(cpus)))
+                self._run_group(deque(group), worker, storage, tracker)
             tracker.show()
             if not free:
                 time.sleep(PAUSE)
 
-    def _run_group(
-        self, waiting: deque[Cell], worker: Worker, storage: Storage, tracker: Tracker, attempts: dict[str, int]
-    ) -> None:
+    def _run_group(self, waiting: deque[Cell], worker: Worker, storage: Storage, tracker: Tracker) -> None:
         """Measure cells in one process, and in a new one whenever it dies. Cells that another sweep took stay open."""
         while waiting:
             with _worker_process(worker, storage) as process:
                 while waiting:
-                    cell = waiting[0]
-                    attempts[cell.id] = attempts.get(cell.id, 0) + 1
-                    tracker.started(cell)
-                    outcome = process.measure(WorkOrder(cell, cell.id, attempts[cell.id]), tracker)
-                    if outcome is None and attempts[cell.id] <= worker.retries:
-                        tracker.stopped(cell)
-                        break  # the worker died: the same cell again, in a new process
-                    waiting.popleft()
-                    if outcome is None:
-                        tracker.ended(worker_died(storage, cell, attempts[cell.id], process.how_it_ended))
+                    order = tracker.order(waiting.popleft())
+                    if (outcome := process.measure(order, tracker)) is None:
+                        if worker_died(storage, tracker, order.cell, process.how_it_ended, worker.retries):
+                            waiting.appendleft(order.cell)  # the same cell again, in a new process
                         break
-                    if outcome.busy:
-                        attempts[cell.id] -= 1
-                        tracker.stopped(cell)
-                    else:
-                        tracker.ended(outcome)
-
-
-def _threads(cell: Cell) -> int | None:
-    return None if cell.resources.cpus is None else max(1, int(cell.resources.cpus))
+                    tracker.settled(order.cell, outcome)
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -130,14 +105,14 @@ class _Process:
 
     def measure(self, order: WorkOrder, tracker: Tracker) -> Outcome | None:
         """Return how the cell ended; None if the worker died."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        orders, answers = self.process.stdin, self.process.stdout
+        assert orders is not None
+        assert answers is not None
         try:
-            self.process.stdin.write(_line(order))
-            self.process.stdin.flush()
+            _send(orders, order)
         except BrokenPipeError:
             return None
-        for line in self.process.stdout:
+        for line in answers:
             message = from_json(Message, line)
             if message.outcome is not None:
                 return message.outcome
@@ -158,12 +133,12 @@ class _Process:
 @contextmanager
 def _worker_process(worker: Worker, storage: Storage) -> Iterator[_Process]:
     """Start a worker process, and end it afterwards."""
-    task = json.dumps(plain({"storage": storage.absolute, "worker": worker}))
+    command = [sys.executable, "-m", __name__, storage.absolute.root, json.dumps(plain(worker))]
     environment = dict(os.environ) | ({} if worker.threads is None else {"OMP_NUM_THREADS": str(worker.threads)})
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "posleak.sweeps.local", task], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=errors, env=environment, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment,
+            start_new_session=True,
         )  # fmt: skip
         try:
             yield _Process(process, errors)
@@ -171,69 +146,44 @@ def _worker_process(worker: Worker, storage: Storage) -> Iterator[_Process]:
             process.kill()
             raise
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+            try:
+                process.communicate(timeout=GRACE)  # closes its standard input, which ends it
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
 
 
 # -- the worker process ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Task:
-    storage: Storage
-    worker: Worker
-
-
-def serve(argument: str) -> None:
-    """Measure the cells that arrive on standard input, until it ends."""
-    task = from_json(_Task, argument)
+def serve(root: str, options: str) -> None:
+    """Measure the cells that arrive on standard input, until it ends. `options`: the fields of the worker, as JSON."""
+    storage, worker = Storage(root), from_json(Worker, options)
     answers, orders = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # what libraries print goes to standard error
+    queue = SimpleQueue[bytes]()
 
-    def answer(message: Message) -> None:
-        answers.write(_line(message))
-        answers.flush()
-
-    for line in _lines(orders):
-        order = from_json(WorkOrder, line)
-        outcome = task.worker.run(
-            task.storage, order.cell, order.attempt, lambda status: answer(Message(status)), order.id
-        )
-        answer(Message(outcome=outcome))
-
-
-def _line(message: Any) -> bytes:
-    return json.dumps(plain(message)).encode() + b"\n"
-
-
-def _lines(orders: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines as they arrive. A thread reads them, so that a worker whose driver is gone ends at once."""
-    queue: SimpleQueue[bytes] = SimpleQueue()
-
-    def read() -> None:
+    def read() -> None:  # in a thread, so that a worker whose driver is gone ends at once
         for line in orders:
             queue.put(line)
         os._exit(0)  # the driver is gone or has no more cells
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        yield queue.get()
+        order = from_json(WorkOrder, queue.get())
+        outcome = worker.run(
+            storage, order.cell, order.attempt, lambda status: _send(answers, Message(status)), order.id
+        )
+        _send(answers, Message(outcome=outcome))
+
+
+def _send(stream: IO[bytes], message: WorkOrder | Message) -> None:
+    stream.write(json.dumps(plain(message)).encode() + b"\n")
+    stream.flush()
 
 
 if __name__ == "__main__":
     try:
-        serve(sys.argv[1])
+        serve(*sys.argv[1:])
     except BrokenPipeError:  # the driver is gone
         os._exit(1)

@@ -15,28 +15,37 @@ the folder `named`, and `posleak sweep NAME` runs them.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from posleak.errors import InputError, PosleakError, did_you_mean
-from posleak.files import stays_in_folder
+from posleak.files import read_regular, stays_in_folder
+from posleak.models.sources import checkpoints, split_revision
 from posleak.runs.spec import TRACED, MeasureSpec
 from posleak.text import visible
 
 from .cells import TRACE, Cell
-from .entries import models_of, titled
-from .schema import MOST, GridKeys, ManifestKeys, absolute_model, validated, yaml_loader
+from .schema import MOST, MOST_DIGITS, GridKeys, Loader, ManifestKeys, ModelKeys, absolute_model, validated
 
 MOST_BYTES = 10**6
 NAMED = Path(__file__).parent / "named"
 
 AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density")
 """Keys that may have several values, besides `models`: a grid has every combination."""
+
+_STEP = re.compile(r"(?:step|iter|checkpoint|ckpt)[-_]?(\d+)|(\d+)$", re.IGNORECASE)
+"""The training step in the name of a revision or a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,6 @@ def named_manifests() -> list[str]:
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest in a YAML file or, if there is no such file, the one of this name that ships with posleak."""
-    import yaml
-
     file = Path(path)
     if not file.exists() and str(path) in named_manifests():
         file = NAMED / f"{path}.yaml"
@@ -95,7 +102,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if len(content) > MOST_BYTES:
         raise InputError("the manifest is too large", where=str(file), expected=f"at most {MOST_BYTES:,} bytes")
     try:
-        value = yaml.load(content, Loader=yaml_loader())
+        value = yaml.load(content, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError("not valid YAML", where=str(file), got=visible(str(error))[:300]) from error
     return manifest(value, name=file.stem, where=str(file))
@@ -108,7 +115,7 @@ def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Man
         remedy = "use a plain name"
         raise InputError("the name leads out of the folder", where=f"{where}, name", got=top.name, remedy=remedy)
     general = {key: value[key] for key in value if key in GridKeys.model_fields}
-    cells: dict[str, Cell] = {}
+    cells = dict[str, Cell]()
     for number, grid in enumerate(top.grids, 1):
         place = f"{where}, grid {number}" if "grids" in value else where
         keys = {**general, **grid} if isinstance(grid, Mapping) else grid
@@ -128,7 +135,7 @@ def _cells(grid: GridKeys, where: str) -> Iterator[Cell]:
     models = [
         (fields, entry.resources.over(grid.resources))
         for number, entry in enumerate(grid.models, 1)
-        for fields in models_of(entry, f"{where}, models, {number}")
+        for fields in _models(entry, f"{where}, models, {number}")
     ]
     axes = grid.given(*AXES)
     if grid.kind == TRACE:
@@ -148,3 +155,83 @@ def _cells(grid: GridKeys, where: str) -> Iterator[Cell]:
 
 def _too_many(count: str, where: str) -> InputError:
     return InputError("too many cells", where=where, got=count, expected=f"at most {MOST:,}", remedy="split it")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
+    """Return the fields that decide the model of a cell, for every model that an entry stands for."""
+    if (entry.model is None) == (entry.checkpoints is None):
+        raise InputError("an entry needs either `model` or `checkpoints`", where=where)
+    if entry.revisions is not None and "@" in (entry.model or ""):
+        remedy = "leave out that one, or `revisions`"
+        raise InputError("the model has a revision already", where=where, got=entry.model, remedy=remedy)
+    if entry.checkpoints is not None:
+        try:
+            paths = checkpoints(entry.checkpoints)
+        except PosleakError as error:
+            raise error.at(where) from error
+        parent = paths[0].parent.absolute()
+        steps = {_step(path.name): str(path.absolute()) for path in paths}
+        if (parent / "config.json").is_file() and (last := trained_steps(parent)) is not None:
+            steps.setdefault(last, str(parent))  # the model in the folder itself, if its number of steps is recorded
+        series = entry.title or str(parent)
+        models = [{"model": path, "series": series, "step": step} for step, path in steps.items()]
+    elif entry.revisions is not None:
+        series = entry.title or str(entry.model)
+        models = [{"model": f"{entry.model}@{name}", "series": series, "step": _step(name)} for name in entry.revisions]
+    else:
+        models = [{"model": entry.model, "title": entry.title}]
+    if entry.steps is not None:
+        by_step = {model.get("step"): model for model in models}
+        if (missing := next((step for step in entry.steps if step not in by_step), None)) is not None:
+            expected = f"some of {', '.join(map(str, by_step))}"
+            raise InputError("there is no such checkpoint", where=f"{where}, steps", got=missing, expected=expected)
+        models = [by_step[step] for step in entry.steps]
+    return [{**model, **entry.given("dtype", "device", "device_map")} for model in models]
+
+
+def trained_steps(folder: Path) -> int | None:
+    """Return the number of training steps that transformers' Trainer or the zoo recorded in a model's folder."""
+    for name, keys in (("trainer_state.json", ("global_step",)), ("training.json", ("recipe", "steps"))):
+        value: Any = None
+        with suppress(OSError, ValueError, RecursionError):
+            value = json.loads(read_regular(folder / name))
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _step(name: str) -> int | None:
+    """`step1000-tokens4B` → 1000; `checkpoint-32` → 32; `main` → None"""
+    match = _STEP.search(name)
+    digits = re.findall(r"\d+", name) if match is None else [match[1] or match[2]]
+    return int(digits[0]) if len(digits) == 1 and len(digits[0]) <= MOST_DIGITS else None
+
+
+def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """Return the cells with display names: of a path, as many of its last parts as make it unique."""
+    cells, named = list(cells), list[Cell]()
+    series = _short({cell.series for cell in cells if cell.series is not None})
+    models = _short({cell.model for cell in cells if cell.title is None and cell.series is None})
+    for cell in cells:
+        if cell.series is None:
+            named.append(replace(cell, title=cell.title or models[cell.model]))
+            continue
+        name, revision = series[cell.series], split_revision(cell.model)[1]
+        title = f"{name}, step {cell.step}" if revision is None else f"{name}@{revision}"
+        named.append(replace(cell, series=name, title=title))
+    return tuple(named)
+
+
+def _short(names: set[str]) -> dict[str, str]:
+    short = {name: name for name in names if not Path(name).is_absolute()}
+    paths = {name: Path(name).parts for name in names if name not in short}
+    for length in range(1, 1 + max(map(len, paths.values()), default=0)):
+        tails = {name: "/".join(paths[name][-length:]) for name in paths if name not in short}
+        counts = Counter([*tails.values(), *short.values()])
+        short |= {name: tail for name, tail in tails.items() if counts[tail] == 1}
+    return short | {name: name for name in names if name not in short}

@@ -7,7 +7,7 @@ products.npz      products of prompts of the whole model, for paired contrasts o
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,14 @@ from posleak.runs.balance import Balance
 from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run
 
-from .state import NUMBERS_FILE
-
-PRODUCTS_FILE = "products.npz"
+NUMBERS_FILE, PRODUCTS_FILE = "numbers.parquet", "products.npz"
 REMEDY = "delete the cell's cell.json and start the sweep again: the cell is measured again"
 
-SCHEMA = pa.schema(
-    [
-        pa.field("layer", pa.int64()), pa.field("queries", pa.string()), pa.field("quantity", pa.string()),
-        pa.field("component", pa.string()), pa.field("value", pa.float64()), pa.field("low", pa.float64()),
-        pa.field("high", pa.float64()), pa.field("n", pa.int64()), pa.field("unit", pa.string()),
-    ]
-)  # fmt: skip
+SCHEMA = pa.schema({
+    "layer": pa.int64(), "queries": pa.string(), "quantity": pa.string(), "component": pa.string(),
+    "value": pa.float64(), "low": pa.float64(), "high": pa.float64(), "n": pa.int64(), "unit": pa.string(),
+})  # fmt: skip
 """Columns of numbers.parquet. `layer` is null for the whole model."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,14 +53,12 @@ class CellResults:
         np.savez(buffer, allow_pickle=False, **self.products())
         write_atomically(folder / PRODUCTS_FILE, lambda path: path.write_bytes(buffer.getvalue()))
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every number of the whole model and of its layers."""
         summary, balance = self.run.summary, Balance.of(self.run)
-        for queries in QUERIES:
-            for layer, numbers in _levels(summary.model[queries], summary.layers[queries], summary.layer_ids):
-                for number in numbers.labelled(layer=layer, queries=queries):
-                    component = number.labels["component"] or "mask"  # stabilisation is a factor of the mask
-                    yield number.as_row(SCHEMA.names) | {"component": component}
+        for number in _labelled(summary.model, summary.layers, summary.layer_ids):
+            component = number.labels["component"] or "mask"  # stabilisation is a factor of the mask
+            yield number.as_row(SCHEMA.names) | {"component": component}
         yield _row(None, "reference", "attention", "position 0", balance.sink_attention, SHARE_UNIT)
         for call, layer_id in enumerate(summary.layer_ids):
             yield _row(layer_id, "reference", "attention", "position 0", summary.layer_sink_attention[call], SHARE_UNIT)
@@ -78,12 +69,9 @@ class CellResults:
                 yield _row(None, "sampled", "loss", where, estimate, LOSS_UNIT)
         if self.trace is not None:
             own = set(summary.model["all"].power)
-            for queries in QUERIES:
-                levels = _levels(self.trace.model[queries], self.trace.layers[queries], summary.layer_ids)
-                for layer, numbers in levels:
-                    for number in numbers.labelled(layer=layer, queries=queries):
-                        if number.labels["component"] not in own:
-                            yield number.as_row(SCHEMA.names)
+            for number in _labelled(self.trace.model, self.trace.layers, summary.layer_ids):
+                if number.labels["component"] not in own:
+                    yield number.as_row(SCHEMA.names)
         if self.run.metrics is not None:
             for row in self.run.metrics.rows:
                 yield _row(row.at, "all", "metric", row.metric.id, row.value, row.metric.unit)
@@ -118,15 +106,18 @@ def read_numbers(content: bytes, path: str) -> pd.DataFrame:
         return table.to_pandas()
 
 
-def _levels(
-    model: Decomposition, layers: Decomposition, layer_ids: tuple[int, ...]
-) -> Iterator[tuple[int | None, Decomposition]]:
-    """Yield (None, the whole model's decomposition), then (layer id, its decomposition) of every layer."""
-    yield None, model
-    for call, layer in enumerate(layer_ids):
-        yield layer, layers[call]
+def _labelled(
+    model: Mapping[str, Decomposition], layers: Mapping[str, Decomposition], layer_ids: tuple[int, ...]
+) -> Iterator[LabelledEstimate]:
+    """Yield every number of the whole model (layer None) and of its layers, for early and then for all queries."""
+    for queries in QUERIES:
+        yield from model[queries].labelled(layer=None, queries=queries)
+        for call, layer in enumerate(layer_ids):
+            yield from layers[queries][call].labelled(layer=layer, queries=queries)
 
 
-def _row(layer: int | None, queries: str, quantity: str, component: str, estimate: Estimate, unit: str) -> Row:
+def _row(
+    layer: int | None, queries: str, quantity: str, component: str, estimate: Estimate, unit: str
+) -> dict[str, Any]:
     labels = {"layer": layer, "queries": queries, "quantity": quantity, "component": component, "unit": unit}
     return LabelledEstimate(estimate, labels).as_row(SCHEMA.names)

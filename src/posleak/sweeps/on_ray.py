@@ -15,26 +15,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from posleak.errors import InputError, warn
 from posleak.text import format_bytes, one_line
 
-from .cells import Cell
-from .estimate import memory_of
-from .local import PAUSE, WorkOrder
-from .progress import Tracker
+from .cells import Cell, memory_of
+from .local import PAUSE
+from .state import Tracker
 from .storage import Storage
-from .work import Outcome, Worker, worker_died, write_failure
+from .work import Worker, worker_died, write_failure
 
 REFRESH = 1.0
 """Seconds between reports of progress while nothing happens."""
 
-DEFAULT_CPUS = 1.0
-
-CONNECT_TIMEOUT = 10.0
+DEFAULT_CPUS, CONNECT_TIMEOUT = 1.0, 10.0
 
 Group = tuple[str | None, ...]
 
@@ -67,11 +63,7 @@ class OnRay:
             cpus = min(_cpus(cell) for cell in cells)
             fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
             most = min(self.workers or fitting, len(cells))
-            scheduler = _Scheduler(ray, self.worker, storage.absolute, tracker, most)
-            try:
-                scheduler.run(cells)
-            finally:
-                scheduler.stop()
+            _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(cells)
 
 
 def require_ray() -> Any:
@@ -116,19 +108,6 @@ def _cpus(cell: Cell) -> float:
     return DEFAULT_CPUS if cell.resources.cpus is None else cell.resources.cpus
 
 
-class RayWorker:
-    """The class of the actors: a worker in a process of its own."""
-
-    def __init__(self, worker: Worker, storage: Storage) -> None:
-        self._worker, self._storage = worker, storage
-
-    def ready(self) -> int:
-        return os.getpid()
-
-    def run(self, order: WorkOrder) -> Outcome:
-        return self._worker.run(self._storage, order.cell, order.attempt, expected=order.id)
-
-
 @dataclass
 class _Actor:
     """An actor as the driver sees it: the model that it is for, its resources, and its cell."""
@@ -154,15 +133,26 @@ class _Scheduler:
     most: int
     groups: dict[Group, deque[Cell]] = field(default_factory=dict)
     actors: dict[Any, _Actor] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
     later: list[tuple[float, Cell]] = field(default_factory=list)
 
     def run(self, cells: list[Cell]) -> None:
-        """Work until every cell has ended."""
+        """Work until every cell has ended, then end the actors; what they have finished is in the storage."""
+        try:
+            self._work(cells)
+        finally:
+            for actor in self.actors.values():
+                with contextlib.suppress(Exception):
+                    self.ray.kill(actor.handle)
+
+    def _work(self, cells: list[Cell]) -> None:
         for cell in cells:
             self._queue(cell)
         while self.actors or self.later or any(self.groups.values()):
-            self._requeue_due()
+            now = time.monotonic()
+            for _, cell in (each for each in self.later if each[0] <= now):
+                self._queue(cell)
+            self.later = [each for each in self.later if each[0] > now]
+            self.tracker.elsewhere = len(self.later)
             self._start_actors()
             done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH) if self.actors else ([], [])
             for future in done:
@@ -172,23 +162,8 @@ class _Scheduler:
             if not self.actors:
                 time.sleep(PAUSE / 10)
 
-    def stop(self) -> None:
-        """End every actor; what they have finished is in the storage."""
-        for actor in self.actors.values():
-            with contextlib.suppress(Exception):
-                self.ray.kill(actor.handle)
-        self.actors.clear()
-
     def _queue(self, cell: Cell) -> None:
         self.groups.setdefault(cell.group, deque()).append(cell)
-
-    def _requeue_due(self) -> None:
-        """Queue cells again that another sweep had."""
-        now = time.monotonic()
-        for _, cell in [each for each in self.later if each[0] <= now]:
-            self._queue(cell)
-        self.later = [each for each in self.later if each[0] > now]
-        self.tracker.elsewhere = len(self.later)
 
     def _start_actors(self) -> None:
         """Start as many actors as are allowed, each for the model with most waiting cells per actor."""
@@ -200,8 +175,8 @@ class _Scheduler:
             group = max(wanted, key=lambda each: len(self.groups[each]) / (1 + taken.count(each)))
             request = self._request(self.groups[group][0])
             worker = replace(self.worker, threads=max(1, int(request["num_cpus"])))
-            handle = self.ray.remote(RayWorker).options(max_restarts=0, **request).remote(worker, self.storage)
-            self.actors[handle.ready.remote()] = _Actor(handle, group, request)
+            handle = self.ray.remote(Worker).options(max_restarts=0, **request).remote(**asdict(worker))
+            self.actors[handle.__ray_ready__.remote()] = _Actor(handle, group, request)
 
     def _handle(self, future: Any) -> None:
         """An actor is ready, its cell has ended, or it died. A live actor gets the next cell."""
@@ -210,24 +185,23 @@ class _Scheduler:
             outcome = self.ray.get(future)
         except self.ray.exceptions.RayTaskError as error:  # an error of posleak: workers return all others
             assert actor.cell is not None
-            self._settle(actor, actor.cell, write_failure(self.storage, actor.cell, error, 1))
+            outcome = write_failure(self.storage, actor.cell, error, 1)
         except self.ray.exceptions.RayError as error:
             self._actor_died(actor, error)
             return
-        else:
-            if isinstance(outcome, Outcome) and actor.cell is not None:
-                self._settle(actor, actor.cell, outcome)
-        self._next(actor)
-
-    def _settle(self, actor: _Actor, cell: Cell, outcome: Outcome) -> None:
-        actor.cell = None
-        if outcome.busy:
-            self.attempts[cell.id] -= 1
-            self.later.append((time.monotonic() + PAUSE, cell))
-            self.tracker.elsewhere = len(self.later)
-            self.tracker.stopped(cell)
-        else:
-            self.tracker.ended(outcome)
+        if actor.cell is not None:
+            if outcome.busy:
+                self.later.append((time.monotonic() + PAUSE, actor.cell))
+                self.tracker.elsewhere = len(self.later)
+            self.tracker.settled(actor.cell, outcome)
+            actor.cell = None
+        if not self.groups.get(actor.group) and not self._reassign(actor):
+            self.ray.kill(actor.handle)
+            return
+        actor.cell = self.groups[actor.group].popleft()
+        order = self.tracker.order(actor.cell, "on the cluster")
+        future = actor.handle.run.remote(self.storage, order.cell, order.attempt, expected=order.id)
+        self.actors[future] = actor
 
     def _actor_died(self, actor: _Actor, error: Exception) -> None:
         """Give the actor's cell to another one, unless that has happened too often."""
@@ -236,21 +210,9 @@ class _Scheduler:
             if not self.groups.get(actor.group):
                 return
             cell = self.groups[actor.group].popleft()
-            self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
-        if self.attempts[cell.id] > self.worker.retries:
-            self.tracker.ended(worker_died(self.storage, cell, self.attempts[cell.id], one_line(error, 200)))
-        else:
-            self.tracker.stopped(cell)
+            self.tracker.attempts[cell.id] += 1
+        if worker_died(self.storage, self.tracker, cell, one_line(error, 200), self.worker.retries):
             self.groups[cell.group].appendleft(cell)
-
-    def _next(self, actor: _Actor) -> None:
-        if not self.groups.get(actor.group) and not self._reassign(actor):
-            self.ray.kill(actor.handle)
-            return
-        actor.cell = cell = self.groups[actor.group].popleft()
-        self.attempts[cell.id] = self.attempts.get(cell.id, 0) + 1
-        self.tracker.started(cell, "on the cluster")
-        self.actors[actor.handle.run.remote(WorkOrder(cell, cell.id, self.attempts[cell.id]))] = actor
 
     def _request(self, cell: Cell) -> dict[str, Any]:
         """Ray's options for an actor with this cell's model. Memory that is estimated is limited to that of the largest
@@ -265,51 +227,36 @@ class _Scheduler:
         """Give an actor whose model is done another one that fits its resources and has no actor yet."""
         taken = {other.group for other in self.actors.values()}
         for group, cells in self.groups.items():
-            if cells and group not in taken and _fits(self._request(cells[0]), actor.request):
-                actor.group = group
-                return True
+            if cells and group not in taken:
+                needed, available = self._request(cells[0]), actor.request
+                same = all(needed[name] == available[name] for name in ("num_cpus", "num_gpus"))
+                if same and needed.get("memory", 0) <= available.get("memory", 0):
+                    actor.group = group
+                    return True
         return False
 
 
-def _fits(needed: dict[str, Any], available: dict[str, Any]) -> bool:
-    same = all(needed[name] == available[name] for name in ("num_cpus", "num_gpus"))
-    return same and needed.get("memory", 0) <= available.get("memory", 0)
-
-
-@contextmanager
+@contextlib.contextmanager
 def _cluster(ray: Any, address: str | None) -> Iterator[None]:
     """Connect to a cluster, and disconnect afterwards unless this process was connected before."""
     if ray.is_initialized():
         yield
         return
-    require_reachable(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
+        if colon and port.isdecimal():  # if nothing answers there, Ray itself would wait for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
         ray.init(**quiet, **({"include_dashboard": False} if address is None else {"address": address}))
     except Exception as error:
-        raise _unreachable(address, error) from error
+        raise InputError(
+            "the Ray cluster cannot be reached", where="--address" if address else "--engine ray",
+            got=f"{address}: {one_line(error)}" if address else one_line(error),
+            remedy="start it with `ray start --head`, and give the address that this prints, or leave out --address",
+        ) from error  # fmt: skip
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def require_reachable(address: str | None) -> None:
-    """Raise InputError if nothing answers at the address: Ray itself would wait for minutes."""
-    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():  # `auto`, or none
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
-    except (OSError, OverflowError) as error:
-        raise _unreachable(address, error) from error
-
-
-def _unreachable(address: str | None, error: Exception) -> InputError:
-    return InputError(
-        "the Ray cluster cannot be reached", where="--address" if address else "--engine ray",
-        got=f"{address}: {one_line(error)}" if address else one_line(error),
-        remedy="start it with `ray start --head`, and give the address that this prints, or leave out --address",
-    )  # fmt: skip

@@ -10,17 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationError,
-)
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, StrictInt, ValidationError
 from pydantic_core import PydanticCustomError
+from yaml.constructor import ConstructorError
 
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.inputs.corpus import STDLIB
@@ -43,14 +36,6 @@ KeysT = TypeVar("KeysT", bound="Keys")
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _edits(value: Any) -> list[Any]:
-    return [] if value is None or value == "none" else _listed(value)
-
-
-def _model(value: Any) -> Any:
-    return {"model": value} if isinstance(value, str) else value
 
 
 def absolute_path(name: str) -> str:
@@ -92,14 +77,15 @@ def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
 Text = Annotated[str, Field(strict=True, pattern=r"\S")]
 Listed = Annotated[list[T], BeforeValidator(_listed), Field(max_length=MOST)]
 Axis = Annotated[list[T], BeforeValidator(_listed), Field(min_length=1, max_length=MOST)]
-Edits = Annotated[tuple[Text, ...], BeforeValidator(_edits), Field(max_length=MOST_EDITS)]
+_NO_EDITS = BeforeValidator(lambda value: [] if value in (None, "none") else _listed(value))
+Edits = Annotated[tuple[Text, ...], _NO_EDITS, Field(max_length=MOST_EDITS)]
 Processors = Annotated[float, Field(strict=True, ge=0, lt=10**6)]
 
 
 class Keys(BaseModel):
     """A mapping of a manifest."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = {"extra": "forbid", "frozen": True}
 
     def given(self, *names: str) -> dict[str, Any]:
         """Return the values of those of these keys that the manifest has."""
@@ -133,10 +119,13 @@ class ModelKeys(Keys):
     resources: ResourceKeys = ResourceKeys()
 
 
+Entry = Annotated[ModelKeys, BeforeValidator(lambda value: {"model": value} if isinstance(value, str) else value)]
+
+
 class GridKeys(Keys):
     """A grid: every combination of the values of its axes, for every model."""
 
-    models: Listed[Annotated[ModelKeys, BeforeValidator(_model)]] | None = None
+    models: Listed[Entry] | None = None
     edits: Axis[Edits] = []
     length: Axis[StrictInt] = []
     prompts: Axis[StrictInt] = []
@@ -202,26 +191,22 @@ def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:
     raise InputError(what, where=place, got=shown, expected=expected, remedy=remedy)
 
 
-def yaml_loader() -> Any:
-    """Return YAML's safe loader, which also rejects duplicate keys and integers of too many digits."""
-    import yaml
+class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+    """YAML's safe loader, which also rejects duplicate keys and integers of too many digits."""
 
-    def error(what: str, mark: Any) -> Exception:
-        return yaml.constructor.ConstructorError(None, None, what, mark)
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set[str]()
+        for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
+            if key.value in seen:
+                raise ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set[str]()
-            for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
-                if key.value in seen:
-                    raise error(f"the key {key.value!r} is there twice", key.start_mark)
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
+    def construct_yaml_int(self, node: Any) -> Any:
+        if len(node.value) > MOST_DIGITS:
+            what = f"an integer of {len(node.value):,} characters; at most {MOST_DIGITS}"
+            raise ConstructorError(None, None, what, node.start_mark)
+        return super().construct_yaml_int(node)
 
-        def construct_yaml_int(self, node: Any) -> Any:
-            if len(node.value) > MOST_DIGITS:
-                raise error(f"an integer of {len(node.value):,} characters; at most {MOST_DIGITS}", node.start_mark)
-            return super().construct_yaml_int(node)
 
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
-    return Loader
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)

@@ -1,4 +1,4 @@
-"""The state of a cell, read from the storage: finished, failed, left out, running or open.
+"""The state of a cell, read from the storage: finished, failed, left out, running or open; and a sweep's progress.
 
 A finished cell is checked: its files must be those that were written, and its model the one that was measured. Files
 whose size and time are unchanged are trusted; others are hashed.
@@ -6,7 +6,9 @@ whose size and time are unchanged are trusted; others are hashed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -23,7 +25,7 @@ from .storage import CELLS_FOLDER, Storage
 
 _model_stamp, _model_content = cache(file_stamp), cache(content_sha256)
 
-CELL_FILE, ERROR_FILE, NUMBERS_FILE = "cell.json", "error.json", "numbers.parquet"
+RECORD_FILES = CELL_FILE, ERROR_FILE = "cell.json", "error.json"
 
 
 class State(StrEnum):
@@ -127,9 +129,9 @@ def statuses(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -
     _model_stamp.cache_clear()
     _model_content.cache_clear()
     cells, present = list(cells), set(storage.cell_folders())
-    names = (CELL_FILE, ERROR_FILE)
-    records = [f"{CELLS_FOLDER}/{cell.folder}/{name}" for cell in cells if cell.folder in present for name in names]
-    now = storage.snapshot(records)
+    now = storage.snapshot(
+        f"{CELLS_FOLDER}/{cell.folder}/{name}" for cell in cells if cell.folder in present for name in RECORD_FILES
+    )
     return [
         status_of(now, cell, verify=verify) if cell.folder in present else CellStatus(cell, State.open)
         for cell in cells
@@ -171,11 +173,134 @@ def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str
             return f"{name} is missing"
         if (verify or current != facts.stamp) and storage.sha256(place + name) != facts.sha256:
             return f"{name} is damaged or was changed"
-    return "the model's files have changed since" if _has_changed(record.model, cell.model) else None
+    measured = record.model
+    if measured.stamp is None or _model_stamp(cell.model) in (None, measured.stamp):  # None: gone, or cannot be read
+        return None
+    has_changed = measured.content is None or _model_content(cell.model) != measured.content
+    return "the model's files have changed since" if has_changed else None
 
 
-def _has_changed(measured: ModelFacts, name: str) -> bool:
-    """Return whether the model's files have changed; False if they are gone or cannot be read."""
-    if measured.stamp is None or _model_stamp(name) in (None, measured.stamp):
-        return False
-    return measured.content is None or _model_content(name) != measured.content
+# -- the progress of a sweep -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended.
+
+    state    None: undecided, because another worker has the cell (`busy`) or the storage cannot be written
+    reused   it was settled already
+    """
+
+    id: str
+    state: State | None
+    why: str = ""
+    busy: bool = False
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """The counts of a sweep's cells at one moment.
+
+    running     description of a cell -> what is done in it now
+    elsewhere   cells that another sweep is working on
+    left        estimated seconds; None if unknown
+    """
+
+    total: int
+    finished: int
+    failed: int
+    left_out: int
+    unwritten: int
+    running: dict[str, str]
+    elsewhere: int
+    left: float | None
+
+    @property
+    def done(self) -> int:
+        return self.finished + self.failed + self.left_out + self.unwritten
+
+    @property
+    def text(self) -> str:
+        """`12 of 24 cells finished, 2 running, 1 failed`"""
+        more = [(len(self.running), "running"), (self.failed, "failed"), (self.left_out, "left out")]
+        more += [(self.unwritten, "not written"), (self.elsewhere, "left to another sweep")]
+        return ", ".join([f"{self.finished} of {self.total} cells finished", *(f"{n} {what}" for n, what in more if n)])
+
+
+@dataclass(frozen=True)
+class WorkOrder:
+    """A message to a worker: a cell, its id in the driver's process, and the number of workers that have started it."""
+
+    cell: Cell
+    id: str
+    attempt: int
+
+
+@dataclass
+class Tracker:
+    """The cells of a sweep and how each ended. Engines report to it; the callback receives every change.
+
+    retry_failed   treat cells that failed before as open
+    """
+
+    statuses: list[CellStatus]
+    callback: Callable[[SweepProgress], None] = lambda progress: None
+    retry_failed: bool = False
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    running: dict[str, str] = field(default_factory=dict)
+    attempts: Counter[str] = field(default_factory=Counter)
+    elsewhere: int = 0
+    _started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.cells = {status.cell.id: status.cell for status in self.statuses}
+        settled = [State.finished, State.left_out, *([] if self.retry_failed else [State.failed])]
+        self.before = {status.cell.id: status.state for status in self.statuses if status.state in settled}
+
+    @property
+    def open(self) -> list[Cell]:
+        """The cells that are to be measured, in the order of the manifest."""
+        return [cell for cell in self.cells.values() if cell.id not in self.before and cell.id not in self.outcomes]
+
+    def started(self, cell: Cell, what: str = "starting") -> None:
+        """Report that a cell is being measured, and what is done in it now."""
+        self.running[cell.id] = what
+        self.show()
+
+    def order(self, cell: Cell, what: str = "starting") -> WorkOrder:
+        """Count another attempt at a cell, report that it has started, and return the message to its worker."""
+        self.attempts[cell.id] += 1
+        self.started(cell, what)
+        return WorkOrder(cell, cell.id, self.attempts[cell.id])
+
+    def settled(self, cell: Cell, outcome: Outcome) -> None:
+        """Report what a worker returned; a cell that another sweep has stays open, and the attempt does not count."""
+        if outcome.busy:
+            self.attempts[cell.id] -= 1
+            self.stopped(cell)
+        else:
+            self.ended(outcome)
+
+    def stopped(self, cell: Cell) -> None:
+        """Report that a cell is no longer being measured, and is still open."""
+        self.running.pop(cell.id, None)
+        self.show()
+
+    def ended(self, outcome: Outcome) -> None:
+        """Report how a cell ended."""
+        self.running.pop(outcome.id, None)
+        self.outcomes[outcome.id] = outcome
+        self.show()
+
+    def show(self) -> None:
+        """Call the callback."""
+        states = [*self.before.values(), *(outcome.state for outcome in self.outcomes.values())]
+        running = {self.cells[cell].details: what for cell, what in self.running.items()}
+        # The time left is estimated by tokens: models of one sweep are similar.
+        done = sum(self.cells[outcome.id].work for outcome in self.outcomes.values() if not outcome.reused)
+        rest = sum(cell.work for cell in self.open)
+        left = (time.monotonic() - self._started) * rest / done if done else None
+        finished, failed, left_out, unwritten = map(states.count, (State.finished, State.failed, State.left_out, None))
+        total, elsewhere = len(self.cells), self.elsewhere
+        self.callback(SweepProgress(total, finished, failed, left_out, unwritten, running, elsewhere, left))

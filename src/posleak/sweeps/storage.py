@@ -35,9 +35,10 @@ class Storage:
     root: str
 
     @cached_property
-    def _opened(self) -> tuple[Any, str]:
-        """fsspec's file system, and the root in it."""
+    def _fs(self) -> Any:
+        """fsspec's file system below the root."""
         import fsspec
+        from fsspec.implementations.dirfs import DirFileSystem
 
         try:
             fs, path = fsspec.core.url_to_fs(self.root)
@@ -46,19 +47,14 @@ class Storage:
                 "the storage cannot be opened", where=self.root, got=one_line(error),
                 remedy="give a folder, or install what fsspec needs for this address: s3fs for s3://, gcsfs for gs://",
             ) from error  # fmt: skip
-        return fs, str(path).rstrip("/")
-
-    @property
-    def _fs(self) -> Any:
-        return self._opened[0]
+        return DirFileSystem(str(path).rstrip("/") or "/", fs)
 
     @cached_property
     def local(self) -> Path | None:
         """The folder on a disk; None for an object store."""
         if "://" not in self.root and "::" not in self.root:
             return Path(self.root).expanduser().absolute()
-        fs, path = self._opened
-        return Path(path) if "file" in fs.protocol else None
+        return Path(self._fs.path) if "file" in self._fs.fs.protocol else None
 
     @property
     def absolute(self) -> Storage:
@@ -69,26 +65,22 @@ class Storage:
         """Return the path or URL of a file."""
         return str(self.local / name) if self.local is not None else f"{self.root.rstrip('/')}/{name}"
 
-    def _at(self, name: str) -> str:
-        return f"{self._opened[1]}/{name}"
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def cell_folders(self) -> list[str]:
         """Return the names of the cells' folders."""
-        folder = self._at(CELLS_FOLDER)
         with _translated_errors(self.path(CELLS_FOLDER)):
             self._fs.invalidate_cache()
-            if not self._fs.isdir(folder):
+            if not self._fs.isdir(CELLS_FOLDER):
                 return []
-            return sorted(Path(path).name for path in self._fs.ls(folder, detail=False))
+            return sorted(Path(path).name for path in self._fs.ls(CELLS_FOLDER, detail=False))
 
     def read(self, name: str, most: int = MAX_JSON) -> bytes | None:
         """Return a file's content, on a disk of at most `most` bytes; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError), _translated_errors(self.path(name)):
             if self.local is not None:
                 return read_regular(self.local / name, most)
-            return bytes(self._fs.cat_file(self._at(name)))
+            return bytes(self._fs.cat_file(name))
         return None
 
     def stamp(self, name: str) -> str | None:
@@ -99,7 +91,7 @@ class Storage:
                 return f"{facts.st_size} {facts.st_mtime_ns}"
             return None
         with suppress(FileNotFoundError), _translated_errors(self.path(name)):
-            return _stamp(self._fs.info(self._at(name)))
+            return _stamp(self._fs.info(name))
         return None
 
     def sha256(self, name: str) -> str | None:
@@ -117,14 +109,10 @@ class Storage:
             return self
         with _translated_errors(self.path(CELLS_FOLDER)):
             self._fs.invalidate_cache()
-            listing = self._fs.find(self._at(CELLS_FOLDER), detail=True)
-            stamps = {self._relative(path): _stamp(info) for path, info in listing.items()}
-            paths = [self._at(name) for name in names if name in stamps]
-            contents = self._fs.cat(paths, on_error="omit") if paths else {}
-        return _Snapshot(self.root, stamps, {self._relative(path): bytes(data) for path, data in contents.items()})
-
-    def _relative(self, path: str) -> str:
-        return path.strip("/").removeprefix(self._opened[1].strip("/") + "/")
+            stamps = {name: _stamp(info) for name, info in self._fs.find(CELLS_FOLDER, detail=True).items()}
+            wanted = [name for name in names if name in stamps]
+            contents = self._fs.cat(wanted, on_error="omit") if wanted else {}
+        return _Snapshot(self.root, stamps, {name: bytes(content) for name, content in contents.items()})
 
     @contextmanager
     def cell_files(self, folder: str, place: str, names: Iterable[str]) -> Iterator[Path]:
@@ -147,7 +135,7 @@ class Storage:
             write_atomically(self.local / name, lambda temporary: temporary.write_bytes(content))
             return
         with _translated_errors(self.path(name)):
-            self._fs.pipe_file(self._at(name), content)
+            self._fs.pipe_file(name, content)
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
@@ -155,7 +143,7 @@ class Storage:
             if self.local is not None:
                 (self.local / name).unlink()
             else:
-                self._fs.rm_file(self._at(name))
+                self._fs.rm_file(name)
 
     @contextmanager
     def work_folder(self, folder: str) -> Iterator[Path]:

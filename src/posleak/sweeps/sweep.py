@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from posleak.defaults import RUNS
 from posleak.errors import InputError, did_you_mean
 from posleak.files import json_text
 from posleak.runs.software import measurement_hash
@@ -18,18 +19,16 @@ from posleak.signatures import checked
 from .cells import Cell
 from .local import InMemory, Local
 from .manifest import Manifest, manifest as manifest_from, read_manifest
-from .progress import SweepProgress, Tracker
-from .state import CellStatus, Finished, State, statuses
+from .state import CellStatus, Finished, State, SweepProgress, Tracker, statuses
 from .storage import CELLS_FOLDER, Storage
 from .work import Worker
 
 if TYPE_CHECKING:
     from posleak.models import AnyModel, Subject
 
-    from .balance import BalanceTable
+    from .collect import BalanceTable
 
 ENGINES = ("local", "ray")
-RUNS_FOLDER = "runs"
 
 
 class Engine(Protocol):
@@ -71,14 +70,18 @@ class Sweep:
     @cached_property
     def balance(self) -> BalanceTable:
         """Mask, drift and sink in every finished cell, read from the runs."""
-        from .balance import balance_table
+        from .collect import balance_table
 
         left_out = {status.cell.label: status.why for status in self.of(State.left_out)}
         return balance_table(Storage(self.root), self.finished, left_out, self.question)
 
+    @property
+    def counts(self) -> str:
+        """`3 finished, 1 failed`"""
+        return ", ".join(f"{len(cells)} {state}" for state in State if (cells := self.of(state)))
+
     def __repr__(self) -> str:
-        counts = [f"{len(cells)} {state}" for state in State if (cells := self.of(state))]
-        return f"Sweep({self.name}: {', '.join(counts)}; {self.root})"
+        return f"Sweep({self.name}: {self.counts}; {self.root})"
 
     def as_dict(self, guesses: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON of `posleak sweep --json` (docs/json.md). `guesses`: in a dry run, by the cells' ids."""
@@ -158,7 +161,15 @@ def sweep(
     if tracker.open:
         storage.require_writable()
         chosen.run(storage, tracker)
-    return _result(cells, storage, tracker)
+    outcomes = tracker.outcomes.values()
+    computed = tuple(each.id for each in outcomes if each.state is not None and not each.reused)
+    unwritten = {each.id: each.why for each in outcomes if each.state is None}
+    result = replace(status(cells, storage), computed=computed, unwritten=unwritten)
+    if result.question is not None and result.complete:
+        from .collect import BALANCE_FILE
+
+        storage.write(BALANCE_FILE, json_text(result.balance).encode())
+    return result
 
 
 def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Sweep:
@@ -190,17 +201,9 @@ def with_changes(
 ) -> tuple[Manifest, dict[str, Subject]]:
     """Return the manifest with other models and other values of its spec, and the models that are in memory."""
     single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
-    names, subjects = _names([models] if single else list(models))  # type: ignore[list-item, arg-type]
-    changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
-    cells = [_named_by(subjects, cell) for cell in changed.cells]
-    return replace(changed, cells=tuple(cells)), subjects
-
-
-def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
-    """Return the models' names, and those that are in memory by a name that is unique to their content."""
-    names, shown = list[str](), list[str]()
-    subjects: dict[str, Subject] = {}
-    for model in models:
+    names, shown, subjects = list[str](), list[str](), dict[str, Any]()  # subjects by a name unique to their content
+    given: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    for model in given:
         if isinstance(model, str | os.PathLike):
             names.append(os.fsdecode(model))
             shown.append(names[-1])
@@ -219,51 +222,33 @@ def _names(models: list[AnyModel]) -> tuple[list[str], dict[str, Subject]]:
             "models of one sweep need different names", where="models", got=", ".join(shown),
             remedy='name those in memory: Subject.of(model, tokenizer, name="mine")',
         )  # fmt: skip
-    return names, subjects
-
-
-def _named_by(subjects: Mapping[str, Subject], cell: Cell) -> Cell:
-    """Return the cell with the name of its subject as title, if that is in memory."""
-    if cell.model not in subjects:
-        return cell
-    identity = subjects[cell.model].identity
-    if cell.dtype not in (None, identity.dtype):
-        raise InputError(
-            "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
-            expected=cell.dtype, remedy="give the model by name, or in that dtype",
-        )  # fmt: skip
-    return replace(cell, title=identity.name)
+    changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
+    cells = list[Cell]()
+    for cell in changed.cells:
+        identity = subjects[cell.model].identity if cell.model in subjects else None
+        if identity is not None and cell.dtype not in (None, identity.dtype):
+            raise InputError(
+                "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
+                expected=cell.dtype, remedy="give the model by name, or in that dtype",
+            )  # fmt: skip
+        cells.append(cell if identity is None else replace(cell, title=identity.name))
+    return replace(changed, cells=tuple(cells)), subjects
 
 
 def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Storage:
     """Return where the results go."""
-    return Storage(os.fspath(out) if out is not None else manifest.out or str(Path(RUNS_FOLDER) / manifest.name))
+    return Storage(os.fspath(out) if out is not None else manifest.out or str(Path(RUNS) / manifest.name))
 
 
 def engine_named(name: str, worker: Worker, address: str | None, workers: int | None) -> Engine:
     """Return an engine by its name; raise InputError if it is unknown or not installed."""
     if name not in ENGINES:
         raise InputError("no such engine", where="--engine", got=name, remedy=did_you_mean(name, ENGINES))
+    if name == "local" and (address is not None or workers is not None):
+        raise InputError("--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray")
     if name == "local":
-        if address is not None or workers is not None:
-            raise InputError(
-                "--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray"
-            )
         return Local(worker)
     from .on_ray import OnRay, require_ray
 
     require_ray()
     return OnRay(worker, address, workers)
-
-
-def _result(manifest: Manifest, storage: Storage, tracker: Tracker) -> Sweep:
-    """Return the states that the storage has now, and write the balance table of a comparison."""
-    outcomes = tracker.outcomes.values()
-    computed = tuple(each.id for each in outcomes if each.state is not None and not each.reused)
-    unwritten = {each.id: each.why for each in outcomes if each.state is None}
-    result = replace(status(manifest, storage), computed=computed, unwritten=unwritten)
-    if result.question is not None and result.complete:
-        from .balance import BALANCE_FILE
-
-        storage.write(BALANCE_FILE, json_text(result.balance).encode())
-    return result

@@ -25,29 +25,14 @@ from posleak.text import one_line, visible
 
 from . import state
 from .cells import MEASURE, Cell
-from .state import CELL_FILE, ERROR_FILE, State
+from .state import CELL_FILE, ERROR_FILE, Outcome, State
 from .storage import CELLS_FOLDER, Storage
 
 OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
 
-LoadedModel = tuple[Any, tuple[str | None, str | None]]
-"""A subject, with stamp and content of its model's files (posleak.models.sources)."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell ended.
-
-    state    None: undecided, because another worker has the cell (`busy`) or the storage cannot be written
-    reused   it was settled already
-    """
-
-    id: str
-    state: State | None
-    why: str = ""
-    busy: bool = False
-    reused: bool = False
+LoadedModel = tuple[Any, Any, tuple[str | None, str | None]]
+"""Group, subject, and stamp and content of the model's files (posleak.models.sources)."""
 
 
 @dataclass
@@ -70,11 +55,11 @@ class Worker:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        self._loaded: tuple[Any, LoadedModel] | None = None
+        self._loaded: LoadedModel | None = None
 
     def hold(self, cell: Cell, subject: Any) -> None:
         """Use this subject for cells with the same model."""
-        self._loaded = cell.group, (subject, (file_stamp(cell.model), content_sha256(cell.model)))
+        self._loaded = cell.group, subject, (file_stamp(cell.model), content_sha256(cell.model))
 
     def run(
         self, storage: Storage, cell: Cell, attempt: int = 1, on_status: OnStatus = lambda status: None,
@@ -87,14 +72,21 @@ class Worker:
         """
         try:
             if expected not in (None, cell.id):
-                raise _software_differs(cell)
+                here = ", ".join(f"{name} {version}" for name, version in versions().items())
+                raise errors.CheckError(
+                    "the worker's software or texts differ from those where the sweep was started", where=cell.details,
+                    got=f"{here}, Python {platform.python_version()}",
+                    remedy="install the same versions everywhere, and give texts by a path that all machines share",
+                )  # fmt: skip
             with storage.work_folder(cell.folder) as folder:
                 status = state.status_of(storage, cell, verify=self.verify)
                 if status.record is not None or (status.error is not None and not self.retry_failed):
                     return Outcome(cell.id, status.state, status.why, reused=True)
                 if status.why and status.error is None:  # damaged or outdated: no longer finished
                     storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}")
-                    _remove_strays(folder)
+                    for path in [*folder.rglob(RESULTS_FILE), *folder.rglob(HEADS_FILE)]:
+                        if not (path.parent / RECORD_FILE).exists():  # results without a record belong to no run
+                            remove(path)
                 record = self._measure(storage, cell, folder, attempt, on_status)
                 storage.write(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}", state.FINISHED.text(record).encode())
                 storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}")
@@ -111,7 +103,7 @@ class Worker:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", errors.PosleakWarning)
             on_status("loading")
-            (subject, marks), loading = self._subject(cell, on_status)
+            (_, subject, marks), loading = self._load(cell, on_status)
             begun = time.perf_counter()
             try:
                 results = self._results(subject, cell, folder, on_status)
@@ -120,8 +112,9 @@ class Worker:
             measuring = time.perf_counter() - begun
             on_status("writing")
             results.write(folder)
-        remove_leftovers(folder, (CELL_FILE, ERROR_FILE).__contains__)
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if _is_result(path))
+        remove_leftovers(folder, state.RECORD_FILES.__contains__)
+        paths = [path for path in folder.rglob("[!.]*") if path.is_file() and path.name not in state.RECORD_FILES]
+        names = sorted(path.relative_to(folder).as_posix() for path in paths)
         place = storage.upload(cell.folder, folder, names)
         stamps = {name: storage.stamp(f"{CELLS_FOLDER}/{cell.folder}/{place}{name}") or "" for name in names}
         run, identity = results.run.record, results.run.record.identity
@@ -152,36 +145,34 @@ class Worker:
         trace = traced(Conditions(subject, cell.spec, folder, fresh, self.max_memory, on_status))
         return CellResults(trace.ordinary, trace)
 
-    def _subject(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:
-        """Return the cell's model, loaded if it is not in memory, and the seconds that loading took."""
+    def _load(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:
+        """Return the cell's model, loaded if it is not in memory, and the seconds that loading took.
+
+        If it does not fit in float32 and the cell names no dtype, it is loaded in bfloat16.
+        """
         if self._loaded is not None and self._loaded[0] == cell.group:
-            return self._loaded[1], 0.0
+            return self._loaded, 0.0
         self._loaded = None
         gc.collect()
         started = time.perf_counter()
         import torch
 
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        mark = file_stamp(cell.model)
-        subject = self._load(cell, on_status)
-        loaded: LoadedModel = (subject, (mark, content_sha256(cell.model)))  # read now: the files may change meanwhile
-        self._loaded = (cell.group, loaded)
-        return loaded, time.perf_counter() - started
-
-    def _load(self, cell: Cell, on_status: OnStatus) -> Any:
-        """Load the model; if it does not fit in float32 and the cell names no dtype, in bfloat16."""
         from posleak.models import load
 
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         trust: Any = {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
         options: Any = {**cell.loading, **trust, "progress": on_status, "notice": on_status}
+        mark = file_stamp(cell.model)
         try:
-            return load(cell.model, **options)
+            subject = load(cell.model, **options)
         except errors.TooLargeError:
             if cell.dtype is not None:
                 raise
             errors.warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
-            return load(cell.model, **{**options, "dtype": "bfloat16"})
+            subject = load(cell.model, **{**options, "dtype": "bfloat16"})
+        self._loaded = cell.group, subject, (mark, content_sha256(cell.model))  # read now: the files may change later
+        return self._loaded, time.perf_counter() - started
 
 
 def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) -> Outcome:
@@ -196,23 +187,17 @@ def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) 
     return Outcome(cell.id, State.left_out if left_out else State.failed, what)
 
 
-def worker_died(storage: Storage, cell: Cell, attempts: int, how: str) -> Outcome:
-    """Write the failure of a cell whose workers died."""
+def worker_died(storage: Storage, tracker: state.Tracker, cell: Cell, how: str, retries: int) -> bool:
+    """Return whether to start a cell again whose worker died; after `retries` times, write its failure."""
+    attempts = tracker.attempts[cell.id]
+    if attempts <= retries:
+        tracker.stopped(cell)
+        return True
     times = "once" if attempts == 1 else f"{attempts} times"
     remedy = "the machine may have run out of memory: use a shorter length or a smaller batch"
-    return write_failure(storage, cell, errors.CheckError(f"its worker died {times} ({how})", remedy=remedy), attempts)
-
-
-def _remove_strays(folder: Path) -> None:
-    """Remove results without a run.json: they belong to no run."""
-    for name in (RESULTS_FILE, HEADS_FILE):
-        for path in folder.rglob(name):
-            if not (path.parent / RECORD_FILE).exists():
-                remove(path)
-
-
-def _is_result(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name not in (CELL_FILE, ERROR_FILE)
+    error = errors.CheckError(f"its worker died {times} ({how})", remedy=remedy)
+    tracker.ended(write_failure(storage, cell, error, attempts))
+    return False
 
 
 def error_line(error: Exception) -> str:
@@ -221,12 +206,3 @@ def error_line(error: Exception) -> str:
         return one_line(error)
     parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
     return visible("; ".join(part for part in parts if part)).replace("\n", " ")
-
-
-def _software_differs(cell: Cell) -> errors.CheckError:
-    here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return errors.CheckError(
-        "the worker's software or texts differ from those where the sweep was started", where=cell.details,
-        got=f"{here}, Python {platform.python_version()}",
-        remedy="install the same versions everywhere, and give texts by a path that all machines share",
-    )  # fmt: skip

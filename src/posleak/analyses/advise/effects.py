@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import SCALING
 from posleak.defaults import PROMPTS, TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
@@ -106,11 +106,12 @@ class Advice:
     @property
     def pareto_front(self) -> list[Effect]:
         """The settings that lower leakage and are not dominated in leakage and loss by another one, by loss."""
-        lower = [(effect, _changes(effect)) for effect in self.effects if effect.direction("total") < 0]
+        lower = [effect for effect in self.effects if effect.direction("total") < 0]
+        changes = [(float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)) for effect in lower]
         front = [
             (loss, effect)
-            for effect, (leakage, loss) in lower
-            if not any(_dominates(other, (leakage, loss)) for _, other in lower)
+            for effect, (leakage, loss) in zip(lower, changes, strict=True)
+            if not any(a <= leakage and b <= loss and (a, b) != (leakage, loss) for a, b in changes)
         ]
         return [effect for _, effect in sorted(front, key=lambda pair: pair[0])]
 
@@ -188,15 +189,6 @@ def _group(directions: tuple[int, int] | None) -> str:
 STORED_ADVICE = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
 
 
-def _changes(effect: Effect) -> tuple[float, float]:
-    """Return the changes of leakage and loss."""
-    return float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)
-
-
-def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one[0] <= other[0] and one[1] <= other[1] and one != other
-
-
 @checked
 def advise(
     subject: AnyModel,
@@ -261,17 +253,13 @@ def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
         try:
             runs[setting] = conditions.run(*setting.edits)
         except (NoEffectError, UnsupportedError) as error:
-            left_out[setting.name] = _why(error)
+            left_out[setting.name] = error.what if error.got is None else f"{error.what} ({error.got})"
         except Exception as error:
             if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
             left_out[setting.name] = f"the model fails with it: {one_line(error)}"
     level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
-
-
-def _why(error: PosleakError) -> str:
-    return error.what if error.got is None else f"{error.what} ({error.got})"
 
 
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:

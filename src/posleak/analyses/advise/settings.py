@@ -21,6 +21,9 @@ GROUPS = ("bos", "window", "rope", "scale", "dtype")
 FACTORS = {"ntk": (2, 4), "linear": (2,), "yarn": (4,)}
 """Factors of each scaling of the rotation."""
 
+NARROW = ("bfloat16", "float16")
+"""Precisions that are tried on a model with a wider one."""
+
 KEPT_TOKENS = (1, 4)
 """Numbers of first tokens that a streaming cache keeps in addition to its window."""
 
@@ -47,11 +50,15 @@ class Setting:
 def settings_for(subject: Subject, base: Prompts, length: int, groups: Sequence[str] = GROUPS) -> list[Setting]:
     """Return the settings that can be tried on this model, without those that equal its own."""
     require_groups(groups)
-    makers = {
-        "bos": lambda: _first_tokens(subject, base), "window": lambda: _windows(length),
-        "rope": lambda: _rotations(subject), "scale": lambda: _scales(), "dtype": lambda: _dtypes(subject),
-    }  # fmt: skip
-    return [setting for group in GROUPS if group in groups for setting in makers[group]()]
+    settings = [*_first_tokens(subject, base), *_windows(length)]
+    for kind, factors in FACTORS.items() if subject.identity.rotary else ():
+        words = f"{kind} scaling of the rotation, as for {{}} times the context"
+        settings += [Setting("rope", words.format(factor), (f"rope={kind}:{factor}",)) for factor in factors]
+    logn = "logits of query i multiplied by log(i + 1) / log(length of the prompt)"
+    settings.append(Setting("scale", logn, ("scale=logn",)))
+    for name in NARROW if subject.identity.dtype not in NARROW else ():
+        settings.append(Setting("dtype", f"weights and activations in {name}", (f"dtype={name}",)))
+    return [setting for setting in settings if setting.group in groups]
 
 
 def require_groups(groups: Iterable[str]) -> None:
@@ -90,22 +97,3 @@ def _windows(length: int) -> Iterator[Setting]:
             text = f"window={size}+sink" + (str(kept) if kept > 1 else "")
             words = f"a streaming cache: {size} tokens and the first{f' {kept}' if kept > 1 else ''}"
             yield Setting("window", words, (text,))
-
-
-def _rotations(subject: Subject) -> Iterator[Setting]:
-    if subject.identity.rotary:
-        for kind, factors in FACTORS.items():
-            for factor in factors:
-                text = f"rope={kind}:{factor}"
-                words = f"{kind} scaling of the rotation, as for {factor} times the context"
-                yield Setting("rope", words, (text,))
-
-
-def _scales() -> Iterator[Setting]:
-    yield Setting("scale", "logits of query i multiplied by log(i + 1) / log(length of the prompt)", ("scale=logn",))
-
-
-def _dtypes(subject: Subject) -> Iterator[Setting]:
-    for name in ("bfloat16", "float16"):
-        if subject.identity.dtype not in (name, "float16", "bfloat16"):
-            yield Setting("dtype", f"weights and activations in {name}", (f"dtype={name}",))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posleak.analyses.origin.store import read_origin, write_origin
+from posleak.analyses.origin.origin import read_origin, write_origin
 from posleak.defaults import PROMPTS, TRACED
 from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
@@ -28,8 +29,7 @@ from posleak.signatures import checked
 from posleak.stopwatch import stage
 from posleak.typed import plain
 
-from .catalogue import Claim, ClaimResult, registry
-from .finding import ENOUGH, Finding
+from .catalogue import ENOUGH, Claim, ClaimResult, Finding, registry
 from .lab import CLAIMS_FILE, Lab
 
 
@@ -125,23 +125,19 @@ def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:
     Findings about other papers stay in the folder.
     """
     with lab.writing():
-        return _examined(lab, lab.folder, registry(paper))
-
-
-def _examined(lab: Lab, folder: Path | None, chosen: Sequence[Claim]) -> ClaimsRun:
-    if lab.spec.prompts < ENOUGH:
-        warn(f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more")
-    run = lab.measure_baseline(metrics=any(claim.metrics for claim in chosen))
-    stored = () if folder is None else read_findings(folder, run.record.digest)
-    results = {result.id: result for result in stored}
-    for result in examine(lab, [claim for claim in chosen if claim.id not in results]):
-        results[result.id] = result
-        if folder is not None:
-            FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, _ordered(results, registry(ALL))))
-    reads_origin = any(claim.paper == POSITION for claim in chosen)
-    if folder is not None and reads_origin and not _has_origin(folder, run.record.digest):
-        _store_origin(lab, folder)
-    return ClaimsRun(run, _ordered(results, chosen))
+        chosen = registry(paper)
+        if lab.spec.prompts < ENOUGH:
+            warn(f"{lab.spec.prompts} prompts are too few for a verdict: use --prompts {ENOUGH} or more")
+        run, folder = lab.measure_baseline(metrics=any(claim.metrics for claim in chosen)), lab.folder
+        stored = () if folder is None else read_findings(folder, run.record.digest)
+        results = {result.id: result for result in stored}
+        for result in examine(lab, [claim for claim in chosen if claim.id not in results]):
+            results[result.id] = result
+            if folder is not None:
+                FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, _ordered(results, registry(ALL))))
+        if folder is not None and any(claim.paper == POSITION for claim in chosen):
+            _store_origin(lab, folder, run.record.digest)
+        return ClaimsRun(run, _ordered(results, chosen))
 
 
 def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[ClaimResult]:
@@ -175,20 +171,15 @@ def read_findings(folder: Path, digest: str) -> tuple[ClaimResult, ...]:
     return findings.claims if findings.digest == digest else ()
 
 
-def _has_origin(folder: Path, digest: str) -> bool:
-    """Return whether the folder has an undamaged analysis of position 0 for this run."""
-    try:
+def _store_origin(lab: Lab, folder: Path, digest: str) -> None:
+    """Write the analysis of position 0 next to the run, unless it is there undamaged or the model is not supported."""
+    with suppress(RunError):
         stored = read_origin(folder)
-    except RunError:
-        return False
-    return stored is not None and stored.digest == digest
-
-
-def _store_origin(lab: Lab, folder: Path) -> None:
-    """Write the analysis of position 0 next to the run; skipped if the model is not supported."""
+        if stored is not None and stored.digest == digest:
+            return
     try:
         origin = lab.origin
     except PosleakError as error:
         lab.progress(f"position 0 is skipped: {error.what}")
         return
-    write_origin(folder, lab.run().record.digest, origin, lab.tokens.vocabulary.spell)
+    write_origin(folder, digest, origin, lab.tokens.vocabulary.spell)

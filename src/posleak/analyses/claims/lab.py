@@ -5,6 +5,7 @@ Conditions are compared with the baseline prompt by prompt (paired).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,12 +14,10 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.directions import pair_cosines
-from posleak.analyses.origin.fingerprint import written
-from posleak.analyses.origin.origin import Origin, origin
-from posleak.analyses.origin.projection import projections
+from posleak.analyses.origin.fingerprint import projections, written
+from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
+from posleak.analyses.origin.portrait import pair_cosines
 from posleak.analyses.origin.states import alone
-from posleak.analyses.origin.store import ARRAYS_FILE, ORIGIN_FILE
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.defaults import ORIGIN_TOKENS
@@ -36,12 +35,11 @@ from posleak.runs.memory import (
     require_room,
     within_memory,
 )
-from posleak.runs.prepared import PreparedRun
 from posleak.runs.record import clear_run
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
 
-from .finding import ENOUGH, Edited, Kept
+from .catalogue import ENOUGH, Edited, Kept
 
 TEXT_CROPS = 64
 
@@ -92,12 +90,17 @@ class Lab(Conditions):
     def measure_baseline(self, *, metrics: bool) -> Run:
         """Return the baseline; with `metrics`, a new baseline is measured together with METERS.
 
-        If that fails, the baseline is measured alone, so that claims without metrics can still be tested.
+        If they do not fit into memory or that fails, the baseline is measured alone, so that claims without metrics can
+        still be tested.
         """
         alone = self.baseline
         is_new = not self._runs and (self.folder is None or not has_record(self.folder))
         if metrics and is_new:
-            self.baseline = self._with_metrics(alone)
+            spec = replace(self.spec, metrics=METERS)
+            with suppress(InputError):  # no room for them
+                resolved = within_memory(spec, alone.subject, parse_bytes(self.max_memory))
+                if resolved.batch == alone.spec.batch:  # a smaller batch changes the last bits
+                    self.baseline = replace(alone, requested=spec, spec=resolved)
         try:
             return self.run()
         except (RunError, StorageError, BusyError, Warning):
@@ -109,15 +112,6 @@ class Lab(Conditions):
             if self.folder is not None:
                 clear_run(self.folder)
             return self.run()
-
-    def _with_metrics(self, ready: PreparedRun) -> PreparedRun:
-        """Add METERS to a run, unless they only fit into memory with a smaller batch, which changes the last bits."""
-        spec = replace(self.spec, metrics=METERS)
-        try:
-            resolved = within_memory(spec, ready.subject, parse_bytes(self.max_memory))
-        except InputError:
-            return ready
-        return replace(ready, requested=spec, spec=resolved) if resolved.batch == ready.spec.batch else ready
 
     def metric(self, name: str) -> NDArray[np.float64]:
         """Return one metric as an array (prompt, layer, …); raise InputError if the prompts are too short for it."""

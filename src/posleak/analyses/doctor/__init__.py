@@ -1,9 +1,7 @@
 """Checks whether a model can be measured, and whether results are correct on this machine.
 
-check      a measured value, its bound, and why it matters
-passes     the forward passes that the laws share
-laws       the laws of docs/definitions.md, checked on one model
-explicit   where a model writes absolute position by design, found by observing it
+passes     the forward passes that the laws share; where a model writes absolute position by design
+laws       the laws of docs/definitions.md, checked on one model: a measured value, its bound, and why it matters
 doctor     all checks as one diagnosis
 """
 

@@ -30,15 +30,15 @@ from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
-from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.memory import MemoryPlan, ModelSizes, Work, describe_prompts
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
 
 from . import laws
-from .check import Check, DoctorVerdict
-from .passes import FEW, PADDING, SharedPasses, doctor_plan
+from .laws import Check, DoctorVerdict
+from .passes import FEW, PADDING, SharedPasses
 
 LONGEST = 1280
 
@@ -159,6 +159,25 @@ def _batch(subject: Subject, plan: Plan, prompts: int, short: bool, limit: int |
         lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
         "a shorter --length or fewer --prompts",
     ).fit(subject, prompts, limit)  # fmt: skip
+
+
+def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:
+    """Return the plan for all prompts, `batch` at once, and for FEW prompts under eager attention, at all depths, and
+    with rounded weights.
+
+    Eager attention, and a constant that is added to one row of logits, hold tokens × tokens numbers.
+    """
+    sizes, item, T = ModelSizes.of(subject), subject.dtype.itemsize, plan.length + PADDING
+    whole = sizes.states(FEW * T, item) + sizes.eager(FEW, T, item)
+    copies = 0 if short else sizes.parameters * (2 if item == 4 else 4)  # rounded weights, next to the model's own
+    return MemoryPlan(
+        activations=max(
+            sizes.forward(batch * T, item) + sizes.own_pairs(batch, T, item),
+            sizes.forward(FEW * T, max(4, item)) + max(whole, copies),
+        ),
+        rows=max(sizes.sampled(plan, at_once, T, max(4, item)) for at_once in (batch, FEW)),
+        results=sizes.results(plan, prompts, layers=1) + 8 * prompts * T,
+    )
 
 
 def _checks(

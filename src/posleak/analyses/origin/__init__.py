@@ -1,16 +1,12 @@
 """Analysis of position 0: its states by depth, the heads that read it, and what they write.
 
 states           the residual stream at every depth; one-token sequences; law L7, closure
-directions       unit vectors, mean cosines with intervals, orthonormal bases
-trajectory       x_0 by depth: norm, direction, massive channels
-portrait         the same for many first tokens: do they share one direction?
-projection       W_O of every attention call
+portrait         x_0 by depth: norm, direction, massive channels; the same for many first tokens: one direction?
 reading          sink-reading heads
-fingerprint      the vectors they write, for equal and for different first tokens
+fingerprint      W_O of every attention call; the vectors they write, for equal and for different first tokens
 position_probe   position decoded from the states, with and without those directions
-context          the forward passes on prompts, shared by these analyses
-origin           all analyses on one model
-store            origin.json and origin.nc in a run folder
+context          the forward passes on prompts, shared by these analyses, and their memory plan
+origin           all analyses on one model; origin.json and origin.nc in a run folder
 """
 
 import lazy_loader

@@ -1,4 +1,14 @@
-"""The fingerprint: W_h v_0, the vector written by a sink-reading head, compared across inputs.
+"""What sink-reading heads write: W_O of every attention call, and the fingerprint W_h v_0 compared across inputs.
+
+W_O is identified by observing one forward pass, without knowledge of model families. The output projection is the
+affine module whose input is the output of the attention function, with the heads concatenated. Its matrix is read by
+applying it to the identity, which works for any kind of linear layer: transposed, quantised, adapted. If there is
+another operation in between (a gate, a norm, a difference of two heads), there is no such module, and what a head
+writes is measured in value space.
+
+Some families normalise the output of the projection before adding it to the stream. If the norm is a gain per channel
+times one factor per token, as in RMSNorm, the gain is part of the written direction:  W_h v ⊙ gain. The factor per
+token is common to all heads of the layer and is ignored.
 
 same       1 − cos over pairs of prompts that share only their first token: 0 up to rounding (position 0 is closed)
 different  mean cosine over pairs of first tokens, from one-token sequences; intervals over tokens
@@ -9,25 +19,155 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int, Int64
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from posleak.arrays import Array
 from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.models import input_device
+from posleak.models.hold import exclusive
+from posleak.models.identity import module_device
+from posleak.probe import Call, attach
+from posleak.rounding import AFFINE
 from posleak.typed import Number
 
-from .directions import joined_cosines, pair_cosine, unit
-from .projection import Projection
+from .portrait import joined_cosines, pair_cosine, unit
+from .states import hooked
 
 SHOWN = 16
 """Rows and columns of the stored cosine matrices."""
 
 FINGERPRINT_TOKENS = 256
 """First tokens whose fingerprints are compared, in addition to the reference token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """The output projection of attention call `call` in layer `layer`; `module` is None if W_O is not known.
+
+    heads, size   number of heads H and value size Ev
+    name          name of the module
+    gain          gain of the norm after the projection, if there is one
+    """
+
+    call: int
+    layer: int
+    heads: int
+    size: int
+    name: str | None
+    module: torch.nn.Module | None
+    gain: Float[Tensor, "W"] | None
+
+    @property
+    def space(self) -> Literal["output", "value"]:
+        return "value" if self.module is None else "output"
+
+    def weight(self) -> Float32[Tensor, "H Ev W"]:
+        """Return W_h on the CPU: head h writes Σ_e v_e W_h[e]. In value space W_h is the identity, W = Ev.
+
+        This runs a module of the model: hold the model (`models.exclusive`) if other threads may use it.
+        """
+        if self.module is None:
+            return torch.eye(self.size).expand(self.heads, -1, -1)
+        matrix, _ = affine(self.module, self.heads * self.size)
+        matrix = matrix if self.gain is None else matrix * self.gain
+        return matrix.view(self.heads, self.size, -1).cpu()
+
+    @cached_property
+    def gram(self) -> Float64[Tensor, "H Ev Ev"]:
+        """W_h W_hᵀ, which gives lengths and angles of written vectors from values."""
+        weight = self.weight().double()
+        return weight @ weight.mT
+
+
+def affine(module: torch.nn.Module, size: int) -> tuple[Float32[Tensor, "{size} W"], Float32[Tensor, "W"]]:
+    """Return matrix and bias of an affine module by applying it to the identity and to zero."""
+    parameter = next(module.parameters(), torch.empty(0))
+    dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+    with torch.inference_mode():
+        x = torch.cat([torch.zeros(1, size), torch.eye(size)]).to(module_device(module), dtype)
+        y = module(x[None])[0].float()
+    return y[1:] - y[0], y[0]
+
+
+@dataclass
+class _ObservedCall:
+    """One attention call.
+
+    returned   its output [B, T, H × Ev], heads concatenated;  shape: (H, Ev)
+    takers     modules that took this output, with input and output
+    after      input and output of modules that took the output of a taker
+    """
+
+    layer: int
+    returned: Float[Tensor, "B T HEv"]
+    shape: tuple[int, int]
+    takers: list[tuple[torch.nn.Module, Tensor, Tensor]] = field(default_factory=list)
+    after: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class _ProjectionFinder:
+    """Observer of attention calls and forward hook of all modules."""
+
+    calls: list[_ObservedCall] = field(default_factory=list)
+
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        self.calls.append(_ObservedCall(call.layer, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
+
+    def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.calls or not args or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return
+        call, x = self.calls[-1], args[0]
+        changed = x.shape != output.shape or not torch.equal(x, output)
+        if changed and any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for _, _, y in call.takers):
+            call.after.append((x, output))
+        elif changed and len(args) == 1 and _same(x, call.returned):
+            call.takers.append((module, x, output))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Return whether the entries are equal, however the leading axes are split."""
+    return x.numel() == y.numel() and x.shape[-1] == y.shape[-1] and torch.equal(x.reshape(y.shape), y)
+
+
+def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
+    """Return the output projection of every attention call of a forward pass; short prompts are enough."""
+    finder = _ProjectionFinder()
+    with exclusive(model):
+        with attach(model, [finder]) as probe, hooked(model.modules(), finder.hook):
+            probe.forward(ids.to(input_device(model)))
+        names = {id(module): name for name, module in model.named_modules()}
+        return tuple(_project(index, call, names) for index, call in enumerate(finder.calls))
+
+
+def _project(index: int, call: _ObservedCall, names: dict[int, str]) -> Projection:
+    heads, size = call.shape
+    for module, x, y in call.takers:
+        matrix, bias = affine(module, heads * size)
+        gap = (x.float() @ matrix + bias - y.float()).abs().max() / y.float().abs().max()
+        if gap <= AFFINE.of(y.dtype):
+            return Projection(index, call.layer, heads, size, names[id(module)], module, _gain(call.after))
+    return Projection(index, call.layer, heads, size, None, None, None)
+
+
+def _gain(after: Sequence[tuple[Tensor, Tensor]]) -> Float32[Tensor, "W"] | None:
+    """Return the gain if the projection is followed by y_tc = s_t gain_c x_tc, else None."""
+    for x, y in after:
+        if x.shape != y.shape:
+            continue
+        x, y = x.flatten(0, -2).double(), y.flatten(0, -2).double()
+        s = (y / x).abs().nan_to_num(posinf=0.0).median(dim=-1, keepdim=True).values
+        gain = (y * x * s).sum(0) / (x * s).square().sum(0)
+        if bool(torch.isfinite(gain).all()) and float((y - s * gain * x).abs().max() / y.abs().max()) < 1e-2:
+            return gain.float()
+    return None
 
 
 @dataclass(frozen=True)

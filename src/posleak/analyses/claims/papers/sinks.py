@@ -10,14 +10,13 @@ import math
 from functools import partial
 
 import numpy as np
-import xarray as xr
 from jaxtyping import Float64
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.finding import Detail, Finding
+from posleak.analyses.claims.catalogue import Detail, Finding
 from posleak.analyses.claims.lab import LATER, Lab
 from posleak.arrays import Array
-from posleak.leakage import Sampled
+from posleak.errors import UnsupportedError
 from posleak.leakage.contrast import correlated
 from posleak.metrics.table import EDGE_THRESHOLD, SINK_THRESHOLD
 from posleak.papers import SINKS
@@ -29,9 +28,6 @@ TYPES = ("centralized", "distributed", "bidirectional")
 
 MOST = 0.5
 """Share of attention above which a tenth of the keys receives more than all others together."""
-
-ONE_LAYER = "the model has one attention layer"
-NO_ANCHOR = "no layer has an anchor, a key that receives clearly more attention than others"
 
 
 def even(tokens: int) -> float:
@@ -45,14 +41,11 @@ def even(tokens: int) -> float:
 
 
 def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later *rest"]:
-    """Return a metric of the layers after the first, by prompt."""
-    return lab.metric(name)[:, LATER]
-
-
-def concentrated(lab: Lab) -> Sampled | None:
-    """Return the share of attention to the tenth of the keys with most attention, by layer; None with one layer."""
-    shares = later(lab, "concentration")
-    return lab.jackknife.mean(shares) if shares.shape[1] else None
+    """Return a metric of the layers after the first, by prompt; raise UnsupportedError if there are none."""
+    values = lab.metric(name)[:, LATER]
+    if not values.shape[1]:
+        raise UnsupportedError("the model has one attention layer")
+    return values
 
 
 @claim(
@@ -63,11 +56,9 @@ def concentrated(lab: Lab) -> Sampled | None:
     "attention would give a third, because early keys are visible to more queries and the keys are selected post hoc",
 )  # fmt: skip
 def some_tokens(lab: Lab) -> Finding:
-    by_layer = concentrated(lab)
-    if by_layer is None:
-        return Finding.not_applicable(ONE_LAYER)
-    mean = lab.jackknife.mean(np.nanmean(later(lab, "concentration"), axis=1))
-    details: dict[str, Detail] = {"layers": by_layer.estimate, "if all keys were read alike": even(lab.spec.length)}
+    shares = later(lab, "concentration")
+    mean, layers = lab.jackknife.mean(np.nanmean(shares, axis=1)), lab.jackknife.mean(shares).estimate
+    details: dict[str, Detail] = {"layers": layers, "if all keys were read alike": even(lab.spec.length)}
     return Finding.of(mean.estimate, "share", no_effect=MOST, details=details)
 
 
@@ -77,10 +68,7 @@ def some_tokens(lab: Lab) -> Finding:
     "the same share in the layer with the smallest lower end of its interval; claimed to be more than half",
 )  # fmt: skip
 def in_every_layer(lab: Lab) -> Finding:
-    sampled = concentrated(lab)
-    if sampled is None:
-        return Finding.not_applicable(ONE_LAYER)
-    by_layer = sampled.estimate
+    by_layer = lab.jackknife.mean(later(lab, "concentration")).estimate
     least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
     number = lab.run().summary.layer_ids[1 + least]
     return Finding.of(by_layer[least], "share", no_effect=MOST, details={"layer": number})
@@ -94,22 +82,16 @@ def in_every_layer(lab: Lab) -> Finding:
 )  # fmt: skip
 def position_0(lab: Lab) -> Finding:
     at_0 = later(lab, "profile")[..., 0]
-    if not at_0.shape[1]:
-        return Finding.not_applicable(ONE_LAYER)
     sees = np.nanmax(at_0, axis=(0, 2)) > 0  # a window may hide it
     if not sees.any():
         return Finding.not_applicable("windows hide position 0 from late queries in every layer")
     at_0 = at_0[:, sees]
     alike = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
-    details: dict[str, Detail] = {"sink rate of Gu et al., first 64 queries": sink_rate(lab)}
+    heads = lab.metric("sink_start")
+    rate = float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
+    details: dict[str, Detail] = {"sink rate of Gu et al., first 64 queries": rate}
     mean = lab.jackknife.mean(np.nanmean(at_0, axis=(1, 2)))
     return Finding.of(mean.estimate, "share of attention", no_effect=alike, details=details)
-
-
-def sink_rate(lab: Lab) -> float:
-    """Return the share of heads with mean attention to position 0 above 0.3, over the first 64 queries."""
-    heads = lab.metric("sink_start")
-    return float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
 
 
 untestable(
@@ -133,8 +115,6 @@ def typed(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
 )  # fmt: skip
 def frames_exist(lab: Lab) -> Finding:
     anchors = later(lab, "anchors")
-    if not anchors.shape[1]:
-        return Finding.not_applicable(ONE_LAYER)
     mean = lab.jackknife.mean((anchors > 0).mean(axis=1))
     details: dict[str, Detail] = {"anchors per layer": lab.jackknife.mean(anchors.mean(axis=1)).estimate}
     return Finding.of(mean.estimate, "share of layers", no_effect=0.5, details=details)
@@ -150,18 +130,14 @@ def frame_type(lab: Lab) -> Finding:
     shares = typed(lab)
     framed = shares.sum(-1).any(axis=0)
     if not framed.any():
-        return Finding.not_applicable(NO_ANCHOR)
+        return Finding.not_applicable("no layer has an anchor, a key that receives clearly more attention than others")
     means = lab.jackknife.mean(shares[:, framed].mean(axis=1))
     second, first = np.argsort(means.value)[-2:]
-    details: dict[str, Detail] = {"type": TYPES[first], "by layer": by_layer(lab, shares.mean(axis=0))}
+    names = [TYPES[int(share.argmax())] if share.any() else "none" for share in shares.mean(axis=0)]
+    by_layer = ", ".join(f"{at} {name}" for at, name in zip(lab.run().summary.layer_ids, names, strict=True))
+    details: dict[str, Detail] = {"type": TYPES[first], "by layer": by_layer}
     details |= {name: means[k].estimate for k, name in enumerate(TYPES)}
     return Finding.of((means[first] - means[second]).estimate, "share", details=details)
-
-
-def by_layer(lab: Lab, shares: Float64[np.ndarray, "layers types"]) -> str:
-    """`0 none, 1 centralized, …`"""
-    names = [TYPES[int(share.argmax())] if share.any() else "none" for share in shares]
-    return ", ".join(f"{number} {name}" for number, name in zip(lab.run().summary.layer_ids, names, strict=True))
 
 
 @claim(
@@ -176,15 +152,10 @@ def frames_and_sinks(lab: Lab) -> Finding:
     jackknife, at_0 = lab.jackknife, np.nanmean(lab.metric("profile")[..., 0], axis=2)
     if at_0.shape[1] < 3:
         return Finding.not_applicable("a correlation over layers needs at least three layers")
-    star, shares = at_threshold(lab.metrics["star"]), typed(lab)
+    star = lab.metrics["star"].sel(threshold=EDGE_THRESHOLD, method="nearest").values  # of edges stronger than it
+    shares = typed(lab)
     details: dict[str, Detail] = {name: correlated(jackknife, shares[..., k], at_0) for k, name in enumerate(TYPES)}
     return Finding.of(correlated(jackknife, star, at_0), "correlation", details=details)
-
-
-def at_threshold(metric: xr.DataArray) -> Float64[np.ndarray, "B layers"]:
-    """Return a metric of the graph with the edges stronger than EDGE_THRESHOLD."""
-    values: Array = metric.sel(threshold=EDGE_THRESHOLD, method="nearest").values
-    return values
 
 
 untestable(

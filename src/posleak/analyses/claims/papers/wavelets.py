@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Float64
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.finding import Detail, Finding, Side
+from posleak.analyses.claims.catalogue import Detail, Finding, Side
 from posleak.analyses.claims.lab import Lab
 from posleak.arrays import Array
-from posleak.leakage import Estimate, combined
+from posleak.errors import UnsupportedError
+from posleak.leakage import combined
 from posleak.leakage.contrast import correlated, mean_difference, octave_cosines
 from posleak.papers import WAVELETS
 
@@ -22,8 +23,6 @@ claim = partial(catalogue.claim, paper=WAVELETS, metrics=True)
 untestable = partial(catalogue.untestable, paper=WAVELETS)
 
 NO_ROPE = "the claim is about models with RoPE, and this one has no rotary position encoding"
-FEW_HEADS = "fewer than three heads have a profile that varies with the offset"
-FEW_SCALES = "the prompts are too short for three scales"
 
 
 untestable(
@@ -34,10 +33,15 @@ untestable(
 
 
 def heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
-    """Return metrics of those heads of all layers that have finite values everywhere, with heads on one axis."""
+    """Return metrics of those heads of all layers that have finite values everywhere, with heads on one axis.
+
+    Raise UnsupportedError if there are fewer than three such heads.
+    """
     metrics = [lab.metric(name) for name in names]
     flat = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in metrics]
     finite = np.all([np.isfinite(np.moveaxis(x, 1, 0)).reshape(x.shape[1], -1).all(1) for x in flat], axis=0)
+    if finite.sum() < 3:
+        raise UnsupportedError("fewer than three heads have a profile that varies with the offset")
     return [x[:, finite] for x in flat]
 
 
@@ -58,8 +62,6 @@ def resolutions(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
     (energy,) = heads(lab, "wavelet_energy")
-    if energy.shape[1] < 3:
-        return Finding.not_applicable(FEW_HEADS)
     scale = octaves(energy)
     details: dict[str, Detail] = {"heads": energy.shape[1], "scales": energy.shape[2]}
     details["preferred scale"] = lab.jackknife.mean(scale.mean(1)).estimate
@@ -84,19 +86,15 @@ ZOOM = (
 def zoomed(lab: Lab, side: Side) -> Finding:
     """Return how much more a head differs from itself at half the resolution than from another head."""
     energy, half, quarter = heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
-    if energy.shape[1] < 3:
-        return Finding.not_applicable(FEW_HEADS)
     if energy.shape[2] < 3:
-        return Finding.not_applicable(FEW_SCALES)
+        return Finding.not_applicable("the prompts are too short for three scales")
     cosines = lab.jackknife.of_means(lambda mean: np.array(octave_cosines(mean)), energy)
     itself, other = cosines[0], cosines[1]
-    sensitivity: dict[str, Estimate] = {
-        f"1 − cosine at {name} sampling": lab.jackknife.mean(change.mean(1)).estimate
-        for name, change in (("half", half), ("a quarter of the", quarter))
-    }
     details: dict[str, Detail] = {"cosine with itself": itself.estimate, "with another head": other.estimate}
+    for name, change in (("half", half), ("a quarter of the", quarter)):
+        details[f"1 − cosine at {name} sampling"] = lab.jackknife.mean(change.mean(1)).estimate
     effect = combined(lambda own, others: others - own, itself, other).estimate
-    return Finding.of(effect, "difference of cosines", side=side, details={**details, **sensitivity})
+    return Finding.of(effect, "difference of cosines", side=side, details=details)
 
 
 @claim(
@@ -138,8 +136,6 @@ def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
     position, frequency = heads(lab, "entropy_position", "entropy_spectrum")
-    if position.shape[1] < 3:
-        return Finding.not_applicable(FEW_HEADS)
     details: dict[str, Detail] = {"heads": position.shape[1]}
     correlation = correlated(lab.jackknife, position, frequency)
     return Finding.of(correlation, "correlation", side=Side.BELOW, details=details)
