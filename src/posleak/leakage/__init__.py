@@ -2,8 +2,8 @@
 
 from .contrast import Contrast
 from .dataset import assemble, component, components
+from .parts import AttentionObserver, LeakageObserver, Parts, split
 from .sampled import MIN_PROMPTS, Estimate, Jackknife, Sampled, combined
-from .split import AttentionObserver, LeakageObserver, Parts, split
 from .summary import Summary, by_head, narrow_layers, sink_width, summarise, tidy
 
 __all__ = [

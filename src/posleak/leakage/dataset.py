@@ -30,7 +30,7 @@ from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PART
 from posleak.errors import CheckError
 from posleak.probe import Plan
 
-from .split import Parts
+from .parts import Parts
 
 PER_QUERY = ("mask", "sink", "mask_without_sink", "attention_0", "renormalisation")
 ARRAY_AXES: dict[str, tuple[str, ...]] = {
