@@ -106,7 +106,8 @@ def test_the_page_says_of_every_family_whether_its_origin_can_be_moved() -> None
     assert {answer.partition(":")[0].partition(" ")[0] for answer in moved.values()} <= {"yes", "no", "in"}
     assert moved["llama"] == "yes"
     assert moved["deepseek_v3"] == "yes"
-    assert moved["gpt2"].startswith("no: its states depend on absolute position")
+    assert moved["gpt2"].startswith("no: ")
+    assert "depend on absolute position" in moved["gpt2"]
     assert "after their rotation" in moved["hunyuan_v1_dense"]
 
 

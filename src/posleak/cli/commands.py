@@ -84,7 +84,7 @@ def compare_command(
 
     Example: `posleak compare runs/smollm2-135m runs/gemma3-270m --format latex`
     """
-    from posleak.reports.formats import FORMATS, as_table
+    from posleak.reports.compare import FORMATS, as_table
 
     comparison = posleak.compare(runs)
     if as_json or format is Format.json:

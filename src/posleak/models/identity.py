@@ -267,9 +267,11 @@ def _largest(text: PreTrainedConfig, *names: str) -> int:
     Where layers differ (`is_heterogeneous`), transformers has no common value.
     """
     for name in names:
-        value: Any = getattr(text, name, None)
+        value: Any
         if name != "num_hidden_layers" and getattr(text, "is_heterogeneous", False):
             value = [getattr(layer, name, None) for layer in text.per_layer_config]
+        else:
+            value = getattr(text, name, None)
         if value is not None:
             return max(int(item or 0) for item in value) if isinstance(value, list | tuple) else int(value)
     return 0

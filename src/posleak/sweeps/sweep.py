@@ -77,7 +77,7 @@ class Sweep:
 
     @property
     def counts(self) -> str:
-        """`3 finished, 1 failed`"""
+        """Return the number of cells in each state, such as `3 finished, 1 failed`."""
         return ", ".join(f"{len(cells)} {state}" for state in State if (cells := self.of(state)))
 
     def __repr__(self) -> str:
