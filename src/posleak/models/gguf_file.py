@@ -92,21 +92,13 @@ class GGUFHeader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Return the header of a GGUF file. Raise if the file is not GGUF, is truncated, or contradicts itself."""
-    with translate_errors("the file is not a complete GGUF file", path, FETCH_AGAIN), path.open("rb") as file:
-        if path.stat().st_size < 24:
-            _reject(path, f"{path.stat().st_size} bytes")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _HeaderReader(path, data).header()
+    about = translate_errors("the file is not a complete GGUF file", path, FETCH_AGAIN)
+    with about, path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = _HeaderReader(path, data).header()
     with translate_errors("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
         _ = header.quantisation  # raises if the types are invalid
         _require_consistent(header)
     return header
-
-
-def _reject(path: Path, got: str, expected: str | None = None) -> NoReturn:
-    raise ModelError(
-        "the file is not a complete GGUF file", where=str(path), got=got, expected=expected, remedy=FETCH_AGAIN
-    )
 
 
 class _HeaderReader:
@@ -116,17 +108,21 @@ class _HeaderReader:
         self.path, self.data, self.position, self.end = path, data, 0, len(data)
         self.entries = 0
 
+    def reject(self, got: str, expected: str | None = None) -> NoReturn:
+        what = "the file is not a complete GGUF file"
+        raise ModelError(what, where=str(self.path), got=got, expected=expected, remedy=FETCH_AGAIN)
+
     def header(self) -> GGUFHeader:
         magic, version = self.take(4), self.scalar("I")
         if magic != MAGIC or version not in VERSIONS:
-            _reject(self.path, f"{magic!r}, version {version}", f"{MAGIC!r}, version 2 or 3, little-endian")
+            self.reject(f"{magic!r}, version {version}", f"{MAGIC!r}, version 2 or 3, little-endian")
         tensors = self.count("tensors", _MIN_TENSOR_BYTES)
         keys = self.count("keys", _MIN_KEY_BYTES)
         fields: dict[str, Any] = {}
         for _ in range(keys):
             key = self.string(MAX_KEY)
             if key in fields:
-                _reject(self.path, f"the key {key!r} twice")
+                self.reject(f"the key {key!r} twice")
             fields[key] = self.value(self.scalar("I"))
         header = GGUFHeader(self.path, fields, tuple(self.tensor() for _ in range(tensors)))
         self.require_data(header.tensors, fields.get("general.alignment", 32))
@@ -136,7 +132,7 @@ class _HeaderReader:
         """Return the next bytes."""
         left = self.end - self.position
         if length > left:
-            _reject(self.path, f"{length} bytes announced at byte {self.position}", f"at most {left}")
+            self.reject(f"{length} bytes announced at byte {self.position}", f"at most {left}")
         self.position += length
         return self.data[self.position - length : self.position]
 
@@ -149,14 +145,14 @@ class _HeaderReader:
         stated: int = self.scalar("Q")
         limit = min((self.end - self.position) // min_bytes, MAX_ENTRIES - self.entries)
         if stated > limit:
-            _reject(self.path, f"{stated} {what} at byte {self.position}", f"at most {limit}")
+            self.reject(f"{stated} {what} at byte {self.position}", f"at most {limit}")
         self.entries += stated
         return stated
 
     def string(self, limit: int) -> str:
         length = self.scalar("Q")
         if length > limit:
-            _reject(self.path, f"a text of {length} bytes at byte {self.position}", f"at most {limit}")
+            self.reject(f"a text of {length} bytes at byte {self.position}", f"at most {limit}")
         return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
@@ -166,14 +162,14 @@ class _HeaderReader:
         if kind == _STRING:
             return self.string(MAX_STRING)
         if kind != _ARRAY:
-            _reject(self.path, f"a value of type {kind} at byte {self.position}", "a type of GGUF")
+            self.reject(f"a value of type {kind} at byte {self.position}", "a type of GGUF")
         kind = self.scalar("I")
         if kind in _SCALARS:
             width = struct.calcsize(_SCALARS[kind])
             items = self.count("items", width)
             return list(struct.unpack(f"<{items}{_SCALARS[kind]}", self.take(items * width)))
         if kind != _STRING:
-            _reject(self.path, f"an array of type {kind} at byte {self.position}", "an array of numbers or of strings")
+            self.reject(f"an array of type {kind} at byte {self.position}", "an array of numbers or of strings")
         items = self.count("strings", 8)
         for _ in range(items):
             self.take(self.scalar("Q"))
@@ -183,7 +179,7 @@ class _HeaderReader:
         """Return the next entry of the table."""
         name, dimensions = self.string(MAX_KEY), self.scalar("I")
         if dimensions > MAX_DIMENSIONS:
-            _reject(self.path, f"{name!r} with {dimensions} dimensions", f"at most {MAX_DIMENSIONS}")
+            self.reject(f"{name!r} with {dimensions} dimensions", f"at most {MAX_DIMENSIONS}")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))
         return GGUFTensor(name, shape, self.scalar("I"), self.scalar("Q"))
 
@@ -192,20 +188,18 @@ class _HeaderReader:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            _reject(self.path, f"general.alignment {alignment!r}", "a small number")
+            self.reject(f"general.alignment {alignment!r}", "a small number")
         room = left = self.end - -(-self.position // alignment) * alignment
         names = set[str]()
         for tensor in tensors:
             if tensor.kind not in GGMLQuantizationType._value2member_map_:
-                _reject(self.path, f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
+                self.reject(f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
             block, width = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
             taken = -(-tensor.elements // block) * int(width)
             left -= taken
             if taken > room - tensor.offset or left < 0 or tensor.name in names:
-                _reject(
-                    self.path, f"{tensor.name!r} of shape {tensor.shape} at byte {tensor.offset} of the data",
-                    f"tensors of different names that fit into {room} bytes",
-                )  # fmt: skip
+                got = f"{tensor.name!r} of shape {tensor.shape} at byte {tensor.offset} of the data"
+                self.reject(got, f"tensors of different names that fit into {room} bytes")
             names.add(tensor.name)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -239,17 +239,15 @@ def load(
         caching.cache_folder(cache), revision, trust_remote_code, allow_pickle, verify,
         progress or _to_stderr, notice or _to_stderr,
     )  # fmt: skip
-    with ExitStack() as stack:
-        located = sources.locate_offline(text, options.cache)
-        if located is not None:  # hashed while torch is imported
-            hashes = stack.enter_context(_hashing(located, options))
-        device = pretrained.choose_device(device)
-        target = memory.Target(device, pretrained.choose_dtype(dtype, device), device_map)
-        if located is None:
-            located = sources.resolve(text, options, target)
-            hashes = stack.enter_context(_hashing(located, options))
-        with translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY):
-            return _read(full_name, located, target, options, hashes)
+
+    def target() -> memory.Target:
+        chosen = pretrained.choose_device(device)
+        return memory.Target(chosen, pretrained.choose_dtype(dtype, chosen), device_map)
+
+    located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
+    about = translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY)
+    with _hashing(located, options) as hashes, about:  # files are hashed while torch is imported and the model is read
+        return _read(full_name, located, target(), options, hashes)
 
 
 def subject_of(model: AnyModel) -> Subject:
