@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -124,11 +124,10 @@ class Probe:
         if self.edits:
             with stage("edits"):
                 for edit in self.edits:
-                    changed = edit.edit(call)
-                    effect = self.effect_of(edit)
-                    if heads := edit.changed_heads(call, changed):
-                        effect.calls[call.index] = (call.layer, heads)
-                    call = changed
+                    edited = edit.edit(call)
+                    if heads := edit.changed_heads(call, edited):
+                        self.effect_of(edit).calls[call.index] = (call.layer, heads)
+                    call = edited
         out = attend(call)
         for observer in self.observers:
             observer.observe(call, out)
@@ -156,8 +155,8 @@ class Probe:
             stack.enter_context(preserve_random_state(self.model))
             for edit in self.edits:
                 edit.reads(ids)
-                positions = edit.positions(moved := positions)
-                if positions is not moved:
+                positions = edit.positions(before := positions)
+                if positions is not before:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
@@ -193,9 +192,9 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
     """Replace the model's attention by a probe. Restore the model on exit."""
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
-    layers = {  # the first number in the name of a module
-        id(module): next((int(part) for part in name.split(".") if part.isdigit()), None)
-        for name, module in model.named_modules()
+    layers = {  # the first number in the path of a module
+        id(module): next((int(part) for part in path.split(".") if part.isdigit()), None)
+        for path, module in model.named_modules()
     }
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.cleanup as stack:
@@ -207,9 +206,9 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
                 stack.callback(registry._global_mapping.pop, name, None)
             stack.enter_context(implemented(model, name))
         stack.callback(backbone(model).register_forward_pre_hook(probe._restart).remove)
-        stack.enter_context(own_rotation(model, backbone(model)))
+        stack.enter_context(own_rotation(model))
         if any(isinstance(observer, StreamObserver) for observer in probe.observers):
-            stack.enter_context(streaming(model, backbone(model), lambda: probe.observers))
+            stack.enter_context(streaming(probe))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # after edits, which may change the dtype
@@ -228,47 +227,44 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def streaming(
-    model: PreTrainedModel, body: torch.nn.Module, observers: Callable[[], Sequence[Any]]
-) -> Iterator[None]:  # fmt: skip
+def streaming(probe: Probe) -> Iterator[None]:
     """Pass the residual stream of every forward pass of the backbone to the observers that have a method `stream`."""
-    depth, last = 0, None
+    depth, last, body = 0, None, backbone(probe.model)
 
-    def show(x: Tensor | None) -> None:
+    def deliver(x: Tensor | None) -> None:
         nonlocal depth
-        if x is not None:
-            for observer in observers():
-                if isinstance(observer, StreamObserver):
-                    observer.stream(depth, x)
+        for observer in probe.observers:
+            if x is not None and isinstance(observer, StreamObserver):
+                observer.stream(depth, x)
         depth += 1
 
     def begin(*_: Any) -> None:
         nonlocal depth, last
         depth, last = 0, None
 
-    def enters(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        show(one_stream((*args, kwargs.get("hidden_states"))))
+    def before_layer(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        deliver(one_stream((*args, kwargs.get("hidden_states"))))
 
-    def leaves(_: torch.nn.Module, __: Any, output: Any) -> None:
+    def after_layer(_: torch.nn.Module, __: Any, output: Any) -> None:
         nonlocal last
         last = one_stream(output if isinstance(output, (tuple, list)) else (output,))
 
     def end(*_: Any) -> None:
-        show(last)
+        deliver(last)
         begin()
 
     with ExitStack() as hooks:
-        hooks.callback(body.register_forward_pre_hook(this_thread_only(begin)).remove)
-        for layer in decoder_layers(model):
-            hooks.callback(layer.register_forward_pre_hook(this_thread_only(enters), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(this_thread_only(leaves)).remove)
-        hooks.callback(body.register_forward_hook(this_thread_only(end)).remove)
+        hooks.enter_context(body.register_forward_pre_hook(this_thread_only(begin)))
+        for layer in decoder_layers(probe.model):
+            hooks.enter_context(layer.register_forward_pre_hook(this_thread_only(before_layer), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(this_thread_only(after_layer)))
+        hooks.enter_context(body.register_forward_hook(this_thread_only(end)))
         yield
 
 
-def one_stream(given: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
+def one_stream(values: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
     """Return the first tensor if it is a residual stream [B, T, W]; else None."""
-    first = next((x for x in given if isinstance(x, Tensor)), None)
+    first = next((x for x in values if isinstance(x, Tensor)), None)
     return first if first is not None and first.ndim == 3 and first.is_floating_point() else None
 
 
