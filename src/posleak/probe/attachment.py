@@ -55,7 +55,7 @@ _attachment_numbers = itertools.count()
 
 @runtime_checkable
 class Observer(Protocol):
-    """Receives every attention call. An observer with a method `stream` also receives the residual stream."""
+    """Receiver of every attention call. An observer with a method `stream` also receives the residual stream."""
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         """Receive a call after all edits, and its output. Called in call order; must change neither."""
@@ -64,7 +64,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class StreamObserver(Protocol):
-    """An observer of the residual stream."""
+    """Receiver of the residual stream."""
 
     def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
         """Receive the stream at one depth. Called once per depth and forward pass, in order; must not change x."""

@@ -87,7 +87,7 @@ class Calibration:
 
 @dataclass
 class KernelObserver:
-    """Compares the kernel's weights on a few keys with the rows of logits, and collects facts about every call."""
+    """Observer that compares the kernel's weights on a few keys with rows of logits, and describes every call."""
 
     future: float = 0.0
     partition: float = 0.0

@@ -169,7 +169,7 @@ def placement_positions(plan: Plan) -> tuple[int, ...]:
 
 @dataclass
 class PlacementObserver:
-    """Computes the placement of every call of a pass in which each token is evaluated alone at each position.
+    """Observer that computes the placement of every call, in a pass that evaluates each token alone at each position.
 
     Batches are [X tokens, places], where places are the `placement_positions`. The last token is used only for checks.
     along: the places are positions of one sequence, instead of sequences of one token
@@ -255,7 +255,7 @@ NOT_POSITIONS = ("transformers.integrations.moe", "transformers.modeling_rope_ut
 
 
 class PositionCounting(TorchFunctionMode):
-    """Detects whether the model computes positions itself while this mode is active."""
+    """Detector of positions that the model computes itself while this mode is active."""
 
     detected = False
 

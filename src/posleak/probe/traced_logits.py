@@ -82,6 +82,7 @@ class TracedLogits:
         return replace(masked, bias=rest if masked.bias is None else masked.bias + rest)
 
     def times(self, factor: float) -> TracedLogits:
+        """Return the form after multiplication by a number."""
         return replace(self, scaling=self.scaling * factor, bias=None if self.bias is None else self.bias * factor)
 
     def without(self, hidden: Bool[Tensor, "..."], ndim: int) -> TracedLogits:

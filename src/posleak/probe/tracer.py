@@ -47,7 +47,7 @@ def computes_own_attention(model: PreTrainedModel) -> bool:
 
 
 class AttentionTracer(TorchFunctionMode):
-    """Traces one forward pass over `prompts` × `length` tokens, and calls `attention` as transformers would.
+    """Tracer of one forward pass over `prompts` × `length` tokens, which calls `attention` as transformers would.
 
     running: the running modules, the innermost last
     unfinished: number of softmaxes whose weights have not been multiplied with values yet
