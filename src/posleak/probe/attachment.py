@@ -110,7 +110,8 @@ class Probe:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _reject_unsupported(where, query, key, dropout, indices, kwargs)
+        chosen = None if indices is None else indices.shape[-1]
+        _reject_unsupported(where, query.shape[2], key.shape[2], chosen, dropout, kwargs)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
@@ -289,16 +290,11 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _reject_unsupported(
-    where: str,
-    query: Float[Tensor, "B H T E"],
-    key: Float[Tensor, "B K keys E"],
-    dropout: float,
-    indices: Int[Tensor, "... chosen"] | None,
-    kwargs: dict[str, Any],
+    where: str, queries: int, keys: int, chosen: int | None, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     """Raise UnsupportedError for unknown arguments, dropout, and keys that do not correspond to queries.
 
-    indices: the keys selected by sparse attention with an indexer, which must be all keys
+    queries, keys: their numbers;  chosen: number of keys that sparse attention with an indexer selects; None: all
     """
     unknown = [name for name, x in kwargs.items() if name not in IGNORED_ARGUMENTS and x is not None and x is not False]
     if unknown:
@@ -309,17 +305,17 @@ def _reject_unsupported(
         )  # fmt: skip
     if dropout:
         raise UnsupportedError("attention dropout is active", where=where, got=dropout, remedy="call model.eval()")
-    if query.shape[2] != key.shape[2]:
+    if queries != keys:
         raise UnsupportedError(
             "the numbers of queries and keys differ: keys are compressed, or do not come from the prompt",
-            where=where, got=f"{query.shape[2]} queries, {key.shape[2]} keys", expected="one key per query",
+            where=where, got=f"{queries} queries, {keys} keys", expected="one key per query",
             remedy="this model cannot be measured: offsets between such queries and keys are not defined",
         )  # fmt: skip
-    if indices is not None and indices.shape[-1] < key.shape[2]:
+    if chosen is not None and chosen < keys:
         raise UnsupportedError(
             "queries attend to keys selected by content, so that offsets have gaps",
-            where=where, got=f"{indices.shape[-1]} of {key.shape[2]} keys",
-            remedy=shorter_prompts(indices.shape[-1], ", for which all keys are selected"),
+            where=where, got=f"{chosen} of {keys} keys",
+            remedy=shorter_prompts(chosen, ", for which all keys are selected"),
         )  # fmt: skip
 
 

@@ -97,11 +97,10 @@ def own_rotation(model: PreTrainedModel) -> Iterator[None]:
                     module._buffers[name] = original.to(now.device)
                     setattr(module, cached, first)
 
-    hook = backbone(model).register_forward_pre_hook(reset)
     try:
-        yield
+        with backbone(model).register_forward_pre_hook(reset):
+            yield
     finally:
-        hook.remove()
         for module, buffers, values in before:
             for name in set(_values(module)) - set(values):
                 delattr(module, name)

@@ -95,8 +95,8 @@ class AttentionTracer(TorchFunctionMode):
         query, key = (arguments[operand] for operand in OPERANDS[name])
         if not self._has_heads(query) or not self._has_heads(key) or query.ndim != key.ndim:
             return None
-        by_head = (split_heads(x, self.prompts) for x in (query, key.transpose(-1, -2)))
-        form = TracedLogits(*by_head, float(arguments.get("alpha", 1)), apart=query.ndim == 4)
+        queries, keys = split_heads(query, self.prompts), split_heads(key.transpose(-1, -2), self.prompts)
+        form = TracedLogits(queries, keys, float(arguments.get("alpha", 1)), apart=query.ndim == 4)
         beta = float(arguments.get("beta", 1))
         return form if name != BIASED or beta == 0 else form.plus(beta * arguments["input"], query.ndim)
 
