@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Iterator
@@ -289,6 +290,19 @@ def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Pa
     outcome = Worker().run(Storage(str(tmp_path)), cell, expected="0" * 64)
     assert outcome.state is State.failed
     assert "software or texts differ" in outcome.why
+    assert outcome.id == "0" * 64, "the cell is the driver's"
+    (error,) = tmp_path.glob(f"{CELLS_FOLDER}/*/{ERROR_FILE}")
+    assert error.parent.name.endswith("-" + "0" * 12), "where the driver looks for it"
+
+
+def test_a_cell_that_was_sent_to_another_process_computes_its_id_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a worker with other software would not be noticed: Ray pickles cells."""
+    cell = Cell("a/b")
+    sent = pickle.dumps((cell.id, cell))
+    monkeypatch.setattr("posleak.sweeps.cells.versions", lambda: {"posleak": "9", "torch": "9", "transformers": "9"})
+    expected, arrived = pickle.loads(sent)
+    assert arrived == cell
+    assert arrived.id != expected
 
 
 def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from posleak.show.lines import prose
 from posleak.show.terminal import cell as number, share, table
 from posleak.text import format_bytes
 
-from .app import app, emit, err, out, spoken_warnings, tell, working
+from .app import app, emit, err, out, present, spoken_warnings, tell, working
 from .failures import FAILED
 from .options import Json, MaxMemory, named
 from .progress import board_view
@@ -22,7 +22,6 @@ from .progress import board_view
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.sweeps.cells import Guess
     from posleak.sweeps.collect import BalanceTable
     from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
@@ -115,20 +114,11 @@ def sweep_command(
 
     Examples: `posleak sweep architectures`, `posleak sweep grid.yaml --engine ray --workers 4`
     """  # fmt: skip
-    from posleak.sweeps.sweep import as_manifest, status, storage_for, sweep, with_changes
+    from posleak.sweeps.sweep import planned_sweep, sweep
 
     if dry_run:
-        from posleak.sweeps.cells import guesses
-
-        chosen, _ = with_changes(as_manifest(manifest), models or (), length=length, prompts=prompts, seed=seed)
-        plan = status(chosen, storage_for(chosen, root), verify=verify)
-        cells = [status.cell for status in plan.cells if status.state == "open"]
-        guessed = dict(zip((cell.id for cell in cells), guesses(cells, plan.finished), strict=True))
-        if as_json:
-            emit(plan.as_dict(guessed))
-            return
-        for item in plan_table(plan, guessed):
-            out.print(item)
+        plan = planned_sweep(manifest, models or (), root, verify=verify, length=length, prompts=prompts, seed=seed)
+        present(plan, plan_table, as_json)
         return
     with spoken_warnings(), _progress(as_json) as on_progress:
         result = sweep(
@@ -241,22 +231,20 @@ def minutes(seconds: float) -> str:
 
 
 def summary(result: Sweep) -> Iterator[RenderableType]:
-    """How a sweep ended: counts, and every cell without results with the reason."""
+    """Yield how a sweep ended: counts, and every cell without results with the reason."""
     counted = f"{result.counts} of {len(result.cells)} cells; {len(result.computed)} measured now"
     yield prose(f"{result.name}: {counted}", style="bold")
-    unwritten = result.unwritten or {}
     for status in result.cells:
-        why = status.why or unwritten.get(status.cell.id, "")
-        if status.state != "finished" and why:
-            word = "not written" if status.cell.id in unwritten else status.state.value
-            yield prose(f"{word}: {status.cell.details}: {why}")
+        if status.state != "finished" and status.why:
+            yield prose(f"{status.state.value}: {status.cell.details}: {status.why}")
     if any(status.state == "failed" for status in result.cells):
         yield prose("measure failed cells again with --retry-failed; their folders have error.json", style="dim")
     yield prose(f"results in {result.root}; `posleak collect {result.root}` makes a table and a page", style="dim")
 
 
-def plan_table(result: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableType]:
-    """A dry run: cells, their states, and estimates of time and memory for those that are open."""
+def plan_table(result: Sweep) -> Iterator[RenderableType]:
+    """Yield the table of a dry run: cells, their states, and estimates of time and memory for those that are open."""
+    guessed = result.guesses or {}
     rows = table(("cell", "state", "time", "memory"), wrap=["cell", "state"])
     for status in result.cells[:MAX_LISTED]:
         guess = guessed.get(status.cell.id)
@@ -283,7 +271,7 @@ def plan_table(result: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableT
 
 
 def balance_tables(balance: BalanceTable) -> Iterator[RenderableType]:
-    """Shares, residual power, its slope with depth, and what an edit removed, for all queries."""
+    """Yield a table of shares, residual power, its slope with depth, and what an edit removed, for all queries."""
     if balance.question is not None:
         yield prose(balance.question, style="bold")
     rows = table(("cell", "N", "total", *SHARES, "residual", "slope", "removed"), wrap=["cell"])

@@ -16,9 +16,10 @@ import pandas as pd
 from posleak.analyses.trace.trace import SOURCES
 from posleak.axes import PARTS
 from posleak.leakage import Estimate
+from posleak.leakage.sampled import LabelledEstimate
 from posleak.show import numbers
 from posleak.signatures import checked
-from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
+from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected
 from posleak.sweeps.storage import Storage
 
 from .page import rendered
@@ -123,7 +124,9 @@ class CollectedPage:
             settings["model"] = first["model"] if pd.isna(first["series"]) else first["series"]
             settings[STEP] = None if pd.isna(first[STEP]) else int(first[STEP])
             names = ("queries", "quantity", "component", "unit")
-            cells = {PlottedQuantity(*(str(row[name]) for name in names)): estimate_of(row) for row in rows}
+            estimates = [LabelledEstimate.from_row(row).estimate for row in rows]
+            quantities = [PlottedQuantity(*(str(row[name]) for name in names)) for row in rows]
+            cells = dict(zip(quantities, estimates, strict=True))
             points.append(CollectedPoint(settings, int(max(row["seeds"] for row in rows)), cells))
         return points
 

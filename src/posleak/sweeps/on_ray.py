@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from posleak.errors import InputError, warn
 from posleak.text import format_bytes, one_line
 
 from .cells import Cell, memory_of
-from .local import PAUSE
+from .local import rounds
 from .state import Tracker
 from .storage import Storage
 from .work import Worker, worker_died, write_failure
@@ -63,7 +62,8 @@ class OnRay:
             cpus = min(_cpus(cell) for cell in cells)
             fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
             most = min(self.workers or fitting, len(cells))
-            _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(cells)
+            for free in rounds(storage, tracker):
+                _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(free)
 
 
 def require_ray() -> Any:
@@ -122,7 +122,8 @@ class _Actor:
 class _Scheduler:
     """Gives the cells of a sweep to actors.
 
-    groups     waiting cells by model;  later: cells that another sweep has, and when to check them again
+    most       the largest number of actors
+    groups     waiting cells by model
     actors     by the future of what they do now
     """
 
@@ -133,37 +134,23 @@ class _Scheduler:
     most: int
     groups: dict[Group, deque[Cell]] = field(default_factory=dict)
     actors: dict[Any, _Actor] = field(default_factory=dict)
-    later: list[tuple[float, Cell]] = field(default_factory=list)
 
     def run(self, cells: list[Cell]) -> None:
-        """Work until every cell has ended, then end the actors; what they have finished is in the storage."""
+        """Give every cell to an actor, then end the actors; what they have finished is in the storage."""
+        for cell in cells:
+            self.groups.setdefault(cell.group, deque()).append(cell)
         try:
-            self._work(cells)
+            while self.actors or any(self.groups.values()):
+                self._start_actors()
+                done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH)
+                for future in done:
+                    self._handle(future)
+                if not done:
+                    self.tracker.show()
         finally:
             for actor in self.actors.values():
                 with contextlib.suppress(Exception):
                     self.ray.kill(actor.handle)
-
-    def _work(self, cells: list[Cell]) -> None:
-        for cell in cells:
-            self._queue(cell)
-        while self.actors or self.later or any(self.groups.values()):
-            now = time.monotonic()
-            for _, cell in (each for each in self.later if each[0] <= now):
-                self._queue(cell)
-            self.later = [each for each in self.later if each[0] > now]
-            self.tracker.elsewhere = len(self.later)
-            self._start_actors()
-            done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH) if self.actors else ([], [])
-            for future in done:
-                self._handle(future)
-            if not done:
-                self.tracker.show()
-            if not self.actors:
-                time.sleep(PAUSE / 10)
-
-    def _queue(self, cell: Cell) -> None:
-        self.groups.setdefault(cell.group, deque()).append(cell)
 
     def _start_actors(self) -> None:
         """Start as many actors as are allowed, each for the model with most waiting cells per actor."""
@@ -190,24 +177,20 @@ class _Scheduler:
             self._actor_died(actor, error)
             return
         if actor.cell is not None:
-            if outcome.busy:
-                self.later.append((time.monotonic() + PAUSE, actor.cell))
-                self.tracker.elsewhere = len(self.later)
             self.tracker.settled(actor.cell, outcome)
             actor.cell = None
-        if not self.groups.get(actor.group) and not self._reassign(actor):
+        if not self.groups[actor.group] and not self._reassign(actor):
             self.ray.kill(actor.handle)
             return
-        actor.cell = self.groups[actor.group].popleft()
-        order = self.tracker.order(actor.cell, "on the cluster")
-        future = actor.handle.run.remote(self.storage, order.cell, order.attempt, expected=order.id)
-        self.actors[future] = actor
+        cell = actor.cell = self.groups[actor.group].popleft()
+        attempt = self.tracker.attempt(cell, "on the cluster")
+        self.actors[actor.handle.run.remote(self.storage, cell, attempt, expected=cell.id)] = actor
 
     def _actor_died(self, actor: _Actor, error: Exception) -> None:
         """Give the actor's cell to another one, unless that has happened too often."""
         cell = actor.cell
         if cell is None:  # it died before it had a cell: count that for the first one of its model
-            if not self.groups.get(actor.group):
+            if not self.groups[actor.group]:
                 return
             cell = self.groups[actor.group].popleft()
             self.tracker.attempts[cell.id] += 1

@@ -26,7 +26,7 @@ from posleak.text import one_line, visible
 from . import state
 from .cells import MEASURE, Cell
 from .state import CELL_FILE, ERROR_FILE, Outcome, State
-from .storage import CELLS_FOLDER, Storage
+from .storage import Storage
 
 OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
@@ -71,25 +71,26 @@ class Worker:
         expected   the cell's id in the process that started the sweep: another one means other software
         """
         try:
-            if expected not in (None, cell.id):
+            if expected is not None and expected != cell.id:
                 here = ", ".join(f"{name} {version}" for name, version in versions().items())
+                cell = cell.with_id(expected)  # the failure is written where the driver looks for it
                 raise errors.CheckError(
                     "the worker's software or texts differ from those where the sweep was started", where=cell.details,
                     got=f"{here}, Python {platform.python_version()}",
                     remedy="install the same versions everywhere, and give texts by a path that all machines share",
                 )  # fmt: skip
-            with storage.work_folder(cell.folder) as folder:
+            with storage.work_folder(cell.path) as folder:
                 status = state.status_of(storage, cell, verify=self.verify)
                 if status.record is not None or (status.error is not None and not self.retry_failed):
                     return Outcome(cell.id, status.state, status.why, reused=True)
                 if status.why and status.error is None:  # damaged or outdated: no longer finished
-                    storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}")
+                    storage.remove(f"{cell.path}/{CELL_FILE}")
                     for path in [*folder.rglob(RESULTS_FILE), *folder.rglob(HEADS_FILE)]:
                         if not (path.parent / RECORD_FILE).exists():  # results without a record belong to no run
                             remove(path)
                 record = self._measure(storage, cell, folder, attempt, on_status)
-                storage.write(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}", state.FINISHED.text(record).encode())
-                storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}")
+                storage.write(f"{cell.path}/{CELL_FILE}", state.FINISHED.text(record).encode())
+                storage.remove(f"{cell.path}/{ERROR_FILE}")
                 return Outcome(cell.id, State.finished)
         except errors.BusyError as error:
             return Outcome(cell.id, None, f"another worker has it: {error.got}", busy=True)
@@ -115,8 +116,8 @@ class Worker:
         remove_leftovers(folder, state.RECORD_FILES.__contains__)
         paths = [path for path in folder.rglob("[!.]*") if path.is_file() and path.name not in state.RECORD_FILES]
         names = sorted(path.relative_to(folder).as_posix() for path in paths)
-        place = storage.upload(cell.folder, folder, names)
-        stamps = {name: storage.stamp(f"{CELLS_FOLDER}/{cell.folder}/{place}{name}") or "" for name in names}
+        place = storage.upload(cell.path, folder, names)
+        stamps = {name: storage.stamp(f"{cell.path}/{place}{name}") or "" for name in names}
         run, identity = results.run.record, results.run.record.identity
         notes = [str(each.message) for each in caught if issubclass(each.category, errors.PosleakWarning)]
         return state.Finished(
@@ -181,7 +182,7 @@ def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) 
     trace = None if isinstance(error, PosleakError) else visible("".join(traceback.format_exception(error)))
     record = state.Failed(cell.id, cell, left_out, what, visible(str(error)), trace, attempt, platform.node(), now())
     try:
-        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", state.FAILED.text(record).encode())
+        storage.write(f"{cell.path}/{ERROR_FILE}", state.FAILED.text(record).encode())
     except PosleakError as unwritten:
         return Outcome(cell.id, None, f"{what}; and error.json cannot be written: {unwritten.got or unwritten.what}")
     return Outcome(cell.id, State.left_out if left_out else State.failed, what)
