@@ -279,8 +279,7 @@ def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_
         other.start()
         other.join()
     outcome, state = found
-    assert outcome.busy
-    assert outcome.state is None
+    assert outcome.state is State.running
     assert state is State.running
     assert status_of(storage, cell).state is State.open
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,10 @@ BALANCE_LEGEND = (
 )
 
 
+text_option, path_option = (partial(typer.Option, parser=named, metavar=kind) for kind in ("<str>", "<path>"))
+"""Options whose value must not be empty."""
+
+
 class EngineName(StrEnum):
     local = "local"
     ray = "ray"
@@ -62,10 +67,7 @@ def sweep_command(
         ),
     ],
     models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", parser=named, metavar="<str>", help="Models instead of the manifest's, in its order; repeatable."
-        ),
+        list[str] | None, text_option("--model", help="Models instead of the manifest's, in its order; repeatable.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the manifest's.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Number of prompts, instead of the manifest's.")] = None,
@@ -73,17 +75,12 @@ def sweep_command(
     engine: Annotated[EngineName, typer.Option(help="local: one cell after another; ray: on a Ray cluster.")] = (
         EngineName.local
     ),
-    address: Annotated[
-        str | None, typer.Option(parser=named, metavar="<str>", help="Of a Ray cluster. Default: one is started here.")
-    ] = None,
+    address: Annotated[str | None, text_option(help="Of a Ray cluster. Default: one is started here.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="With ray: largest number of workers.")] = None,
     root: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            parser=named,
-            metavar="<path>",
-            help="A folder, or an address such as s3://bucket/sweep. Default: the manifest's, or runs/NAME.",
+        path_option(
+            "--out", help="A folder, or an address such as s3://bucket/sweep. Default: the manifest's, or runs/NAME."
         ),
     ] = None,
     dry_run: Annotated[
@@ -145,10 +142,7 @@ def collect_command(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", parser=named, help="Folder of a sweep, as given to its --out.")
     ],
-    page: Annotated[
-        str | None,
-        typer.Option(parser=named, metavar="<path>", help="Where the page goes. Default: FOLDER/collected.html."),
-    ] = None,
+    page: Annotated[str | None, path_option(help="Where the page goes. Default: FOLDER/collected.html.")] = None,
     balance: Annotated[
         bool, typer.Option("--balance", help="Also show the balance of mask, drift and sink in every cell.")
     ] = False,
@@ -192,7 +186,7 @@ def _warn(what: str, cells: list[tuple[str, str]]) -> None:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[SweepProgress], None]]:
-    """Show cells done, running, failed, and the time left: a bar on a terminal, else a line now and then."""
+    """Show cells done, running, failed, and the time left: a bar on a terminal, else a line every 30 seconds."""
     reported, last = time.monotonic(), (-1, -1)
 
     def report(at: SweepProgress) -> None:
@@ -210,12 +204,12 @@ def _progress(quiet: bool) -> Iterator[Callable[[SweepProgress], None]]:
 
 
 def _counts(at: SweepProgress) -> str:
-    """`12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`"""
+    """Return, for example, `12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`."""
     return at.text + ("" if at.left is None or not at.running else f"; about {minutes(at.left)} left")
 
 
 def _running(at: SweepProgress, most: int) -> list[str]:
-    """`smollm2-135m · window=64, 512 tokens, seed 0: prompts 0–7 of 16`"""
+    """Return a line per running cell, such as `smollm2-135m, 512 tokens, seed 0: prompts 0–7 of 16`."""
     lines = [f"{cell}: {what}" for cell, what in at.running.items()]
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 

@@ -186,7 +186,7 @@ class Gathered:
 def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     """Write the table of a sweep into its folder, and the page into its folder or to the path `page`."""
     found, storage = collected(folder), Storage(folder)
-    storage.write(TABLE_FILE, found.parquet())
+    storage.write(TABLE_FILE, found.table.to_parquet(index=False, compression="zstd"))
     text = CollectedPage(found).html().encode()
     if page is None:
         storage.write(PAGE_FILE, text)

@@ -95,11 +95,6 @@ class Collected:
         values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
         return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
 
-    def parquet(self) -> bytes:
-        """Return the table as a Parquet file."""
-        content: bytes = self.table.to_parquet(index=False, compression="zstd")
-        return content
-
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak collect --json`, except the paths of the files (docs/json.md)."""
         failed, left_out = (

@@ -45,14 +45,15 @@ Order = tuple[Cell, int, str]
 
 @dataclass(frozen=True)
 class InMemory:
-    """Cells in this process, with models that are in memory. `subjects`: by the name of the model in the cells."""
+    """Engine in this process, for models in memory. `subjects`: by the name of the model in the cells."""
 
     subjects: Mapping[str, Any]
     worker: Worker
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
+        """Measure every open cell, in the order of the manifest."""
         for cell in tracker.open:
-            tracker.started(cell)
+            tracker.attempt(cell)
             if cell.model in self.subjects:
                 self.worker.hold(cell, self.subjects[cell.model])
             tracker.ended(self.worker.run(storage, cell, on_status=partial(tracker.started, cell)))
@@ -60,7 +61,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Local:
-    """Cells one after another, in a worker process on this machine."""
+    """Engine on this machine: one cell after another, in a worker process."""
 
     worker: Worker
 
@@ -82,7 +83,7 @@ class Local:
                         if worker_died(storage, tracker, cell, process.how_it_ended, worker.retries):
                             waiting.appendleft(cell)  # the same cell again, in a new process
                         break
-                    tracker.settled(cell, outcome)
+                    tracker.ended(outcome)
 
 
 def rounds(storage: Storage, tracker: Tracker) -> Iterator[list[Cell]]:
@@ -104,7 +105,7 @@ def rounds(storage: Storage, tracker: Tracker) -> Iterator[list[Cell]]:
 
 @dataclass
 class _Process:
-    """A worker process as the driver sees it."""
+    """The driver's view of a worker process."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]

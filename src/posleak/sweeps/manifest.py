@@ -206,14 +206,14 @@ def trained_steps(folder: Path) -> int | None:
 
 
 def _step(name: str) -> int | None:
-    """`step1000-tokens4B` → 1000; `checkpoint-32` → 32; `main` → None"""
+    """Return the training step in a name: 1000 for `step1000-tokens4B`, 32 for `checkpoint-32`, None for `main`."""
     match = _STEP.search(name)
     digits = re.findall(r"\d+", name) if match is None else [match[1] or match[2]]
     return int(digits[0]) if len(digits) == 1 and len(digits[0]) <= MOST_DIGITS else None
 
 
 def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
-    """Return the cells with display names: of a path, as many of its last parts as make it unique."""
+    """Return the cells with display names that are short and unique."""
     cells, named = list(cells), list[Cell]()
     series = _short({cell.series for cell in cells if cell.series is not None})
     models = _short({cell.model for cell in cells if cell.title is None and cell.series is None})
@@ -228,6 +228,7 @@ def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 def _short(names: set[str]) -> dict[str, str]:
+    """Return a display name for every name: of a path, as few of its last parts as are unique among all names."""
     short = {name: name for name in names if not Path(name).is_absolute()}
     paths = {name: Path(name).parts for name in names if name not in short}
     for length in range(1, 1 + max(map(len, paths.values()), default=0)):

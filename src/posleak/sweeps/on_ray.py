@@ -36,7 +36,7 @@ Group = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class OnRay:
-    """Cells on the Ray cluster at `address`, or on one that is started here and ends with the sweep.
+    """Engine on the Ray cluster at `address`, or on one that is started here and ends with the sweep.
 
     workers   the largest number of actors; None: as many as the cluster's processors allow
     """
@@ -47,10 +47,7 @@ class OnRay:
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
         """Measure every open cell."""
-        cells = tracker.open
-        if not cells:
-            return
-        ray = require_ray()
+        cells, ray = tracker.open, require_ray()
         if self.address is not None and storage.local is not None:
             warn(
                 f"results go into the folder {storage.local}: every machine of the cluster must see it under this "
@@ -99,7 +96,7 @@ def _machines(ray: Any) -> list[dict[str, float]]:
 
 
 def _words(resources: dict[str, float]) -> str:
-    """`2 CPUs, 1 GPUs, 8.0 GB`"""
+    """Return, for example, `2 CPUs, 1 GPUs, 8.0 GB`."""
     counts = [f"{resources[name]:g} {name}s" for name in ("CPU", "GPU")]
     return ", ".join([*counts, *([format_bytes(resources["memory"])] if resources["memory"] else [])])
 
@@ -110,7 +107,7 @@ def _cpus(cell: Cell) -> float:
 
 @dataclass
 class _Actor:
-    """An actor as the driver sees it: the model that it is for, its resources, and its cell."""
+    """The driver's view of an actor: the model that it is for, its resources, and its cell."""
 
     handle: Any
     group: Group
@@ -120,7 +117,7 @@ class _Actor:
 
 @dataclass
 class _Scheduler:
-    """Gives the cells of a sweep to actors.
+    """Distributor of cells over actors.
 
     most       the largest number of actors
     groups     waiting cells by model
@@ -166,7 +163,7 @@ class _Scheduler:
             self.actors[handle.__ray_ready__.remote()] = _Actor(handle, group, request)
 
     def _handle(self, future: Any) -> None:
-        """An actor is ready, its cell has ended, or it died. A live actor gets the next cell."""
+        """Handle an actor that is ready, has ended its cell, or died. Give a live actor the next cell."""
         actor = self.actors.pop(future)
         try:
             outcome = self.ray.get(future)
@@ -177,7 +174,7 @@ class _Scheduler:
             self._actor_died(actor, error)
             return
         if actor.cell is not None:
-            self.tracker.settled(actor.cell, outcome)
+            self.tracker.ended(outcome)
             actor.cell = None
         if not self.groups[actor.group] and not self._reassign(actor):
             self.ray.kill(actor.handle)
@@ -198,8 +195,11 @@ class _Scheduler:
             self.groups[cell.group].appendleft(cell)
 
     def _request(self, cell: Cell) -> dict[str, Any]:
-        """Ray's options for an actor with this cell's model. Memory that is estimated is limited to that of the largest
-        machine: an estimate must not keep a cell waiting forever."""
+        """Return Ray's options for an actor with this cell's model.
+
+        Memory that is estimated is limited to that of the largest machine: an estimate must not keep a cell waiting
+        forever.
+        """
         memory, estimated = cell.resources.memory, memory_of(cell)
         if memory is None and estimated is not None:
             memory = min(estimated, int(max(machine.get("memory", 0) for machine in _machines(self.ray))))

@@ -62,7 +62,7 @@ def _inputs(name: str) -> str:
 
 
 def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """A validator that reports posleak's own errors at the key."""
+    """Return a validator that reports posleak's own errors at the key."""
 
     def validate(value: Any) -> Any:
         try:
@@ -153,7 +153,7 @@ WORDS = {
     "int_type": "not a whole number",
     "too_short": "the list is empty",
 }
-"""Types of pydantic's errors."""
+"""Messages, by pydantic's type of error."""
 
 
 def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:

@@ -182,16 +182,15 @@ def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended.
+    """What a worker did with a cell.
 
-    state    None: undecided, because another worker has the cell (`busy`) or the storage cannot be written
-    reused   it was settled already
+    state    None: its results cannot be written;  running: another worker has the cell
+    reused   it was finished, or had failed, before
     """
 
     id: str
     state: State | None
     why: str = ""
-    busy: bool = False
     reused: bool = False
 
 
@@ -262,23 +261,18 @@ class Tracker:
         self.started(cell, what)
         return self.attempts[cell.id]
 
-    def settled(self, cell: Cell, outcome: Outcome) -> None:
-        """Report what a worker returned. A cell that another sweep has stays open, and the attempt does not count."""
-        if outcome.busy:
-            self.attempts[cell.id] -= 1
-            self.stopped(cell)
-        else:
-            self.ended(outcome)
-
     def stopped(self, cell: Cell) -> None:
         """Report that a cell is no longer being measured, and is still open."""
         self.running.pop(cell.id, None)
         self.show()
 
     def ended(self, outcome: Outcome) -> None:
-        """Report how a cell ended."""
+        """Report what a worker returned. A cell that another worker has stays open, and the attempt does not count."""
         self.running.pop(outcome.id, None)
-        self.outcomes[outcome.id] = outcome
+        if outcome.state is State.running:
+            self.attempts[outcome.id] -= 1
+        else:
+            self.outcomes[outcome.id] = outcome
         self.show()
 
     def show(self) -> None:

@@ -165,8 +165,8 @@ def sweep(
     computed = tuple(each.id for each in outcomes if each.state is not None and not each.reused)
     unwritten = {each.id: each.why for each in outcomes if each.state is None}
     result = status(cells, storage)
-    known = [replace(each, why=each.why or unwritten.get(each.cell.id, "")) for each in result.cells]
-    result = replace(result, cells=known, computed=computed)
+    explained = [replace(each, why=each.why or unwritten.get(each.cell.id, "")) for each in result.cells]
+    result = replace(result, cells=explained, computed=computed)
     if result.question is not None and result.complete:
         from .collect import BALANCE_FILE
 

@@ -37,7 +37,7 @@ LoadedModel = tuple[Any, Any, tuple[str | None, str | None]]
 
 @dataclass
 class Worker:
-    """Measures cells; its fields are the options that hold for all cells of a sweep.
+    """Worker of a sweep, with one model in memory. Its fields are the options that hold for all cells.
 
     retry_failed   measure cells that failed before
     retries        how often an engine starts a cell again whose worker process died
@@ -93,18 +93,19 @@ class Worker:
                 storage.remove(f"{cell.path}/{ERROR_FILE}")
                 return Outcome(cell.id, State.finished)
         except errors.BusyError as error:
-            return Outcome(cell.id, None, f"another worker has it: {error.got}", busy=True)
+            return Outcome(cell.id, State.running, f"another worker has it: {error.got}")
         except errors.StorageError as error:
             return Outcome(cell.id, None, error_line(error))
         except Exception as error:
             return write_failure(storage, cell, error, attempt)
 
     def _measure(self, storage: Storage, cell: Cell, folder: Path, attempt: int, on_status: OnStatus) -> state.Finished:
+        """Measure the cell into the folder, upload the files to an object store, and return the cell's record."""
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", errors.PosleakWarning)
             on_status("loading")
-            (_, subject, marks), loading = self._load(cell, on_status)
+            (_, subject, model_stamps), loading = self._load(cell, on_status)
             begun = time.perf_counter()
             try:
                 results = self._results(subject, cell, folder, on_status)
@@ -124,7 +125,7 @@ class Worker:
             id=cell.id, cell=cell, place=place, inputs=run.inputs, attempts=attempt, threads=run.machine.threads,
             files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
             model=state.ModelFacts(
-                *marks, identity.weights_sha256, identity.architecture, identity.dtype,
+                *model_stamps, identity.weights_sha256, identity.architecture, identity.dtype,
                 identity.device, identity.layers, identity.heads, identity.revision,
             ),
             seconds=state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring),
@@ -164,7 +165,7 @@ class Worker:
             torch.set_num_threads(self.threads)
         trust: Any = {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
         options: Any = {**cell.loading, **trust, "progress": on_status, "notice": on_status}
-        mark = file_stamp(cell.model)
+        stamp = file_stamp(cell.model)
         try:
             subject = load(cell.model, **options)
         except errors.TooLargeError:
@@ -172,7 +173,7 @@ class Worker:
                 raise
             errors.warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
             subject = load(cell.model, **{**options, "dtype": "bfloat16"})
-        self._loaded = cell.group, subject, (mark, content_sha256(cell.model))  # read now: the files may change later
+        self._loaded = cell.group, subject, (stamp, content_sha256(cell.model))  # read now: the files may change later
         return self._loaded, time.perf_counter() - started
 
 
