@@ -411,7 +411,7 @@ def test_a_resealed_cell_is_named_and_the_others_are_collected(
     FINISHED.write(folder / CELL_FILE, replace(record, files={**record.files, name: facts}))
     found = collected(str(place))
     assert len(found.finished) == 2
-    assert [each.name for each in found.omitted] == [folder.name]
+    assert [each.label for each in found.omitted] == [folder.name]
     assert name in found.omitted[0].why
 
 

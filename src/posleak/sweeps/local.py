@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from posleak.typed import from_json, plain
 
@@ -39,8 +39,13 @@ GRACE = 10.0
 STDERR_BYTES = 2000
 """How much of a dead worker's standard error is read."""
 
-Order = tuple[Cell, int, str]
-"""Message to a worker: a cell, the number of workers that have started it, and its id in the driver's process."""
+
+class Order(NamedTuple):
+    """Message to a worker: a cell, the number of workers that have started it, and its id in the driver's process."""
+
+    cell: Cell
+    attempt: int
+    id: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class _Process:
         assert orders is not None
         assert answers is not None
         try:
-            _send(orders, (cell, tracker.attempt(cell), cell.id))
+            _send(orders, Order(cell, tracker.attempt(cell), cell.id))
         except BrokenPipeError:
             return None
         for line in answers:
@@ -176,8 +181,8 @@ def serve(root: str, options: str) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        cell, attempt, cell_id = from_json(Order, queue.get())
-        _send(answers, worker.run(storage, cell, attempt, partial(_send, answers), cell_id))
+        order = from_json(Order, queue.get())
+        _send(answers, worker.run(storage, order.cell, order.attempt, partial(_send, answers), order.id))
 
 
 def _send(stream: IO[bytes], message: Order | str | Outcome) -> None:
