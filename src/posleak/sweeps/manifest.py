@@ -69,7 +69,7 @@ class Manifest:
         own = list(dict.fromkeys(cell.model for cell in self.cells))
         if len(models) > len(own):
             raise InputError(
-                "the manifest has fewer models than were given", where=self.name, got=", ".join(models),
+                "the manifest has fewer models than were passed", where=self.name, got=", ".join(models),
                 expected=f"at most {len(own)}, instead of {', '.join(own)}",
             )  # fmt: skip
         new = dict(zip(own, map(absolute_model, models)))
@@ -160,7 +160,7 @@ def _too_many(count: str, where: str) -> InputError:
 
 
 def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
-    """Return the fields that decide the model of a cell, for every model that an entry stands for."""
+    """Return, for every model of an entry, the fields of a cell that determine how it is named and loaded."""
     if (entry.model is None) == (entry.checkpoints is None):
         raise InputError("an entry needs either `model` or `checkpoints`", where=where)
     if entry.revisions is not None and "@" in (entry.model or ""):

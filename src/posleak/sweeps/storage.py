@@ -30,7 +30,7 @@ CELLS_FOLDER = "cells"
 
 @dataclass(frozen=True)
 class Storage:
-    """A place for cells. `root` is a folder or a URL; names of files are relative to it, with slashes."""
+    """Storage of cells. `root` is a folder or a URL; names of files and folders are relative to it, with slashes."""
 
     root: str
 

@@ -32,7 +32,7 @@ ENGINES = ("local", "ray")
 
 
 class Engine(Protocol):
-    """Measures the open cells of a tracker, and reports to it how each ended."""
+    """Scheduler of a sweep: measures the open cells of a tracker, and reports to it how each ended."""
 
     def run(self, storage: Storage, tracker: Tracker) -> None: ...
 
@@ -180,7 +180,7 @@ def planned_sweep(
     """Return the state of the sweep that `sweep` would run, with estimates of memory and time for its open cells."""
     changed, _ = with_changes(as_manifest(manifest), models, **spec)
     result = status(changed, storage_for(changed, out), verify=verify)
-    return replace(result, guesses=guesses([status.cell for status in result.of(State.open)], result.finished))
+    return replace(result, guesses=guesses([each.cell for each in result.of(State.open)], result.finished))
 
 
 def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Sweep:
@@ -190,7 +190,7 @@ def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Swe
 
 
 def as_manifest(value: Any) -> Manifest:
-    """Return the manifest that `sweep` was given in one of several forms."""
+    """Return the manifest from a path, a name, a mapping or a list of cells; raise InputError for other values."""
     if isinstance(value, Manifest):
         return value
     if isinstance(value, str | os.PathLike):
@@ -246,7 +246,7 @@ def with_changes(
 
 
 def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Storage:
-    """Return where the results go."""
+    """Return the storage for the results: `out`, else the manifest's, else runs/NAME."""
     return Storage(os.fspath(out) if out is not None else manifest.out or str(Path(RUNS) / manifest.name))
 
 
