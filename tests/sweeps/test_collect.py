@@ -16,10 +16,9 @@ import pytest
 import posleak as pl
 from posleak.errors import RunError
 from posleak.leakage import Estimate, Jackknife
-from posleak.leakage.sampled import LabelledEstimate
 from posleak.reports.collected import CollectedPage
 from posleak.runs.run import Run
-from posleak.sweeps.collect import TABLE_FILE, collected
+from posleak.sweeps.collect import TABLE_FILE, collected, estimate_of
 from posleak.sweeps.manifest import manifest
 from posleak.sweeps.state import CELL_FILE, FINISHED
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
@@ -109,7 +108,7 @@ def test_seeds_are_pooled_and_nothing_else(root: Path) -> None:
     pooled = found.pooled
     assert set(pooled["seeds"]) == {2}
     rows = whole(found.table, edits="bos=zero", length=48, quantity="power", component="mask")
-    one, two = (LabelledEstimate.from_row(row).estimate for row in rows.to_dict("records"))
+    one, two = (estimate_of(row) for row in rows.to_dict("records"))
     mean = pooled[(pooled.edits == "bos=zero") & (pooled.length == 48) & (pooled.quantity == "power")]
     mean = mean[(mean.component == "mask") & (mean.queries == "all")].iloc[0]
     assert mean["value"] == pytest.approx((one.value + two.value) / 2)

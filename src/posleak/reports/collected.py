@@ -16,10 +16,9 @@ import pandas as pd
 from posleak.analyses.trace.trace import SOURCES
 from posleak.axes import PARTS
 from posleak.leakage import Estimate
-from posleak.leakage.sampled import LabelledEstimate
 from posleak.show import numbers
 from posleak.signatures import checked
-from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected
+from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
 from posleak.sweeps.storage import Storage
 
 from .page import rendered
@@ -124,9 +123,7 @@ class CollectedPage:
             settings["model"] = first["model"] if pd.isna(first["series"]) else first["series"]
             settings[STEP] = None if pd.isna(first[STEP]) else int(first[STEP])
             names = ("queries", "quantity", "component", "unit")
-            estimates = [LabelledEstimate.from_row(row).estimate for row in rows]
-            quantities = [PlottedQuantity(*(str(row[name]) for name in names)) for row in rows]
-            cells = dict(zip(quantities, estimates, strict=True))
+            cells = {PlottedQuantity(*(str(row[name]) for name in names)): estimate_of(row) for row in rows}
             points.append(CollectedPoint(settings, int(max(row["seeds"] for row in rows)), cells))
         return points
 
@@ -186,7 +183,7 @@ class Gathered:
 def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     """Write the table of a sweep into its folder, and the page into its folder or to the path `page`."""
     found, storage = collected(folder), Storage(folder)
-    storage.write(TABLE_FILE, found.table.to_parquet(index=False, compression="zstd"))
+    storage.write(TABLE_FILE, found.parquet())
     text = CollectedPage(found).html().encode()
     if page is None:
         storage.write(PAGE_FILE, text)

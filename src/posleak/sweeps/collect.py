@@ -95,6 +95,11 @@ class Collected:
         values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
         return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
 
+    def parquet(self) -> bytes:
+        """Return the table as a Parquet file."""
+        content: bytes = self.table.to_parquet(index=False, compression="zstd")
+        return content
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak collect --json`, except the paths of the files (docs/json.md)."""
         failed, left_out = (
@@ -228,9 +233,14 @@ def _cell_columns(storage: Storage, record: Finished) -> dict[str, Any]:
     return {name: values[name] for name in CELL_COLUMNS}
 
 
+def estimate_of(row: Mapping[Any, Any]) -> Estimate:
+    """Return the estimate in a row of the table."""
+    return LabelledEstimate.from_row(row).estimate
+
+
 def _pool(group: pd.DataFrame) -> dict[str, Any]:
     """Return the mean of the same number over seeds, as a row."""
-    parts = [LabelledEstimate.from_row(row).estimate for row in group[["value", "low", "high", "n"]].to_dict("records")]
+    parts = [estimate_of(row) for row in group[["value", "low", "high", "n"]].to_dict("records")]
     return LabelledEstimate(parts[0] if len(parts) == 1 else Estimate.average(parts)).as_row()
 
 
