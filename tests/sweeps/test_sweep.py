@@ -23,8 +23,19 @@ from posleak.models import load
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
+from posleak.sweeps.local import rounds
 from posleak.sweeps.manifest import Manifest, manifest
-from posleak.sweeps.state import ERROR_FILE, FAILED, State, SweepProgress, status_of, statuses
+from posleak.sweeps.state import (
+    ERROR_FILE,
+    FAILED,
+    CellStatus,
+    Outcome,
+    State,
+    SweepProgress,
+    Tracker,
+    status_of,
+    statuses,
+)
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker
@@ -282,6 +293,25 @@ def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_
     assert outcome.state is State.running
     assert state is State.running
     assert status_of(storage, cell).state is State.open
+
+
+def test_cells_of_another_sweep_come_in_a_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two cells is locked until a round finds nothing else to do; a busy cell stays open."""
+    first, second = cells = manifest({"models": ["a/b"], "seed": [0, 1]}).cells
+    locked = {first.path}
+    monkeypatch.setattr("posleak.sweeps.storage.Storage.is_locked", lambda storage, folder: folder in locked)
+    monkeypatch.setattr("posleak.sweeps.local.PAUSE", 0.0)
+    tracker, seen = Tracker([CellStatus(cell, State.open) for cell in cells]), list[Any]()
+    for free in rounds(Storage(str(tmp_path)), tracker):
+        seen.append((free, tracker.elsewhere))
+        for cell in free:
+            tracker.attempt(cell)
+            busy = len(seen) == 1
+            tracker.ended(Outcome(cell.id, State.running if busy else State.finished))
+            assert tracker.attempts[cell.id] == (0 if busy else 1), "an attempt at a busy cell does not count"
+        if not free:
+            locked.clear()
+    assert seen == [([second], 1), ([second], 1), ([], 1), ([first], 0)]
 
 
 def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Path) -> None:
