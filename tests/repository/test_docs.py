@@ -141,9 +141,8 @@ def sweep_outputs() -> dict[str, Any]:
         found = sweep({"question": "?", **said}, out=root, engine=Here())
         (root / "cells" / "unfinished").mkdir()
         cell = Cell(str(place / "mine"), MeasureSpec(seed=5))
-        guessed = Sweep("more", str(root), [*found.cells, CellStatus(cell, State.open)]).as_dict(
-            {cell.id: Guess(10, 1.0, False)}
-        )
+        cells = [*found.cells, CellStatus(cell, State.open)]
+        guessed = Sweep("more", str(root), cells, guesses={cell.id: Guess(10, 1.0, False)}).as_dict()
         collected = gather_sweep(str(root))
         return {
             "sweep": plain({**guessed, "balance": found.balance}),
