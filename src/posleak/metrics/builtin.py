@@ -172,18 +172,13 @@ class FrameMeter(Meter):
     coords: ClassVar[Mapping[str, Sequence[Any]]] = {THRESHOLD: graphs.THRESHOLDS}
 
     def look(self, seen: Glimpse) -> Arrays:
-        mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
         visible = seen.call.visibility.cached("seen by rows", lambda: seen.visible.cpu().numpy())
+        graph = graphs.AttentionGraph(seen.mean_attention.double().cpu().numpy(), visible, seen.sampling.rows)
         first = start_attention(seen.call, FIEDLER_TOKENS).mean(1).double().cpu().numpy()
-        frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
         return {
-            "star": graphs.star(degrees), "centralisation": graphs.centralisation(degrees),
-            "fiedler": graphs.fiedler(first), "concentration": graphs.concentration(mean, rows=rows),
-            "reference_tokens": graphs.reference_tokens(mean, rows).astype(np.float64),
-            "kl_reduction": graphs.kl_reduction(mean, visible, rows),
-            "centralized": np.nan_to_num(frame.centralized), "distributed": np.nan_to_num(frame.distributed),
-            "bidirectional": np.nan_to_num(frame.bidirectional), "no_frame": (frame.anchors == 0).astype(np.float64),
-            "anchors": frame.anchors.astype(np.float64),
+            "star": graph.star(), "centralisation": graph.centralisation(), "fiedler": graphs.fiedler(first),
+            "concentration": graph.concentration(), "reference_tokens": graph.reference_tokens(),
+            "kl_reduction": graph.kl_reduction(), **graph.frame(),
         }  # fmt: skip
 
 
