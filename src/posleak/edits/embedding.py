@@ -56,11 +56,8 @@ class FirstEmbedding(NamedEdit):
                 first = first * out[:, 0].norm(dim=-1, keepdim=True)
             return torch.cat([first.expand_as(out[:, 0])[:, None], out[:, 1:]], dim=1)
 
-        hook = table.register_forward_hook(put)
-        try:
+        with table.register_forward_hook(put):  # removed at the end of the block
             yield
-        finally:
-            hook.remove()
 
     def vector(self, table: torch.nn.Module) -> Tensor:
         """Return the new embedding [W], for noise a unit vector. The module is called, since it may scale its rows."""
