@@ -632,7 +632,8 @@ def test_shared_noise_is_no_agreement() -> None:
     rng = np.random.default_rng(1)
     noise = rng.standard_normal((2, 12, 9))
     halves = [{"star": each} for each in noise], [{"mask": each + 0.1 * rng.standard_normal((12, 9))} for each in noise]
-    alike, apart = agreement(*([half[0]] * 2 for half in halves), "heads"), agreement(*halves, "heads")
+    alike = agreement(halves[0][:1] * 2, halves[1][:1] * 2, "heads")
+    apart = agreement(*halves, "heads")
     assert alike.rho[0, 0] > 0.9
     assert abs(apart.rho[0, 0]) < 0.3
     assert apart.low[0, 0] < 0 < apart.high[0, 0]

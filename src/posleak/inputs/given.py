@@ -115,8 +115,9 @@ def read_given(
     tokenizer = _require_tokenizer(subject.tokenizer, "text inputs need")
     first = resolve_first_token(bos, read_vocabulary(subject))
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in items]
-    begun = [row if first.id is None or row[:1] == [first.id] else [first.id, *row] for row in rows]
-    return GivenPrompts(TEXTS, _table(begun, length), first)
+    if first.id is not None:
+        rows = [row if row[:1] == [first.id] else [first.id, *row] for row in rows]
+    return GivenPrompts(TEXTS, _table(rows, length), first)
 
 
 def check_length(length: object) -> int:
@@ -127,8 +128,9 @@ def check_length(length: object) -> int:
 
 
 def _items(inputs: Any) -> tuple[str, list[Any]]:
-    word = isinstance(inputs, str) and len(inputs.split()) == 1 and len(inputs) < 4096 and "\0" not in inputs
-    if isinstance(inputs, os.PathLike) or (word and Path(inputs).is_file()):
+    """Return the kind of the inputs, and the prompts as a list."""
+    one_word = isinstance(inputs, str) and len(inputs.split()) == 1 and len(inputs) < 4096 and "\0" not in inputs
+    if isinstance(inputs, os.PathLike) or (one_word and Path(inputs).is_file()):
         raise InputError(
             "the input is a file name, not a text", where="inputs", got=repr(inputs),
             remedy=f'use "text:{os.fspath(inputs)}" for crops of the file, or pass its content as one prompt',
@@ -206,10 +208,10 @@ def limited_template() -> Iterator[None]:
             written += len(value)
         if written <= TEMPLATE_CHARACTERS and time.thread_time() <= deadline:
             return trace
-        long = written <= TEMPLATE_CHARACTERS
-        limit = f"{TEMPLATE_SECONDS:g} s of CPU time for one chat" if long else f"{TEMPLATE_CHARACTERS:,} characters"
+        slow = written <= TEMPLATE_CHARACTERS
+        limit = f"{TEMPLATE_SECONDS:g} s of CPU time for one chat" if slow else f"{TEMPLATE_CHARACTERS:,} characters"
         raise InputError(
-            f"the chat template {'takes too long' if long else 'writes too much'} and was stopped", where="inputs",
+            f"the chat template {'takes too long' if slow else 'writes too much'} and was stopped", where="inputs",
             got=f"more than {limit}",
             remedy="check tokenizer.chat_template and set another one, or pass the chat as a text",
         )  # fmt: skip

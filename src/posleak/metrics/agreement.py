@@ -25,7 +25,7 @@ LEAKAGE = ("total", "mask", "drift", "sink", "residual", "here", "earlier", "ori
 """Powers of the leakage that metrics are compared with: by part, and by source."""
 
 MIN_LAYERS = 4
-"""Fewest layers with an interval."""
+"""Minimum number of layers for an interval."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def agreement(metrics: Sequence[Table], leakage: Sequence[Table], over: str) -> 
     over               what is ranked: `heads` or `layers`
     """
     first, second = (_stacked({**powers, **own}) for powers, own in zip(leakage, metrics, strict=True))
-    complete = np.isfinite(first).all(-1) & np.isfinite(second).all(-1)
+    complete = np.asarray(np.isfinite(first).all(-1) & np.isfinite(second).all(-1))
     layer = np.arange(len(complete))[:, None].repeat(complete.shape[1], 1)[complete]
     names, rows = (*leakage[0], *metrics[0]), slice(len(leakage[0]), None)
     x, y = first[complete], second[complete]
@@ -93,17 +93,18 @@ def _ranked(x: Array) -> Array:
 
 
 def _interval(rho: Array, without: Sequence[Array]) -> tuple[Array, Array]:
+    """Return the ends of the jackknife interval, given ρ without each layer; NaN for fewer than MIN_LAYERS layers."""
     n = len(without)
     if n < MIN_LAYERS:
         return np.full(rho.shape, np.nan), np.full(rho.shape, np.nan)
-    z, left = (np.arctanh(np.clip(x, -MAX_CORRELATION, MAX_CORRELATION)) for x in (rho, np.stack(without)))
-    error = np.sqrt((n - 1) / n * ((left - left.mean(0)) ** 2).sum(0))
-    reach = stdtrit(n - 1, 0.975) * error
-    return np.tanh(z - reach), np.tanh(z + reach)
+    z, replicates = (np.arctanh(np.clip(x, -MAX_CORRELATION, MAX_CORRELATION)) for x in (rho, np.stack(without)))
+    error = np.sqrt((n - 1) / n * ((replicates - replicates.mean(0)) ** 2).sum(0))
+    half_width = stdtrit(n - 1, 0.975) * error
+    return np.tanh(z - half_width), np.tanh(z + half_width)
 
 
 class Family(Enum):
-    """What a metric ranks heads like: the layer's own mask, what arrives through the residual stream, or neither."""
+    """What a metric agrees with: leakage by the layer's own mask, leakage through the residual stream, or neither."""
 
     MASK = "the mask"
     STREAM = "what came through the stream"
@@ -158,7 +159,7 @@ class MetricAlignment:
 
     @property
     def words(self) -> str:
-        """Describe the alignment, and why the metric cannot see the mask if it cannot."""
+        """A description, with the reason if the mask cannot affect the metric."""
         if self.most is None:
             text = "no clear agreement"
         else:

@@ -48,13 +48,13 @@ class PositionMeter(Meter):
 
     def look(self, seen: Glimpse) -> Arrays:
         moments = seen.call.visibility.cached("design", lambda: PositionMoments(seen.visible, seen.rows, seen.weights))
-        offset, more = explained(seen.logits, moments)
-        return {"r2_offset": offset.cpu().numpy(), "delta_r2": more.cpu().numpy()}
+        r2_offset, delta_r2 = explained(seen.logits, moments)
+        return {"r2_offset": r2_offset.cpu().numpy(), "delta_r2": delta_r2.cpu().numpy()}
 
 
 class ToeplitzMeter(Meter):
-    """Mean logit of each diagonal at the plan's offsets. Kim's map (2025) is the deviation of the logits from it, which
-    table.py computes with the logits that the leakage stores."""
+    """Mean logit of each diagonal at the plan's offsets. Kim's map (2025) is the deviation of the logits from it;
+    table.py computes that from the logits which the leakage stores."""
 
     name = "toeplitz"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"diagonal": (LAYER, HEAD, OFFSET)}
@@ -113,9 +113,10 @@ def explained(
     squares = torch.linalg.vector_norm(s, dim=-1).double().square() @ moments.weights
     power = squares - total**2 / moments.count
     power = torch.where(power > 0, power, torch.nan)
-    left = moments.query_query - moments.offset_query**2 / moments.offset_offset
+    # What the offset does not explain: of the query position, and of its covariance with the logits.
+    residual = moments.query_query - moments.offset_query**2 / moments.offset_offset
     partial = with_query - moments.offset_query / moments.offset_offset * with_offset
-    return with_offset**2 / (moments.offset_offset * power), partial**2 / (left * power)
+    return with_offset**2 / (moments.offset_offset * power), partial**2 / (residual * power)
 
 
 class SinkMeter(Meter):
@@ -217,12 +218,13 @@ class MassiveMeter(Meter):
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         size = x.float().abs()
-        some = size[:, :: -(-x.shape[1] // MEDIAN_POSITIONS)].flatten(1)
-        median = some.median(1).values.clamp(min=torch.finfo(size.dtype).tiny)
+        sampled = size[:, :: -(-x.shape[1] // MEDIAN_POSITIONS)].flatten(1)
+        median = sampled.median(1).values.clamp(min=torch.finfo(size.dtype).tiny)
         largest = size.amax((1, 2))
-        over = (size > (TIMES * median).clamp(min=LARGE)[:, None, None]).sum(-1)
+        massive = (size > (TIMES * median).clamp(min=LARGE)[:, None, None]).sum(-1)  # [B, T]
         arrays = {
-            "largest": largest, "largest_times": largest / median, "massive": over.sum(1), "massive_first": over[:, 0],
+            "largest": largest, "largest_times": largest / median,
+            "massive": massive.sum(1), "massive_first": massive[:, 0],
         }  # fmt: skip
         return {name: value.double().cpu().numpy() for name, value in arrays.items()}
 
@@ -268,19 +270,19 @@ class ProbeMeter(Meter):
 
     def __init__(self, length: int) -> None:
         self.places = np.unique(np.rint(np.linspace(1, length - 1, self.PLACES)).astype(np.int64))
-        self.view: Tensor | None = None
+        self.projection: Tensor | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Meter:
         return cls(plan.length)
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
-        some = rescaled(x[:, self.places].float())
+        states = rescaled(x[:, self.places].float())
         if x.shape[-1] > self.FEATURES:
-            if self.view is None or self.view.shape[0] != x.shape[-1]:
-                self.view = projection(x.shape[-1], self.FEATURES).to(some)
-            some = some @ self.view
-        return {"probe_states": some.cpu().numpy()}
+            if self.projection is None or self.projection.shape[0] != x.shape[-1]:
+                self.projection = projection(x.shape[-1], self.FEATURES).to(states)
+            states = states @ self.projection
+        return {"probe_states": states.cpu().numpy()}
 
     def finished(self, data: Arrays) -> Arrays:
         """Replace states by held-out errors in tokens, by prompt and depth; NaN for fewer than three prompts."""

@@ -183,13 +183,14 @@ class AttentionGraph:
         total = np.where(anchor.any(-1), weight.sum(-1), np.nan)
         first = 2 * np.flatnonzero(known) < self.n
         start, end = (weight[..., half].max(-1, initial=0.0) / total for half in (first, ~first))
-        return {
+        frame = {
             "centralized": np.nan_to_num(np.abs(start - end)),
             "distributed": np.nan_to_num(np.maximum(1 - start - end, 0.0)),
             "bidirectional": np.nan_to_num(2 * np.minimum(start, end)),
-            "no_frame": np.asarray(~anchor.any(-1), dtype=np.float64),
-            "anchors": np.asarray(anchor.sum(-1), dtype=np.float64),
+            "no_frame": ~anchor.any(-1),
+            "anchors": anchor.sum(-1),
         }
+        return {name: np.asarray(values, dtype=np.float64) for name, values in frame.items()}
 
 
 def fiedler(A: Float64[np.ndarray, "*cells n n"]) -> Float64[np.ndarray, "*cells"]:

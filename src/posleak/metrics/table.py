@@ -33,7 +33,7 @@ EDGE_THRESHOLD = 0.1
 FRAMES = ("centralized", "distributed", "bidirectional", "no_frame")
 
 MIN_POINTS = 3
-"""Fewest points with a correlation."""
+"""Minimum number of points for a correlation."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,7 @@ class Metrics:
         """Values by layer [L], means over heads."""
         means: dict[Level, Callable[[Array], Array]] = {Level.HEAD: finite_mean, Level.LAYER: lambda x: x}
         return {
-            metric.id: self._estimate(metric, means[metric.level])
-            for metric in self.available
-            if metric.level in means
+            metric.id: self._estimate(metric, means[metric.level]) for metric in self.available if metric.level in means
         }
 
     @cached_property
