@@ -385,10 +385,11 @@ def test_delta_r2_of_a_toeplitz_matrix_is_0(profile: str) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)
     by_offset = 3.0 - 0.7 * torch.arange(T).double() if profile == "linear" else torch.randn(T).double()
     s = by_offset[(i - j).clamp(min=0)][None, None]
-    r2, more = explained(s, PositionMoments(j <= i, torch.arange(T)))
+    moments = PositionMoments(j <= i, torch.arange(T), torch.ones(T, dtype=torch.long))
+    r2, more = explained(s, moments)
     assert float(more) < 1e-24
     assert profile != "linear" or float(r2) == pytest.approx(1, abs=1e-12)
-    r2, more = explained(s + 0.01 * i, PositionMoments(j <= i, torch.arange(T)))  # linear in i
+    r2, more = explained(s + 0.01 * i, moments)  # linear in i
     assert float(more) > 1e-6
 
 

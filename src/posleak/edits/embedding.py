@@ -67,10 +67,7 @@ class FirstEmbedding(NamedEdit):
         rows, device = weight.shape[0], weight.device
         with torch.inference_mode():
             if self.kind == "token":
-                if not 0 <= self.number < rows:
-                    raise InputError(
-                        "unknown token id", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
-                    )
+                require_token(self.number, rows, self.text)
                 embedding: Tensor = table(torch.tensor([self.number], device=device))[0]
                 return embedding
             like: Tensor = table(torch.zeros(1, dtype=torch.long, device=device))[0]
@@ -82,6 +79,12 @@ class FirstEmbedding(NamedEdit):
                 norm: Tensor = direction.norm()
                 return (direction / norm).to(like)
             return torch.zeros_like(like)
+
+
+def require_token(token: int, rows: int, where: str) -> None:
+    """Raise an InputError if the model, which embeds `rows` tokens, has no such token."""
+    if not 0 <= token < rows:
+        raise InputError("unknown token id", where=where, got=token, expected=f"an id from 0 to {rows - 1}")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from posleak.errors import InputError
 from posleak.probe.plan import default_plan
 
 from .base import EditKind, NamedEdit, ScopedEdit, Site, register
+from .embedding import require_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,9 +90,7 @@ class PatchOrigin(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        vocabulary = probe.model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-        if not 0 <= self.token < vocabulary:
-            raise InputError("unknown token id", where=self.text, got=self.token, expected=f"below {vocabulary}")
+        require_token(self.token, probe.model.get_input_embeddings().weight.shape[0], self.text)  # type: ignore[index]
         self._first.probe = probe
         try:
             yield

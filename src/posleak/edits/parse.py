@@ -139,7 +139,7 @@ FORWARDED = ("placing", "causal", "needs_causal", "weights_dtype", "prompts", "r
 class UnnamedEdit(NamedEdit):
     """An `Edit` that has no text. It is shown by its repr and acts after all edits that have a text.
 
-    No two are equal: a text does not determine what such an edit does.
+    No two are equal, because the text does not determine what such an edit does.
     """
 
     inner: Edit

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posleak.models import Subject
 
 DONOR_MARGIN = 64
-"""A donor is longer than its prompt by this many tokens. Its first tokens, which may be sinks, are never lent."""
+"""Number of tokens by which a donor is longer than its prompt. No prompt sees the first ones, which may be sinks."""
 
 CHECKED_PROMPTS = 1000
 """Maximum number of prompts that are compared."""

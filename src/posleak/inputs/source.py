@@ -35,7 +35,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source. forms: what a user may write;  make: converts the text after the colon into a source"""
+    """A kind of source.
+
+    forms   the texts that `--inputs` accepts, such as `constant:ID`; the text after the colon is an argument
+    make    converts the argument, or an empty text, into a source; raises a ValueError if it is malformed
+    """
 
     name: str
     forms: tuple[str, ...]

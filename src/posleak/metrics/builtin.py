@@ -76,24 +76,18 @@ class ToeplitzMeter(Meter):
 
 
 class PositionMoments:
-    """Central moments of offset and query position over visible pairs.
+    """Central moments of offset and query position over visible pairs. weights: queries that each row represents."""
 
-    weights: queries that each row represents; None: one
-    """
-
-    def __init__(
-        self, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"], weights: Int[Tensor, "P"] | None = None
-    ) -> None:
-        self.visible, self.query = visible, rows.double()
-        self.weights = torch.ones_like(self.query) if weights is None else weights.double()
-        seen = visible.double() * self.weights[:, None]
-        self.count = float(seen.sum())
+    def __init__(self, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"], weights: Int[Tensor, "P"]) -> None:
+        self.visible, self.query, self.weights = visible, rows.double(), weights.double()
+        pairs = visible.double() * self.weights[:, None]
+        self.count = float(pairs.sum())
         offset = self.query[:, None] - torch.arange(visible.shape[1], device=visible.device).double()
-        self.mean_offset = float((seen * offset).sum() / self.count)
-        self.mean_query = float((seen.sum(1) * self.query).sum() / self.count)
+        self.mean_offset = float((pairs * offset).sum() / self.count)
+        self.mean_query = float((pairs.sum(1) * self.query).sum() / self.count)
         d, q = offset - self.mean_offset, self.query[:, None] - self.mean_query
         self.offset_offset, self.offset_query, self.query_query = (
-            float((seen * x * y).sum()) for x, y in ((d, d), (d, q), (q, q))
+            float((pairs * x * y).sum()) for x, y in ((d, d), (d, q), (q, q))
         )
 
 
