@@ -67,7 +67,7 @@ class FirstEmbedding(NamedEdit):
         rows, device = weight.shape[0], weight.device
         with torch.inference_mode():
             if self.kind == "token":
-                require_token(self.number, rows, self.text)
+                require_token(self.number, table, self.text)
                 embedding: Tensor = table(torch.tensor([self.number], device=device))[0]
                 return embedding
             like: Tensor = table(torch.zeros(1, dtype=torch.long, device=device))[0]
@@ -81,8 +81,9 @@ class FirstEmbedding(NamedEdit):
             return torch.zeros_like(like)
 
 
-def require_token(token: int, rows: int, where: str) -> None:
-    """Raise an InputError if the model, which embeds `rows` tokens, has no such token."""
+def require_token(token: int, table: torch.nn.Module, where: str) -> None:
+    """Raise an InputError if the embedding table has no such token."""
+    rows = next(table.parameters()).shape[0]
     if not 0 <= token < rows:
         raise InputError("unknown token id", where=where, got=token, expected=f"an id from 0 to {rows - 1}")
 

@@ -90,7 +90,7 @@ class PatchOrigin(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        require_token(self.token, probe.model.get_input_embeddings().weight.shape[0], self.text)  # type: ignore[index]
+        require_token(self.token, probe.model.get_input_embeddings(), self.text)
         self._first.probe = probe
         try:
             yield
