@@ -14,7 +14,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.fingerprint import projections, written
+from posleak.analyses.origin.fingerprint import projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
 from posleak.analyses.origin.portrait import pair_cosines
 from posleak.analyses.origin.states import alone
@@ -189,12 +189,7 @@ class Lab(Conditions):
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
             values, outputs = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
-            fingerprints = [
-                row
-                for projection, heads, v in zip(outputs, readers, values, strict=True)
-                if heads.any()
-                for row in written(projection, v, np.flatnonzero(heads).tolist())
-            ]
+            fingerprints = [head for _, heads in written_by_readers(outputs, readers, values) for head in heads]
         return pair_cosines(fingerprints, Jackknife(TEXT_CROPS))[1] if fingerprints else None
 
     def require_float64(self, prompts: int) -> None:

@@ -8,7 +8,7 @@ frequencies that depend on the largest position, L5. The check then names the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.analyses.origin.states import Collector
 from posleak.leakage import AttentionObserver, Jackknife, component
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import products
 from posleak.models import input_device
-from posleak.probe import Call, Edit, Motion, Plan, attach, relative_difference, takes_positions
+from posleak.probe import Edit, Motion, Plan, attach, relative_difference, takes_positions
 from posleak.probe.native import native
 from posleak.rounding import AGREE, EXACT, computed_in
 from posleak.typed import Number
@@ -110,8 +111,7 @@ def constant_token(passes: SharedPasses) -> Check:
 
 def first_layer(passes: SharedPasses) -> Check:
     """Check L3 at the level 99.9%, so that a true law fails once in a thousand models."""
-    data = assemble([stack_layers([passes.first])], passes.plan)
-    prompts = Jackknife(len(passes.ids))
+    data, prompts = passes.first_call(), Jackknife(len(passes.ids))
     powers, lows = {}, {}
     for name in ("drift", "sink"):
         x = component(data, name).values
@@ -183,17 +183,6 @@ def _shift_cause(passes: SharedPasses, shift: int) -> str | None:
     return _dynamic_frequencies(passes, shift) or passes.uneven
 
 
-@dataclass
-class KeyObserver:
-    """Collects the keys of the first `length` positions in every call."""
-
-    length: int
-    layers: list[Tensor] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Tensor) -> None:
-        self.layers.append(call.key[:, :, : self.length].clone())
-
-
 def _dynamic_frequencies(passes: SharedPasses, shift: int) -> str | None:
     """Say whether the position of the last token, which earlier tokens cannot see, changes their keys."""
     T, keys = passes.plan.length, []
@@ -201,7 +190,8 @@ def _dynamic_frequencies(passes: SharedPasses, shift: int) -> str | None:
     tokens, far = torch.cat([tokens, tokens[:, -1:]], dim=1), T - 1 + shift
     for last in (T, far):
         positions = torch.tensor([*range(T), last], device=tokens.device)[None]
-        with attach(passes.model, [observer := KeyObserver(T)]) as probe:
+        observer = Collector(lambda call, out: call.key[:, :, :T].clone())
+        with attach(passes.model, [observer]) as probe:
             probe.forward(tokens, position_ids=positions)
         keys.append(observer.layers)
     gap = max(relative_difference(moved, still) for still, moved in zip(*keys, strict=True))

@@ -5,7 +5,7 @@ Each pass is run once, when a law first needs it.
 together   a few prompts in one batch                  L1, L8
 separate   the same prompts, each in its own pass      L1, L4, L5, L7, L8, L9
 padded     the same prompts with left padding          L8, parity with eager attention
-first      the first attention call of all prompts     L3
+first_call the first attention call of all prompts     L3
 
 Absolute position is found by observing a forward pass, for any family. With one token repeated and no BOS, a causal
 model with relative positions computes the same state at every position. Position enters at the first module that maps
@@ -20,22 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.states import Closure, hooked, origin_states
+from posleak.analyses.origin.states import Closure, Collector, hooked, joined, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
+from posleak.leakage.dataset import Chunk, assemble, stack_layers
 from posleak.models import input_device
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, relative_difference, takes_positions
 from posleak.probe.native import backbone
 from posleak.rounding import AGREE
+from posleak.runs.spec import batches
 
 Ids = NDArray[np.int64]
 
@@ -161,22 +164,16 @@ class ZeroObserver(LeakageObserver):
         super().observe(replace(call, query=torch.zeros_like(call.query), bias=None), out)
 
 
-@dataclass
-class VisibleCounts:
-    """Computes the prediction of L4 for every layer from the number of visible keys of each query:
+def mask_of_equal_logits(call: Call, plan: Plan) -> Tensor:
+    """Return the mask part that L4 predicts from the number of visible keys of each query [H or 1, Q]:
 
     mean over r of log((|V(r)| + A) / (|V(i)| + A)), where A = e^{s_aux}, or 0 without s_aux.
     """
-
-    plan: Plan
-    expected: list[Tensor] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Tensor) -> None:
-        rows = torch.tensor(self.plan.rows, device=call.query.device)
-        aux = torch.zeros(1, 1).double() if call.s_aux is None else call.s_aux.double().exp()[:, None].cpu()
-        log_size = (call.visibility.rows(rows)[0, 0].sum(-1).cpu() + aux).log()  # [H or 1, P]
-        Q, R = len(self.plan.queries), len(self.plan.references)
-        self.expected.append((log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device))
+    rows = torch.tensor(plan.rows, device=call.query.device)
+    aux = torch.zeros(1, 1).double() if call.s_aux is None else call.s_aux.double().exp()[:, None].cpu()
+    log_size = (call.visibility.rows(rows)[0, 0].sum(-1).cpu() + aux).log()  # [H or 1, P]
+    Q, R = len(plan.queries), len(plan.references)
+    return (log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device)
 
 
 class StopAtFirstCall(Exception):
@@ -264,35 +261,34 @@ class SharedPasses:
     def padded(self) -> JointPass:
         return self.measure(self.few, PADDING)
 
-    @cached_property
-    def first(self) -> Parts:
-        """The parts of the first attention call of all prompts."""
-        size, batches = self.batch or len(self.ids), list[Parts]()
-        for at in range(0, len(self.ids), size):
-            tokens, given = self.tokens(self.ids[at : at + size])
-            observer = LeakageObserver(self.plan, placements=self.placements)
+    def first_call(self) -> xr.Dataset:
+        """Measure the parts of the first attention call, of all prompts."""
+        observer, chunks = LeakageObserver(self.plan, placements=self.placements), list[Chunk]()
+        for at in batches(len(self.ids), self.batch or len(self.ids)):
+            tokens, given = self.tokens(self.ids[at.start : at.stop])
             with attach(self.model, [observer, StopAtFirstCall()]) as probe, suppress(StopAtFirstCall):
                 probe.forward(tokens, **given)
-            batches += observer.collect()[:1]
-        return joined(batches)
+            chunks.append(stack_layers(observer.collect()))
+        return assemble(chunks, self.plan)
 
     @cached_property
     def separate(self) -> SeparatePasses:
         plan, places = self.plan, self.placements
-        attention, zero, counts = AttentionObserver(plan), ZeroObserver(plan), VisibleCounts(plan)
+        attention, zero = AttentionObserver(plan), ZeroObserver(plan)
+        expected = Collector(lambda call, out: mask_of_equal_logits(call, plan))
         rows = ((plan.queries[1], 50.0), (plan.references[0], -50.0))
         gauges = [GaugeObserver(plan, placements=places, row=row, by=by) for row, by in rows if not self.learned_sinks]
         parts, within = list[list[Parts]](), list[list[Tensor]]()
-        first_only: list[Observer] = [attention, zero, counts, *gauges]
+        first_only: list[Observer] = [attention, zero, expected, *gauges]
         for ids in np.split(self.few, len(self.few)):
             observer = LeakageObserver(plan, placements=places)
             within.append(self._origin(ids, [observer, *first_only]))
             parts.append(observer.collect())
             first_only = []
         single = self._origin(self.few[:, :1])
-        closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
+        closure = Closure.of(joined(within), single, self.model.dtype)
         shifted = [gauge.layers for gauge in gauges]
-        return SeparatePasses(parts, attention.layers, closure, zero.layers, counts.expected, shifted)
+        return SeparatePasses(parts, attention.layers, closure, zero.layers, expected.layers, shifted)
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """Return the state of position 0 at every depth, from a pass with observers."""
@@ -325,13 +321,6 @@ class SharedPasses:
             f"in {len(layers)} layers an operation after the rotation of queries or keys does not commute with it, "
             f"such as a norm with weights: norms vary by {max(gaps):.2g} with position"
         )
-
-
-def joined(batches: Sequence[Parts]) -> Parts:
-    """Concatenate the parts of one layer over batches of prompts; a part that is None stays None."""
-    names = {name for name, x in vars(batches[0]).items() if x is not None} - {"pairs", "remainder"}
-    changed: dict[str, Any] = {name: torch.cat([getattr(parts, name) for parts in batches]) for name in names}
-    return replace(batches[0], **changed, remainder=max(parts.remainder for parts in batches))
 
 
 def pairs(got: Sequence[Parts], expected: Sequence[Parts], *names: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from posleak.runs.memory import FIRST_USE_BYTES, REPLICATES, SLACK, MemoryPlan, 
 from posleak.runs.spec import batches
 
 from .fingerprint import FINGERPRINT_TOKENS, SHOWN, Projection, carried_difference
-from .reading import LayerReading, ReadingObserver
-from .states import ALONE, Closure, ValueObserver, alone, joined, states
+from .reading import LayerReading, read
+from .states import ALONE, Closure, Collector, alone, first_values, joined, states
 
 Progress = Callable[[str], None]
 
@@ -78,7 +79,8 @@ def read_context(
         versions = np.repeat(prompts.batch(at)[None], 2, axis=0)
         versions[1, :, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
         firsts.append(versions[:, :, 0].T)
-        done.append(_read(subject, torch.from_numpy(versions), ReadingObserver(plan, projections), positions))
+        reader = Collector(partial(read, plan=plan, projections=projections))
+        done.append(_read(subject, torch.from_numpy(versions), reader, positions))
     origin, body, reading, other, carried = zip(*done, strict=True)
     own = joined([[layer.values for layer in layers] for layers in reading])
     return Context(
@@ -89,7 +91,7 @@ def read_context(
 
 
 def _read(
-    subject: Subject, versions: Int[Tensor, "2 B T"], reader: ReadingObserver, at: Int64[np.ndarray, "P"]
+    subject: Subject, versions: Int[Tensor, "2 B T"], reader: Collector[LayerReading], at: Int64[np.ndarray, "P"]
 ) -> tuple[list[Tensor], list[Tensor], list[LayerReading], list[Tensor], Float64[np.ndarray, "B J"]]:
     """Read both versions of one batch of prompts.
 
@@ -97,14 +99,14 @@ def _read(
     at the positions `at`, its readings, v_0 of the second version for each call, and the relative differences between
     the versions at late positions, by depth.
     """
-    values = ValueObserver()
+    values = Collector(first_values)
     with attach(subject.model, [reader]) as probe:
         x = states(probe, versions[0].to(subject.device))
     with attach(subject.model, [values]) as probe:
         y = states(probe, versions[1].to(subject.device))
     origin = [torch.cat([a[:, 0], b[:, 0]]).cpu() for a, b in zip(x, y, strict=True)]
     body = [depth[:, torch.from_numpy(at).to(depth.device)].cpu() for depth in x]
-    return origin, body, reader.layers, values.values, carried_difference(x, y)
+    return origin, body, reader.layers, values.layers, carried_difference(x, y)
 
 
 def _closure(subject: Subject, within: list[Tensor], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor
 
 from posleak.arrays import read_netcdf
 from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
@@ -32,7 +31,7 @@ from posleak.text import visible
 from posleak.typed import plain
 
 from .context import Context, Progress, origin_plan, read_context
-from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, Projection, fingerprint, projections, written
+from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, Projection, fingerprint, projections, written_by_readers
 from .portrait import BodyScale, Portrait, Trajectory, ordinary_tokens
 from .position_probe import PositionProbe, position_probe, written_basis
 from .reading import Reading
@@ -62,7 +61,7 @@ class Origin:
     """The analysis of position 0 of one model.
 
     `as_dict` is its JSON, from which it can be read back (`read_origin`) without the arrays for figures:
-    `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`.
+    `portrait.picture`, `reading.attention`, `fingerprint.matrices`.
 
     An estimate has value, low, high and n; with one number per depth the first three are arrays. n counts prompts, or
     tokens in the portrait and in `fingerprint.different`.
@@ -94,15 +93,7 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak origin --json` (docs/json.md)."""
-        document: dict[str, Any] = plain(
-            {
-                "model": self.model, "identity": self.identity, "inputs": self.inputs, "length": self.length,
-                "prompts": self.prompts, "tokens": self.portrait.n, "seed": self.seed, "level": LEVEL,
-                "reference": self.reference, "calibration": self.calibration, "closure": self.closure,
-                "trajectory": self.trajectory, "portrait": self.portrait, "reading": self.reading,
-                "fingerprint": self.fingerprint, "position_probe": self.position_probe,
-            }
-        )  # fmt: skip
+        document: dict[str, Any] = plain({"model": self.model, "tokens": self.portrait.n, "level": LEVEL, **vars(self)})
         return document
 
 
@@ -195,15 +186,15 @@ def _probe(
     subject: Subject, context: Context, outputs: Sequence[Projection], reading: Reading, seed: int, progress: Progress
 ) -> PositionProbe:
     """Run the position probe; the removed directions are those of the BOS, or of the mean v_0 of the prompts."""
-    depths, width, directions = len(context.body), context.body[0].shape[-1], list[Tensor]()
-    for projection, row, values in zip(outputs, reading.is_reader, context.values, strict=True):
-        heads = np.flatnonzero(row).tolist() if projection.space == "output" else []  # elsewhere W_O is not known
-        if heads:
-            directions.append(written(projection, values.mean(0, keepdim=True), heads)[:, 0].float())
-        else:
-            directions.append(torch.zeros(0, width))
+    means = [values.mean(0, keepdim=True) for values in context.values]
+    directions = [
+        (projection.layer, x[:, 0].float())
+        for projection, x in written_by_readers(outputs, reading.is_reader, means)
+        if projection.space == "output"  # elsewhere W_O is not known
+    ]
+    bases = written_basis(directions, len(context.body), context.body[0].shape[-1])
     return position_probe(
-        context.body, context.positions, written_basis(directions, reading.layers, depths, width), seed=seed,
+        context.body, context.positions, bases, seed=seed,
         device=subject.device if subject.device.type == "cuda" else None,
         progress=lambda done, of: progress(f"position probe: depth {done} of {of - 1}"),
     )  # fmt: skip

@@ -175,11 +175,6 @@ class Trajectory:
             body=body,
         )  # fmt: skip
 
-    @property
-    def massive(self) -> tuple[int, ...]:
-        """The number of massive channels at each depth."""
-        return tuple(sum(dimension.massive for dimension in depth) for depth in self.dimensions)
-
 
 def _ratio(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], undefined: float) -> Float64[np.ndarray, "n"]:
     """Return x / y, and `undefined` where y is zero."""

@@ -15,20 +15,17 @@ by cross-validation. Position 0 is excluded, because its state differs in kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from posleak.arrays import Array
-from posleak.errors import InputError
 from posleak.leakage import Estimate, Jackknife
 from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
 
 from .portrait import unit
-from .states import WithArrays
 
 VARIANTS = ("plain", "projected", "control")
 
@@ -47,7 +44,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class PositionProbe(WithArrays):
+class PositionProbe:
     """Three variants at depths 0 … L.
 
     chance      error of predicting the mean position
@@ -56,7 +53,6 @@ class PositionProbe(WithArrays):
     cost        [J]  error of projected − error of control, in tokens, paired: position information specific to those
                 directions
     overall     mean of cost over the depths where directions were removed
-    curves      [3, J, P]  mean predicted position at each position `at`; neither is part of the JSON
     """
 
     chance: float
@@ -69,8 +65,6 @@ class PositionProbe(WithArrays):
     plain: Decoded
     projected: Decoded
     control: Decoded
-    curves: Array = field(default_factory=lambda: np.empty(0), repr=False)
-    at: tuple[int, ...] = field(default=(), repr=False)
 
 
 def position_probe(
@@ -82,7 +76,7 @@ def position_probe(
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> PositionProbe:
-    """Fit and evaluate the probe.
+    """Fit and evaluate the probe on three or more prompts: for training, for choosing λ, and for evaluation.
 
     states     at every depth, at `positions`
     bases      orthonormal columns to remove, for each depth
@@ -91,11 +85,6 @@ def position_probe(
     progress   callback that receives (depths done, depths in all)
     """
     B = len(states[0])
-    if B < 3:
-        raise InputError(
-            "the position probe needs separate prompts for training, for choosing the ridge and for evaluation",
-            where="origin", got=f"{B} prompts", expected="3 or more", remedy="use --prompts 3 or more",
-        )  # fmt: skip
     fold = np.arange(B) % min(GROUPS, B)
     y = torch.from_numpy(positions).double()
     targets = torch.stack([y, y.log2()], dim=-1)
@@ -113,7 +102,7 @@ def position_probe(
         groups=int(fold.max()) + 1, lambdas=tuple(LAMBDAS), rank=rank,
         cost=jackknife.mean(projected - control).estimate,
         overall=jackknife.mean(removed.mean(1) if removed.size else np.full(B, np.nan)).estimate,
-        **variants, curves=predicted[..., 0].mean(2), at=tuple(positions.tolist()),
+        **variants,
     )  # fmt: skip
 
 
@@ -170,13 +159,13 @@ def random_basis(width: int, rank: int, seed: int) -> Float64[Tensor, "{width} {
 
 
 def written_basis(
-    directions: Sequence[Float[Tensor, "_k W"]], layers: Sequence[int], depths: int, width: int
+    directions: Sequence[tuple[int, Float[Tensor, "_k W"]]], depths: int, width: int
 ) -> list[Float64[Tensor, "{width} _k"]]:
     """Return, for each depth d, an orthonormal basis of the directions written by layers before d.
 
-    directions   those of each attention call;  layers: the layer of each call
+    directions   (layer, directions) of each attention call that writes some
     """
     return [
-        orthonormal(torch.cat([torch.zeros(0, width), *(x for x, at in zip(directions, layers) if at < d)]))
+        orthonormal(torch.cat([torch.zeros(0, width), *(x for layer, x in directions if layer < d)]))
         for d in range(depths)
     ]
