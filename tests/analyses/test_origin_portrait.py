@@ -12,20 +12,25 @@ from posleak.analyses.origin.portrait import (
     Portrait,
     Trajectory,
     dimensions,
+    joined_cosines,
     mean_cosine,
     ordinary_tokens,
-    pair_cosines,
+    pair_cosine,
     picture,
     resultant,
     settled,
 )
 from posleak.analyses.origin.states import Alone, Collector, alone, first_values
 from posleak.inputs import Vocabulary
-from posleak.leakage import Jackknife
+from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import of_gram
 from posleak.probe import attach
 from posleak.typed import plain
 from support.families import VOCAB, tiny
+
+
+def pair_cosines(x: list[torch.Tensor], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+    return joined_cosines([pair_cosine(rows, jackknife) for rows in x], jackknife)
 
 
 def scale(depths: int, entry: float = 1.0, norm: float = 2.0) -> BodyScale:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from posleak.analyses.origin.fingerprint import projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
-from posleak.analyses.origin.portrait import pair_cosines
+from posleak.analyses.origin.portrait import joined_cosines, pair_cosine
 from posleak.analyses.origin.states import alone
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
@@ -157,7 +157,7 @@ class Lab(Conditions):
         return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
 
     def mean(self, x: Array) -> Estimate:
-        """Return the mean of n numbers, one per prompt or head, with a jackknife interval."""
+        """Return the mean over the first axis of x (prompts, heads or tokens), with a jackknife interval."""
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @property
@@ -184,13 +184,15 @@ class Lab(Conditions):
 
         By closure, one-token sequences are enough.
         """
-        readers, start = self.origin.reading.is_reader, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
+        readers, jackknife = self.origin.reading.is_reader, Jackknife(TEXT_CROPS)
+        start = torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
             values, outputs = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
-            fingerprints = [head for _, heads in written_by_readers(outputs, readers, values) for head in heads]
-        return pair_cosines(fingerprints, Jackknife(TEXT_CROPS))[1] if fingerprints else None
+            written = written_by_readers(outputs, readers, values)
+            cosines = [pair_cosine(head, jackknife) for _, heads in written for head in heads]
+        return joined_cosines(cosines, jackknife)[1] if cosines else None
 
     def require_float64(self, prompts: int) -> None:
         """Raise InputError if a float64 copy of the weights and the states of the prompts do not fit into memory."""

@@ -74,39 +74,29 @@ class Entrance:
         return REASONS[self.kind].format(module=self.module)
 
 
-@dataclass
-class EntranceHook:
-    """Forward hook that finds the first module whose output differs between positions although its input does not.
-
-    names       module names by id
-    module      name of the module found;  is_embedding: whether it is an embedding
-    """
-
-    names: dict[int, str]
-    module: str | None = None
-    is_embedding: bool = False
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self.module is not None or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            return  # the cosines of a rotary module are not part of the stream
-        before = _differs(next(_along_positions([*args, *kwargs.values()]), None))
-        after = _differs(next(_along_positions([out] if isinstance(out, Tensor) else list(_values(out))), None))
-        table = isinstance(module, torch.nn.Embedding)
-        if after and (before is False or table):
-            self.module, self.is_embedding = self.names[id(module)], table
-
-
 def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
-    """Find where equal tokens become different states; None if they never do, as in rotary, NoPE or ALiBi models."""
-    hook = EntranceHook({id(module): name for name, module in model.named_modules()})
+    """Find where equal tokens become different states; None if they never do, as in rotary, NoPE or ALiBi models.
+
+    It is the first module whose output differs between positions although its input does not.
+    """
+    entered = list[torch.nn.Module]()
+
+    def observe(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if entered or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            return  # the cosines of a rotary module are not part of the stream
+        before, after = _differs([*args, *kwargs.values()]), _differs(_outputs(out))
+        if after and (before is False or isinstance(module, torch.nn.Embedding)):
+            entered.append(module)
+
     inner = backbone(model)
     parts = (module for module in inner.modules() if module is not inner)
-    with attach(model) as probe, hooked(parts, hook, with_kwargs=True):
+    with attach(model) as probe, hooked(parts, observe, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
-        attention = {hook.names[id(module)] for module in probe.modules}
-    if hook.module is None or hook.is_embedding:  # its values may be sines for a rotation: then the states are equal
-        return Entrance(TABLE, hook.module or "added in its body") if _differs(out[0]) else None
-    return Entrance(SINKS if hook.module in attention else RECURRENT, hook.module)
+        attention = list(probe.modules)
+    name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
+    if not entered or isinstance(entered[0], torch.nn.Embedding):
+        return Entrance(TABLE, name) if _differs([out[0]]) else None  # a table may hold sines for a rotation
+    return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
 
 
 def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shift: int) -> bool:
@@ -114,7 +104,7 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     outputs: list[Tensor] = []
 
     def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
-        outputs.append(next(_along_positions([out, *_values(out)])))
+        outputs.extend(_along_positions(_outputs(out))[:1])
 
     with hooked([model.get_submodule(module)], keep), attach(model) as probe:
         ids = torch.full((1, LENGTH), token, device=input_device(model))
@@ -124,21 +114,27 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     return relative_difference(moved, still) > AGREE.of(model.dtype)
 
 
-def _values(out: Any) -> Iterator[Any]:
-    yield from out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else ()
+def _outputs(out: Any) -> list[Any]:
+    """Return what a module returned as a list: a tensor, the items of a tuple, or the values of a mapping."""
+    if isinstance(out, Tensor):
+        return [out]
+    return list(out.values()) if hasattr(out, "values") else list(out) if isinstance(out, (tuple, list)) else []
 
 
-def _along_positions(candidates: list[Any]) -> Iterator[Tensor]:
-    """Yield floating-point tensors with exactly one axis of positions."""
-    for x in candidates:
-        if isinstance(x, Tensor) and x.is_floating_point() and list(x.shape).count(LENGTH) == 1:
-            yield x
+def _along_positions(candidates: Sequence[Any]) -> list[Tensor]:
+    """Return the floating-point tensors with exactly one axis of positions."""
+    tensors = [x for x in candidates if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in tensors if list(x.shape).count(LENGTH) == 1]
 
 
-def _differs(x: Tensor | None) -> bool | None:
-    """Return whether positions differ by more than rounding; None without an axis of positions."""
-    if x is None:
+def _differs(candidates: Sequence[Any]) -> bool | None:
+    """Return whether positions of the first tensor with an axis of positions differ by more than rounding.
+
+    None if there is no such tensor.
+    """
+    if not (tensors := _along_positions(candidates)):
         return None
+    x = tensors[0]
     at = x.movedim(list(x.shape).index(LENGTH), 0).double()
     return float((at - at[:1]).abs().max()) > 1e-3 * float(at.abs().max())
 

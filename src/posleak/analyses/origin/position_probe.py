@@ -123,12 +123,11 @@ def _depth(
     none = basis.new_zeros(x.shape[-1], 0).double()
     out = np.empty((len(VARIANTS), *x.shape[:2], 2))
     for variant, removed in enumerate((none, basis.double(), random_basis(x.shape[-1], basis.shape[1], seed).to(x))):
-        if variant and not removed.shape[1]:
+        if variant and not removed.shape[1]:  # the same as plain
             out[variant] = out[0]
             continue
-        part = whole.without(removed) if variant else whole
-        kept = [row - (row @ removed) @ removed.mT for row in rows] if variant else rows
-        for g, guess in enumerate(cross_predict(part, kept, y)):
+        kept = [row - (row @ removed) @ removed.mT for row in rows]
+        for g, guess in enumerate(cross_predict(whole.without(removed), kept, y)):
             out[variant, groups[g]] = guess.view(len(groups[g]), -1, 2).cpu().numpy()
     return out
 
