@@ -55,7 +55,7 @@ LATER = slice(1, None)
 """The layers after the first."""
 
 
-def drawn(edit: str, draws: int) -> list[str]:
+def draw_texts(edit: str, draws: int) -> list[str]:
     """Return the texts of an edit's random draws, numbered; the edit itself for a single draw."""
     return [edit] if draws == 1 else [f"{edit}:{draw}" for draw in range(draws)]
 
@@ -143,7 +143,7 @@ class Lab(Conditions):
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
-        after = [self.power(name, text, early=early, layers=at) for text in drawn(edit, draws)]
+        after = [self.power(name, text, early=early, layers=at) for text in draw_texts(edit, draws)]
         ratios = [Contrast(power, before).ratio for power in after]
         mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
         if draws > 1:
@@ -152,7 +152,7 @@ class Lab(Conditions):
 
     def edited(self, edit: str, about: str, *kept: Kept, draws: int = 1) -> Edited:
         """Describe the condition, with mean attention of reference queries to position 0 before and after."""
-        conditions = [(), *((text,) for text in drawn(edit, draws))]
+        conditions = [(), *((text,) for text in draw_texts(edit, draws))]
         before, *after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in conditions)
         return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
 

@@ -238,15 +238,15 @@ class SharedPasses:
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(input_device(self.model))
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
         keep[:, :padding] = 0
-        given = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
-        return tokens, {"padding": keep, **given}
+        arguments = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
+        return tokens, {"padding": keep, **arguments}
 
     def measure(self, ids: Ids, padding: int = 0) -> JointPass:
         """Measure the parts of every layer, with `padding` masked tokens before the prompts."""
-        tokens, given = self.tokens(ids, padding)
+        tokens, arguments = self.tokens(ids, padding)
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         with attach(self.model, [observer]) as probe:
-            states = probe.forward(tokens, **given)[0]
+            states = probe.forward(tokens, **arguments)[0]
         return JointPass(observer.collect(), states[:, padding:])
 
     @cached_property
@@ -261,9 +261,9 @@ class SharedPasses:
         """Measure the parts of the first attention call, of all prompts."""
         observer, chunks = LeakageObserver(self.plan, placements=self.placements), list[Chunk]()
         for at in batches(len(self.ids), self.batch or len(self.ids)):
-            tokens, given = self.tokens(self.ids[at.start : at.stop])
+            tokens, arguments = self.tokens(self.ids[at.start : at.stop])
             with attach(self.model, [observer, StopAtFirstCall()]) as probe, suppress(StopAtFirstCall):
-                probe.forward(tokens, **given)
+                probe.forward(tokens, **arguments)
             chunks.append(stack_layers(observer.collect()))
         return assemble(chunks, self.plan)
 
@@ -301,14 +301,13 @@ class SharedPasses:
         """Where the model writes position into the residual stream by design, if it does."""
         return first_entrance(self.model, int(self.constant[0, 0]))
 
-    @property
-    def cause(self) -> str | None:
-        """The property of the model by which equal tokens differ between positions; None if none is known."""
+    def find_cause(self) -> str | None:
+        """Return the property of the model by which equal tokens differ between positions; None if none is known."""
         return self.entrance.reason if self.entrance is not None else self.uneven
 
     @property
     def uneven(self) -> str | None:
-        """Say in which layers norms of queries or keys depend on position; None if in no layer."""
+        """In which layers norms of queries or keys depend on position, as a sentence; None if in no layer."""
         gaps = [place.unevenness for place in self.placements]
         layers = [layer for layer, gap in enumerate(gaps) if gap]
         if not layers:

@@ -134,51 +134,51 @@ def origin(
     require_between("prompts", prompts, 3, why=why)
     require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
     require_between("batch", batch, 0)
-    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
-    long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
+    loaded, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    long = beyond_context(loaded, MeasureSpec(length=length, prompts=prompts))
     work = Work(
-        "the look at position 0",
-        lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),
+        "the analysis of position 0",
+        lambda at_once: origin_plan(loaded, plan, prompts, min(tokens, loaded.vocab_size), at_once),
         lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
         "a shorter --length, fewer --prompts or --tokens", batched=True,
     )  # fmt: skip
-    wanted = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = work.fit(who, wanted, parse_bytes(max_memory), fixed=bool(batch))
+    largest = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    at_once = work.fit(loaded, largest, parse_bytes(max_memory), fixed=bool(batch))
     if long is not None:
         warn(long)
-    texts = prepare(who, "random", bos=bos, length=length, seed=seed)
-    with exclusive(who.model):
-        result = _origin(who, texts, plan, prompts, tokens, at_once, probe, on_status)
-        if (note := changed(who)) is not None:
+    base = prepare(loaded, "random", bos=bos, length=length, seed=seed)
+    with exclusive(loaded.model):
+        result = _origin(loaded, base, plan, prompts, tokens, at_once, probe, on_status)
+        if (note := changed(loaded)) is not None:
             warn(note)
     return result
 
 
 def _origin(
-    subject: Subject, texts: Prompts, plan: Plan, prompts: int, tokens: int, batch: int, probe: bool, progress: Progress
+    subject: Subject, base: Prompts, plan: Plan, prompts: int, tokens: int, batch: int, probe: bool, progress: Progress
 ) -> Origin:
-    drawn = ordinary_tokens(texts.vocabulary, tokens + 1, texts.seed, without=texts.first.id)
-    reference = int(drawn[0]) if texts.first.id is None else int(texts.first.id)
+    drawn = ordinary_tokens(base.vocabulary, tokens + 1, base.seed, without=base.first.id)
+    reference = int(drawn[0]) if base.first.id is None else int(base.first.id)
     others = drawn[drawn != reference][:tokens]
     progress("calibration")
-    start = torch.from_numpy(texts.batch([0]))[:, :CALIBRATION_LENGTH].to(subject.device)
+    start = torch.from_numpy(base.batch([0]))[:, :CALIBRATION_LENGTH].to(subject.device)
     calibration = calibrate(subject.model, start).require(subject.identity.name)
     outputs = projections(subject.model, start[:, :16])
     progress(f"portrait: {len(others)} first tokens")
     single = alone(subject.model, torch.from_numpy(np.concatenate([[reference], others])))
-    context = read_context(subject, texts, plan, outputs, others, prompts, batch, progress)
+    context = read_context(subject, base, plan, outputs, others, prompts, batch, progress)
     progress("portrait and fingerprint")
     body = BodyScale.of(context.body)
     reading = Reading.from_batches(context.reading, plan, outputs)
-    spelled, is_bos = texts.vocabulary.spell(reference), texts.first.id is not None
+    spelled, is_bos = base.vocabulary.spell(reference), base.first.id is not None
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
-        identity=subject.identity, inputs=texts.describe(), length=texts.length, prompts=prompts, seed=texts.seed,
+        identity=subject.identity, inputs=base.describe(), length=base.length, prompts=prompts, seed=base.seed,
         reference=Reference(reference, spelled, is_bos), calibration=calibration, closure=context.closure,
         trajectory=Trajectory.of(single.states[0], body, reference, spelled),
         portrait=Portrait.of(single, body), reading=reading,
         fingerprint=fingerprint(outputs, reading.is_reader, context.same, few, context.carried, context.changed),
-        position_probe=_probe(subject, context, outputs, reading, texts.seed, progress) if probe else None,
+        position_probe=_probe(subject, context, outputs, reading, base.seed, progress) if probe else None,
     )  # fmt: skip
 
 

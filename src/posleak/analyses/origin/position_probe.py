@@ -29,6 +29,9 @@ from .portrait import unit
 
 VARIANTS = ("plain", "projected", "control")
 
+DEPENDENT = 1e-5
+"""Singular values below this share of the largest are rounding."""
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -141,12 +144,12 @@ def _evaluated(
     return Decoded(*(jackknife.mean(x).estimate for x in (error, 1 - unexplained[..., 0], 1 - unexplained[..., 1])))
 
 
-def orthonormal(directions: Float[Tensor, "n W"], rounding: float = 1e-5) -> Float64[Tensor, "W k"]:
+def orthonormal(directions: Float[Tensor, "n W"]) -> Float64[Tensor, "W k"]:
     """Return orthonormal columns that span the rows; linearly dependent rows, up to rounding, add no column."""
     if not len(directions):
         return directions.mT.double()
     _, values, vectors = torch.linalg.svd(unit(directions), full_matrices=False)
-    basis: Tensor = vectors[values > rounding * values[0]]
+    basis: Tensor = vectors[values > DEPENDENT * values[0]]
     return basis.mT
 
 

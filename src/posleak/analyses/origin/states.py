@@ -150,10 +150,10 @@ class Alone:
     values: tuple[Float[Tensor, "n _K _Ev"], ...]
 
 
-def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE, edits: Sequence[Edit] = ()) -> Alone:
+def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE) -> Alone:
     """Run every token as a sequence of its own."""
     observer, batches, values = Collector(first_values), [], []
-    with attach(model, [observer], edits) as probe:
+    with attach(model, [observer]) as probe:
         for part in tokens.split(batch):
             x = require_one_width(states(probe, part[:, None].to(input_device(model))), model)
             batches.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))

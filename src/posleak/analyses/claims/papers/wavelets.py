@@ -31,7 +31,7 @@ untestable(
 )  # fmt: skip
 
 
-def heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
+def finite_heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
     """Return metrics of those heads of all layers that have finite values everywhere, with heads on one axis.
 
     Raise UnsupportedError if there are fewer than three such heads.
@@ -60,7 +60,7 @@ def octaves(energy: Float64[np.ndarray, "*cells S"]) -> Float64[np.ndarray, "*ce
 def resolutions(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
-    (energy,) = heads(lab, "wavelet_energy")
+    (energy,) = finite_heads(lab, "wavelet_energy")
     scale = octaves(energy)
     details = {
         "heads": energy.shape[1],
@@ -87,7 +87,7 @@ ZOOM = (
 
 def zoomed(lab: Lab, side: Side) -> Finding:
     """Return how much more a head differs from itself at half the resolution than from another head."""
-    energy, half, quarter = heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
+    energy, half, quarter = finite_heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
     if energy.shape[2] < 3:
         return Finding.not_applicable("the prompts are too short for three scales")
     cosines = lab.jackknife.of_means(lambda mean: np.array(octave_cosines(mean)), energy)
@@ -139,7 +139,7 @@ untestable(
 def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
-    position, frequency = heads(lab, "entropy_position", "entropy_spectrum")
+    position, frequency = finite_heads(lab, "entropy_position", "entropy_spectrum")
     correlation = correlated(lab.jackknife, position, frequency)
     return Finding.of(correlation, "correlation", side=Side.BELOW, details={"heads": position.shape[1]})
 
