@@ -16,7 +16,7 @@ import numpy as np
 
 from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import SCALING
-from posleak.defaults import LENGTH, PROMPTS, TEXT_INPUTS
+from posleak.defaults import PROMPTS, TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -33,7 +33,7 @@ from posleak.signatures import checked
 from posleak.text import one_line
 from posleak.typed import plain
 
-from .settings import GROUPS, Setting, of_edits, settings_for
+from .settings import GROUPS, Setting, of_edits, settings_for, usual_length
 
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
@@ -228,11 +228,11 @@ def advise(
     Example: `posleak.advise("smollm2-135m", groups="window").sentences`
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
-    loaded = subject_of(subject)
-    default = (min(LENGTH, loaded.context or LENGTH), PROMPTS)
+    who = subject_of(subject)
     request = resolve_request(
-        loaded, inputs, length=length, prompts=prompts, default=default, seed=seed, bos=bos, origin=origin, loss=True
-    )
+        who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
+        origin=origin, loss=True,
+    )  # fmt: skip
     status = progress or (lambda line: None)
     conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
     conditions.choose_folder(out, root, prefix="advice-")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from posleak.defaults import LENGTH
 from posleak.edits import parse_edits
 from posleak.errors import InputError, did_you_mean
 from posleak.inputs import Prompts
@@ -25,6 +26,11 @@ NARROW = ("bfloat16", "float16")
 
 KEPT_TOKENS = (1, 4)
 """Numbers of first tokens that a streaming cache keeps in addition to its window."""
+
+
+def usual_length(subject: Subject) -> int:
+    """Return the default length of prompts."""
+    return min(LENGTH, subject.context or LENGTH)
 
 
 @dataclass(frozen=True)

@@ -124,24 +124,24 @@ def doctor(
     Example: `posleak.doctor("smollm2-135m").verdict`
     """
     require_between("prompts", prompts, FEW, why="independence of the batch can only be checked with a second prompt")
-    loaded, on_status = identified(subject_of(subject)), progress or (lambda line: None)
-    plan = default_plan(doctor_length(loaded) if length is None else length)
-    long = beyond_context(loaded, MeasureSpec(length=plan.length, prompts=prompts))
+    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    plan = default_plan(doctor_length(who) if length is None else length)
+    long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     prompts_text = describe_prompts(prompts, plan.length)
     work = Work(
-        "the diagnosis", lambda batch: doctor_plan(loaded, plan, prompts, batch, short=short),
+        "the diagnosis", lambda batch: doctor_plan(who, plan, prompts, batch, short=short),
         lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
         "a shorter --length or fewer --prompts",
     )  # fmt: skip
-    batch = work.fit(loaded, prompts, parse_bytes(max_memory))
-    outside = bos_outside_vocabulary(loaded) if bos == "auto" else None
+    batch = work.fit(who, prompts, parse_bytes(max_memory))
+    outside = bos_outside_vocabulary(who) if bos == "auto" else None
     no_bos = None if outside is None else f"{outside}: position 0 holds an ordinary token"
-    base = prepare(loaded, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)
-    with exclusive(loaded.model):
-        calibration, checks, positions = _checks(loaded, base, plan, prompts, short, batch, on_status)
-        notes = tuple(note for note in (no_bos, long, changed(loaded)) if note is not None)
+    base = prepare(who, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)
+    with exclusive(who.model):
+        calibration, checks, positions = _checks(who, base, plan, prompts, short, batch, on_status)
+        notes = tuple(note for note in (no_bos, long, changed(who)) if note is not None)
     first = base.describe().first_token
-    return Diagnosis(loaded.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
+    return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
 
 
 def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:

@@ -168,8 +168,8 @@ def mask_of_equal_logits(call: Call, plan: Plan) -> Tensor:
     rows = torch.tensor(plan.rows, device=call.query.device)
     aux = torch.zeros(1, 1).double() if call.s_aux is None else call.s_aux.double().exp()[:, None].cpu()
     log_size = (call.visibility.rows(rows)[0, 0].sum(-1).cpu() + aux).log()  # [H or 1, P]
-    Q, R = len(plan.queries), len(plan.references)
-    return (log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device)
+    Q = len(plan.queries)
+    return (log_size[:, Q:].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device)
 
 
 class StopAtFirstCall(Exception):

@@ -134,22 +134,22 @@ def origin(
     require_between("prompts", prompts, 3, why=why)
     require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
     require_between("batch", batch, 0)
-    loaded, on_status = identified(subject_of(subject)), progress or (lambda line: None)
-    long = beyond_context(loaded, MeasureSpec(length=length, prompts=prompts))
+    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
     work = Work(
-        "the analysis of position 0",
-        lambda at_once: origin_plan(loaded, plan, prompts, min(tokens, loaded.vocab_size), at_once),
+        "the look at position 0",
+        lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),
         lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
         "a shorter --length, fewer --prompts or --tokens", batched=True,
     )  # fmt: skip
-    largest = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = work.fit(loaded, largest, parse_bytes(max_memory), fixed=bool(batch))
+    wanted = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
+    at_once = work.fit(who, wanted, parse_bytes(max_memory), fixed=bool(batch))
     if long is not None:
         warn(long)
-    base = prepare(loaded, "random", bos=bos, length=length, seed=seed)
-    with exclusive(loaded.model):
-        result = _origin(loaded, base, plan, prompts, tokens, at_once, probe, on_status)
-        if (note := changed(loaded)) is not None:
+    base = prepare(who, "random", bos=bos, length=length, seed=seed)
+    with exclusive(who.model):
+        result = _origin(who, base, plan, prompts, tokens, at_once, probe, on_status)
+        if (note := changed(who)) is not None:
             warn(note)
     return result
 

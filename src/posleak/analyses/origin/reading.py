@@ -58,7 +58,7 @@ def read(call: Call, out: Float[Tensor, "B H T Ev"], *, plan: Plan, projections:
     gv = torch.einsum("hef,bhf->bhe", gram, v)
     length = (v * gv).sum(-1)  # ‖W_h v_0‖²
     whole = torch.einsum("bhpe,hef,bhpf->bhp", o, gram, o).clamp(min=0)  # ‖W_h o_i‖²
-    late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
+    late = slice(len(plan.queries), None)
     written = (a * (length[..., None] / whole).sqrt())[..., late].mean(-1)
     around = o - o.mean(2, keepdim=True)
     on_line = torch.einsum("bhpe,bhe->bhp", around, gv).square().mean(-1) / length
@@ -135,7 +135,7 @@ class Reading(WithArrays):
     ) -> Reading:
         """Combine the collected layers of each batch of prompts (`read`)."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
-        late, jackknife = slice(len(plan.queries), len(plan.queries) + len(plan.references)), Jackknife(len(attention))
+        late, jackknife = slice(len(plan.queries), None), Jackknife(len(attention))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
         counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON

@@ -84,11 +84,12 @@ def position_0(lab: Lab) -> Finding:
     sees = np.nanmax(at_0, axis=(0, 2)) > 0  # a window may hide it
     if not sees.any():
         return Finding.not_applicable("windows hide position 0 from late queries in every layer")
-    uniform = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
+    at_0 = at_0[:, sees]
+    alike = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
     heads = lab.metric("sink_start")
     rate = float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
-    mean, details = lab.mean(np.nanmean(at_0[:, sees], axis=(1, 2))), {"sink rate of Gu et al., first 64 queries": rate}
-    return Finding.of(mean, "share of attention", no_effect=uniform, details=details)
+    mean, details = lab.mean(np.nanmean(at_0, axis=(1, 2))), {"sink rate of Gu et al., first 64 queries": rate}
+    return Finding.of(mean, "share of attention", no_effect=alike, details=details)
 
 
 untestable(
