@@ -20,6 +20,7 @@ from posleak import edits as stage
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.lab import Lab
 from posleak.edits import NamedEdit, Site, parse_edit
+from posleak.edits.parse import FORWARDED
 from posleak.errors import InputError, ModelError, PosleakWarning, RunError
 from posleak.inputs import GivenPrompts, prepare, read_given
 from posleak.leakage import by_head
@@ -283,6 +284,16 @@ def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> Non
     assert own.record.digest != pl.measure(llama, **SMALL, edits=[Halved(), "window=16"]).record.digest
     assert "Halved" in repr(own)
     assert own.as_dict()["edits"] == ["window=16", "Halved"]
+
+
+def test_an_own_edit_is_asked_everything_that_a_named_one_is(llama: pl.Subject) -> None:
+    """What it says of its factor on queries becomes the part `scaling`, as for `scale=logn`."""
+    named = parse_edit("scale=logn")
+    own = type("Scaled", (Edit,), {name: staticmethod(getattr(named, name)) for name in ("edit", "temperature")})()
+    scaled = pl.measure(llama, **SMALL, edits=own)
+    assert "scaling" in scaled.data
+    assert_same_bits(scaled, pl.measure(llama, **SMALL, edits="scale=logn"))
+    assert set(FORWARDED) >= {name for name in vars(Edit) if not name.startswith("_")} - {"installed"}
 
 
 def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(

@@ -131,7 +131,10 @@ def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
         )  # fmt: skip
 
 
-FORWARDED = ("placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "positions", "edit")
+FORWARDED = (
+    "placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "positions", "edit", "temperature",
+    "changed_heads", "placed",
+)  # fmt: skip
 """Attributes of an `UnnamedEdit` that are those of the edit that it wraps."""
 
 
