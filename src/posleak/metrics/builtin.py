@@ -25,7 +25,7 @@ from posleak.probe import Plan
 
 from . import graphs, spectra
 from .meter import Arrays, Glimpse, Meter, start_attention
-from .ridge import GROUPS, cross_predict, rescaled, ridge_problem
+from .ridge import held_out, rescaled
 
 FIEDLER_TOKENS = 128
 """Number of first tokens in the graph for the Fiedler value, whose cost is cubic."""
@@ -286,22 +286,11 @@ class ProbeMeter(Meter):
         B, J = states.shape[:2]
         error = np.full((B, J), np.nan)
         if B >= 3:
-            fold = np.arange(B) % min(GROUPS, B)
             target = torch.from_numpy(self.places).double()[:, None]
             for depth in range(J):
-                error[:, depth] = _held_out(torch.from_numpy(states[:, depth]).double(), target, fold)
+                (guess,) = held_out(torch.from_numpy(states[:, depth]).double(), target)
+                error[:, depth] = (guess - target).abs().mean((1, 2)).numpy()
         return data | {"probe_error": error}
-
-
-def _held_out(x: Tensor, target: Tensor, fold: np.ndarray) -> np.ndarray:
-    """Return the mean |predicted − true| of each prompt [B]; each group is predicted from the others."""
-    x = x - x.flatten(0, 1).mean(0)
-    groups = [np.flatnonzero(fold == g) for g in range(int(fold.max()) + 1)]
-    rows, y = [x[group].flatten(0, 1) for group in groups], [target.repeat(len(group), 1) for group in groups]
-    error = np.empty(len(x))
-    for group, guess, true in zip(groups, cross_predict(ridge_problem(rows, y), rows, y), y, strict=True):
-        error[group] = (guess - true).abs().view(len(group), -1).mean(1).numpy()
-    return error
 
 
 def projection(width: int, features: int) -> Float[Tensor, "{width} {features}"]:

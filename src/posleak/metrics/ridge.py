@@ -124,6 +124,35 @@ def _solve(
     return torch.cholesky_solve(right.expand(len(lambdas), -1, -1), torch.linalg.cholesky(system + ridge))
 
 
+def held_out(
+    x: Float64[Tensor, "B P W"], targets: Float64[Tensor, "P Y"], bases: Sequence[Float64[Tensor, "W _k"]] = ()
+) -> list[Float64[Tensor, "B P Y"]]:
+    """Predict the targets of every prompt from prompts of other groups.
+
+    bases   orthonormal columns that are projected out of the rows; one result for each basis, in the same order.
+            Without bases there is one result, from the rows themselves
+    """
+    x = x - x.flatten(0, 1).mean(0)  # for numerical accuracy of the sums: fits do not depend on it
+    count = group_count(len(x))
+    rows, y = (
+        [x[g::count].flatten(0, 1) for g in range(count)],
+        [targets.repeat(len(x[g::count]), 1) for g in range(count)],
+    )
+    problem, results = ridge_problem(rows, y), []
+    for basis in bases or [x.new_zeros(x.shape[-1], 0)]:
+        kept = [row - (row @ basis) @ basis.mT for row in rows]
+        result = x.new_empty(*x.shape[:2], targets.shape[1])
+        for g, guess in enumerate(cross_predict(problem.without(basis), kept, y)):
+            result[g::count] = guess.view(-1, *result.shape[1:])
+        results.append(result)
+    return results
+
+
+def group_count(prompts: int) -> int:
+    """Return the number of groups of prompts in cross-validation; prompt b belongs to group b mod count."""
+    return min(GROUPS, prompts)
+
+
 def cross_predict(
     problem: RidgeProblem, rows: Sequence[Float64[Tensor, "_n W"]], y: Sequence[Float64[Tensor, "_n Y"]]
 ) -> list[Float64[Tensor, "_n Y"]]:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from posleak.leakage import Estimate, Jackknife
-from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
+from posleak.metrics.ridge import LAMBDAS, group_count, held_out, rescaled
 
 from .portrait import unit
 
@@ -88,13 +88,12 @@ def position_probe(
     progress   callback that receives (depths done, depths in all)
     """
     B = len(states[0])
-    fold = np.arange(B) % min(GROUPS, B)
     y = torch.from_numpy(positions).double()
     targets = torch.stack([y, y.log2()], dim=-1)
     predicted = np.empty((len(VARIANTS), len(states), B, len(positions), 2))
     for d, (x, basis) in enumerate(zip(states, bases, strict=True)):
         progress(d, len(states))
-        predicted[:, d] = _depth(x.to(device), basis.to(device), targets.to(device), fold, seed + d)
+        predicted[:, d] = _depth(x.to(device), basis.to(device), targets.to(device), seed + d)
     true = targets.numpy()
     jackknife, rank = Jackknife(B), tuple(basis.shape[1] for basis in bases)
     variants = {name: _evaluated(guess, true, jackknife) for name, guess in zip(VARIANTS, predicted, strict=True)}
@@ -102,7 +101,7 @@ def position_probe(
     removed = (projected - control)[:, np.array(rank) > 0]
     return PositionProbe(
         chance=float(np.abs(true[:, 0] - true[:, 0].mean()).mean()), positions=len(positions),
-        groups=int(fold.max()) + 1, lambdas=tuple(LAMBDAS), rank=rank,
+        groups=group_count(B), lambdas=tuple(LAMBDAS), rank=rank,
         cost=jackknife.mean(projected - control).estimate,
         overall=jackknife.mean(removed.mean(1) if removed.size else np.full(B, np.nan)).estimate,
         **variants,
@@ -110,29 +109,14 @@ def position_probe(
 
 
 def _depth(
-    x: Float[Tensor, "B P W"],
-    basis: Float[Tensor, "W k"],
-    targets: Float64[Tensor, "P Y=2"],
-    fold: Int64[np.ndarray, "B"],
-    seed: int,
+    x: Float[Tensor, "B P W"], basis: Float[Tensor, "W k"], targets: Float64[Tensor, "P Y=2"], seed: int
 ) -> Float64[np.ndarray, "variants=3 B P Y=2"]:
     """Return held-out predictions from the states of one depth."""
     x = rescaled(x.double())
-    x = x - x.flatten(0, 1).mean(0)  # for numerical accuracy of the sums: fits do not depend on it
-    groups = [np.flatnonzero(fold == g) for g in range(fold.max() + 1)]
-    rows = [x[group].flatten(0, 1) for group in groups]
-    y = [targets.repeat(len(group), 1) for group in groups]
-    whole = ridge_problem(rows, y)
-    none = basis.new_zeros(x.shape[-1], 0).double()
-    out = np.empty((len(VARIANTS), *x.shape[:2], 2))
-    for variant, removed in enumerate((none, basis.double(), random_basis(x.shape[-1], basis.shape[1], seed).to(x))):
-        if variant and not removed.shape[1]:  # the same as plain
-            out[variant] = out[0]
-            continue
-        kept = [row - (row @ removed) @ removed.mT for row in rows]
-        for g, guess in enumerate(cross_predict(whole.without(removed), kept, y)):
-            out[variant, groups[g]] = guess.view(len(groups[g]), -1, 2).cpu().numpy()
-    return out
+    none, control = x.new_zeros(x.shape[-1], 0), random_basis(x.shape[-1], basis.shape[1], seed).to(x)
+    bases = [none, basis.double(), control] if basis.shape[1] else [none]  # else all variants are the same
+    predictions = torch.stack(held_out(x, targets, bases))
+    return predictions.expand(len(VARIANTS), -1, -1, -1).cpu().numpy()
 
 
 def _evaluated(
