@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.defaults import LENGTH as LENGTH, PROMPTS as PROMPTS, TRACED as TRACED
+from posleak.defaults import LENGTH, PROMPTS
 from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
