@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,21 +112,6 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(visible(text)))
     finally:
         status.stop()
-
-
-def present(
-    result: Any, tables: Callable[[Any], Iterable[Any]], as_json: bool, profile: dict[str, Any] | None = None
-) -> None:
-    """Print a result and the profile of the command, if there is one, as JSON or as tables."""
-    if as_json:
-        emit(result.as_dict() | ({} if profile is None else {"profile": profile}))
-        return
-    for item in tables(result):
-        out.print(item)
-    if profile is not None:
-        from posleak.reports.terminal.run import profile_table
-
-        out.print(profile_table(profile))
 
 
 def emit(value: Any) -> None:

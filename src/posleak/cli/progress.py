@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -65,17 +65,17 @@ class TimeProfile:
     """A stopwatch that runs during a command if it is `on`; `measuring` marks the work on a loaded model."""
 
     def __init__(self, on: bool = True) -> None:
-        self.on, self.peak = on, 0
-        self.watch = Stopwatch(before=_age() if on else 0.0)
-        self._running = ExitStack()
+        self.on, self.watch, self.peak = on, Stopwatch(), 0
 
     def __enter__(self) -> TimeProfile:
         if self.on:
-            self._running.enter_context(self.watch)
+            self.watch.before = _age()
+            self.watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._running.close()
+        if self.on:
+            self.watch.__exit__()
 
     @contextmanager
     def measuring(self, subject: Subject) -> Iterator[None]:
