@@ -11,14 +11,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from posleak import defaults
 from posleak._version import __version__
 from posleak.errors import PosleakWarning
 from posleak.show.lines import PlainConsole
@@ -30,7 +28,6 @@ from .failures import STATUSES, CarriedError, error_handler
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """typer does not export it; depending on typer's version it is click's or a copy of click's."""
 
-RUNS = Path(defaults.RUNS)
 FILE_WIDTH = 120
 """Columns of output to a file or a pipe, unless COLUMNS is set."""
 
