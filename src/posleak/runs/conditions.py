@@ -24,17 +24,9 @@ from posleak.inputs import GivenPrompts, Inputs, Prompts
 from posleak.models import AnyModel, Subject
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import (
-    HEADS_FILE,
-    RECORD_FILE,
-    RESULTS_FILE,
-    chosen_folder,
-    remove_if_empty,
-    remove_unwritten,
-    require_unused,
-)
+from .folder import RECORD_FILE, chosen_folder, remove_if_empty, remove_unwritten, require_unused
 from .prepared import PreparedRun
-from .progress import OnProgress, Progress
+from .progress import OnProgress
 from .record import clear_run
 from .request import resolve_request
 from .run import Run
@@ -123,7 +115,7 @@ class Conditions:
                 require_unused(self.folder, self.extra_files)
             if self.fresh:
                 self.clear(self.folder)
-            remove_unwritten(self.folder, (RECORD_FILE, RESULTS_FILE, HEADS_FILE, *self.extra_files))
+            remove_unwritten(self.folder, self.extra_files)
             yield
 
     def clear(self, folder: Path) -> None:
@@ -147,18 +139,17 @@ class Conditions:
         parsed = parse_edits(edits)
         texts = tuple(edit.text for edit in parsed)
         if texts not in self._runs:
-            name = ", ".join(texts) or "baseline"
-            self.progress(name)
-
-            def on_progress(progress: Progress) -> None:
-                self.progress(f"{name}: {progress.text}")
-
             self._runs[texts] = (
-                self.condition(self._spec_under(parsed), "+".join(texts), on_progress)
+                self.condition(self._spec_under(parsed), *texts)
                 if texts
-                else self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
+                else self.baseline.run_with_warnings(self.folder, on_progress=self._started("baseline"))
             )
         return self._runs[texts]
+
+    def _started(self, name: str) -> OnProgress:
+        """Report the start of a run, and return a callback that reports its progress under this name."""
+        self.progress(name)
+        return lambda progress: self.progress(f"{name}: {progress.text}")
 
     def require_supported(self, *edits: str) -> None:
         """Raise an UnsupportedError if the model cannot be measured under these edits; nothing is measured.
@@ -173,8 +164,9 @@ class Conditions:
         spec = replace(self.spec, edits=edits, metrics=(), loss=False)
         return replace(spec, loss=self.spec.loss and not spec.borrowed)
 
-    def condition(self, spec: MeasureSpec, name: str, on_progress: OnProgress) -> Run:
-        """Measure the baseline's prompts under `spec`; with a folder, store the run below it by this name."""
+    def condition(self, spec: MeasureSpec, *names: str) -> Run:
+        """Measure the baseline's prompts under `spec`; with a folder, store the run below it by these names."""
+        on_progress = self._started(name := ", ".join(names))
         subject, cache = self.baseline.subject, self.baseline.placement_cache
         prepared = PreparedRun.of(subject, spec, None, self.max_memory, base=self.tokens, placement_cache=cache)
         if gap := behaviour_difference(subject.identity, prepared.subject.identity):
@@ -183,13 +175,13 @@ class Conditions:
                 remedy="start again with the model as it is",
             )  # fmt: skip
         calibration = self.run().record.calibration
-        folder = None if self.folder is None else condition_folder(self.folder, name)
+        folder = None if self.folder is None else condition_folder(self.folder, *names)
         return prepared.run(folder, calibration=calibration, on_progress=on_progress)
 
 
-def condition_folder(folder: Path, *edits: str) -> Path:
-    """Return the folder of the run under these edits."""
-    return folder / CONDITIONS / slug("+".join(edits))
+def condition_folder(folder: Path, *names: str) -> Path:
+    """Return the folder of a condition: of the run under these edits, or of METRICS."""
+    return folder / CONDITIONS / slug("+".join(names))
 
 
 def _writable(folder: Path) -> bool:
