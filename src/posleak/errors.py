@@ -194,4 +194,5 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
+    """Return whether the error, or one that led to it, is about a full disk or an exhausted quota."""
     return any(errno_of(cause) in DISK_FULL for cause in causes(error))

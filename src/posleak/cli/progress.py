@@ -1,4 +1,4 @@
-"""What a command tells about its own work: progress bars on standard error, and the option `--profile`."""
+"""Progress bars on standard error, and the option `--profile`: time by stage and peak memory of a command."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def board_view(console: Console) -> Iterator[Callable[[str, int, int, Sequence[s
 
 
 class TimeProfile:
-    """A stopwatch that runs during a command if it is `on`; `measuring` marks the work on a loaded model."""
+    """Time by stage and peak memory of a command, recorded if `on`; `measuring` marks the work on a loaded model."""
 
     def __init__(self, on: bool = True) -> None:
         self.on, self.watch, self.peak = on, Stopwatch(), 0

@@ -78,7 +78,7 @@ class Conditions:
     ) -> Self:
         """Return the conditions that the arguments of `trace`, `claims` or `advise` describe.
 
-        out, root   the folder is `out`, or root/PREFIXMODEL-DIGEST, named after the baseline, or none without both
+        out, root   the folder is `out`; or root/NAME, where NAME is `prefix` and the baseline's MODEL-DIGEST; or none
         request     further arguments of `resolve_request`
         """
         loaded, spec, given = resolve_request(subject, inputs, **request)

@@ -238,7 +238,7 @@ def describe_prompts(prompts: int, length: int) -> str:
 
 
 def _room(subject: Subject, limit: int) -> int:
-    """Return what a limit of the whole process leaves for work."""
+    """Return the bytes that a limit of the whole process leaves above the model and its libraries."""
     from posleak.models import exclusive
 
     with exclusive(subject.model):  # an edit of another thread may have changed the size of its weights

@@ -110,12 +110,13 @@ class PreparedRun:
 
     @cached_property
     def inputs(self) -> InputFacts:
+        """Return the description of the prompts for the record."""
         return self.prompts.describe()
 
     @cached_property
     def digest(self) -> str:
-        """Return the hash of everything that determines the results; unique under an edit that has no readable
-        text."""
+        """Return the hash of everything that determines the results; unique if the text of an edit does not describe
+        it."""
         salt = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), salt)
 
@@ -324,6 +325,6 @@ def _scaled(place: Placement, edits: Sequence[NamedEdit], plan: Plan) -> Placeme
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
-    """Calibrate on the start of the first of ids [B, T]; raise a CheckError if a check fails."""
+    """Calibrate on the first tokens of the first prompt of ids [B, T]; raise a CheckError if a check fails."""
     start = torch.from_numpy(ids[:1, : calibration_length(subject)]).to(subject.device)
     return calibrate(subject.model, start).require(subject.identity.name)

@@ -101,8 +101,8 @@ class Record:
     @property
     def caption(self) -> str:
         """Return the caption of a figure, with what is needed to reproduce it."""
-        made = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
-        return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", made])
+        software = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
+        return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", software])
 
     def as_dict(self) -> dict[str, Any]:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}

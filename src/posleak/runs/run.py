@@ -61,7 +61,7 @@ class Run:
 
     @classmethod
     def load_partial(cls, path: str | Path) -> Run:
-        """Load a run, finished or not; of an unfinished run the finished batches, which must have two prompts."""
+        """Load a run that may be unfinished, with its finished batches; these must have at least two prompts."""
         folder = Path(path)
         record = read_record(folder)
         if record.finished is not None:

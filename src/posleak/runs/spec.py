@@ -32,12 +32,14 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """One measurement.
+    """Specification of one measurement.
 
-    batch     prompts per forward pass (0: chosen);  density: refines the plan of sampled rows
-    origin    number of leading tokens treated as the origin
+    inputs    source of the prompts, or GIVEN;  bos: token at position 0
+    length    tokens per prompt;  prompts: number of prompts;  seed: random seed for the prompts
+    batch     prompts per forward pass; 0: about TOKENS_AT_ONCE tokens
+    density   refines the plan of sampled rows;  origin: number of leading tokens treated as the origin
     edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
-    loss      also measure the next token's loss at the sampled positions
+    metrics   names of metrics of other papers;  loss: also measure the next token's loss at the sampled positions
     """
 
     inputs: str = "random"
