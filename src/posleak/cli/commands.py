@@ -88,11 +88,12 @@ def compare_command(
         emit_text(FORMATS[format.value](comparison))
 
 
-def _register(name: str, remedy: str) -> None:
-    @app.command(name=name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def moved() -> None:
-        raise InputError("this command has moved", where=f"posleak {name}", remedy=remedy)
+def moved_command(context: typer.Context) -> None:
+    name = context.info_name or ""
+    raise InputError("this command has moved", where=f"posleak {name}", remedy=MOVED[name])
 
 
-for _name, _remedy in MOVED.items():
-    _register(_name, _remedy)
+for _name in MOVED:
+    app.command(
+        name=_name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    )(moved_command)  # fmt: skip

@@ -28,10 +28,9 @@ from .folder import RECORD_FILE, chosen_folder, remove_if_empty, remove_unwritte
 from .prepared import PreparedRun
 from .progress import OnProgress
 from .record import clear_run
-from .request import resolve_request
 from .run import Run
 from .software import slug
-from .spec import MeasureSpec
+from .spec import MeasureSpec, resolve_request
 
 CONDITIONS = "conditions"
 """Folder of the conditions' runs, below the baseline's folder."""

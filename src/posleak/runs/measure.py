@@ -19,8 +19,8 @@ from .folder import chosen_folder
 from .prepared import OnPrompts, PreparedRun
 from .progress import OnProgress
 from .record import is_finished
-from .request import resolve_request
 from .run import Run
+from .spec import resolve_request
 
 
 @checked
