@@ -56,16 +56,16 @@ def _require_same_rotation(
     model: PreTrainedModel, plan: Plan, after: list[Placement], alone: list[Placement]
 ) -> None:  # fmt: skip
     """Raise if prompts are rotated differently after a donor: then not only the visible keys would differ."""
-    differences = [
-        float((angles - angles[:1]).sin().abs().max())
+    turns = [
+        float((more - more[:1]).sin().abs().max())
         for a, b in zip(after, alone, strict=True)
         if a.rotation is not None and b.rotation is not None and len(a.rotation.first) == len(b.rotation.first) > 0
-        for angles in [a.rotation.angles - b.rotation.angles]
+        for more in [a.rotation.angles - b.rotation.angles]
     ]
     if any(place.temperature is not None for place in after):
         raise _not_defined(model, SCALED_QUERIES)
     bound = PlacementPositions.of(plan).bound(model.dtype)
-    if max(differences, default=0.0) > 3 * bound:  # at up to three times the positions
+    if max(turns, default=0.0) > 3 * bound:  # at up to three times the positions
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 
