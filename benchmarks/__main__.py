@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posleak.cli.app import command_line, emit, out, run, spoken_warnings, working
-from posleak.cli.options import Json, MaxMemory, ModelRequest, Seed, model_command, require_valid
+from posleak.cli.options import ModelRequest, Seed, model_command, require_valid
 from posleak.show.numbers import NAN
 
 if TYPE_CHECKING:
@@ -34,15 +34,13 @@ def bench_command(
     peers_up_to: Annotated[int, typer.Option(help="Longest prompt for peers and edits, to save time.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts per forward pass.")] = 1,
     seed: Seed = 0,
-    max_memory: MaxMemory = None,
-    as_json: Json = False,
 ) -> None:
     """Measure time and memory of posleak, of the plain forward pass, and of other tools (peers).
 
     Example: `python -m benchmarks smollm2-135m --length 1024 --repeats 3`
     """
     for tokens in length or (None,):
-        require_valid(max_memory, length=tokens, prompts=batch, batch=batch, seed=seed)
+        require_valid(model.max_memory, length=tokens, prompts=batch, batch=batch, seed=seed)
     from benchmarks import LENGTHS, bench, chosen_cases
 
     lengths = tuple(length or LENGTHS)
@@ -50,10 +48,11 @@ def bench_command(
     subject = model.load()
     with spoken_warnings(), working("bench") as update:
         found = bench(
-            subject, reload={"model": model.name, "loading": model.options}, lengths=lengths, names=case or (),
-            repeats=repeats, peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=max_memory, progress=update,
+            subject, reload={"model": model.name, "loading": model.loading}, lengths=lengths, names=case or (),
+            repeats=repeats, peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=model.max_memory,
+            progress=update,
         )  # fmt: skip
-    if as_json:
+    if model.as_json:
         emit(found.as_dict())
     else:
         out.print(bench_table(found))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posleak.cli.app import RUNS, command_line, emit, err, out, run, spoken_warnings, tell, working
+from posleak.cli.app import command_line, emit, err, out, run, spoken_warnings, tell, working
 from posleak.cli.options import Json, named, named_path
 from posleak.cli.progress import bar
+from posleak.defaults import RUNS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 app = command_line("zoo", "Train small models that differ in one setting, and measure what it does to leakage.")
 
-ROOT = RUNS / "zoo"
+ROOT = Path(RUNS) / "zoo"
 Zoo = Annotated[
     Path, typer.Option("--out", parser=named_path, metavar="<path>", help="Folder of the models and their records.")
 ]

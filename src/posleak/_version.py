@@ -1,3 +1,3 @@
-"""The version, once."""
+"""The version of posleak."""
 
 __version__ = "0.1.0"

@@ -171,17 +171,18 @@ def translate_errors(what: str, where: str | Path | Callable[[], Path], remedy: 
         if is_disk_full(error):
             what, remedy = "the disk is full", "free some space on it"
         kind: type[ModelError] = ModelError
-        if any(is_out_of_memory(cause, BaseException) for cause in _causes(error)):
+        if any(is_out_of_memory(cause, BaseException) for cause in causes(error)):
             kind, what, remedy = TooLargeError, "memory ran out while the model was read", USE_LESS_MEMORY
         place = str(where() if callable(where) else where)
         raise kind(what, where=place, got=one_line(error), remedy=remedy) from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its chain of causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def causes(error: BaseException) -> list[BaseException]:
+    """Return the error, its causes, and the errors that were being handled when these were raised."""
+    chain = [error]
+    for link in chain:  # grows while it is read
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
+    return chain
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -193,4 +194,5 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    return any(errno_of(cause) in DISK_FULL for cause in _causes(error))
+    """Return whether the error, or one that led to it, is about a full disk or an exhausted quota."""
+    return any(errno_of(cause) in DISK_FULL for cause in causes(error))

@@ -203,6 +203,7 @@ def remove_posleak_file(path: Path) -> None:
 
 
 def foreign_file_error(path: Path) -> StorageError:
+    """Return the error for a file or folder that posleak did not write and will not replace."""
     return StorageError(
         f"a {'folder' if path.is_dir() else 'file'} that posleak did not write is in the way", where=str(path),
         remedy="move it away, or choose another place with --out",
@@ -261,6 +262,7 @@ def stays_in_folder(name: str) -> bool:
 
 
 def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal digits."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -347,6 +349,7 @@ def json_text(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON without a seal."""
     text = json_text(value)
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 

@@ -30,7 +30,7 @@ class Paper:
 
     @property
     def heading(self) -> str:
-        """Title and arXiv id: `Title (arXiv 2606.06160)`."""
+        """Return the title with the arXiv id: `Title (arXiv 2606.06160)`."""
         return self.title if self.arxiv is None else f"{self.title} (arXiv {self.arxiv})"
 
 

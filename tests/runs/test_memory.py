@@ -115,7 +115,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ordinary")
 @pytest.mark.parametrize(
     ("work", "what"),
-    [(pl.measure, "the measurement"), (origin, "the look at position 0"), (doctor, "the diagnosis")],
+    [(pl.measure, "the measurement"), (origin, "the analysis of position 0"), (doctor, "the diagnosis")],
     ids=["measure", "origin", "doctor"],
 )
 def test_a_million_tokens_are_refused_at_once(llama: Subject, work: Callable[..., Any], what: str) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import posleak
 from posleak import defaults
 from posleak.papers import POSITION, named_papers
 
 from . import options
-from .app import app, emit, err, out, present, spoken_warnings, working
+from .app import app, emit, out
 from .failures import BY_DESIGN, FAILED, SUCCESS
 from .options import ModelRequest, model_command
-from .progress import TimeProfile, prompt_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,22 +25,7 @@ DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 """Exit statuses of `posleak doctor`, by verdict."""
 
 
-def _computed(
-    function: str, model: ModelRequest, spec: dict[str, Any], *, text: str, profile: bool = False,
-    max_memory: str | None, **more: Any,
-) -> tuple[Any, TimeProfile]:  # fmt: skip
-    """Load the model and call a public function on it with a status line; return the result and its profile.
-
-    function    its name: to look it up imports torch, and `load` rejects an invalid call before that
-    """
-    with TimeProfile(profile) as spent:
-        subject = model.load(max_memory=max_memory, **spec)
-        with spent.measuring(subject), spoken_warnings(), working(text) as status:
-            result = getattr(posleak, function)(subject, **spec, **more, max_memory=max_memory, progress=status)
-    return result, spent
-
-
-@model_command("measure")
+@model_command("measure", stored=True, profiled=True)
 def measure_command(
     model: ModelRequest,
     inputs: options.Inputs = defaults.INPUTS,
@@ -61,33 +44,21 @@ def measure_command(
     ] = None,
     metrics: options.Metrics = "none",
     loss: options.Loss = False,
-    folder: options.RunFolder = None,
-    fresh: options.Fresh = False,
-    max_memory: options.MaxMemory = None,
-    profile: options.Profiled = False,
-    as_json: options.Json = False,
 ) -> None:
     """Measure the leakage of absolute position and decompose it into mask, drift and sink.
 
     Example: `posleak measure smollm2-135m --length 512 --prompts 16`
     """
-    spec: dict[str, Any] = {
-        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "batch": batch,
-        "density": density, "origin": origin, "edits": edit or (), "metrics": metrics, "loss": loss,
-    }  # fmt: skip
-    with TimeProfile(profile) as spent:
-        subject = model.load(max_memory=max_memory, **spec)
-        with spent.measuring(subject), spoken_warnings(), prompt_progress(err) as on_progress:
-            run = posleak.measure(
-                subject, **spec, out=folder, root=defaults.RUNS, fresh=fresh, max_memory=max_memory,
-                on_progress=on_progress,
-            )  # fmt: skip
+    run = model.compute(
+        "measure", inputs=inputs, bos=bos, length=length, prompts=prompts, seed=seed, batch=batch, density=density,
+        origin=origin, edits=edit or (), metrics=metrics, loss=loss,
+    )  # fmt: skip
     from posleak.reports.terminal.run import run_tables
 
-    present(run, run_tables, as_json, spent.as_dict(run.record.memory.total))
+    model.present(run, run_tables, run.record.memory.total)
 
 
-@model_command("trace")
+@model_command("trace", stored=True, profiled=True)
 def trace_command(
     model: ModelRequest,
     inputs: options.Inputs = defaults.INPUTS,
@@ -105,11 +76,6 @@ def trace_command(
         ),
     ] = False,
     metrics: options.Metrics = "none",
-    folder: options.RunFolder = None,
-    fresh: options.Fresh = False,
-    max_memory: options.MaxMemory = None,
-    profile: options.Profiled = False,
-    as_json: options.Json = False,
 ) -> None:
     """Trace where position comes from: own mask (here), masks of earlier layers (earlier), position 0 (origin).
 
@@ -118,17 +84,13 @@ def trace_command(
 
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
     """
-    spec: dict[str, Any] = {
-        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
-        "metrics": metrics,
-    }  # fmt: skip
-    trace, spent = _computed(
-        "trace", model, spec, text="trace", profile=profile, max_memory=max_memory, by_layer=by_layer,
-        out=folder, root=defaults.RUNS, fresh=fresh,
+    trace = model.compute(
+        "trace", {"by_layer": by_layer}, inputs=inputs, bos=bos, length=length, prompts=prompts, seed=seed,
+        origin=origin, metrics=metrics,
     )  # fmt: skip
     from posleak.reports.terminal.run import trace_tables
 
-    present(trace, trace_tables, as_json, spent.as_dict(trace.borrowed.record.memory.total))
+    model.present(trace, trace_tables, trace.borrowed.record.memory.total)
 
 
 @model_command("origin")
@@ -144,8 +106,6 @@ def origin_command(
     bos: options.Bos = defaults.BOS,
     batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = defaults.BATCH,
     seed: options.Seed = defaults.SEED,
-    max_memory: options.MaxMemory = None,
-    as_json: options.Json = False,
 ) -> None:
     """Analyse position 0: its state by depth, the heads that read it, and what they write.
 
@@ -155,16 +115,17 @@ def origin_command(
     """
     from posleak.runs.spec import require_between
 
-    spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos, "batch": batch}
     require_between("tokens", tokens, 2)
-    origin, _ = _computed("origin", model, spec, text="position 0", max_memory=max_memory, tokens=tokens)
+    origin = model.compute(
+        "origin", {"tokens": tokens}, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch
+    )  # fmt: skip
     from posleak.reports.terminal.model import origin_tables
 
-    present(origin, origin_tables, as_json)
+    model.present(origin, origin_tables)
     raise typer.Exit(SUCCESS if origin.closure.ok else FAILED)
 
 
-@model_command("claims")
+@model_command("claims", stored=True, profiled=True)
 def claims_command(
     model: ModelRequest,
     paper: Annotated[
@@ -183,28 +144,21 @@ def claims_command(
     inputs: Annotated[
         str, typer.Option(help="Source of the prompts: random, text:PATH or text:stdlib.")
     ] = defaults.INPUTS,
-    folder: options.RunFolder = None,
-    fresh: options.Fresh = False,
-    max_memory: options.MaxMemory = None,
-    profile: options.Profiled = False,
-    as_json: options.Json = False,
 ) -> None:
     """Test the claims of a paper on this model: effect, interval, verdict and method of each claim.
 
     Example: `posleak claims smollm2-135m`
     """
-    spec: dict[str, Any] = {"inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed}
     named_papers(paper)
-    claims, spent = _computed(
-        "claims", model, spec, text="claims", profile=profile, max_memory=max_memory, paper=paper, out=folder,
-        root=defaults.RUNS, fresh=fresh,
+    claims = model.compute(
+        "claims", {"paper": paper}, inputs=inputs, bos=bos, length=length, prompts=prompts, seed=seed
     )  # fmt: skip
     from posleak.reports.terminal.claims import claims_tables
 
-    present(claims, claims_tables, as_json, spent.as_dict(None))  # each condition has a memory plan of its own
+    model.present(claims, claims_tables)  # each condition has a memory plan of its own
 
 
-@model_command("advise")
+@model_command("advise", stored=True)
 def advise_command(
     model: ModelRequest,
     inputs: options.Inputs = defaults.TEXT_INPUTS,
@@ -223,10 +177,6 @@ def advise_command(
         list[str] | None,
         typer.Option("--edit", help="Another setting to try: an edit, or several joined by commas; repeatable."),
     ] = None,
-    folder: options.RunFolder = None,
-    fresh: options.Fresh = False,
-    max_memory: options.MaxMemory = None,
-    as_json: options.Json = False,
 ) -> None:
     """Compare settings that need no training by their effect on leakage and on next-token loss.
 
@@ -237,20 +187,15 @@ def advise_command(
     """
     from posleak.analyses.advise.settings import GROUPS, of_edits, require_groups
 
-    spec: dict[str, Any] = {
-        "inputs": inputs, "bos": bos, "length": length, "prompts": prompts, "seed": seed, "origin": origin,
-    }  # fmt: skip
     require_groups(groups or ())
     of_edits(edits or ())
-    subject = model.load(max_memory=max_memory, loss=True, **spec)
-    with spoken_warnings(), working("advise") as status:
-        advice = posleak.advise(
-            subject, **spec, groups=groups or GROUPS, edits=edits or (), out=folder, root=defaults.RUNS, fresh=fresh,
-            max_memory=max_memory, progress=status,
-        )  # fmt: skip
+    advice = model.compute(
+        "advise", {"groups": groups or GROUPS, "edits": edits or ()}, inputs=inputs, bos=bos, length=length,
+        prompts=prompts, seed=seed, origin=origin,
+    )  # fmt: skip
     from posleak.reports.terminal.claims import advice_tables
 
-    present(advice, advice_tables, as_json)
+    model.present(advice, advice_tables)
 
 
 @model_command("doctor")
@@ -264,8 +209,6 @@ def doctor_command(
     ] = defaults.DOCTOR_PROMPTS,
     seed: options.Seed = defaults.SEED,
     bos: options.Bos = defaults.BOS,
-    max_memory: options.MaxMemory = None,
-    as_json: options.Json = False,
 ) -> None:
     """Check that this model can be measured and that the results are correct on this machine.
 
@@ -274,11 +217,10 @@ def doctor_command(
 
     Example: `posleak doctor smollm2-135m`
     """
-    spec: dict[str, Any] = {"length": length, "prompts": prompts, "seed": seed, "bos": bos}
-    diagnosis, _ = _computed("doctor", model, spec, text="checking", max_memory=max_memory)
+    diagnosis = model.compute("doctor", length=length, prompts=prompts, seed=seed, bos=bos)
     from posleak.reports.terminal.model import doctor_tables
 
-    present(diagnosis, doctor_tables, as_json)
+    model.present(diagnosis, doctor_tables)
     raise typer.Exit(DOCTOR_STATUSES[diagnosis.verdict.value])
 
 

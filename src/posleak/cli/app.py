@@ -9,16 +9,14 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from posleak import defaults
 from posleak._version import __version__
 from posleak.errors import PosleakWarning
 from posleak.show.lines import PlainConsole
@@ -30,7 +28,6 @@ from .failures import STATUSES, CarriedError, error_handler
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """typer does not export it; depending on typer's version it is click's or a copy of click's."""
 
-RUNS = Path(defaults.RUNS)
 FILE_WIDTH = 120
 """Columns of output to a file or a pipe, unless COLUMNS is set."""
 
@@ -112,21 +109,6 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(visible(text)))
     finally:
         status.stop()
-
-
-def present(
-    result: Any, tables: Callable[[Any], Iterable[Any]], as_json: bool, profile: dict[str, Any] | None = None
-) -> None:
-    """Print a result and the profile of the command, if there is one, as JSON or as tables."""
-    if as_json:
-        emit(result.as_dict() | ({} if profile is None else {"profile": profile}))
-        return
-    for item in tables(result):
-        out.print(item)
-    if profile is not None:
-        from posleak.reports.terminal.run import profile_table
-
-        out.print(profile_table(profile))
 
 
 def emit(value: Any) -> None:

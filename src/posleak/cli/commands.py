@@ -18,7 +18,7 @@ from posleak.files import is_stream
 from . import analyses as _analyses  # noqa: F401  isort: skip
 from . import sweep as _sweep  # noqa: F401  isort: skip
 from .app import app, emit, emit_text, main, out, tell, working
-from .options import Json, Runs, named_path
+from .options import Json, Runs, path_option
 
 __all__ = ["app", "main"]
 
@@ -41,16 +41,9 @@ class Format(StrEnum):
 @app.command(name="report")
 def report_command(
     runs: Runs,
-    page: Annotated[
-        Path, typer.Option("--out", parser=named_path, metavar="<path>", help="The HTML file to write.")
-    ] = Path("report.html"),
+    page: Annotated[Path, path_option("--out", help="The HTML file to write.")] = Path("report.html"),
     assets: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path,
-            metavar="<path>",
-            help="Also write figures (PNG, SVG) and tables (CSV, Parquet) into this folder.",
-        ),
+        Path | None, path_option(help="Also write figures (PNG, SVG) and tables (CSV, Parquet) into this folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,11 +88,12 @@ def compare_command(
         emit_text(FORMATS[format.value](comparison))
 
 
-def _register(name: str, remedy: str) -> None:
-    @app.command(name=name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-    def moved() -> None:
-        raise InputError("this command has moved", where=f"posleak {name}", remedy=remedy)
+def moved_command(context: typer.Context) -> None:
+    name = context.info_name or ""
+    raise InputError("this command has moved", where=f"posleak {name}", remedy=MOVED[name])
 
 
-for _name, _remedy in MOVED.items():
-    _register(_name, _remedy)
+for _name in MOVED:
+    app.command(
+        name=_name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    )(moved_command)  # fmt: skip

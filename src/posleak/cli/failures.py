@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from posleak.errors import PosleakError, resource_error
+from posleak.errors import PosleakError, causes, resource_error
 from posleak.show.streams import OUT, give_up, gone, prepare_streams, writing_to
 from posleak.show.unexpected import DEBUG_VARIABLE, describe_unexpected, format_traceback
 from posleak.text import visible
@@ -78,7 +78,7 @@ def error_handler(show: ShowMessage | None = None) -> Iterator[None]:
 
 def failure(error: BaseException) -> Failure:
     """Return the message and the exit status for an error."""
-    if _is_interrupt(error):
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):  # or an error in the cleanup after it
         return Failure(INTERRUPTED, "stopped; finished work is kept: run the same command again to resume", label="")
     if isinstance(error, PosleakError):
         return Failure(error.exit_status, str(error))
@@ -87,16 +87,6 @@ def failure(error: BaseException) -> Failure:
     if (translated := resource_error(error, OUT if gone(sys.stdout) else None)) is not None:
         return Failure(WRONG, str(translated))
     return Failure(UNEXPECTED, describe_unexpected(error))
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C, or an error raised during the cleanup after it."""
-    seen: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in seen:
-        seen.append(current)
-        current = current.__context__
-    return any(isinstance(link, KeyboardInterrupt) for link in seen)
 
 
 def _report(reported: Failure, error: BaseException, show: ShowMessage) -> None:

@@ -6,18 +6,20 @@ Defaults are in `posleak.defaults`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+import posleak
 from posleak import defaults
 from posleak.stopwatch import stage
 
-from .app import app, spoken_warnings, working
+from .app import app, emit, err, out, spoken_warnings, working
+from .progress import TimeProfile, prompt_progress
 
 if TYPE_CHECKING:
     from posleak.models import Subject
@@ -33,6 +35,11 @@ def named(text: str) -> str:
 def named_path(text: str | Path) -> Path:
     """Return the path, rejecting an empty one."""
     return Path(named(str(text)))
+
+
+def path_option(*names: str, help: str) -> Any:
+    """Return an option whose value is a path."""
+    return typer.Option(*names, parser=named_path, metavar="<path>", help=help)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -57,21 +64,10 @@ Metrics = Annotated[
 ]
 Loss = Annotated[bool, typer.Option("--loss", help="Also compute the next-token loss at the sampled positions.")]
 
-RunFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        parser=named_path,
-        metavar="<path>",
-        help="Run folder. Default: a folder in runs/, named after the measurement.",
-    ),
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Discard results in the folder and measure again.")]
 MaxMemory = Annotated[
     str | None,
     typer.Option(help="Memory limit of the process, including the model, e.g. 8GB. Batches are chosen to fit."),
 ]
-Profiled = Annotated[bool, typer.Option("--profile", help="Show time by stage and peak memory.")]
 
 Runs = Annotated[
     list[Path],
@@ -86,36 +82,85 @@ MODEL_ARGUMENT = Annotated[
         help="A built-in model (`posleak models`), a Hugging Face Hub id, a folder, or a .gguf file.",
     ),
 ]
-LOADING_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "device": (str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU if there is one.")),
-    "dtype": (str | None, typer.Option(help="float32 (default on a CPU), bfloat16, float16, float64 or auto.")),
-    "device_map": (str | None, typer.Option(help="Passed to transformers; `auto` distributes a large model.")),
-    "revision": (str | None, typer.Option(help="Branch, tag or commit of a Hub id.")),
-    "trust_remote_code": (bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")),
-    "allow_pickle": (bool, typer.Option("--allow-pickle", help="Allow weights stored as pickle files.")),
-    "verify": (bool, typer.Option("--verify", help="Hash all model files again; ignore cached hashes.")),
+STORAGE_OPTIONS: dict[str, Any] = {
+    "out": Annotated[
+        Path | None, path_option(help="Run folder. Default: a folder in runs/, named after the measurement.")
+    ],
+    "fresh": Annotated[bool, typer.Option("--fresh", help="Discard results in the folder and measure again.")],
+}
+"""Options of commands that store runs, by the names of the public function's parameters."""
+
+Profile = Annotated[bool, typer.Option("--profile", help="Show time by stage and peak memory.")]
+
+LOADING_OPTIONS: dict[str, Any] = {
+    "device": Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: a GPU if there is one.")],
+    "dtype": Annotated[
+        str | None, typer.Option(help="float32 (default on a CPU), bfloat16, float16, float64 or auto.")
+    ],
+    "device_map": Annotated[str | None, typer.Option(help="Passed to transformers; `auto` distributes a large model.")],
+    "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")],
+    "trust_remote_code": Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
+    ],
+    "allow_pickle": Annotated[bool, typer.Option("--allow-pickle", help="Allow weights stored as pickle files.")],
+    "verify": Annotated[bool, typer.Option("--verify", help="Hash all model files again; ignore cached hashes.")],
 }
 """Options of `posleak.load`, by the names of its parameters."""
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """The model named on the command line, with the options for loading it."""
+    """The model named on the command line, and the options that commands on one model share.
+
+    loading     arguments of `posleak.load`
+    storage     arguments out, root and fresh of a function that stores runs; empty for other functions
+    """
 
     name: str
-    options: dict[str, Any]
+    loading: dict[str, Any]
+    storage: dict[str, Any]
+    max_memory: str | None
+    profile: TimeProfile
+    as_json: bool
 
-    def load(self, *, max_memory: str | None = None, **spec: Any) -> Subject:
-        """Check the measurement, then load the model, showing a status line: the first load may download it.
-
-        max_memory  value of --max-memory
-        spec        fields of the MeasureSpec; None means the default
-        """
-        require_valid(max_memory, **spec)
+    def load(self) -> Subject:
+        """Load the model, showing a status line: the first load may download it."""
         with stage("load"), spoken_warnings(), working(f"loading {self.name}") as status:
             from posleak.models import load
 
-            return load(self.name, progress=status, **self.options)
+            return load(self.name, progress=status, **self.loading)
+
+    def compute(self, function: str, more: Mapping[str, Any] | None = None, **spec: Any) -> Any:
+        """Load the model, and return the result of a public function on it.
+
+        function    its name: looking it up imports torch, and an invalid measurement is rejected before that
+        more        arguments of the function that are not fields of MeasureSpec
+        spec        arguments that are fields of MeasureSpec; None means the default
+        """
+        arguments = {**spec, **(more or {}), **self.storage, "max_memory": self.max_memory}
+        counted = function == "measure"  # its progress is a number of prompts; that of the others is a status line
+        with self.profile:
+            require_valid(self.max_memory, **spec)
+            subject, shown = self.load(), prompt_progress(err) if counted else working(function)
+            with self.profile.measuring(subject), spoken_warnings(), shown as callback:
+                arguments["on_progress" if counted else "progress"] = callback
+                return getattr(posleak, function)(subject, **arguments)
+
+    def present(self, result: Any, tables: Callable[[Any], Iterable[Any]], planned: int | None = None) -> None:
+        """Print a result and the profile of the command, if it was requested, as JSON or as tables.
+
+        planned     bytes of the memory plan, for the profile
+        """
+        profile = self.profile.as_dict(planned)
+        if self.as_json:
+            emit(result.as_dict() | ({} if profile is None else {"profile": profile}))
+            return
+        for item in tables(result):
+            out.print(item)
+        if profile is not None:
+            from posleak.reports.terminal.run import profile_table
+
+            out.print(profile_table(profile))
 
 
 def require_valid(max_memory: str | None, **spec: Any) -> None:
@@ -123,23 +168,34 @@ def require_valid(max_memory: str | None, **spec: Any) -> None:
     from posleak.inputs import require_source
     from posleak.runs.spec import MeasureSpec, parse_bytes
 
-    made = MeasureSpec(**{name: value for name, value in spec.items() if value is not None})
-    made.require_effect()
-    require_source(made.inputs)
+    measurement = MeasureSpec(**{name: value for name, value in spec.items() if value is not None})
+    measurement.require_effect()
+    require_source(measurement.inputs)
     parse_bytes(max_memory)
 
 
-def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command whose parameter `model` is a ModelRequest, made of the argument MODEL and loading options."""
+def model_command(
+    name: str, commands: typer.Typer = app, *, stored: bool = False, profiled: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command whose parameter `model` is a ModelRequest, made of the argument MODEL and the shared options.
+
+    stored      the command stores runs: add --out and --fresh
+    profiled    add --profile
+    """
+    shared = {**(STORAGE_OPTIONS if stored else {}), "max_memory": MaxMemory}
+    shared |= {**({"profile": Profile} if profiled else {}), **LOADING_OPTIONS, "as_json": Json}
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(model: str, **options: Any) -> None:
-            loading = {key: options.pop(key) for key in LOADING_OPTIONS}
-            given = {key: value for key, value in loading.items() if value not in (None, False)}
-            command(model=ModelRequest(model, given), **options)
+            values = {key: options.pop(key) for key in shared}
+            storage = {key: values[key] for key in STORAGE_OPTIONS} | {"root": defaults.RUNS} if stored else {}
+            loading = {key: values[key] for key in LOADING_OPTIONS if values[key] not in (None, False)}
+            profile = TimeProfile(values.get("profile", False))
+            request = ModelRequest(model, loading, storage, values["max_memory"], profile, values["as_json"])
+            command(model=request, **options)
 
-        run.__signature__ = signature = _signature(command)  # type: ignore[attr-defined]
+        run.__signature__ = signature = _signature(command, shared)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         commands.command(name=name)(run)
         return command
@@ -147,15 +203,12 @@ def model_command(name: str, commands: typer.Typer = app) -> Callable[[Callable[
     return register
 
 
-def _signature(command: Callable[..., None]) -> inspect.Signature:
-    """Return the signature for typer: MODEL, the command's own options, the loading options, and `--json` last."""
+def _signature(command: Callable[..., None], shared: dict[str, Any]) -> inspect.Signature:
+    """Return the signature for typer: MODEL, the command's own options, then the shared ones."""
     hints = get_type_hints(command, include_extras=True)
     options = {p.name: (hints[p.name], p.default) for p in inspect.signature(command).parameters.values()}
-    options["model"], json = (MODEL_ARGUMENT, defaults.MODEL), options.pop("as_json", None)
-    for key, (kind, option) in LOADING_OPTIONS.items():
-        options[key] = (Annotated[kind, option], False if kind is bool else None)
-    if json is not None:
-        options["as_json"] = json
+    options["model"] = (MODEL_ARGUMENT, defaults.MODEL)
+    options |= {key: (kind, False if get_args(kind)[0] is bool else None) for key, kind in shared.items()}
     named_only = inspect.Parameter.KEYWORD_ONLY
-    made = (inspect.Parameter(name, named_only, annotation=a, default=d) for name, (a, d) in options.items())
-    return inspect.Signature(list(made))
+    parameters = (inspect.Parameter(key, named_only, annotation=a, default=d) for key, (a, d) in options.items())
+    return inspect.Signature(list(parameters))

@@ -1,10 +1,10 @@
-"""What a command tells about its own work: progress bars on standard error, and the option `--profile`."""
+"""Progress bars on standard error, and the option `--profile`: time by stage and peak memory of a command."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
@@ -62,20 +62,20 @@ def board_view(console: Console) -> Iterator[Callable[[str, int, int, Sequence[s
 
 
 class TimeProfile:
-    """A stopwatch that runs during a command if it is `on`; `measuring` marks the work on a loaded model."""
+    """Time by stage and peak memory of a command, recorded if `on`; `measuring` marks the work on a loaded model."""
 
     def __init__(self, on: bool = True) -> None:
-        self.on, self.peak = on, 0
-        self.watch = Stopwatch(before=_age() if on else 0.0)
-        self._running = ExitStack()
+        self.on, self.watch, self.peak = on, Stopwatch(), 0
 
     def __enter__(self) -> TimeProfile:
         if self.on:
-            self._running.enter_context(self.watch)
+            self.watch.before = _age()
+            self.watch.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._running.close()
+        if self.on:
+            self.watch.__exit__()
 
     @contextmanager
     def measuring(self, subject: Subject) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """The one measuring path: specification, loop, record and folder of a run; atomic, verifiable, resumable.
 
-spec           the specification of a measurement, checked before a model is loaded
-request        arguments of a call from Python -> subject, spec and prompts
+spec           the specification of a measurement, checked before a model is loaded; arguments of a call -> spec
 memory         the memory planner
 progress       progress inside a batch
 placements     what positions do in every layer

@@ -12,34 +12,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posleak.edits import parse_edits
+from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import CheckError
 from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
-from posleak.inputs import GivenPrompts, Prompts
-from posleak.models import Subject
-from posleak.probe import Plan
+from posleak.inputs import GivenPrompts, Inputs, Prompts
+from posleak.models import AnyModel, Subject
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import (
-    HEADS_FILE,
-    RECORD_FILE,
-    RESULTS_FILE,
-    chosen_folder,
-    remove_if_empty,
-    remove_unwritten,
-    require_unused,
-)
+from .folder import RECORD_FILE, chosen_folder, remove_if_empty, remove_unwritten, require_unused
 from .prepared import PreparedRun
-from .progress import OnProgress, Progress
+from .progress import OnProgress
 from .record import clear_run
 from .run import Run
 from .software import slug
-from .spec import MeasureSpec
+from .spec import MeasureSpec, resolve_request
 
 CONDITIONS = "conditions"
 """Folder of the conditions' runs, below the baseline's folder."""
@@ -70,18 +61,34 @@ class Conditions:
     given: GivenPrompts | None = None
     _runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        subject: AnyModel,
+        inputs: Inputs,
+        *,
+        out: str | Path | None,
+        root: str | Path | None,
+        prefix: str = "",
+        fresh: bool,
+        max_memory: str | int | None,
+        progress: Callable[[str], None] | None,
+        **request: Any,
+    ) -> Self:
+        """Return the conditions that the arguments of `trace`, `claims` or `advise` describe.
+
+        out, root   the folder is `out`; or root/NAME, where NAME is `prefix` and the baseline's MODEL-DIGEST; or none
+        request     further arguments of `resolve_request`
+        """
+        loaded, spec, given = resolve_request(subject, inputs, **request)
+        conditions = cls(loaded, spec, None, fresh, max_memory, progress or (lambda line: None), given)
+        conditions.folder = chosen_folder(out, root, lambda: prefix + conditions.baseline.folder_name)
+        return conditions
+
     @cached_property
     def baseline(self) -> PreparedRun:
         """Return the prepared run without edits."""
         return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
-
-    def choose_folder(self, out: str | Path | None, root: str | Path | None, prefix: str = "") -> None:
-        """Use the folder `out`, or one below `root` that is named after the baseline, or none if neither is given."""
-        self.folder = chosen_folder(out, root, lambda: prefix + self.baseline.folder_name)
-
-    @property
-    def plan(self) -> Plan:
-        return self.spec.plan
 
     @property
     def tokens(self) -> Prompts:
@@ -107,7 +114,7 @@ class Conditions:
                 require_unused(self.folder, self.extra_files)
             if self.fresh:
                 self.clear(self.folder)
-            remove_unwritten(self.folder, (RECORD_FILE, RESULTS_FILE, HEADS_FILE, *self.extra_files))
+            remove_unwritten(self.folder, self.extra_files)
             yield
 
     def clear(self, folder: Path) -> None:
@@ -128,52 +135,52 @@ class Conditions:
 
         Warnings are issued for the baseline only.
         """
-        texts = tuple(edit.text for edit in parse_edits(edits))
+        parsed = parse_edits(edits)
+        texts = tuple(edit.text for edit in parsed)
         if texts not in self._runs:
-            name = ", ".join(texts) or "baseline"
-            self.progress(name)
-
-            def on_progress(progress: Progress) -> None:
-                self.progress(f"{name}: {progress.text}")
-
             self._runs[texts] = (
-                self.condition(self._spec_under(edits), "+".join(texts), on_progress)
+                self.condition(self._spec_under(parsed), *texts)
                 if texts
-                else self.baseline.run_with_warnings(self.folder, on_progress=on_progress)
+                else self.baseline.run_with_warnings(self.folder, on_progress=self._started("baseline"))
             )
         return self._runs[texts]
+
+    def _started(self, name: str) -> OnProgress:
+        """Report the start of a run, and return a callback that reports its progress under this name."""
+        self.progress(name)
+        return lambda progress: self.progress(f"{name}: {progress.text}")
 
     def require_supported(self, *edits: str) -> None:
         """Raise an UnsupportedError if the model cannot be measured under these edits; nothing is measured.
 
         The placements that this reads are used again when the condition is measured.
         """
-        replace(self.baseline, spec=replace(self._spec_under(edits), batch=self.baseline.spec.batch)).placements()
+        spec = replace(self._spec_under(parse_edits(edits)), batch=self.baseline.spec.batch)
+        replace(self.baseline, spec=spec).placements()
 
-    def _spec_under(self, edits: tuple[str, ...]) -> MeasureSpec:
+    def _spec_under(self, edits: tuple[NamedEdit, ...]) -> MeasureSpec:
         """Return the baseline's spec under edits, without metrics, and without a loss where it is not defined."""
-        spec = replace(self.spec, edits=parse_edits(edits), metrics=(), loss=False)
+        spec = replace(self.spec, edits=edits, metrics=(), loss=False)
         return replace(spec, loss=self.spec.loss and not spec.borrowed)
 
-    def condition(self, spec: MeasureSpec, name: str, on_progress: OnProgress) -> Run:
-        """Measure the baseline's prompts under `spec`; with a folder, store the run below it by this name."""
+    def condition(self, spec: MeasureSpec, *names: str) -> Run:
+        """Measure the baseline's prompts under `spec`; with a folder, store the run below it by these names."""
+        on_progress = self._started(name := ", ".join(names))
         subject, cache = self.baseline.subject, self.baseline.placement_cache
-        prepared = PreparedRun.of(
-            subject, spec, max_memory=self.max_memory, base=self.tokens, placement_cache=cache
-        )  # fmt: skip
+        prepared = PreparedRun.of(subject, spec, None, self.max_memory, base=self.tokens, placement_cache=cache)
         if gap := behaviour_difference(subject.identity, prepared.subject.identity):
             raise CheckError(
                 "the model has changed since its baseline was measured", where=name, got=gap,
                 remedy="start again with the model as it is",
             )  # fmt: skip
         calibration = self.run().record.calibration
-        folder = None if self.folder is None else condition_folder(self.folder, name)
+        folder = None if self.folder is None else condition_folder(self.folder, *names)
         return prepared.run(folder, calibration=calibration, on_progress=on_progress)
 
 
-def condition_folder(folder: Path, *edits: str) -> Path:
-    """Return the folder of the run under these edits."""
-    return folder / CONDITIONS / slug("+".join(edits))
+def condition_folder(folder: Path, *names: str) -> Path:
+    """Return the folder of a condition: of the run under these edits, or of METRICS."""
+    return folder / CONDITIONS / slug("+".join(names))
 
 
 def _writable(folder: Path) -> bool:

@@ -146,9 +146,9 @@ def remove_run(folder: Path) -> None:
         remove(folder / name)
 
 
-def remove_unwritten(folder: Path, names: Iterable[str] = (RECORD_FILE, RESULTS_FILE, HEADS_FILE)) -> None:
-    """Remove temporary files that a killed process left behind."""
-    remove_leftovers(folder, set(names).__contains__)
+def remove_unwritten(folder: Path, extra_files: Iterable[str] = ()) -> None:
+    """Remove temporary files of a run, and of `extra_files` next to it, that a killed process left behind."""
+    remove_leftovers(folder, {RECORD_FILE, RESULTS_FILE, HEADS_FILE, *extra_files}.__contains__)
     remove_leftovers(folder / BATCHES, _BATCH.fullmatch)
 
 

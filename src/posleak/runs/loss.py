@@ -30,11 +30,6 @@ def loss_positions(plan: Plan) -> list[int]:
     return [row for row in plan.rows if row < plan.length - 1]
 
 
-def loss_variable(losses: Array) -> xr.Variable:
-    """Return losses [B, P] as a variable of the run's dataset."""
-    return xr.Variable((PROMPT, PREDICTED), losses, {"units": LOSS_UNIT})
-
-
 def loss_by_prompt(data: xr.Dataset, plan: Plan) -> dict[str, Array]:
     """Return the mean loss of each prompt [B] over each span; spans without a sampled position are left out."""
     at, losses, late = data[PREDICTED].values, data[LOSS].values, plan.references[0]

@@ -19,8 +19,8 @@ from .folder import chosen_folder
 from .prepared import OnPrompts, PreparedRun
 from .progress import OnProgress
 from .record import is_finished
-from .request import resolve_request
 from .run import Run
+from .spec import resolve_request
 
 
 @checked
@@ -77,13 +77,13 @@ def measure(
     Example: `posleak.measure("smollm2-135m", length=256, edits="window=64").heads.head(10)`
     """
     own_observers = _observers(observers)
-    request = resolve_request(
+    loaded, spec, given = resolve_request(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
         origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
     )  # fmt: skip
     if out is not None:
         _require_idle(Path(out), fresh)
-    prepared = PreparedRun.of(request.subject, request.spec, request.given, max_memory, observers=own_observers)
+    prepared = PreparedRun.of(loaded, spec, given, max_memory, observers=own_observers)
     folder = chosen_folder(out, root, lambda: prepared.folder_name)
     return prepared.run_with_warnings(
         folder, fresh=fresh, progress=progress or (lambda done, of: None), on_progress=on_progress

@@ -2,7 +2,7 @@
 
     sizes = ModelSizes.of(subject)                     dimensions of the model -> bytes of the tensors that work holds
     plan = MemoryPlan(activations, rows, results)      what a piece of work holds at the same time
-    batch = Work("the measurement", plan_of_batch, ...).fit(subject, batch, limit)
+    batch = fit_batch(subject, plan_of_batch, ...)     largest batch whose plan is within the limits
 
 A plan is an upper bound of the memory above the loaded model; `--profile` shows it next to the measured peak. The plan
 of a measurement is linear in the number of tokens per batch, as posleak's memory is. Model families that compute their
@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from posleak.probe import Plan
 
 # Copies of a tensor that work holds at the same time, at most.
-STATE_COPIES, HEAD_COPIES, INNER_COPIES = (
-    6,
-    5,
-    4,
-)  # per token and layer: residual stream, all heads, inner width
+STATE_COPIES, HEAD_COPIES, INNER_COPIES = 6, 5, 4  # per token and layer: residual stream, all heads, inner width
 ROW_COPIES = 3  # of sampled rows: logits, exponentials, one intermediate; queries scaled by position fit into the slack
 EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explicitly; of a matrix in eager attention
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
@@ -178,42 +174,36 @@ def weight_bytes(subject: Subject) -> int:
 # -- the check against limits -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
-    """A piece of work whose memory must fit.
+def fit_batch(
+    subject: Subject,
+    plan: Callable[[int], MemoryPlan],
+    batch: int,
+    limit: int | None,
+    *,
+    what: str,
+    of: Callable[[int], str],
+    remedy: str,
+    batched: bool = False,
+    fixed: bool = False,
+) -> int:
+    """Return `batch`, halved until its plan is within the limit; raise an InputError if no batch fits.
 
-    name         what does not fit, in error messages: "the measurement"
+    The batch depends on the limit and the model, never on the free memory of the machine: it affects the last bits
+    of the results and is part of a run's digest, and a run that is started again must find its own folder.
+
     plan         batch size -> its memory plan
-    contents     batch size -> what the memory is for, in words
-    remedy       options that reduce the memory
-    batched      a smaller --batch is a remedy, too
+    limit        of the whole process in bytes; None: no limit, and the batch is not reduced
+    what         the work, in error messages: "the measurement";  of: batch size -> what the memory is for
+    remedy       options that reduce the memory;  batched: a smaller --batch does, too
+    fixed        do not reduce the batch
     """
-
-    name: str
-    plan: Callable[[int], MemoryPlan]
-    contents: Callable[[int], str]
-    remedy: str
-    batched: bool = False
-
-    def fit(self, subject: Subject, batch: int, limit: int | None, *, fixed: bool = False) -> int:
-        """Return `batch`, halved until its plan is within the limit; raise an InputError if no batch fits.
-
-        The batch depends on the limit and the model, never on the free memory of the machine: it affects the last bits
-        of the results and is part of a run's digest, and a run that is started again must find its own folder.
-
-        limit        of the whole process in bytes; None: no limit, and the batch is not reduced
-        fixed        do not reduce the batch
-        """
-        if limit is not None and not fixed:
-            room = _room(subject, limit)
-            while batch > 1 and self.plan(batch).total > room:
-                batch //= 2
-        smaller = "a smaller --batch, " if self.batched and batch > 1 else ""
-        require_room(
-            subject, self.plan(batch), limit, what=self.name, of=self.contents(batch),
-            remedy=f"use {smaller}{self.remedy}",
-        )  # fmt: skip
-        return batch
+    if limit is not None and not fixed:
+        room = _room(subject, limit)
+        while batch > 1 and plan(batch).total > room:
+            batch //= 2
+    smaller = "a smaller --batch, " if batched and batch > 1 else ""
+    require_room(subject, plan(batch), limit, what=what, of=of(batch), remedy=f"use {smaller}{remedy}")
+    return batch
 
 
 def require_room(
@@ -248,7 +238,7 @@ def describe_prompts(prompts: int, length: int) -> str:
 
 
 def _room(subject: Subject, limit: int) -> int:
-    """Return what a limit of the whole process leaves for work."""
+    """Return the bytes that a limit of the whole process leaves above the model and its libraries."""
     from posleak.models import exclusive
 
     with exclusive(subject.model):  # an edit of another thread may have changed the size of its weights
@@ -292,9 +282,9 @@ def calibration_length(subject: Subject) -> int:
 def within_memory(spec: MeasureSpec, subject: Subject, limit: int | None) -> MeasureSpec:
     """Return the spec with defaults filled in and a batch that fits; raise an InputError if none does."""
     resolved = spec.resolved()
-    work = Work(
-        "the measurement", lambda batch: memory_plan(subject, replace(resolved, batch=batch)),
-        lambda batch: f"{describe_prompts(batch, resolved.length)} at once", "fewer --prompts or a shorter --length",
-        batched=True,
+    batch = fit_batch(
+        subject, lambda batch: memory_plan(subject, replace(resolved, batch=batch)), resolved.batch, limit,
+        what="the measurement", of=lambda batch: f"{describe_prompts(batch, resolved.length)} at once",
+        remedy="fewer --prompts or a shorter --length", batched=True, fixed=bool(spec.batch),
     )  # fmt: skip
-    return replace(resolved, batch=work.fit(subject, resolved.batch, limit, fixed=bool(spec.batch)))
+    return replace(resolved, batch=batch)

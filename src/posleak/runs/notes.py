@@ -80,36 +80,23 @@ def require_finite_logits(subject: Subject) -> None:
 
 
 def result_notes(run: Run) -> Iterator[str]:
-    """Yield notes about the results of a run."""
-    yield from _narrow_origin(run)
-    yield from _fixed_origin(run)
-
-
-def _narrow_origin(run: Run) -> Iterator[str]:
-    """Name the layers whose sink is wider than the origin, and an origin that is wide enough."""
-    origin = run.record.plan.origin
+    """Yield notes about layers whose sink is wider than the origin, and about layers whose origin cannot be moved."""
+    names, origin, motion = layer_names(run.record.calibration.numbers), run.record.plan.origin, run.record.motion
     if narrow := narrow_layers(run.data, origin):
-        names = layer_names(run.record.calibration.numbers)
         where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
         yield (
             f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to "
             f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; "
             f"use --origin {max(narrow.values())}"
         )
-
-
-def _fixed_origin(run: Run) -> Iterator[str]:
-    """Name the layers in which the origin's keys cannot be moved."""
-    motion = run.record.motion
     if motion.stays:
-        names = layer_names(run.record.calibration.numbers)
         layers = f"layers {', '.join(names[call] for call in motion.stays)}"
         where = "every layer" if len(motion.stays) == len(motion.layers) else layers
         yield f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"
 
 
 def unseen_metrics(meters: Meters | None, batch: Chunk) -> Iterator[str]:
-    """Name the requested metrics that have no results."""
+    """Yield a note that names the requested metrics without results, if there are any."""
     if meters is not None and (names := meters.unseen(batch)):
         yield (
             f"metrics {', '.join(names)} are left out: the prompts are too short for a spectrum (wavelets), or the "

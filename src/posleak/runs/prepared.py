@@ -24,7 +24,7 @@ from posleak.probe import Calibration, EditEffect, EditEffectRecorder, Motion, O
 from posleak.probe.fingerprint import changed, identified
 from posleak.stopwatch import stage
 
-from .folder import RECORD_FILE, has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
+from .folder import has_leftovers, has_record, remove_batches, remove_unwritten, require_unused
 from .loop import BatchStore, Passes, resume_chunks
 from .memory import calibration_length, memory_plan, within_memory
 from .notes import require_finite_logits, result_notes, size_notes, unseen_metrics
@@ -32,7 +32,7 @@ from .placements import PlacementCache, placements_of
 from .progress import OnProgress
 from .record import Machine, Record, clear_run, digest, read_record, require_same
 from .run import Run, assemble_run, meters_of
-from .short_prompts import ShortPromptMetrics
+from .short_prompts import short_prompt_metrics
 from .software import now, slug, versions
 from .spec import MeasureSpec, parse_bytes
 
@@ -110,12 +110,13 @@ class PreparedRun:
 
     @cached_property
     def inputs(self) -> InputFacts:
+        """Return the description of the prompts for the record."""
         return self.prompts.describe()
 
     @cached_property
     def digest(self) -> str:
-        """Return the hash of everything that determines the results; unique under an edit that has no readable
-        text."""
+        """Return the hash of everything that determines the results; unique if the text of an edit does not describe
+        it."""
         salt = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), salt)
 
@@ -143,7 +144,7 @@ class PreparedRun:
         on_progress   receives the progress after every attention call
         """
         if folder is None:
-            return self._measure(None, now(), calibration, progress, on_progress)
+            return self._measure(None, None, calibration, progress, on_progress)
         if not fresh and (stored := self._with_stored_metrics(folder)) is not self:
             return stored.run(folder, calibration=calibration, progress=progress, on_progress=on_progress)
         require_readable(self.spec.edits, str(folder))
@@ -160,8 +161,8 @@ class PreparedRun:
             elif (finished := self._finished(folder)) is not None:  # another process finished it in the meantime
                 return finished
             remove_unwritten(folder)
-            created = read_record(folder).created if (folder / RECORD_FILE).exists() else now()
-            return self._measure(folder, created, calibration, progress, on_progress)
+            earlier = read_record(folder) if has_record(folder) else None
+            return self._measure(folder, earlier, calibration, progress, on_progress)
 
     def run_with_warnings(
         self, folder: Path | None = None, *, fresh: bool = False, progress: OnPrompts = lambda done, of: None,
@@ -200,9 +201,10 @@ class PreparedRun:
         return run
 
     def _measure(
-        self, folder: Path | None, created: str, calibration: Calibration | None, progress: OnPrompts,
+        self, folder: Path | None, earlier: Record | None, calibration: Calibration | None, progress: OnPrompts,
         on_progress: OnProgress | None,
     ) -> Run:  # fmt: skip
+        """Measure the batches that `folder` does not have; `earlier`: the record of the run that is resumed."""
         if calibration is None:
             with stage("calibration"):
                 calibration = calibrated(self.subject, self._first)
@@ -210,11 +212,19 @@ class PreparedRun:
             edit.require_within(calibration)
         placements = self.placements()
         placed = [self._placed_calls(placements, edit) for edit in self.spec.edits]
-        writer = _RecordWriter(self._record(calibration, placements, created), folder)
+        record = self._record(calibration, placements, earlier)
+
+        def write_effects(recorders: list[EditEffectRecorder]) -> None:
+            nonlocal record
+            record = replace(record, touched=self._effects(recorders, placed, calibration))
+            if folder is not None:
+                record.write(folder)
+
+        if folder is not None:
+            record.write(folder)
         passes = Passes(
             self.subject.model, self.spec.plan, self.spec.edits, placements, self.observers, meters_of(self.spec),
-            self.spec.loss, len(calibration.heads),
-            lambda effects: writer.update(touched=self._effects(effects, placed, calibration)),
+            self.spec.loss, len(calibration.heads), write_effects,
         )  # fmt: skip
         store, chunks = BatchStore(folder, self.digest, calibration.heads), []
         with self._batches_of_one_model(folder), closing(
@@ -223,12 +233,12 @@ class PreparedRun:
             for batch, chunk in measured:
                 chunks.append(chunk)
                 progress(batch.stop, self.spec.prompts)
-        short = ShortPromptMetrics.of(self.subject, self.spec, self.prompts)
+        short, notes = short_prompt_metrics(self.subject, self.spec, self.prompts)
         with stage("identity"):
-            record = replace(writer.record, changed=changed(self.subject))
+            record = replace(record, changed=changed(self.subject))
         with stage("metrics"):
-            data = assemble_run(chunks, self.spec, calibration.numbers, passes.meters, short.arrays)
-        return _finish(Run(record, data, folder), [*unseen_metrics(passes.meters, chunks[0]), *short.notes])
+            data = assemble_run(chunks, self.spec, calibration.numbers, passes.meters, short)
+        return _finish(Run(record, data, folder), [*unseen_metrics(passes.meters, chunks[0]), *notes])
 
     @contextmanager
     def _batches_of_one_model(self, folder: Path | None) -> Iterator[None]:
@@ -277,30 +287,15 @@ class PreparedRun:
                 )  # fmt: skip
         return effects
 
-    def _record(self, calibration: Calibration, placements: list[Placement], created: str) -> Record:
+    def _record(self, calibration: Calibration, placements: list[Placement], earlier: Record | None) -> Record:
+        """Return the record at the start. A resumed run keeps the effects of its edits, known from its first batch."""
         plan, motion = self.spec.plan, Motion.of(placements, self.spec.plan, self.subject.dtype)
         return Record(
             digest=self.digest, asked=self.requested, spec=self.spec, plan=plan, identity=self.subject.identity,
             inputs=self.inputs, calibration=calibration, motion=motion, memory=memory_plan(self.subject, self.spec),
-            versions=versions(), machine=Machine.of(self.subject), warnings=self.notes, created=created,
+            versions=versions(), machine=Machine.of(self.subject), warnings=self.notes,
+            created=now() if earlier is None else earlier.created, touched=() if earlier is None else earlier.touched,
         )  # fmt: skip
-
-
-class _RecordWriter:
-    """The record of a run that is being measured, written whenever it changes.
-
-    A resumed run keeps the effects of its edits, which were recorded in its first batch.
-    """
-
-    def __init__(self, record: Record, folder: Path | None) -> None:
-        self.record, self.folder = record, folder
-        if folder is not None:
-            self.update(touched=read_record(folder).touched if (folder / RECORD_FILE).exists() else ())
-
-    def update(self, *, touched: tuple[EditEffect, ...]) -> None:
-        self.record = replace(self.record, touched=touched)
-        if self.folder is not None:
-            self.record.write(self.folder)
 
 
 def _finish(run: Run, notes: Sequence[str]) -> Run:
@@ -311,7 +306,9 @@ def _finish(run: Run, notes: Sequence[str]) -> Run:
     if run.path is not None:
         with stage("write"):
             files = run.write_results(run.path)
-    finished = run.under(run.record.ended(files, notes))
+    finished = run.under(
+        replace(run.record, finished=now(), files=files, warnings=(*run.record.warnings, *notes))
+    )  # fmt: skip
     if finished.path is not None:
         finished.record.write(finished.path)
         remove_batches(finished.path)
@@ -328,6 +325,6 @@ def _scaled(place: Placement, edits: Sequence[NamedEdit], plan: Plan) -> Placeme
 
 
 def calibrated(subject: Subject, ids: NDArray[np.int64]) -> Calibration:
-    """Calibrate on the start of the first of ids [B, T]; raise a CheckError if a check fails."""
+    """Calibrate on the first tokens of the first prompt of ids [B, T]; raise a CheckError if a check fails."""
     start = torch.from_numpy(ids[:1, : calibration_length(subject)]).to(subject.device)
     return calibrate(subject.model, start).require(subject.identity.name)

@@ -23,7 +23,7 @@ from posleak.typed import plain
 
 from .folder import RECORD_FILE, remove_run, require_unused
 from .memory import MemoryPlan
-from .software import COMPUTED_WITH, DEFINITIONS_VERSION, measurement_hash, now, versions
+from .software import COMPUTED_WITH, DEFINITIONS_VERSION, measurement_hash, versions
 from .spec import MeasureSpec
 
 FORMAT_VERSION = 5
@@ -101,12 +101,8 @@ class Record:
     @property
     def caption(self) -> str:
         """Return the caption of a figure, with what is needed to reproduce it."""
-        made = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
-        return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", made])
-
-    def ended(self, files: dict[str, str], notes: list[str]) -> Record:
-        """Return the record of the finished run."""
-        return replace(self, finished=now(), files=files, warnings=(*self.warnings, *notes))
+        software = f"posleak {self.versions['posleak']}, definitions {self.definitions_version}"
+        return "; ".join([self.identity.short(), *self.facts, f"origin of {self.spec.origin} tokens", software])
 
     def as_dict(self) -> dict[str, Any]:
         return {"status": "running" if self.finished is None else "finished", **vars(self)}

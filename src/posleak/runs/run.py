@@ -31,7 +31,7 @@ from posleak.typed import plain
 
 from .folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE, batch_path, require_unused, verify_file
 from .loop import BatchStore
-from .loss import LOSS, LOSS_UNIT, PREDICTED, Losses, loss_positions, loss_variable
+from .loss import LOSS, LOSS_UNIT, PREDICTED, Losses, loss_positions
 from .memory import describe_prompts
 from .record import Record, read_record
 from .spec import MeasureSpec
@@ -61,7 +61,7 @@ class Run:
 
     @classmethod
     def load_partial(cls, path: str | Path) -> Run:
-        """Load a run, finished or not; of an unfinished run the finished batches, which must have two prompts."""
+        """Load a run that may be unfinished, with its finished batches; these must have at least two prompts."""
         folder = Path(path)
         record = read_record(folder)
         if record.finished is not None:
@@ -227,7 +227,8 @@ def assemble_run(
     arrays = ({} if meters is None else meters.finished(chunks)) | dict(short_prompts or {})
     labels = {} if meters is None else dict(meters.coords)
     if spec.loss:
-        arrays[LOSS] = loss_variable(np.concatenate([chunk[LOSS] for chunk in chunks]))
+        losses = np.concatenate([chunk[LOSS] for chunk in chunks])
+        arrays[LOSS] = xr.Variable((PROMPT, PREDICTED), losses, {"units": LOSS_UNIT})
         labels[PREDICTED] = loss_positions(spec.plan)
     return assemble(chunks, spec.plan, layer_ids, arrays, labels)
 

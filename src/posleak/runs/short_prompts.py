@@ -59,29 +59,23 @@ class StartObserver:
         self.layers.append(self.reduce(start_attention(call)))
 
 
-@dataclass(frozen=True)
-class ShortPromptMetrics:
-    """Arrays of the metrics by name, and notes about metrics that could not be computed."""
-
-    arrays: dict[str, xr.Variable]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, subject: Subject, spec: MeasureSpec, base: Prompts) -> ShortPromptMetrics:
-        """Compute the requested metrics. One that fails on this model becomes a note: the prompts are measured."""
-        arrays, notes = dict[str, xr.Variable](), list[str]()
-        with stage("short-prompt metrics"):
-            for name, description, compute in _requested(subject, spec, base):
-                try:
-                    arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), compute())
-                except Exception as error:
-                    if not is_recoverable(error):
-                        raise
-                    reason = f"the model raised an error ({one_line(error)})"
-                    if isinstance(error, PosleakError):
-                        reason = error.what
-                    notes.append(f"{description} is left out: {reason}")
-        return cls(arrays, tuple(notes))
+def short_prompt_metrics(
+    subject: Subject, spec: MeasureSpec, base: Prompts
+) -> tuple[dict[str, xr.Variable], list[str]]:  # fmt: skip
+    """Return the arrays of the requested metrics by name, and a note about each metric that fails on this model."""
+    arrays, notes = dict[str, xr.Variable](), list[str]()
+    with stage("short-prompt metrics"):
+        for name, description, compute in _requested(subject, spec, base):
+            try:
+                arrays[name] = xr.Variable((f"{name}_{SAMPLE}", LAYER, HEAD), compute())
+            except Exception as error:
+                if not is_recoverable(error):
+                    raise
+                reason = f"the model raised an error ({one_line(error)})"
+                if isinstance(error, PosleakError):
+                    reason = error.what
+                notes.append(f"{description} is left out: {reason}")
+    return arrays, notes
 
 
 def _requested(subject: Subject, spec: MeasureSpec, base: Prompts) -> Iterator[tuple[str, str, Compute]]:

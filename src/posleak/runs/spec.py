@@ -1,4 +1,7 @@
-"""The specification of one measurement, checked before a model is loaded and without importing torch."""
+"""The specification of one measurement, checked before a model is loaded and without importing torch.
+
+`resolve_request` makes it from the arguments of a call.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.defaults import LENGTH as LENGTH, PROMPTS as PROMPTS, TRACED as TRACED
+from posleak.defaults import LENGTH, PROMPTS
 from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
-from posleak.inputs import parse
+from posleak.inputs import GivenPrompts, Inputs, is_source_name, parse, read_given
 from posleak.inputs.bodies import SEED_LIMIT
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.metrics import parse_metrics
+from posleak.models import AnyModel, Subject, subject_of
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
@@ -32,12 +36,14 @@ TOKENS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """One measurement.
+    """Specification of one measurement.
 
-    batch     prompts per forward pass (0: chosen);  density: refines the plan of sampled rows
-    origin    number of leading tokens treated as the origin
+    inputs    source of the prompts, or GIVEN;  bos: token at position 0
+    length    tokens per prompt;  prompts: number of prompts;  seed: random seed for the prompts
+    batch     prompts per forward pass; 0: about TOKENS_AT_ONCE tokens
+    density   refines the plan of sampled rows;  origin: number of leading tokens treated as the origin
     edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
-    loss      also measure the next token's loss at the sampled positions
+    metrics   names of metrics of other papers;  loss: also measure the next token's loss at the sampled positions
     """
 
     inputs: str = "random"
@@ -122,6 +128,35 @@ class MeasureSpec:
     def batches(self) -> list[range]:
         """Return prompts 0 … prompts − 1 in consecutive batches."""
         return batches(self.prompts, self.batch)
+
+
+def resolve_request(
+    subject: AnyModel,
+    inputs: Inputs,
+    *,
+    length: int | None,
+    prompts: int | None,
+    default_length: int = LENGTH,
+    bos: str | int = "auto",
+    **more: Any,
+) -> tuple[Subject, MeasureSpec, GivenPrompts | None]:
+    """Resolve the arguments of `measure`, `trace`, `claims` or `advise`.
+
+    Return the subject, the spec, and the prompts that the user passed, None if posleak makes them. What can be rejected
+    without the model is rejected before it is loaded.
+
+    default_length   length of the prompts that posleak makes, if `length` is None
+    more             further fields of MeasureSpec
+    """
+    if isinstance(inputs, str) and is_source_name(inputs):
+        tokens, count = default_length if length is None else length, PROMPTS if prompts is None else prompts
+        spec = MeasureSpec(inputs, bos, tokens, count, **more)
+        spec.require_effect()
+        return subject_of(subject), spec, None
+    loaded = subject_of(subject)
+    given = read_given(loaded, inputs, length=length, prompts=prompts, bos=bos)
+    count, tokens = given.table.shape
+    return loaded, MeasureSpec(GIVEN, bos, tokens, count, **more), given
 
 
 def require_integer(name: str, value: Any) -> int:

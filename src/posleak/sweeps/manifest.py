@@ -29,10 +29,11 @@ from typing import Any
 
 import yaml
 
+from posleak.defaults import TRACED
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular, stays_in_folder
 from posleak.models.sources import checkpoints, split_revision
-from posleak.runs.spec import TRACED, MeasureSpec
+from posleak.runs.spec import MeasureSpec
 from posleak.text import visible
 
 from .cells import TRACE, Cell, Resources, split_fields

@@ -16,7 +16,7 @@ import numpy as np
 
 from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import SCALING
-from posleak.defaults import PROMPTS, TEXT_INPUTS
+from posleak.defaults import TEXT_INPUTS
 from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
@@ -26,7 +26,6 @@ from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
 from posleak.runs.loss import LOSS_UNIT, loss_changes
-from posleak.runs.request import resolve_request
 from posleak.runs.run import Run
 from posleak.show.numbers import estimate, percent
 from posleak.signatures import checked
@@ -229,16 +228,14 @@ def advise(
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
     who = subject_of(subject)
-    request = resolve_request(
-        who, inputs, length=length, prompts=prompts, default=(usual_length(who), PROMPTS), seed=seed, bos=bos,
-        origin=origin, loss=True,
+    conditions = Conditions.of(
+        who, inputs, length=length, prompts=prompts, default_length=usual_length(who), seed=seed, bos=bos,
+        origin=origin, loss=True, out=out, root=root, prefix="advice-", fresh=fresh, max_memory=max_memory,
+        progress=progress,
     )  # fmt: skip
-    status = progress or (lambda line: None)
-    conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
-    conditions.choose_folder(out, root, prefix="advice-")
     chosen = [groups] if isinstance(groups, str) else list(groups)
     with conditions.writing():
-        settings = settings_for(request.subject, conditions.tokens, request.spec.length, chosen)
+        settings = settings_for(conditions.subject, conditions.tokens, conditions.spec.length, chosen)
         advice = advised(conditions, [*settings, *own])
         if conditions.folder is not None:
             STORED_ADVICE.write(conditions.folder / ADVICE_FILE, advice.as_dict())

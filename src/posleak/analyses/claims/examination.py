@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.origin.origin import read_origin, write_origin
-from posleak.defaults import PROMPTS, TRACED
+from posleak.defaults import TRACED
 from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
-from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, describe_run
 from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
@@ -111,11 +110,10 @@ def claims(
     Example: `posleak.claims("smollm2-135m", paper="sinks").results`
     """
     named_papers(paper)
-    request = resolve_request(
-        subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos
-    )
-    lab = Lab(request.subject, request.spec, None, fresh, max_memory, progress or (lambda line: None), request.given)
-    lab.choose_folder(out, root)
+    lab = Lab.of(
+        subject, inputs, length=length, prompts=prompts, default_length=TRACED, seed=seed, bos=bos, out=out,
+        root=root, fresh=fresh, max_memory=max_memory, progress=progress,
+    )  # fmt: skip
     return examined(lab, paper)
 
 

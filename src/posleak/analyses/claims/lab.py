@@ -84,8 +84,7 @@ class Lab(Conditions):
         baseline, spec = self.run(), replace(self.spec, metrics=METERS)
         if baseline.record.spec.metrics == spec.metrics:
             return baseline.data
-        self.progress(METRICS)
-        return self.condition(spec, METRICS, lambda reached: self.progress(f"{METRICS}: {reached.text}")).data
+        return self.condition(spec, METRICS).data
 
     def measure_baseline(self, *, metrics: bool) -> Run:
         """Return the baseline; with `metrics`, a new baseline is measured together with METERS.

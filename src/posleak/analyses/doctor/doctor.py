@@ -20,7 +20,7 @@ from posleak.probe.fingerprint import changed, identified
 from posleak.probe.native import native
 from posleak.probe.tracer import computes_own_attention
 from posleak.rounding import AGREE, computed_in
-from posleak.runs.memory import MemoryPlan, ModelSizes, Work, describe_prompts
+from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
@@ -128,12 +128,11 @@ def doctor(
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     prompts_text = describe_prompts(prompts, plan.length)
-    work = Work(
-        "the diagnosis", lambda batch: doctor_plan(who, plan, prompts, batch, short=short),
-        lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
-        "a shorter --length or fewer --prompts",
+    batch = fit_batch(
+        who, lambda batch: doctor_plan(who, plan, prompts, batch, short=short), prompts, parse_bytes(max_memory),
+        what="the diagnosis", remedy="a shorter --length or fewer --prompts",
+        of=lambda batch: f"{prompts_text}, {batch} at once, and {FEW} of them under eager attention",
     )  # fmt: skip
-    batch = work.fit(who, prompts, parse_bytes(max_memory))
     outside = bos_outside_vocabulary(who) if bos == "auto" else None
     no_bos = None if outside is None else f"{outside}: position 0 holds an ordinary token"
     base = prepare(who, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)

@@ -23,7 +23,7 @@ from posleak.leakage.sampled import LEVEL
 from posleak.models import AnyModel, Identity, Subject, exclusive, subject_of
 from posleak.probe import Calibration, Plan, calibrate, default_plan
 from posleak.probe.fingerprint import changed, identified
-from posleak.runs.memory import Work, describe_prompts
+from posleak.runs.memory import describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
@@ -136,14 +136,13 @@ def origin(
     require_between("batch", batch, 0)
     who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
     long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
-    work = Work(
-        "the look at position 0",
-        lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),
-        lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
-        "a shorter --length, fewer --prompts or --tokens", batched=True,
+    at_once = fit_batch(
+        who, lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),
+        min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts), parse_bytes(max_memory),
+        what="the analysis of position 0", remedy="a shorter --length, fewer --prompts or --tokens",
+        of=lambda at_once: f"{describe_prompts(prompts, plan.length)}, {at_once} at once, and {tokens} first tokens",
+        batched=True, fixed=bool(batch),
     )  # fmt: skip
-    wanted = min(batch or max(1, TOKENS_AT_ONCE // plan.length), prompts)
-    at_once = work.fit(who, wanted, parse_bytes(max_memory), fixed=bool(batch))
     if long is not None:
         warn(long)
     base = prepare(who, "random", bos=bos, length=length, seed=seed)

@@ -24,7 +24,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
-from posleak.defaults import PROMPTS, TRACED
+from posleak.defaults import TRACED
 from posleak.errors import RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
@@ -35,7 +35,6 @@ from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD_FILE
 from posleak.runs.record import is_finished
-from posleak.runs.request import resolve_request
 from posleak.runs.run import Run, describe_run
 from posleak.show.numbers import estimate
 from posleak.show.words import compact_html
@@ -271,13 +270,10 @@ def trace(
 
     Example: `posleak.trace("smollm2-135m").model["all"].share["here"]`
     """
-    request = resolve_request(
-        subject, inputs, length=length, prompts=prompts, default=(TRACED, PROMPTS), seed=seed, bos=bos, origin=origin,
-        metrics=parse_metrics(metrics),
+    conditions = Conditions.of(
+        subject, inputs, length=length, prompts=prompts, default_length=TRACED, seed=seed, bos=bos, origin=origin,
+        metrics=parse_metrics(metrics), out=out, root=root, fresh=fresh, max_memory=max_memory, progress=progress,
     )  # fmt: skip
-    status = progress or (lambda line: None)
-    conditions = Conditions(request.subject, request.spec, None, fresh, max_memory, status, request.given)
-    conditions.choose_folder(out, root)
     return traced(conditions, by_layer=by_layer)
 
 

@@ -85,7 +85,7 @@ def position_0(lab: Lab) -> Finding:
     if not sees.any():
         return Finding.not_applicable("windows hide position 0 from late queries in every layer")
     at_0 = at_0[:, sees]
-    alike = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
+    alike = float(np.mean([1 / (r + 1) for r in lab.spec.plan.references]))
     heads = lab.metric("sink_start")
     rate = float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
     mean, details = lab.mean(np.nanmean(at_0, axis=(1, 2))), {"sink rate of Gu et al., first 64 queries": rate}
