@@ -16,6 +16,9 @@ from posleak.errors import InputError
 MAX_LENGTH, MAX_DENSITY = 2**24, 64
 """Upper limits against mistyped values."""
 
+PROFILE_POSITIONS = 16
+"""The mean attention of references is kept for the origin and for this number of positions after it."""
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -23,13 +23,10 @@ from posleak.errors import CheckError, UnsupportedError
 
 from .call import Call
 from .placement import Placement, moved_logits
-from .plan import Plan
+from .plan import PROFILE_POSITIONS, Plan
 
 LOG_ZERO = -torch.inf
 """log 0: the logit of a key that does not exist or is not visible."""
-
-PROFILE_POSITIONS = 16
-"""The mean attention of references is kept for the origin and for this number of positions after it."""
 
 MATMUL_LENGTHS = 96
 """Up to this number of lengths, sums are computed by one product with indicators; else by a running sum."""

@@ -114,10 +114,11 @@ class ModelSizes:
 
     def sampled(self, plan: Plan, prompts: int, length: int, item: int, copies: int = ROW_COPIES) -> int:
         """Return the plan's rows of one layer, and the masks that all layers share."""
-        from posleak.probe.call import QUERY_BLOCK
+        tokens, R, Q, block = prompts * length, len(plan.references), len(plan.queries), 0
+        if self.explicit:
+            from posleak.probe.call import QUERY_BLOCK
 
-        tokens, R, Q = prompts * length, len(plan.references), len(plan.queries)
-        block = self.logits(tokens, QUERY_BLOCK, item, EXPLICIT_COPIES) if self.explicit else 0
+            block = self.logits(tokens, QUERY_BLOCK, item, EXPLICIT_COPIES)
         moved = int(SLACK * prompts * self.heads * R * Q * plan.origin * MOVED_COPIES * 8)
         shared = plan.length * (len(plan.rows) * 8 + R * (2 * Q + R) * 4 * 2)  # masks, and keys to sum
         return self.logits(tokens, len(plan.rows), item, copies) + block + moved + shared
@@ -141,7 +142,7 @@ class ModelSizes:
         """Return the results of all prompts, and what is computed from those of `layers` layers, by default all:
         components at every pair, products of prompts, jackknife replicates, and table rows."""
         from posleak.leakage.power import NEIGHBOURS
-        from posleak.probe.rows import PROFILE_POSITIONS
+        from posleak.probe.plan import PROFILE_POSITIONS
 
         Q, D, first = len(plan.queries), len(plan.offsets), PROFILE_POSITIONS + plan.origin
         stored = RESULT_COPIES * (Q * D + 6 * Q + D + first)

@@ -28,7 +28,7 @@ from posleak.models import builtin, pretrained
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
-from posleak.runs.spec import TOKENS_AT_ONCE, MeasureSpec
+from posleak.runs.spec import MeasureSpec
 from posleak.typed import from_json
 
 from .storage import CELLS_FOLDER
@@ -239,12 +239,12 @@ def memory_of(cell: Cell) -> int | None:
     shape = shape_of(cell.model)
     if shape is None:
         return None
-    spec, item = cell.spec, ITEM_BYTES.get(cell.dtype or "float32", 4)
+    spec, item = cell.spec.resolved(), ITEM_BYTES.get(cell.dtype or "float32", 4)
     read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
-    tokens = read * min(spec.prompts, spec.batch or max(1, TOKENS_AT_ONCE // spec.length))
-    rows = shape.logits(tokens, len(spec.plan.rows), item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
-    results = 8 * spec.prompts * shape.layers * shape.heads * 3_000
-    return shape.parameters * item + LIBRARY_BYTES + shape.forward(tokens, item) + rows + results
+    copies = ROW_COPIES if not spec.edits else 2 * ROW_COPIES
+    rows = shape.sampled(spec.plan, spec.batch, read, item, copies)
+    work = shape.forward(spec.batch * read, item) + rows + shape.results(spec.plan, spec.prompts)
+    return shape.parameters * item + LIBRARY_BYTES + work
 
 
 @cache
