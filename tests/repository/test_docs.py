@@ -31,7 +31,7 @@ from support.families import tiny
 from support.runs_tiny import SPEC, subject
 from support.sweep_tiny import SMALL, Here
 from tools import cli_docs, edit_docs
-from tools.api_docs import described
+from tools.api_docs import parse_docstring
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("measure", "trace", "doctor", "models", "claims", "advise", "origin", "sweep", "collect", "bench")
@@ -67,7 +67,7 @@ def test_the_page_about_python_has_every_public_name_and_a_line_for_each() -> No
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_every_option_of_a_function_has_its_line_and_its_type(path: str) -> None:
     function = found(path)
-    sentences, options = described(function.__doc__)
+    sentences, options = parse_docstring(function.__doc__)
     assert re.match(r"[A-Z].*[^.]*[.]", sentences), "a first sentence"
     parameters = inspect.signature(function).parameters
     assert list(options) == list(parameters), "in the order of the signature"
@@ -102,7 +102,7 @@ def test_aligned_lines_of_a_docstring() -> None:
           goes on;  two: is that
     three, four   are others
     """
-    assert described(text) == (
+    assert parse_docstring(text) == (
         "A sentence.",
         {"one": "is this, and goes on", "two": "is that", "three, four": "are others"},
     )

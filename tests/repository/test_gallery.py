@@ -13,7 +13,7 @@ import pytest
 import posleak as pl
 from support.runs_tiny import subject
 from tools import claims_docs, gallery, question
-from tools.made import part
+from tools.markdown import read_part
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,17 +49,19 @@ def test_pages_that_show_its_numbers_are_current() -> None:
 def test_the_page_says_what_was_kept(name: str) -> None:
     """The first sentence of the page, and the output that README shows."""
     page = text(DOCS / "gallery" / f"{name}.html")
-    shares = {source: gallery.read(kept()[name][name]["shares"][source]) for source in ("earlier", "here", "origin")}
+    shares = {
+        source: gallery.read_estimate(kept()[name][name]["shares"][source]) for source in ("earlier", "here", "origin")
+    }
     expected = [round(100 * float(end)) for found in shares.values() for end in (found.value, found.low, found.high)]
     sentence = page.partition('class="sentence"')[2].partition("</p>")[0]
     assert percents(re.sub("<.*?>", "", sentence))[:9] == expected
-    shown = part(text(ROOT / "README.md"), "trace").splitlines()[-2]
+    shown = read_part(text(ROOT / "README.md"), "trace").splitlines()[-2]
     assert shown.startswith("all queries")
     assert percents(shown) == expected
 
 
 def test_the_first_measurement_of_the_start_page_prints_what_it_shows() -> None:
-    shown, now = part(text(DOCS / question.START), "first"), question.output(question.first())
+    shown, now = read_part(text(DOCS / question.START), "first"), question.output(question.first())
     assert re.sub(PERCENT, "", shown) == re.sub(PERCENT, "", now)
     assert percents(shown) == pytest.approx(percents(now), abs=1.01), "other machines round otherwise"
 
@@ -74,7 +76,7 @@ def test_what_was_kept_is_what_a_measurement_gives(model: str) -> None:
         (said["leakage"], whole.power["total"]),
         *((said["shares"][name], whole.share[name]) for name in ("mask", "drift", "sink")),
     ]:
-        before = gallery.read(found)
+        before = gallery.read_estimate(found)
         for end in ("value", "low", "high"):
             assert float(getattr(before, end)) == pytest.approx(float(getattr(now, end)), rel=1e-3, abs=1e-4)
 
@@ -83,17 +85,19 @@ def test_figures_of_the_question_are_drawn_from_a_trace() -> None:
     trace = pl.trace(subject(), length=64, prompts=4)
     made = question.figures(trace)
     assert set(made) == {path.stem.removeprefix("question-") for path in (DOCS / "images").glob("question-*.png")}
-    lent = question._lent()
-    assert list((lent > 0).sum(1)) == [1] + [question.SMALL] * (question.SMALL - 1), (
+    lent = question.borrowed_mask()
+    assert list((lent > 0).sum(1)) == [1] + [question.MASK_TOKENS] * (question.MASK_TOKENS - 1), (
         "all but the first see equally many"
     )
-    assert np.array_equal((lent == 1)[:, question.SMALL :], np.tril(np.ones((question.SMALL, question.SMALL))) > 0)
+    assert np.array_equal(
+        (lent == 1)[:, question.MASK_TOKENS :], np.tril(np.ones((question.MASK_TOKENS, question.MASK_TOKENS))) > 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 def test_a_page_of_the_gallery_is_made_of_small_models(tmp_path: Path) -> None:
     entry = gallery.Entry("two", ("zoo-backcopy-rope", "zoo-backcopy-learned"), "Two.", length=64)
-    gallery.made(entry, tmp_path / "gallery", tmp_path / "runs")
+    gallery.generate(entry, tmp_path / "gallery", tmp_path / "runs")
     found = json.loads(text(tmp_path / "gallery" / gallery.NUMBERS))["two"]
     assert set(found["zoo-backcopy-rope"]["shares"]) == {"mask", "drift", "sink", "earlier", "here", "origin"}
     assert set(found["zoo-backcopy-learned"]["shares"]) == {"mask", "drift", "sink"}, "trace is not defined there"

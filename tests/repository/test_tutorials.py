@@ -20,8 +20,8 @@ import posleak as pl
 from posleak.leakage import Estimate
 from posleak.models import Subject
 from posleak.runs.loss import loss_by_prompt
-from tools.gallery import NUMBERS, read
-from tools.tutorials import executed, notebook, printed, scripts
+from tools.gallery import NUMBERS, read_estimate
+from tools.tutorials import execute, notebook, printed_lines, scripts
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "tutorials"
@@ -54,27 +54,27 @@ def test_a_notebook_is_its_script_and_has_its_outputs(script: Path) -> None:
     assert [cell.source for cell in kept.cells] == [cell.source for cell in notebook(script).cells]
     code = [cell for cell in kept.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run from top to bottom"
-    assert list(printed(kept))
+    assert list(printed_lines(kept))
     text = script.with_suffix(".ipynb").read_text(encoding="utf-8")
     assert not re.search(r"/(home|root|tmp|work|Users)/", text), "no path of a machine"
 
 
 def kept_lines(name: str) -> list[str]:
-    return list(printed(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)))  # type: ignore[no-untyped-call]
+    return list(printed_lines(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)))  # type: ignore[no-untyped-call]
 
 
 def test_the_kept_numbers_of_one_model_are_those_of_the_gallery() -> None:
     """The same measurement, made twice; tests/test_real.py makes it once more."""
     kept = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]
     lines = kept_lines("one_model")
-    shows(after(lines, "leakage"), read(kept["leakage"]))
+    shows(after(lines, "leakage"), read_estimate(kept["leakage"]))
     for name, share in kept["shares"].items():
-        shows(after(lines, name).replace(" of it", ""), read(share))
+        shows(after(lines, name).replace(" of it", ""), read_estimate(share))
 
 
 @pytest.mark.real
 def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
-    lines = list(printed(executed(FOLDER / "one_model.py", lean=True)))
+    lines = list(printed_lines(execute(FOLDER / "one_model.py", lean=True)))
     run, trace = pl.measure(smollm, **LEAN), pl.trace(smollm, **LEAN)
     assert lines[0] == smollm.identity.short()
     whole = run.summary.model["all"]
@@ -95,7 +95,7 @@ def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
 
 @pytest.mark.real
 def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
-    lines = list(printed(executed(FOLDER / "settings.py", lean=True)))
+    lines = list(printed_lines(execute(FOLDER / "settings.py", lean=True)))
     asked: dict[str, Any] = {"length": 64, "prompts": 6, "inputs": "text:stdlib", "loss": True}
     base, cut = pl.measure(smollm, **asked), pl.measure(smollm, edits="sink=cut@10-29", **asked)
     assert base.loss is not None
@@ -112,7 +112,7 @@ def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
 
 @pytest.mark.real
 def test_your_own_prints_what_the_library_gives_and_what_was_kept() -> None:
-    lines = list(printed(executed(FOLDER / "your_own.py", lean=True)))
+    lines = list(printed_lines(execute(FOLDER / "your_own.py", lean=True)))
     kept = kept_lines("your_own")
     assert len(lines) == len(kept)
     for line, before in zip(lines, kept):

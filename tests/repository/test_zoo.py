@@ -19,10 +19,10 @@ from posleak.models import load
 from zoo import corpus, training
 from zoo.corpus import ALPHABET, encode, passages, read_text
 from zoo.entropy import entropies
-from zoo.jobs import Job, jobs, train_all, trained
+from zoo.jobs import Job, plan_jobs, train_all, trained
 from zoo.measuring import UNSEEN
 from zoo.recipe import RECIPES
-from zoo.tokens import BackcopyTokens, byte_tokenizer, tokens_for
+from zoo.tokens import BackcopyTokens, character_tokenizer, tokens_for
 from zoo.training import TrainingProgress, read_training, train
 from zoo.variants import STANDARD, VARIANTS, ntk_base, variant_named
 
@@ -91,7 +91,7 @@ def test_documentation_comes_from_python_and_packages(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_character_is_a_token(bos: bool) -> None:
-    tokenizer = byte_tokenizer(bos=bos)
+    tokenizer = character_tokenizer(bos=bos)
     ids = tokenizer("a\tÄ\n~ €").input_ids
     start = [len(ALPHABET)] if bos else []
     assert ids == start + [ALPHABET.index(each) for each in "a    A?\n~ ?"]
@@ -141,8 +141,8 @@ def test_the_least_loss_counts_what_nobody_saw() -> None:
     """Of 3 tokens after BOS: one by itself, one that a trigger may have copied from before, one with all it needs."""
     found = entropies()
     with_bos = found.unigram + (found.given + found.ordinary / 5) + found.given
-    assert math.isclose(found.least(4, bos=True), with_bos / 3)
-    assert math.isclose(found.least(3, bos=False), (2 * found.given + found.ordinary / 5) / 2)
+    assert math.isclose(found.lowest_loss(4, bos=True), with_bos / 3)
+    assert math.isclose(found.lowest_loss(3, bos=False), (2 * found.given + found.ordinary / 5) / 2)
 
 
 # Variants
@@ -223,7 +223,7 @@ def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
 def test_training_lowers_the_loss_and_keeps_its_way(tmp_path: Path) -> None:
     recipe = replace(SMALL, steps=120, rate=1e-2, warmup=10)
     seen: list[TrainingProgress] = []
-    found = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", watch=seen.append, threads=1)
+    found = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", on_progress=seen.append, threads=1)
     assert found.finished
     assert found == read_training(tmp_path / "m")
     assert [point.step for point in found.held_out] == [0, 16, 32, 64, 120]
@@ -241,29 +241,29 @@ class Stopped(Exception):
 
 
 def stop_at(step: int) -> Any:
-    def watch(reached: TrainingProgress) -> None:
-        if reached.step >= step:
+    def on_progress(progress: TrainingProgress) -> None:
+        if progress.step >= step:
             raise Stopped
 
-    return watch
+    return on_progress
 
 
 @pytest.mark.parametrize("name", ["rope", "sink-logit"])
 def test_interrupted_training_ends_with_the_same_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     whole = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "whole", threads=1)
     for step in (10, 20, 30):
         with pytest.raises(Stopped):
-            train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", watch=stop_at(step), threads=1)
+            train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", on_progress=stop_at(step), threads=1)
     assert (tmp_path / "parts" / training.RESUME).exists()
     parts = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", threads=1)
     assert (parts.curve, parts.held_out) == (whole.curve, whole.held_out)
     for folder in (".", "checkpoint-32"):
         one, other = (load(tmp_path / each / folder).identity.weights_sha256 for each in ("whole", "parts"))
         assert one == other
-    again = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", watch=stop_at(0), threads=1)
+    again = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", on_progress=stop_at(0), threads=1)
     assert again == parts, "what is finished is read back"
 
 
@@ -277,14 +277,14 @@ def test_the_test_above_can_fail(tmp_path: Path) -> None:
 
 def test_a_record_that_is_ahead_of_the_state_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may die between the two files: then the record has a point too many."""
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     folder, state = tmp_path / "m", tmp_path / "m" / training.RESUME
     whole = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "whole", threads=1)
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     early = state.read_bytes()
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(40), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(40), threads=1)
     record = read_training(folder)
     assert record is not None
     assert record.curve[-1].step == 30
@@ -295,10 +295,10 @@ def test_a_record_that_is_ahead_of_the_state_is_cut(tmp_path: Path, monkeypatch:
 
 
 def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     folder = tmp_path / "m"
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     state = folder / training.RESUME
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(RunError, match="delete this file"):
@@ -306,9 +306,9 @@ def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
 
 
 def test_going_on_with_other_threads_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", on_progress=stop_at(20), threads=1)
     with pytest.warns(PosleakWarning, match="number of threads"):
         found = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", threads=2)
     assert found.threads == 2
@@ -334,18 +334,18 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
 
 def test_jobs_have_folders_of_their_own() -> None:
     own = RECIPES["text"].steps
-    names = [job.name for job in jobs(["rope", "nope", "rope"], seeds=(0, 1))]
+    names = [job.name for job in plan_jobs(["rope", "nope", "rope"], seeds=(0, 1))]
     assert names == ["rope-0", "rope-1", "nope-0", "nope-1"]
-    assert [job.name for job in jobs(["rope"], steps=200)] == ["rope-0-200"]
+    assert [job.name for job in plan_jobs(["rope"], steps=200)] == ["rope-0-200"]
     for seed in (-1, 2**32):
         with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed}"):
-            jobs(["rope"], seeds=[seed])
-    assert [job.name for job in jobs(["rope"], steps=own)] == ["rope-0"]
-    assert len(jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)
+            plan_jobs(["rope"], seeds=[seed])
+    assert [job.name for job in plan_jobs(["rope"], steps=own)] == ["rope-0"]
+    assert len(plan_jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)
     with pytest.raises(InputError, match="step"):
-        jobs(["rope"], steps=0)
+        plan_jobs(["rope"], steps=0)
     with pytest.raises(InputError, match="backcopy"):
-        jobs(["rope"], data=["backopy"])
+        plan_jobs(["rope"], data=["backopy"])
 
 
 def test_a_model_that_somebody_else_trains_is_left_to_them(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_model_that_somebody_else_trains_is_left_to_them(tmp_path: Path) -> No
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait(60)
-    found = train_all(wanted, tmp_path, done=lambda job, made: said.append((job.variant.name, made is not None)))
+    found = train_all(wanted, tmp_path, on_finished=lambda job, made: said.append((job.variant.name, made is not None)))
     done.set()
     thread.join()
     assert said == [("rope", False), ("nope", True)]

@@ -29,7 +29,7 @@ from posleak.probe.visibility import Visibility, read_mask
 from support.documented import FREE, ROOT, documented, produced
 from support.families import tiny
 from tools import ship, zoo_docs
-from tools.made import part
+from tools.markdown import read_part
 from zoo import jobs, recipe, table
 from zoo.__main__ import app
 from zoo.layout import Layout
@@ -40,7 +40,7 @@ from zoo.terminal import zoo_tables
 from zoo.tokens import tokens_for
 from zoo.training import held_out_loss, read_training, train
 from zoo.variants import VARIANTS
-from zoo.verdicts import SENTENCES, verdicts
+from zoo.verdicts import ARCHITECTURE_CLAIMS, verdicts
 
 SMALL = replace(RECIPES["backcopy"], width=16, heads=2, feedforward=24, layers=3, context=96, batch=2, steps=20)
 SOME = ("rope", "window-first", "learned")
@@ -147,7 +147,7 @@ def test_the_table_compares_variants_that_have_the_number(zoo: Path) -> None:
     mean = total.mean("learned")
     assert mean is not None
     assert math.isclose(float(mean.value), float(np.exp(np.log(values[2]).mean()))), "a geometric mean"
-    assert here.left_out == {"learned": "not defined for such models"}
+    assert here.left_out == {"learned": "not defined for this variant"}
     assert [curve.steps for curve in found.curves if curve.quantity == "total"] == [(0, 16, 20)] * 3
     with_gap = TrainingCurve("rope", "here", (0, 16), (0, 1), ((1.0, float("nan")), (1.0, 1.0)))
     path = table.write_table(zoo, replace(found, curves=(*found.curves, with_gap)))
@@ -160,10 +160,10 @@ def test_the_table_compares_variants_that_have_the_number(zoo: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_group_of_numbers_that_cannot_be_compared_says_so_instead_of_an_empty_table(zoo: Path) -> None:
     found = zoo_table(zoo, "backcopy", prompts=4)
-    why = "rope: not above 0 in every model"
+    why = "rope: not positive in every model"
     bare = replace(found, comparisons=found.comparisons[:1], incomparable={"attention": why, "readers": why})
     said = bare.why_not(("attention", "readers", "pull"))
-    assert said == f"not compared: at 0, sinks ({why}); pull (not measured)"
+    assert said == f"not compared: attention to 0, sinks ({why}); pull (not measured)"
     console = Console(width=200, record=True, file=StringIO())
     for item in zoo_tables(bare):
         console.print(item)
@@ -176,15 +176,15 @@ def test_the_commands_list_and_measure(zoo: Path) -> None:
     run = CliRunner()
     listed = run.invoke(app, ["list", "--out", str(zoo)])
     assert listed.exit_code == 0
-    assert "no positions at all" in listed.output
+    assert "NoPE" in listed.output
     assert json.loads(run.invoke(app, ["list", "--out", str(zoo), "--json"]).stdout)["trainings"][0]["seed"] == 0
     shown = run.invoke(app, ["measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo)])
     assert shown.exit_code == 0, shown.output
     assert "window-first" in shown.output
-    assert "what matched models say" in shown.output
+    assert "matched models" in shown.output
     made = run.invoke(app, ["measure", "--data", "backcopy", "--prompts", "4", "--out", str(zoo), "--json"])
     parsed = json.loads(made.stdout)
-    assert len(parsed["tables"][0]["verdicts"]) == len(SENTENCES)
+    assert len(parsed["tables"][0]["verdicts"]) == len(ARCHITECTURE_CLAIMS)
     assert set(parsed["quantities"]) == set(QUANTITIES)
     found = {key.replace("trainings[]", "trainings") for key in produced(parsed, FREE["zoo measure"])}
     assert found == documented("zoo measure")
@@ -201,7 +201,7 @@ def test_a_zoo_with_nothing_to_compare_says_what_to_do(zoo: Path, tmp_path: Path
     ("values", "why"),
     [
         ((1.0, -0.1), "no ratio"),
-        ((1.0, math.nan), "cannot be told from 0"),
+        ((1.0, math.nan), "zero"),
         ((1.0,), "every seed"),
         ((), "not defined"),
     ],
@@ -264,11 +264,11 @@ def planted(quantity: str, rope: list[float], other: list[float], variant: str) 
     ],
 )
 def test_a_planted_effect_gets_its_verdict(sentence: str, rope: float, other: float, verdict: Verdict) -> None:
-    chosen = next(each for each in SENTENCES if each.id == sentence)
+    chosen = next(each for each in ARCHITECTURE_CLAIMS if each.id == sentence)
     made = planted(chosen.quantity, [rope, rope + 0.1], [other, other + 0.1], chosen.variant)
-    found = {each.sentence.id: each for each in verdicts(made)}
+    found = {each.claim.id: each for each in verdicts(made)}
     assert found[sentence].verdict is verdict
-    others = [each for each in SENTENCES if each.quantity != chosen.quantity]
+    others = [each for each in ARCHITECTURE_CLAIMS if each.quantity != chosen.quantity]
     assert all(found[each.id].verdict is Verdict.NOT_APPLICABLE for each in others)
 
 
@@ -396,7 +396,7 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
     tables = [table.ZOO.read(ROOT / "docs" / "zoo" / f"{data}.json") for data in RECIPES]
     page = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     for name, made in zoo_docs.parts(tables).items():
-        assert part(page, name) == made, "run `python -m tools.zoo_docs docs/zoo.md`"
+        assert read_part(page, name) == made, "run `python -m tools.zoo_docs docs/zoo.md`"
     for one in tables:
         assert {each.variant for each in one.trainings} == set(VARIANTS)
         assert all(len([x for x in one.trainings if x.variant == name]) == 2 for name in VARIANTS)
@@ -405,10 +405,10 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
 
 def test_models_are_shipped_only_if_all_are_trained(zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(builtin, "SHIPPED_ROOT", tmp_path / "shipped")
-    monkeypatch.setattr(ship, "CHOSEN", {"backcopy": ("rope", "nope")})
+    monkeypatch.setattr(ship, "SHIPPED", {"backcopy": ("rope", "nope")})
     with pytest.raises(RunError, match="nope-0"):
         ship.ship(zoo)
     assert not (tmp_path / "shipped").exists()
-    monkeypatch.setattr(ship, "CHOSEN", {"backcopy": ("rope", "learned")})
+    monkeypatch.setattr(ship, "SHIPPED", {"backcopy": ("rope", "learned")})
     assert ship.ship(zoo) == sum(path.stat().st_size for path in (tmp_path / "shipped").rglob("*") if path.is_file())
     assert read_training(tmp_path / "shipped" / "zoo-backcopy-learned") is not None
