@@ -193,9 +193,9 @@ def page(rows: Sequence[FamilyRow]) -> str:
         f"{counts[NOT_BUILT]} cannot be built here.",
         "",
         f"{lawful} of the supported families satisfy every law. The others violate some by design, and doctor names "
-        f"the cause: {tables} have a table of absolute positions, so that position enters the residual stream before the "
-        "first layer; they serve as controls. Tiny random models show that the arithmetic is correct. They do not show "
-        "how trained models behave.",
+        f"the cause: {tables} have a table of absolute positions, so that position enters the residual stream before "
+        "the first layer; they serve as controls. Tiny random models show that the arithmetic is correct. They do not "
+        "show how trained models behave.",
     ]
     for status in STATUSES:
         chosen = [row for row in rows if row.status == status]

@@ -94,7 +94,7 @@ def read_text(path: str | None = None) -> CorpusText:
             raise InputError(
                 "the text is too short to train on", where="zoo",
                 got=f"{sum(map(len, train)):,} characters for training and {sum(map(len, held_out)):,} held out",
-                expected=f"{MIN_CHARACTERS:,} or more, not counting repeated paragraphs and paragraphs that are not ASCII",
+                expected=f"{MIN_CHARACTERS:,} or more, without repeated paragraphs and paragraphs that are not ASCII",
                 remedy="use a longer text",
             )  # fmt: skip
     return CorpusText(encode("\n\n".join(train)), encode("\n\n".join(held_out)), tuple(parts))

@@ -131,7 +131,7 @@ def read_measured(folder: Path) -> AllMeasured:
 
 
 def inputs_of(record: Training) -> tuple[str, str]:
-    """Return the two sources of prompts: the training data, which checkpoints are measured on too, and random tokens."""
+    """Return the two sources of prompts: the training data, on which checkpoints are measured too, and random ids."""
     if record.data.data != "text":
         return record.data.data, "random"
     return f"text:{STDLIB if record.data.path is None else record.data.path}", "random"
