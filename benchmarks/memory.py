@@ -18,9 +18,9 @@ RUN_TOKENS = 8192
 
 @dataclass(frozen=True)
 class CaseMemory:
-    """Bytes of a case: `kept` until the last round, and `running` while it runs."""
+    """Memory of a case in bytes: `persistent` until the last round, and `running` while it runs."""
 
-    kept: int
+    persistent: int
     running: int
 
 

@@ -43,10 +43,10 @@ def read_comparison() -> dict[str, Any]:
 
 def machine(results: dict[str, Any]) -> Iterator[str]:
     """Yield the description of the machine, the versions and the model."""
-    about, versions = results["machine"], results["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in versions if name != "posleak")
+    about, versions, dtype = results["machine"], results["versions"], results["identity"]["dtype"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in versions if name != "posleak")
     yield f"{about['processor']}, {about['cores']} cores ({about['threads']} threads), {about['memory_gb']} GB, "
-    yield f"{about['system']}, Python {about['python']}, {named}. {results['model']}, {results['identity']['dtype']}, "
+    yield f"{about['system']}, Python {about['python']}, {packages}. {results['model']}, {dtype}, "
     yield "one prompt of random tokens, the default plan.\n"
 
 

@@ -121,12 +121,12 @@ def bench(
 
 def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, limit: int | None) -> dict[str, str]:
     """Return the cases that do not fit into memory together with those before them, and the reasons."""
-    refused, kept, running = dict[str, str](), 0, 0
+    refused, persistent, running = dict[str, str](), 0, 0
     for case in cases:
         need = case.needs(subject, batch, length)
         try:
             require_room(
-                subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
+                subject, MemoryPlan(max(running, need.running), 0, persistent + need.persistent), limit, what=case.name,
                 of=f"{describe_prompts(batch, length)}, together with the other cases", remedy="use a shorter --length",
             )  # fmt: skip
         except InputError as error:
@@ -134,7 +134,7 @@ def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, l
                 raise
             refused[case.name] = f"{error.what}: {error.got}, {error.expected}"
         else:
-            kept, running = kept + need.kept, max(running, need.running)
+            persistent, running = persistent + need.persistent, max(running, need.running)
     return refused
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from posleak.analyses.claims.catalogue import ENOUGH, Claim, registry
 from posleak.papers import ALL, PAPERS
 from posleak.show.numbers import effect
+from posleak.show.words import MARKS
 
 from .gallery import NUMBERS, read_estimate
 from .markdown import table
@@ -46,8 +47,6 @@ The numbering is ours: if a sentence of a paper makes several statements, they a
 The effects below were measured on 16 prompts of 256 random tokens, seed 0. They hold for these models, not for all
 models. To add your own claims, see [extending](extending.md#a-claim).
 """
-
-MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not applicable": "–"}
 
 
 def page(stored: Mapping[str, Any]) -> str:

@@ -34,10 +34,10 @@ def take(report: Path, compared: Path, folder: Path) -> None:
                 viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
             )
             page.goto((compared if section == "compare" else report).resolve().as_uri())
-            shown = page.locator(f'[data-section="{section}"]:visible').first
-            shown.scroll_into_view_if_needed()
+            top = page.locator(f'[data-section="{section}"]:visible').first
+            top.scroll_into_view_if_needed()
             page.wait_for_timeout(1500)  # figures are drawn when they become visible
-            shown.evaluate("element => element.scrollIntoView({block: 'start'})")
+            top.evaluate("element => element.scrollIntoView({block: 'start'})")
             page.wait_for_timeout(500)
             page.screenshot(path=folder / f"report-{section}-{width}-{theme}.png")
             if (section, width, theme) == PICTURES[0]:

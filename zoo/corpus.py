@@ -85,9 +85,9 @@ def read_text(path: str | None = None) -> CorpusText:
     seen: set[bytes] = set()
     train, held_out, parts = list[str](), list[str](), list[CorpusPart]()
     for name, version, documents in sources:
-        kept = [passage for document in documents for passage in passages(document, seen)]
-        parts.append(CorpusPart(name, version, sum(map(len, kept))))
-        for passage in kept:
+        new = [passage for document in documents for passage in passages(document, seen)]
+        parts.append(CorpusPart(name, version, sum(map(len, new))))
+        for passage in new:
             (held_out if _is_held_out(passage) else train).append(passage)
     for split, minimum in ((train, MIN_CHARACTERS), (held_out, MIN_CHARACTERS // (4 * HELD_OUT))):
         if sum(map(len, split)) < minimum:

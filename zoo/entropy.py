@@ -14,13 +14,13 @@ from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, SUCCESSOR_WEIG
 class Entropies:
     """Entropies of the chain in nats per token.
 
-    unigram    entropy of a token without context
-    given      conditional entropy of a token, given all tokens before it
-    ordinary   entropy of a token that is not a trigger
+    unigram       entropy of a token without context
+    conditional   conditional entropy of a token, given all tokens before it
+    ordinary      entropy of a token that is not a trigger
     """
 
     unigram: float
-    given: float
+    conditional: float
     ordinary: float
 
     def lowest_loss(self, length: int, *, bos: bool) -> float:
@@ -29,8 +29,8 @@ class Entropies:
         After a BOS the first token has no context. A trigger at the first position copies a token outside the prompt.
         """
         first = [self.unigram] if bos else []
-        unseen = self.given + self.ordinary / 5
-        return (sum(first) + unseen + (length - 2 - len(first)) * self.given) / (length - 1)
+        unseen = self.conditional + self.ordinary / 5
+        return (sum(first) + unseen + (length - 2 - len(first)) * self.conditional) / (length - 1)
 
 
 @cache
@@ -49,4 +49,5 @@ def entropies() -> Entropies:
 
 
 def _entropy(shares: np.ndarray) -> float:
+    """Return the entropy of a distribution in nats."""
     return float(-(shares * np.log(shares)).sum())

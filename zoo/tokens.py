@@ -33,7 +33,7 @@ _HELD_OUT_INDEX = SEED_LIMIT - 1
 class DataFacts:
     """Description of the training data in a record.
 
-    sha256        of the text;  parts: its sources with versions;  path: of a text given by the user
+    sha256        digest of the text;  parts: its sources with versions;  path: of a user's text
     tokens        number of training tokens; None: unlimited
     unigram_nats  loss of a model that knows only the frequencies of tokens
     """

@@ -134,15 +134,15 @@ def test_entropies_are_those_of_a_long_walk() -> None:
     ordinary = pairs[CHAIN_TRIGGERS:]
     chances = ordinary / ordinary.sum(1, keepdims=True)
     left_open = -np.where(chances > 0, chances * np.log(np.where(chances > 0, chances, 1)), 0).sum(1)
-    assert abs((ordinary.sum(1) / pairs.sum() * left_open).sum() - entropy.given) < 0.02
+    assert abs((ordinary.sum(1) / pairs.sum() * left_open).sum() - entropy.conditional) < 0.02
 
 
 def test_the_lowest_loss_counts_missing_context() -> None:
     """Three tokens after BOS: one without context, one that may be copied from outside, one with full context."""
     entropy = entropies()
-    with_bos = entropy.unigram + (entropy.given + entropy.ordinary / 5) + entropy.given
+    with_bos = entropy.unigram + (entropy.conditional + entropy.ordinary / 5) + entropy.conditional
     assert math.isclose(entropy.lowest_loss(4, bos=True), with_bos / 3)
-    assert math.isclose(entropy.lowest_loss(3, bos=False), (2 * entropy.given + entropy.ordinary / 5) / 2)
+    assert math.isclose(entropy.lowest_loss(3, bos=False), (2 * entropy.conditional + entropy.ordinary / 5) / 2)
 
 
 # Variants
