@@ -71,8 +71,10 @@ def _tables(table: ZooTable, inputs: str) -> Iterator[str]:
             continue
         shown = [QUANTITIES[each.quantity] for each in compared]
         header = (f"{title}, on {inputs}", *(_with_unit(each, _unit(each)) for each in shown))
-        names = dict.fromkeys(name for each in compared for name in each.variants)
-        rows = [(f"`{name}`", *(_cell(each, name) for each in compared)) for name in names]
+        rows = [
+            (f"`{variant}`", *(_cell(each, variant) for each in compared))
+            for variant in dict.fromkeys(name for each in compared for name in each.variants)
+        ]
         yield "\n".join(markdown_table(header, rows))
 
 
