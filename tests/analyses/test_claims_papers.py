@@ -23,7 +23,7 @@ from posleak.analyses.claims import catalogue
 from posleak.analyses.claims.catalogue import REGISTRY, Claim, ClaimResult, Finding, Side, Verdict, claim, registry
 from posleak.analyses.claims.examination import FINDINGS, claims, examine, examined
 from posleak.analyses.claims.lab import Lab
-from posleak.analyses.claims.papers.sinks import TYPES, even
+from posleak.analyses.claims.papers.sinks import TYPES, uniform_concentration
 from posleak.errors import InputError, UnsupportedError
 from posleak.leakage import Jackknife
 from posleak.leakage.contrast import correlated, correlation, mean_difference, octave_cosines
@@ -422,8 +422,8 @@ def test_even_attention_gives_the_most_read_tenth_what_it_is_said_to(tokens: int
     np.fill_diagonal(attention, 0)
     received = attention.sum(0)
     most = received[received >= np.percentile(received, 90)]
-    assert even(tokens) == pytest.approx(most.sum() / received.sum())
-    assert even(10**5) == pytest.approx((1 + math.log(10)) / 10, rel=1e-3)
+    assert uniform_concentration(tokens) == pytest.approx(most.sum() / received.sum())
+    assert uniform_concentration(10**5) == pytest.approx((1 + math.log(10)) / 10, rel=1e-3)
 
 
 def test_numbers_across_heads_are_what_loops_give() -> None:

@@ -49,7 +49,7 @@ def test_a_check_that_could_not_be_made_has_not_passed() -> None:
 def test_the_verdict_says_whether_numbers_are_right() -> None:
     passed, measured = Check("a", 0.5, 1.0, "", ""), Check("b", 2.0, None, "", "")
     failed = Check("c", 2.0, 1.0, "", "a law")
-    on_purpose = failed.because("a table")
+    on_purpose = failed.because(lambda: "a table")
     assert [check.mark for check in (passed, measured, failed, on_purpose)] == ["✓", "·", "✗", "!"]
     found = diagnose("llama", num_hidden_layers=1)
     for checks, verdict in (

@@ -86,7 +86,9 @@ def test_with_a_bos_the_second_versions_differ() -> None:
     assert len(set(other.tolist())) == 4
 
 
-@pytest.mark.parametrize(("options", "says"), [({"prompts": 2}, "--prompts 3"), ({"tokens": 1}, "--tokens 2")])
+@pytest.mark.parametrize(
+    ("options", "says"), [({"prompts": 2}, r"position probe[\s\S]*2[\s\S]*--prompts 3"), ({"tokens": 1}, "--tokens 2")]
+)
 def test_too_little_is_refused_with_the_remedy(options: dict[str, int], says: str) -> None:
     with pytest.raises(InputError, match=says):
         found("llama", **options)

@@ -12,20 +12,25 @@ from posleak.analyses.origin.portrait import (
     Portrait,
     Trajectory,
     dimensions,
+    joined_cosines,
     mean_cosine,
     ordinary_tokens,
-    pair_cosines,
+    pair_cosine,
     picture,
     resultant,
     settled,
 )
-from posleak.analyses.origin.states import Alone, ValueObserver, alone
+from posleak.analyses.origin.states import Alone, Collector, alone, first_values
 from posleak.inputs import Vocabulary
-from posleak.leakage import Jackknife
+from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import of_gram
 from posleak.probe import attach
 from posleak.typed import plain
 from support.families import VOCAB, tiny
+
+
+def pair_cosines(x: list[torch.Tensor], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
+    return joined_cosines([pair_cosine(rows, jackknife) for rows in x], jackknife)
 
 
 def scale(depths: int, entry: float = 1.0, norm: float = 2.0) -> BodyScale:
@@ -56,7 +61,7 @@ def test_a_trajectory_by_hand() -> None:
     assert path.norm.tolist()[:4] == [1, 3, 300, 200]
     assert path.relative[2] == 150
     assert (path.settles, path.leaves, path.jump) == (1, 3, 2)
-    assert path.massive == (0, 0, 1, 1, 2)
+    assert [sum(channel.massive for channel in depth) for depth in path.dimensions] == [0, 0, 1, 1, 2]
     assert np.isnan(path.step[0])
     assert path.step[1:].tolist() == pytest.approx([0, 1, 1, 0.5**0.5])
     assert plain(path)["step"][0] is None
@@ -141,7 +146,7 @@ def test_a_fingerprint_is_the_first_tokens(family: str) -> None:
     model = tiny(family)
     ids = torch.randint(3, VOCAB, (6, 33), generator=torch.Generator().manual_seed(3))
     ids[:, 0] = 9
-    found, look = projections(model, ids[:2, :9]), ValueObserver()
+    found, look = projections(model, ids[:2, :9]), Collector(first_values)
     with attach(model, [look]) as probe:
         probe.forward(ids)
     readers = np.ones((3, 3), dtype=bool)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from posleak.analyses.origin.position_probe import orthonormal, position_probe, random_basis, written_basis
-from posleak.errors import InputError
 from posleak.metrics.ridge import GROUPS, DualRidge, PrimalRidge, cross_predict, ridge_problem
 
 B, P, W = 8, 60, 13
@@ -118,13 +117,8 @@ def test_the_ridge_is_chosen_inside_the_training_groups() -> None:
 
 def test_bases_hold_what_earlier_layers_wrote() -> None:
     a, b = torch.eye(5)[:2], torch.eye(5)[1:3] * 100
-    bases = written_basis([a, b, torch.zeros(0, 5)], [0, 1, 1], depths=3, width=5)
+    bases = written_basis([(0, a), (1, b)], depths=3, width=5)
     assert [basis.shape for basis in bases] == [(5, 0), (5, 2), (5, 3)], "what is spanned already adds nothing"
     assert torch.allclose(bases[2].mT @ bases[2], torch.eye(3).double(), atol=1e-12)
     assert torch.allclose(b.double() - b.double() @ bases[2] @ bases[2].mT, torch.zeros(2, 5).double(), atol=1e-9)
     assert orthonormal(torch.ones(3, 4)).shape == (4, 1)
-
-
-def test_two_prompts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"position probe[\s\S]*2 prompts[\s\S]*--prompts 3"):
-        position_probe([torch.randn(2, P, W)], POSITIONS, [nothing()])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from posleak.analyses.origin.fingerprint import Projection, projections
-from posleak.analyses.origin.reading import LayerReading, Reading, ReadingObserver, attention_to_origin
+from posleak.analyses.origin.reading import LayerReading, Reading, attention_to_origin, read
+from posleak.analyses.origin.states import Collector
 from posleak.probe import Call, Plan, Visibility, attach
 from support.families import FAMILIES, VOCAB, tiny
 
@@ -111,7 +114,7 @@ def test_reading_equals_its_definition_on_full_matrices(family: str) -> None:
     model, ids = tiny(family), tokens(4, 64)
     plan = _plan(64)
     found, look = projections(model, ids[:, :9]), Outputs()
-    reader = ReadingObserver(plan, found)
+    reader = Collector(partial(read, plan=plan, projections=found))
     with attach(model, [reader, look]) as probe:
         probe.forward(ids)
     layers = reader.layers
@@ -186,6 +189,4 @@ def _layer(shares: torch.Tensor, plan: Plan) -> list[LayerReading]:
     from posleak.probe.call import attend
 
     call = _call(shares)
-    reader = ReadingObserver(plan, [Projection(0, 0, shares.shape[1], 4, None, None, None)])
-    reader.observe(call, attend(call))
-    return reader.layers
+    return [read(call, attend(call), plan=plan, projections=[Projection(0, 0, shares.shape[1], 4, None, None, None)])]

@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -325,7 +324,7 @@ def test_first_embeddings_are_what_they_say() -> None:
 
 
 def test_no_bos_and_random_first_tokens_keep_the_rest() -> None:
-    subject = SimpleNamespace(model=tiny("llama"), tokenizer=None)
+    subject = Subject.of(tiny("llama"), name="tiny")
     prompts = prepare(subject, "random", length=N, seed=0)
     none, random = (parse_edit(text).prompts(prompts) for text in ("bos=none", "bos=random"))
     base = prompts.batch(range(6))

@@ -26,7 +26,7 @@ def sampled(seed: int, scale: float = 1.0) -> Sampled:
     return Jackknife(PROMPTS).inner(sums(seed, scale))
 
 
-def made(value: float, low: float, high: float) -> Estimate:
+def estimate_of(value: float, low: float, high: float) -> Estimate:
     return Estimate(np.asarray(value), np.asarray(low), np.asarray(high), PROMPTS)
 
 
@@ -81,7 +81,7 @@ def test_a_scaled_copy_removes_its_share_exactly() -> None:
 
 def test_a_row_is_read_as_it_was_written() -> None:
     labels = {"layer": 3, "queries": "all", "quantity": "power", "component": "mask", "unit": "nats²"}
-    number = LabelledEstimate(made(1.5, np.nan, 2.0), labels)
+    number = LabelledEstimate(estimate_of(1.5, np.nan, 2.0), labels)
     row = number.as_row()
     assert list(row) == [*labels, "value", "low", "high", "n"]
     again = LabelledEstimate.from_row(json.loads(json.dumps(plain(row))))

@@ -1,6 +1,6 @@
 """The laws of definitions.md on tiny random models of every family, both splits: L1, L2, L3 and L9.
 
-L4, L5, L7 and L8 are asked by the doctor (test_doctor.py), L6 in test_edits.py, L10 in test_placement.py.
+L4, L5, L7 and L8 are checked by the doctor (test_doctor.py), L6 in test_edits.py, L10 in test_placement.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def random_tokens(family: str) -> Trace:
 
 def by_layer(x: xr.DataArray) -> np.ndarray:
     """The largest mean square of any prompt and head [L]: no cancelling, so that rounding cannot hide."""
-    found: np.ndarray = np.nanmax(np.nanmean(x.values**2, axis=(-1, -2)), axis=(0, 2))
-    return found
+    largest: np.ndarray = np.nanmax(np.nanmean(x.values**2, axis=(-1, -2)), axis=(0, 2))
+    return largest
 
 
 def first_layer_power(x: xr.DataArray) -> Sampled:
@@ -69,54 +69,54 @@ def first_layer_power(x: xr.DataArray) -> Sampled:
 @families
 def test_both_splits_add_up(family: str) -> None:
     """L1"""
-    for found in (constant_token(family), random_tokens(family)):
-        assert found.remainder < 1e-9
-        for run in (found.ordinary, found.borrowed):
+    for trace in (constant_token(family), random_tokens(family)):
+        assert trace.remainder < 1e-9
+        for run in (trace.ordinary, trace.borrowed):
             parts = sum(component(run.data, name) for name in ("mask", "drift", "sink"))
             assert float(np.nanmax(np.abs(parts - component(run.data, "total")))) < 1e-9
-        assert np.nanmax(np.abs(found.components["total"].values)) > 0.1
+        assert np.nanmax(np.abs(trace.components["total"].values)) > 0.1
 
 
 @families
 def test_a_constant_token_leaks_through_this_layers_mask_only(family: str) -> None:
-    """L2: every state is equal, so that nothing can be written down, and nothing told by anything but counting."""
-    found, data = constant_token(family), constant_token(family).ordinary.data
+    """L2: all states are equal, so that positions differ only in the number of visible keys."""
+    trace, data = constant_token(family), constant_token(family).ordinary.data
     bound = 1e-6 if family in SINGLE else 1e-9
     layers = slice(1) if family in LEARNED_SINKS else slice(None)
     zero = {name: component(data, name) for name in ("drift", "sink")} | {
-        name: found.components[name] for name in ("earlier", "origin")
+        name: trace.components[name] for name in ("earlier", "origin")
     }
     for name, x in zero.items():
         assert by_layer(x)[layers].max() < bound, name
-    total = by_layer(found.components["total"])[layers]
+    total = by_layer(trace.components["total"])[layers]
     assert total.min() > 1e-4
-    for x in (component(data, "mask"), found.components["here"]):
+    for x in (component(data, "mask"), trace.components["here"]):
         assert np.allclose(by_layer(x)[layers], total, rtol=1e-3, atol=bound)
 
 
 def test_learned_sink_logits_break_it_after_the_first_layer() -> None:
     """The exception of L2, and that the test above can fail: their weights do not add up to one."""
-    found = constant_token("gpt_oss")
-    for x in (component(found.ordinary.data, "drift"), found.components["earlier"], found.components["origin"]):
+    trace = constant_token("gpt_oss")
+    for x in (component(trace.ordinary.data, "drift"), trace.components["earlier"], trace.components["origin"]):
         assert by_layer(x)[1:].min() > 1e-3
 
 
 @families
 def test_the_first_layer_has_met_no_position(family: str) -> None:
     """L3, in windowed models too; the intervals are short enough to say something."""
-    found = random_tokens(family)
-    data, earlier = found.ordinary.data, by_layer(found.components["earlier"])
+    trace = random_tokens(family)
+    data, earlier = trace.ordinary.data, by_layer(trace.components["earlier"])
     assert earlier[0] < 1e-8
     assert earlier[-1] > 1e-6, "later layers have"
     mask = float(first_layer_power(component(data, "mask")).value)
     for name, x in {
-        "drift": component(data, "drift"), "sink": component(data, "sink"), "origin": found.components["origin"],
+        "drift": component(data, "drift"), "sink": component(data, "sink"), "origin": trace.components["origin"],
     }.items():  # fmt: skip
         power = first_layer_power(x)
         low, high = power.interval
         assert low <= 0 <= high, (name, float(power.value))
         assert high < max(0.3 * mask, 0.03), (name, "would not see much")
-    here = first_layer_power(found.components["here"])
+    here = first_layer_power(trace.components["here"])
     assert here.interval[0] > 0
 
 

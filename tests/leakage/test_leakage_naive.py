@@ -60,8 +60,8 @@ class Layer:
         return Layer(query, key, self.seen[start:, start:], self.scaling)
 
     def logits(self, b: int, h: int) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = (self.query[b, h] @ self.key[b, h].T * self.scaling).numpy()
-        return found
+        logits: NDArray[np.float64] = (self.query[b, h] @ self.key[b, h].T * self.scaling).numpy()
+        return logits
 
 
 def full_layers(model: PreTrainedModel, ids: torch.Tensor, visible: Any = None) -> list[Layer]:
@@ -143,9 +143,9 @@ def test_the_split_agrees_with_a_naive_one(family: str, origin: int) -> None:
     for layer, head, b in ((0, 0, 0), (1, 2, 1), (2, 1, 0)):
         expected = naive(model, layer, layers[layer], b, head, plan)
         for name, ours in (("mask", "mask"), ("drift", "drift"), ("sink", "sink"), ("mws", "mask_without_sink")):
-            found = component(data, ours).values[b, layer, head]
-            assert np.array_equal(np.isnan(found), np.isnan(expected[name]))
-            assert np.nanmax(np.abs(found - expected[name])) < EXACT, (layer, head, name)
+            values = component(data, ours).values[b, layer, head]
+            assert np.array_equal(np.isnan(values), np.isnan(expected[name]))
+            assert np.nanmax(np.abs(values - expected[name])) < EXACT, (layer, head, name)
 
 
 # The second split: a borrowed context
@@ -192,8 +192,8 @@ def test_the_trace_agrees_with_a_naive_one(family: str, origin: int) -> None:
     spec = MeasureSpec(length=N, prompts=ENOUGH, origin=origin)
     model = exact_rotation(tiny(family, dtype=torch.float64))
     conditions = Conditions(Subject.of(model, name=family), spec)
-    found, plan, donor = Trace.of(conditions), spec.plan, N + 64
-    assert found.remainder < 1e-9
+    trace, plan, donor = Trace.of(conditions), spec.plan, N + 64
+    assert trace.remainder < 1e-9
     ids = conditions.tokens.after_donors().batch(range(B))
     assert ids.shape == (B, donor + N)
     ordinary = full_layers(model, torch.from_numpy(ids[:, donor:]))
@@ -205,7 +205,7 @@ def test_the_trace_agrees_with_a_naive_one(family: str, origin: int) -> None:
         if at:
             assert np.nanmax(np.abs(T - D)) > 0.1
         for name, by_hand in {"total": T, "direct": D, "origin": left, "earlier": T - D, "here": D - left}.items():
-            ours = found.components[name].values[b, at, head]
+            ours = trace.components[name].values[b, at, head]
             assert np.array_equal(np.isnan(ours), np.isnan(by_hand))
             assert np.nanmax(np.abs(ours - by_hand)) < EXACT, (at, head, name)
         parts = naive(model, at, borrowed[at].part(donor), b, head, plan)

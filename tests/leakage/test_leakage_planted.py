@@ -122,14 +122,14 @@ def test_zero_queries_leak_the_log_of_how_many_keys_they_see(plan: Plan) -> None
 def test_the_mask_without_a_sink_takes_the_origin_for_ordinary_keys(plan: Plan) -> None:
     """By hand: as many more keys of the mean weight for r, and its nearest n_i + m_i body keys."""
     s, m = profile(), plan.origin
-    found = relative_parts(s, plan).mask_without_sink[0, 0]
+    mask = relative_parts(s, plan).mask_without_sink[0, 0]
     for q, i in enumerate(plan.queries):
         by_reference = []
         for r in plan.references:
             row, n_r = [math.exp(x) for x in s[: r - m + 1].tolist()], r - m + 1  # offsets of r's body keys
             full = sum(row) * (n_r + m) / n_r
             by_reference.append(math.log(full) - math.log(sum(row[: min(i + 1, n_r)])))
-        assert abs(float(found[q]) - sum(by_reference) / len(by_reference)) < EXACT
+        assert abs(float(mask[q]) - sum(by_reference) / len(by_reference)) < EXACT
 
 
 # Planted drifts and sinks
@@ -381,8 +381,8 @@ def row(*first: float, rest: float = 0.001, size: int = 20) -> list[float]:
 def test_the_width_of_a_sink_is_up_to_the_last_position_that_stands_out(
     first: tuple[float, ...], ordinary: float, width: int
 ) -> None:
-    found = sink_width(np.array([row(*first), row()]), np.array([ordinary, 0.001]))
-    assert found.tolist() == [width, 0]
+    widths = sink_width(np.array([row(*first), row()]), np.array([ordinary, 0.001]))
+    assert widths.tolist() == [width, 0]
 
 
 def test_layers_whose_sink_goes_on_behind_the_origin_are_named_with_a_width_that_would_do() -> None:

@@ -48,8 +48,8 @@ TRUTH = {"strong": 4.0, "middling": 0.25, "prompts of unequal gain": 1.0}
 def test_intervals_cover(regime: str, prompts: int) -> None:
     """95% intervals contain the true power in 93% to 97% of 2000 experiments, give or take two standard errors."""
     x = REGIMES[regime](np.random.default_rng(2), (2000, prompts, 40))
-    found = Jackknife(prompts).inner(of_gram(x @ x.swapaxes(1, 2) / 40)).estimate
-    inside = np.mean((found.low <= TRUTH[regime]) & (found.high >= TRUTH[regime]))
+    estimate = Jackknife(prompts).inner(of_gram(x @ x.swapaxes(1, 2) / 40)).estimate
+    inside = np.mean((estimate.low <= TRUTH[regime]) & (estimate.high >= TRUTH[regime]))
     assert 0.92 <= inside <= 0.98
 
 
@@ -57,8 +57,8 @@ def test_intervals_near_zero_are_cautious() -> None:
     """Where there is nothing, an interval does not claim that there is something more often than it says."""
     for width in (1, 3, 300):
         x = np.random.default_rng(3).standard_normal((500, 16, width))
-        found = Jackknife(16).inner(of_gram(x @ x.swapaxes(1, 2) / width)).estimate
-        assert np.mean((found.low <= 0) & (found.high >= 0)) >= 0.94
+        estimate = Jackknife(16).inner(of_gram(x @ x.swapaxes(1, 2) / width)).estimate
+        assert np.mean((estimate.low <= 0) & (estimate.high >= 0)) >= 0.94
 
 
 def test_intervals_of_ratios_cover() -> None:
@@ -66,19 +66,19 @@ def test_intervals_of_ratios_cover() -> None:
     x = 1 + rng.standard_normal((2000, 8, 40))
     y = 0.5 * x + 0.3 * rng.standard_normal(x.shape)
     after, before = (Jackknife(8).inner(of_gram(z @ z.swapaxes(1, 2) / 40)) for z in (y, x))
-    found = after.over(before).estimate
-    clear = np.isfinite(found.value)
+    estimate = after.over(before).estimate
+    clear = np.isfinite(estimate.value)
     assert clear.mean() > 0.95
-    assert 0.92 <= np.mean((found.low <= 0.25) & (found.high >= 0.25), where=clear) <= 0.98
+    assert 0.92 <= np.mean((estimate.low <= 0.25) & (estimate.high >= 0.25), where=clear) <= 0.98
 
 
 def test_differences_of_other_prompts_cover() -> None:
     x, y = np.random.default_rng(5).standard_normal((2, 2000, 9, 40))
     one = Jackknife(8).inner(of_gram((z := 1 + x[:, :8]) @ z.swapaxes(1, 2) / 40))
     other = Jackknife(9).inner(of_gram((z := 2 + y) @ z.swapaxes(1, 2) / 40))
-    found = one.estimate.minus_independent(other.estimate)
-    assert found.n == 8
-    assert 0.92 <= np.mean((found.low <= -3) & (found.high >= -3)) <= 0.98
+    estimate = one.estimate.minus_independent(other.estimate)
+    assert estimate.n == 8
+    assert 0.92 <= np.mean((estimate.low <= -3) & (estimate.high >= -3)) <= 0.98
 
 
 def test_the_error_of_noise_is_right() -> None:
@@ -110,9 +110,9 @@ def test_replicates_are_the_number_without_some_prompts(prompts: int) -> None:
 def test_too_few_prompts_have_no_interval(prompts: int) -> None:
     x = 3 + np.random.default_rng(7).standard_normal((prompts, 5))
     number = Jackknife(prompts).inner(products(x, x))
-    for found in (number.estimate, number.over(number).estimate, Jackknife(prompts).mean(x).estimate):
-        assert np.isfinite(found.value).all()
-        assert np.isnan([found.low, found.high]).all()
+    for estimate in (number.estimate, number.over(number).estimate, Jackknife(prompts).mean(x).estimate):
+        assert np.isfinite(estimate.value).all()
+        assert np.isnan([estimate.low, estimate.high]).all()
 
 
 def test_prompts_that_do_not_differ_have_no_interval() -> None:
@@ -143,10 +143,10 @@ def test_shares_add_up_to_one(seed: int, prompts: int) -> None:
 
 def test_one_prompt_is_nan_and_not_zero() -> None:
     x = np.ones((1, 4))
-    found = Jackknife(1).inner(products(x, x)).estimate
-    assert np.isnan(found.value)
-    assert np.isnan(found.low)
-    assert np.isnan(found.high)
+    estimate = Jackknife(1).inner(products(x, x)).estimate
+    assert np.isnan(estimate.value)
+    assert np.isnan(estimate.low)
+    assert np.isnan(estimate.high)
 
 
 def test_pairs_that_do_not_exist_do_not_count() -> None:
@@ -160,8 +160,8 @@ def test_a_ratio_over_nothing_is_nan() -> None:
     noise, signal = rng.standard_normal((8, 5)), np.full((8, 5), 3.0)
     jackknife = Jackknife(8)
     clear, nothing = (jackknife.inner(products(x, x)) for x in (signal, noise))
-    found = clear.over(nothing).estimate
-    assert np.isnan([found.value, found.low, found.high]).all()
+    estimate = clear.over(nothing).estimate
+    assert np.isnan([estimate.value, estimate.low, estimate.high]).all()
     assert clear.over(clear).value == pytest.approx(1.0)
 
 

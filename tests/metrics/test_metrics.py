@@ -192,14 +192,11 @@ def test_frames_are_those_of_attention_averaged_over_heads(found: Known) -> None
     rows = rows_of(found.ids.shape[1])
     for layer, a in enumerate(found.attention):
         mean, visible = a.mean(1)[:, rows], found.visible[layer][rows]
-        frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
+        graph = graphs.AttentionGraph(mean, visible, rows)
         expected = {
-            "star": graphs.star(degrees), "centralisation": graphs.centralisation(degrees),
-            "fiedler": graphs.fiedler(a.mean(1)[:, :128, :128]),
-            "concentration": graphs.concentration(mean, rows=rows),
-            "reference_tokens": graphs.reference_tokens(mean, rows),
-            "kl_reduction": graphs.kl_reduction(mean, visible, rows),
-            "centralized": np.nan_to_num(frame.centralized), "anchors": frame.anchors,
+            "star": graph.star(), "centralisation": graph.centralisation(),
+            "fiedler": graphs.fiedler(a.mean(1)[:, :128, :128]), "concentration": graph.concentration(),
+            "reference_tokens": graph.reference_tokens(), "kl_reduction": graph.kl_reduction(), **graph.frame(),
         }  # fmt: skip
         for name, numbers in expected.items():
             counts = name in ("star", "centralisation")  # an edge more or less, by rounding
@@ -213,12 +210,10 @@ def test_some_rows_give_nearly_the_frames_of_all() -> None:
     """On the whole attention of a long prompt."""
     found = known("llama", LONG)
     for layer, a in enumerate(found.attention):
-        mean = a.mean(1)
-        np.testing.assert_allclose(found.data["concentration"][:, layer], graphs.concentration(mean), atol=0.08)
-        np.testing.assert_allclose(found.data["kl_reduction"][:, layer], graphs.kl_reduction(mean), atol=0.05)
-        np.testing.assert_allclose(
-            found.data["star"][:, layer, 2:], graphs.star(graphs.in_degrees(mean))[:, 2:], atol=0.08
-        )
+        graph = graphs.AttentionGraph(a.mean(1), np.tri(LONG, dtype=np.bool_), np.arange(LONG))
+        np.testing.assert_allclose(found.data["concentration"][:, layer], graph.concentration(), atol=0.08)
+        np.testing.assert_allclose(found.data["kl_reduction"][:, layer], graph.kl_reduction(), atol=0.05)
+        np.testing.assert_allclose(found.data["star"][:, layer, 2:], graph.star()[:, 2:], atol=0.08)
 
 
 def test_spectra_are_those_of_mean_attention_by_offset(found: Known) -> None:
@@ -390,10 +385,11 @@ def test_delta_r2_of_a_toeplitz_matrix_is_0(profile: str) -> None:
     i, j = torch.arange(T)[:, None], torch.arange(T)
     by_offset = 3.0 - 0.7 * torch.arange(T).double() if profile == "linear" else torch.randn(T).double()
     s = by_offset[(i - j).clamp(min=0)][None, None]
-    r2, more = explained(s, PositionMoments(j <= i, torch.arange(T)))
+    moments = PositionMoments(j <= i, torch.arange(T), torch.ones(T, dtype=torch.long))
+    r2, more = explained(s, moments)
     assert float(more) < 1e-24
     assert profile != "linear" or float(r2) == pytest.approx(1, abs=1e-12)
-    r2, more = explained(s + 0.01 * i, PositionMoments(j <= i, torch.arange(T)))  # linear in i
+    r2, more = explained(s + 0.01 * i, moments)  # linear in i
     assert float(more) > 1e-6
 
 
@@ -620,7 +616,7 @@ def test_agreement_is_the_rank_correlation() -> None:
     rng = np.random.default_rng(0)
     mask, noise = rng.random((8, 5)), rng.random((8, 5))
     metrics, powers = {"star": mask**3, "fiedler": noise, "toeplitz": -mask}, {"mask": mask, "sink": noise[::-1]}
-    found = agreement([metrics], [powers], "heads")
+    found = agreement([metrics] * 2, [powers] * 2, "heads")
     assert found.columns == ("mask", "sink", "star", "fiedler", "toeplitz")
     assert found.n == 40
     assert found.rho[[0, 2], 0] == pytest.approx([1, -1])
@@ -637,14 +633,16 @@ def test_shared_noise_is_no_agreement() -> None:
     rng = np.random.default_rng(1)
     noise = rng.standard_normal((2, 12, 9))
     halves = [{"star": each} for each in noise], [{"mask": each + 0.1 * rng.standard_normal((12, 9))} for each in noise]
-    alike, apart = agreement(halves[0][:1], halves[1][:1], "heads"), agreement(*halves, "heads")
+    alike = agreement(halves[0][:1] * 2, halves[1][:1] * 2, "heads")
+    apart = agreement(*halves, "heads")
     assert alike.rho[0, 0] > 0.9
     assert abs(apart.rho[0, 0]) < 0.3
     assert apart.low[0, 0] < 0 < apart.high[0, 0]
 
 
 def test_few_layers_have_no_intervals() -> None:
-    found = agreement([{"star": np.arange(6.0).reshape(3, 2)}], [{"mask": np.arange(6.0).reshape(3, 2)}], "heads")
+    x = np.arange(6.0).reshape(3, 2)
+    found = agreement([{"star": x}] * 2, [{"mask": x}] * 2, "heads")
     assert found.rho[0, 0] == pytest.approx(1)
     assert np.isnan(found.low).all()
 

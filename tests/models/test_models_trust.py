@@ -323,9 +323,9 @@ def test_memory_that_cannot_be_written_costs_nothing_else(folder: Path, cache: P
 
 def test_leftovers_in_the_memory_are_removed(folder: Path, cache: Path) -> None:
     (cache / "hashes").mkdir(parents=True)
-    (cache / "hashes" / "tmpabc.part").write_text("half")
+    (cache / "hashes" / ".abc.json.0123abcd.tmp").write_text("half")
     load(folder, cache=cache)
-    assert not list((cache / "hashes").glob("*.part"))
+    assert not list((cache / "hashes").glob(".*.tmp"))
 
 
 # -- 3. remote code -------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_adapter_other_weights_and_foreign_code_are_refused(folder: Path, cache:
         load(folder, cache=cache)
     (folder / "adapter_config.json").unlink()
     edit_config(folder, transformers_weights="other.safetensors")
-    with pytest.raises(ModelError, match=r"names its weights itself[\s\S]*other\.safetensors"):
+    with pytest.raises(ModelError, match=r"transformers_weights[\s\S]*other\.safetensors"):
         load(folder, cache=cache)
     edit_config(folder, transformers_weights=None, auto_map={"AutoModelForCausalLM": "else/where--modeling.M"})
     with pytest.raises(ModelError, match=r"another repository[\s\S]*else/where--modeling\.M"):
@@ -880,22 +880,14 @@ def test_every_container_around_the_process_counts(tmp_path: Path, monkeypatch: 
     assert memory.available_bytes("cpu") == 4000
 
 
-def test_small_sizes_are_not_written_as_nothing() -> None:
+def test_small_sizes_are_not_written_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: 3000)
     with pytest.raises(TooLargeError, match=r"55 kB of weights[\s\S]*at most 3\.0 kB") as caught:
-        memory.require_memory(55_000, 3000, where="x", device="cpu")
+        memory.Target("cpu").require_memory(55_000, "x")
     assert "0.0" not in str(caught.value)
 
 
 # -- 8. locks -------------------------------------------------------------------------------------------------------
-
-
-def test_long_keys_have_short_file_names(cache: Path) -> None:
-    long = "ü" * 300
-    with caching.lock(cache, long), caching.workspace(cache, long) as workspace:
-        (name,) = (cache / "locks").iterdir()
-        assert max(len(os.fsencode(part)) for part in (name.name, workspace.name)) <= 255
-        assert len(os.fsencode(caching.model_folder(cache, long).name)) <= 255
-    assert caching.model_folder(cache, "short").name == "short"
 
 
 def test_lock_is_held_by_one_at_a_time(cache: Path) -> None:

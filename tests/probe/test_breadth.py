@@ -55,8 +55,8 @@ def test_llama4_scales_only_the_layers_without_rotation() -> None:
         "no_rope_layers": [1, 0], "num_hidden_layers": 2, "floor_scale": STEP, "attn_scale": BETA, "hidden_size": 32,
         "intermediate_size": 48, "intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 16,
     }  # fmt: skip
-    found = read_placements(tiny("llama4_text", **layers), torch.from_numpy(tokens()), default_plan(N))
-    assert [(place.moves, place.temperature is not None) for place in found] == [
+    placements = read_placements(tiny("llama4_text", **layers), torch.from_numpy(tokens()), default_plan(N))
+    assert [(place.moves, place.temperature is not None) for place in placements] == [
         ("rotation", False), ("no rotation", True),
     ]  # fmt: skip
 
@@ -95,10 +95,10 @@ def test_the_other_three_parts_are_those_of_the_model_without_its_scaling() -> N
     assert {place.temperature for place in places} == {None}
     with attach(even, [look := LeakageObserver(plan, placements=places)], [Warmer()]) as probe:
         probe.forward(torch.from_numpy(tokens()))
-    found = next(iter(Passes(scaled, plan).measure([tokens()])))
+    parts = next(iter(Passes(scaled, plan).measure([tokens()])))
     for name in ("mask", "drift", "sink"):
-        assert np.allclose(found[name][:, 0], getattr(look.layers[0], name), atol=1e-4, equal_nan=True), name
-    assert np.nanmax(np.abs(found["scaling"][:, 0])) > 0.1
+        assert np.allclose(parts[name][:, 0], getattr(look.layers[0], name), atol=1e-4, equal_nan=True), name
+    assert np.nanmax(np.abs(parts["scaling"][:, 0])) > 0.1
 
 
 def test_doctor_names_scaled_queries() -> None:
@@ -133,8 +133,9 @@ def test_learned_positions_break_law_three_and_are_named() -> None:
     diagnosis = doctor(Subject.of(model, name="gpt2"), prompts=24)
     for law in ("L2", "L3", "L5"):
         assert not check(diagnosis, law).ok, law
-        assert "table of absolute positions (transformer.wpe)" in str(check(diagnosis, law).cause), law
-        assert "Not so here" in check(diagnosis, law).why
+        cause = str(check(diagnosis, law).cause)
+        assert "table of absolute positions (transformer.wpe)" in cause, law
+        assert check(diagnosis, law).why.endswith(cause)
     for id in ("parity", "partition", "L1", "L4", "L7", "L8 batch", "L9"):
         assert check(diagnosis, id).ok, id
     assert "layers the origin" in check(diagnosis, "L10").why

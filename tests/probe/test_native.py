@@ -1,4 +1,4 @@
-"""What a pass needs of the model beside attention: frequencies of its own, and experts that run in its dtype."""
+"""What a pass needs besides attention: the rotary frequencies of the model, and experts that run in its dtype."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def ids(length: int, batch: int = 2) -> torch.Tensor:
 
 
 def frequencies(model: PreTrainedModel) -> torch.Tensor:
-    found: torch.Tensor = model.get_buffer("model.rotary_emb.inv_freq")
-    return found.clone()
+    buffer: torch.Tensor = model.get_buffer("model.rotary_emb.inv_freq")
+    return buffer.clone()
 
 
 # Frequencies
@@ -58,12 +58,12 @@ def test_a_pass_does_not_depend_on_a_longer_one_before_it(how: str) -> None:
 
 def attached(model: PreTrainedModel, prompts: torch.Tensor) -> torch.Tensor:
     with attach(model) as probe:
-        found: torch.Tensor = probe.forward(prompts)[0]
-    return found
+        states: torch.Tensor = probe.forward(prompts)[0]
+    return states
 
 
 def test_the_model_has_its_frequencies_back() -> None:
-    """Also those that the user's own longer pass has left, which are no business of ours."""
+    """Including frequencies that a longer pass of the user has left."""
     model = growing()
     fresh = frequencies(model)
     measured(Subject.of(model, name="m"), edits=["shift=512"])
@@ -110,8 +110,8 @@ def test_frequencies_of_kinds_of_layers_are_restored_too() -> None:
 
 
 def setting(model: PreTrainedModel) -> str | None:
-    found: str | None = model.config._experts_implementation
-    return found
+    implementation: str | None = model.config._experts_implementation
+    return implementation
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "minimax", "qwen3_next", "mixtral"])

@@ -69,10 +69,10 @@ def test_tables_show_them(folder: Path) -> None:
 
 
 def test_the_page_and_its_tables_show_them(folder: Path, tmp_path: Path) -> None:
-    found, _ = gather([folder])
-    made = tables(found)
+    views, _ = gather([folder])
+    by_name = tables(views)
     for name in ("layers", "heads", "queries", "sink_profile"):
-        assert {row["layer"] for row in made[name]} == {1, 3}, name
+        assert {row["layer"] for row in by_name[name]} == {1, 3}, name
     page = tmp_path / "page.html"
     pl.report([folder], page)
     text = page.read_text(encoding="utf-8")
@@ -98,8 +98,8 @@ def test_edits_take_them(hybrid: Subject, folder: Path) -> None:
 
 
 def test_origin_says_the_same(hybrid: Subject) -> None:
-    found = origin(hybrid, length=48, prompts=4, tokens=32)
-    assert found.reading.layers == (1, 3)
+    result = origin(hybrid, length=48, prompts=4, tokens=32)
+    assert [call.layer for call in result.reading.calls] == [1, 3]
 
 
 def test_notes_name_them(hybrid: Subject) -> None:
@@ -117,10 +117,10 @@ def test_notes_name_them(hybrid: Subject) -> None:
 
 def test_the_table_of_a_trace_shows_them() -> None:
     """Trace is refused for hybrids; two calls of one layer show that its table takes the names, too."""
-    found = pl.trace(subject("diffllama"), **SPEC, by_layer=True)
+    trace = pl.trace(subject("diffllama"), **SPEC, by_layer=True)
     console = Console(width=120, file=StringIO(), record=True)
-    console.print(trace_layers(found))
+    console.print(trace_layers(trace))
     assert [line.split()[0] for line in console.export_text().splitlines()[1:]] == ["0a", "0b", "1a", "1b", "2a", "2b"]
-    assert found.ladder is not None
-    assert found.ladder.upto == (-1, 0, 1, 2)
-    assert found.as_dict()["layers"][3]["layer"] == 1
+    assert trace.ladder is not None
+    assert trace.ladder.upto == (-1, 0, 1, 2)
+    assert trace.as_dict()["layers"][3]["layer"] == 1

@@ -44,7 +44,7 @@ ALIBI = [name for name in MODELS if "ALiBi" in name or name in ("bloom", "mpt")]
 LAWS = ("L1", "L2", "L4", "L5", "L7", "L8 batch", "L8 padding", "L9", "L10")
 
 
-def made(name: str, **more: Any) -> PreTrainedModel:
+def own_attention_model(name: str, **more: Any) -> PreTrainedModel:
     family, own = MODELS[name]
     return tiny(family, **{**own, **more})
 
@@ -66,8 +66,8 @@ class Kept:
 
 def states(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.inference_mode():
-        found: Tensor = backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
-    return found
+        output: Tensor = backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+    return output
 
 
 # Measured like all others
@@ -75,34 +75,34 @@ def states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calibration_and_all_laws_hold(name: str) -> None:
-    model = made(name)
+    model = own_attention_model(name)
     assert computes_own_attention(model)
-    found = doctor(Subject.of(model, name=name), length=48, prompts=3, short=True)
-    assert [check.id for check in found.checks if not check.ok] == []
-    assert all(any(check.id.startswith(law) for check in found.checks) for law in LAWS)
-    assert found.calibration.layers == 3
-    assert len(set(found.calibration.modules)) == 3
-    assert all(name.rsplit(".")[-1] in ("attn", "self_attention") for name in found.calibration.modules)
-    assert found.calibration.unmeasured == ()
+    diagnosis = doctor(Subject.of(model, name=name), length=48, prompts=3, short=True)
+    assert [check.id for check in diagnosis.checks if not check.ok] == []
+    assert all(any(check.id.startswith(law) for check in diagnosis.checks) for law in LAWS)
+    assert diagnosis.calibration.layers == 3
+    assert len(set(diagnosis.calibration.modules)) == 3
+    assert all(name.rsplit(".")[-1] in ("attn", "self_attention") for name in diagnosis.calibration.modules)
+    assert diagnosis.calibration.unmeasured == ()
 
 
 @pytest.mark.parametrize("name", ALIBI)
 def test_alibi_is_known_by_its_bias_and_moves_with_the_key(name: str) -> None:
-    subject = Subject.of(made(name), name=name)
-    found = traits(subject, calibrate(subject.model, tokens()), 48, 5)
-    assert found.positions == "ALiBi"
-    assert found.moved == "yes"
-    assert "bias" not in " ".join(found.special)
+    subject = Subject.of(own_attention_model(name), name=name)
+    summary = traits(subject, calibrate(subject.model, tokens()), 48, 5)
+    assert summary.positions == "ALiBi"
+    assert summary.moved == "yes"
+    assert "bias" not in " ".join(summary.special)
 
 
 def test_rotary_families_are_known_too() -> None:
-    subject = Subject.of(made("gptj"), name="gptj")
+    subject = Subject.of(own_attention_model("gptj"), name="gptj")
     assert traits(subject, calibrate(subject.model, tokens()), 48, 5).positions == "rotary"
 
 
 def test_bias_that_is_not_linear_is_not_called_alibi() -> None:
     """One head's slope bent at one key."""
-    model = made("bloom")
+    model = own_attention_model("bloom")
     transformer: Any = backbone(model)
     straight = transformer.build_alibi_tensor
 
@@ -112,15 +112,15 @@ def test_bias_that_is_not_linear_is_not_called_alibi() -> None:
         return alibi
 
     transformer.build_alibi_tensor = bent
-    found = traits(Subject.of(model), calibrate(model, tokens()), 48, 5)
-    assert found.positions == "none (NoPE)"
-    assert found.special == ("bias added to logits",)
+    summary = traits(Subject.of(model), calibrate(model, tokens()), 48, 5)
+    assert summary.positions == "none (NoPE)"
+    assert summary.special == ("bias added to logits",)
 
 
 def test_a_row_of_blooms_logits_is_what_its_weights_give() -> None:
     """s_ij = q_i·k_j / √E + m_h j with m_h = 2^(−8(h+1)/H), from the weights alone."""
     H, E, row = 4, 8, 29
-    model = made("bloom", hidden_size=H * E, num_attention_heads=H)
+    model = own_attention_model("bloom", hidden_size=H * E, num_attention_heads=H)
     ids, seen = tokens(), Kept()
     with attach(model, [seen]) as probe:
         probe.forward(ids)
@@ -136,8 +136,8 @@ def test_a_row_of_blooms_logits_is_what_its_weights_give() -> None:
     q, k = fused[:, row, :, 0].double(), fused[:, :, :, 1].double()
     slope = torch.tensor([2.0 ** (-8 * (h + 1) / H) for h in range(H)]).double()
     expected = torch.einsum("bhe,bjhe->bhj", q, k) / math.sqrt(E) + slope[:, None] * torch.arange(48)
-    found = seen.calls[0].logits(torch.tensor([row]))[:, :, 0]
-    assert torch.allclose(found.double(), expected, atol=1e-4)
+    logits = seen.calls[0].logits(torch.tensor([row]))[:, :, 0]
+    assert torch.allclose(logits.double(), expected, atol=1e-4)
     bias = seen.calls[0].bias
     assert bias is not None
     assert torch.equal(bias[0, :, row, 1], slope.float())
@@ -158,7 +158,7 @@ def test_a_whole_measurement_of_bloom() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_in_float32_of_a_narrower_model(dtype: torch.dtype) -> None:
     """GPT-J multiplies queries and keys in float32 and values in its own dtype."""
-    model = made("gptj", dtype=dtype, scale=1.0)
+    model = own_attention_model("gptj", dtype=dtype, scale=1.0)
     seen = Kept()
     with attach(model, [seen]) as probe:
         assert probe.forward(tokens())[0].dtype == dtype
@@ -174,7 +174,7 @@ def test_products_in_float32_of_a_narrower_model(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi, eager", "bloom", "mpt", "gptj"])
 def test_a_cut_sink_is_really_cut(name: str) -> None:
     """What goes on into the model is the softmax over the other keys, worked out from the first call's logits."""
-    model, ids = made(name), tokens()
+    model, ids = own_attention_model(name), tokens()
     plain, cut = Kept(), Kept()
     with attach(model, [plain]) as probe:
         before = probe.forward(ids)[0]
@@ -198,15 +198,15 @@ class ZeroQueries(Edit):
 
 
 def test_zero_queries_are_a_model_without_query_weights() -> None:
-    model, ids = made("gptj"), tokens()
+    model, ids = own_attention_model("gptj"), tokens()
     with attach(model, edits=[ZeroQueries()]) as probe:
-        found = probe.forward(ids)[0]
+        output = probe.forward(ids)[0]
     without = copy.deepcopy(model)
     for name, parameter in without.named_parameters():
         if "q_proj" in name:
             parameter.zero_()
-    assert torch.allclose(found, states(without, ids), atol=1e-4)
-    assert not torch.allclose(found, states(model, ids), atol=1e-2)
+    assert torch.allclose(output, states(without, ids), atol=1e-4)
+    assert not torch.allclose(output, states(model, ids), atol=1e-2)
 
 
 # Nothing is left behind
@@ -221,7 +221,7 @@ def untouched(model: PreTrainedModel) -> bool:
 
 @pytest.mark.parametrize("name", ["falcon", "bloom"])
 def test_everything_is_restored(name: str) -> None:
-    model, ids = made(name), tokens()
+    model, ids = own_attention_model(name), tokens()
     before, implementation = states(model, ids), model.config._attn_implementation
     with attach(model) as probe:
         probe.forward(ids)
@@ -236,7 +236,7 @@ def test_everything_is_restored_after_an_error() -> None:
         def observe(self, call: Call, out: Tensor) -> None:
             raise ValueError("no")
 
-    model, ids = made("bloom"), tokens()
+    model, ids = own_attention_model("bloom"), tokens()
     before = states(model, ids)
     with pytest.raises(ValueError, match="no"), attach(model, [Fails()]) as probe:
         probe.forward(ids)
@@ -246,17 +246,17 @@ def test_everything_is_restored_after_an_error() -> None:
 
 def test_a_forward_of_its_own_is_given_back() -> None:
     """As libraries that move weights between devices put one on a module."""
-    model = made("bloom")
+    model = own_attention_model("bloom")
     inner: Any = backbone(model)
-    inner.forward = given = inner.forward
+    inner.forward = replaced = inner.forward
     with attach(model) as probe:
         probe.forward(tokens())
         assert probe.calls == 3
-    assert inner.forward is given
+    assert inner.forward is replaced
 
 
-def test_passes_are_watched_in_the_thread_that_makes_them() -> None:
-    model, failed = made("bloom"), list[BaseException]()
+def test_passes_are_traced_in_the_thread_that_runs_them() -> None:
+    model, failed = own_attention_model("bloom"), list[BaseException]()
 
     def elsewhere(work: Callable[[], Any]) -> None:
         def run() -> None:
@@ -307,12 +307,12 @@ class Body(torch.nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(B, H, T, E, generator=generator) for _ in range(3))
-        found: Tensor = self.attention(q, k, v)
-        return found
+        output: Tensor = self.attention(q, k, v)
+        return output
 
 
-def seen_by_a_watch(written: Written) -> tuple[Tensor, Tensor, Call]:
-    """What the attention returns by itself, and under a watch, and the one call."""
+def traced_attention(written: Written) -> tuple[Tensor, Tensor, Call]:
+    """Return the output without and with the tracer, and the traced call."""
     calls: list[Call] = []
     inner = Body(written)
 
@@ -325,9 +325,9 @@ def seen_by_a_watch(written: Written) -> tuple[Tensor, Tensor, Call]:
     ids = torch.zeros(B, T, dtype=torch.long)
     alone = inner(ids)
     with tracing_attention(tiny("bloom"), inner, attention):
-        found = inner(ids)
+        traced = inner(ids)
     (call,) = calls
-    return alone, found, call
+    return alone, traced, call
 
 
 def folded(x: Tensor) -> Tensor:
@@ -376,10 +376,10 @@ FITS: dict[str, tuple[Written, float, bool]] = {
 
 
 @pytest.mark.parametrize("case", FITS)
-def test_what_the_watch_reads_gives_what_the_model_computes(case: str) -> None:
+def test_traced_attention_computes_the_same_output(case: str) -> None:
     written, scaling, has_bias = FITS[case]
-    alone, found, call = seen_by_a_watch(written)
-    assert torch.allclose(found, alone, atol=1e-5)
+    alone, traced, call = traced_attention(written)
+    assert torch.allclose(traced, alone, atol=1e-5)
     assert call.scaling == pytest.approx(scaling)
     assert (call.bias is not None) == has_bias
     assert torch.equal(call.visibility.rows(torch.arange(T))[0, 0], CAUSAL)
@@ -414,12 +414,12 @@ REFUSED: dict[str, tuple[Written, str]] = {
 def test_what_does_not_fit_is_refused_with_the_reason(case: str) -> None:
     written, message = REFUSED[case]
     with pytest.raises(UnsupportedError, match=message):
-        seen_by_a_watch(written)
+        traced_attention(written)
 
 
 def test_a_refusal_names_the_model_the_module_and_a_remedy() -> None:
     """Bloom with a soft-cap that its family does not have."""
-    model = made("bloom")
+    model = own_attention_model("bloom")
     attention: Any = backbone(model).h[1].self_attention  # type: ignore[index, union-attr]
     attention.attention_dropout = torch.nn.Tanh()
     with pytest.raises(UnsupportedError) as error:

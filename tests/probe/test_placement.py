@@ -39,9 +39,9 @@ def read(model: PreTrainedModel, plan: Plan = PLAN, edits: Sequence[str] = ()) -
 
 
 def rotations(model: PreTrainedModel, plan: Plan = PLAN) -> list[Rotation]:
-    found = [place.rotation for place in read(model, plan)]
-    assert all(rotation is not None for rotation in found), [place.stays for place in read(model, plan)]
-    return [rotation for rotation in found if rotation is not None]
+    by_call = [place.rotation for place in read(model, plan)]
+    assert all(rotation is not None for rotation in by_call), [place.stays for place in read(model, plan)]
+    return [rotation for rotation in by_call if rotation is not None]
 
 
 def pairs(rotation: Rotation) -> list[tuple[int, int]]:
@@ -58,9 +58,9 @@ class Calls:
         self.seen.append(call)
 
 
-def calls(model: PreTrainedModel, ids: Tensor, **given: Any) -> list[Call]:
+def calls(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> list[Call]:
     with attach(model, [look := Calls()]) as probe:
-        probe.forward(ids, **given)
+        probe.forward(ids, **arguments)
     return look.seen
 
 
@@ -199,13 +199,13 @@ def test_the_key_at_a_place_is_the_key_at_zero_moved_there(family: str) -> None:
 def test_narrow_dtypes_are_read_too(family: str, dtype: torch.dtype) -> None:
     """Keys are right to a few roundings of the dtype, slow pairs too, whose turn is hardly more than that."""
     model, expected = tiny(family, dtype=dtype), rotations(tiny(family))
-    found = rotations(model)
-    for rotation, exact in zip(found, expected, strict=True):
+    narrow = rotations(model)
+    for rotation, exact in zip(narrow, expected, strict=True):
         assert set(pairs(rotation)) <= set(pairs(exact))
         if dtype in (torch.float64, torch.float32):
             assert pairs(rotation) == pairs(exact)
     rounding = 4 * max(torch.finfo(dtype).eps, 1e-6)
-    for key, rotation in zip(keys_alone(model, 97, [0, *PLAN.rows]), found, strict=True):
+    for key, rotation in zip(keys_alone(model, 97, [0, *PLAN.rows]), narrow, strict=True):
         moved = rotation.turned(key[:1].expand_as(key[1:]), rotation.angles[:, None])
         assert (moved - key[1:]).abs().max() < rounding * key.abs().max()
 
@@ -218,14 +218,14 @@ def test_moved_logits_are_those_of_the_model_with_the_origin_at_other_position_i
     """In the first layer, which no other state has met: the origin's tokens get the ids r − i + j, and r is read."""
     model, ids = tiny_model(family) if family in OTHERS else tiny(family), tokens()
     (plain, *_), place = calls(model, ids), read(model)[0]
-    found = moved_logits(plain, place, PLAN)
-    assert found is not None
+    moved = moved_logits(plain, place, PLAN)
+    assert moved is not None
     for q, R in ((0, 14), (7, 3), (20, 0)):
         i, r = PLAN.queries[q], PLAN.references[R]
         positions = torch.arange(N).expand_as(ids).clone()
         positions[:, : PLAN.origin] += r - i
         there = calls(model, ids, position_ids=positions)[0].logits(torch.tensor([r]))[:, :, 0, : PLAN.origin]
-        assert torch.allclose(found[:, :, R, q], there, atol=2e-4 * float(there.abs().max()))
+        assert torch.allclose(moved[:, :, R, q], there, atol=2e-4 * float(there.abs().max()))
         here = plain.logits(torch.tensor([r]))[:, :, 0, : PLAN.origin]
         if place.moves == "rotation":
             assert not torch.allclose(here, there, atol=1e-2 * float(there.abs().max()))
@@ -235,14 +235,14 @@ def test_a_bias_by_distance_is_the_one_of_the_new_distance() -> None:
     model, ids = made_up(alibi=True), tokens()
     for call, place in zip(calls(model, ids), read(model), strict=True):
         assert place.moves == "no rotation"
-        found = moved_logits(call, place, PLAN)
-        assert found is not None
+        moved = moved_logits(call, place, PLAN)
+        assert moved is not None
         bare = replace(call, bias=None)
         for q, R, j in ((0, 14, 3), (9, 2, 0), (20, 0, 1)):
             i, r = PLAN.queries[q], PLAN.references[R]
             s = bare.logits(torch.tensor([r]))[:, :, 0, j]
             slopes = 2.0 ** -torch.arange(1, 7)
-            assert torch.allclose(found[:, :, R, q, j], s - slopes * (i - j), atol=1e-5)
+            assert torch.allclose(moved[:, :, R, q, j], s - slopes * (i - j), atol=1e-5)
 
 
 def test_a_prompt_after_padding_moves_as_one_without() -> None:
@@ -265,12 +265,12 @@ def test_a_prompt_after_padding_moves_as_one_without() -> None:
 
 def test_learned_positions_stay_with_the_reason() -> None:
     model = tiny("gpt2", **GPT2)
-    found = read(model)
-    assert [(place.rotation, place.stays) for place in found] == [(None, ABSOLUTE_STATES)] * 3
-    motion = Motion.of(found, PLAN, model.dtype)
+    placements = read(model)
+    assert [(place.rotation, place.stays) for place in placements] == [(None, ABSOLUTE_STATES)] * 3
+    motion = Motion.of(placements, PLAN, model.dtype)
     assert (motion.layers, motion.stays, motion.why) == (("stays",) * 3, (0, 1, 2), ABSOLUTE_STATES)
     call = calls(model, tokens())[0]
-    assert moved_logits(call, found[0], PLAN) is None
+    assert moved_logits(call, placements[0], PLAN) is None
     assert moved_logits(call, None, PLAN) is None
 
 
@@ -282,11 +282,11 @@ def test_a_norm_after_the_rotation_stays_if_it_has_weights() -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("1.self_attn.key_layernorm.weight"):
                 parameter.uniform_(0.5, 1.5)
-    found = read(model)
-    assert [place.moves for place in found] == ["rotation", "stays", "rotation"]
-    assert found[1].stays == CHANGED_AFTER_ROTATION
-    assert found[1].gap > 100 * Motion.of(found, PLAN, model.dtype).bound
-    assert found[1].unevenness > 0.01
+    placements = read(model)
+    assert [place.moves for place in placements] == ["rotation", "stays", "rotation"]
+    assert placements[1].stays == CHANGED_AFTER_ROTATION
+    assert placements[1].gap > 100 * Motion.of(placements, PLAN, model.dtype).bound
+    assert placements[1].unevenness > 0.01
 
 
 def test_a_rotation_that_is_not_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +311,13 @@ def neighbours(key: Tensor, dtype: torch.dtype) -> Rotation:
 
 
 def backwards(key: Tensor, dtype: torch.dtype) -> Rotation:
-    found = read_rotation(key, dtype)
-    return replace(found, first=found.second, second=found.first)
+    rotation = read_rotation(key, dtype)
+    return replace(rotation, first=rotation.second, second=rotation.first)
 
 
 def one_short(key: Tensor, dtype: torch.dtype) -> Rotation:
-    found = read_rotation(key, dtype)
-    return replace(found, first=found.first[1:], second=found.second[1:], angles=found.angles[:, 1:])
+    rotation = read_rotation(key, dtype)
+    return replace(rotation, first=rotation.first[1:], second=rotation.second[1:], angles=rotation.angles[:, 1:])
 
 
 @pytest.mark.parametrize("wrong", [neighbours, backwards, one_short])

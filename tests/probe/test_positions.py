@@ -34,13 +34,13 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 @pytest.mark.parametrize("family", KINDS)
 def test_the_kind_of_positions_is_seen_kept_and_said(family: str) -> None:
-    found = run(family)
-    assert found.record.positions.text == KINDS[family]
-    assert found.as_dict()["positions"]["text"] == KINDS[family]
+    result = run(family)
+    assert result.record.positions.text == KINDS[family]
+    assert result.as_dict()["positions"]["text"] == KINDS[family]
     stream = io.StringIO()
-    PlainConsole(file=stream, width=120).print(heading(found))
+    PlainConsole(file=stream, width=120).print(heading(result))
     assert f"positions: {KINDS[family]}" in stream.getvalue()
-    assert f"positions: {KINDS[family]}" in run_facts(found), "on the page, too"
+    assert f"positions: {KINDS[family]}" in run_facts(result), "on the page, too"
 
 
 def test_a_mixture_is_said_by_layer() -> None:
@@ -53,8 +53,8 @@ def test_an_edit_that_takes_the_rotation_away_is_seen() -> None:
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 def test_the_doctor_says_it_too() -> None:
-    found = pl.doctor(Subject.of(tiny("llama")), length=48, prompts=3, short=True)
-    assert found.as_dict()["positions"] == "rotary"
+    diagnosis = pl.doctor(Subject.of(tiny("llama")), length=48, prompts=3, short=True)
+    assert diagnosis.as_dict()["positions"] == "rotary"
     stream = io.StringIO()
-    PlainConsole(file=stream, width=120).print(*doctor_tables(found), sep="\n")
+    PlainConsole(file=stream, width=120).print(*doctor_tables(diagnosis), sep="\n")
     assert "3 prompts of 48 tokens; positions: rotary" in stream.getvalue()

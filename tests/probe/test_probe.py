@@ -38,9 +38,9 @@ def test_parity_with_eager_attention(family: str) -> None:
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=keep, use_cache=False).logits
     with attach(model) as probe:
-        found = model(ids, attention_mask=keep, use_cache=False).logits
+        logits = model(ids, attention_mask=keep, use_cache=False).logits
     assert probe.calls in (3, 6)
-    assert relative_difference(found[keep.bool()], expected[keep.bool()]) < 1e-4
+    assert relative_difference(logits[keep.bool()], expected[keep.bool()]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -175,20 +175,20 @@ def test_a_kernel_that_sees_the_future_is_caught(monkeypatch: pytest.MonkeyPatch
 
     for home in ("posleak.probe.attachment.attend", "posleak.probe.calibration.attend"):
         monkeypatch.setattr(home, bidirectional)
-    found = calibrate(tiny("llama"), tokens())
-    assert found.future > 0
+    calibration = calibrate(tiny("llama"), tokens())
+    assert calibration.future > 0
     with pytest.raises(CheckError, match="weight on later keys"):
-        found.require("llama")
+        calibration.require("llama")
 
 
 def test_rows_that_are_not_the_kernels_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong head order: the rows are right one by one, and belong to other heads."""
     logits = Call.logits
     monkeypatch.setattr(Call, "logits", lambda *args: logits(*args).flip(1))
-    found = calibrate(tiny("llama"), tokens())
-    assert found.parity < 1e-4
+    calibration = calibrate(tiny("llama"), tokens())
+    assert calibration.parity < 1e-4
     with pytest.raises(CheckError, match="denominators"):
-        found.require("llama")
+        calibration.require("llama")
 
 
 def test_an_unknown_argument_is_refused_by_name() -> None:

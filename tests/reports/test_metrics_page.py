@@ -217,7 +217,7 @@ def test_agreement_is_scipys_and_its_interval_leaves_out_layers() -> None:
     x, y = rng.standard_normal((2, 7, 5))
     y = y + x
     x[2, 3] = np.nan  # a head that does not exist
-    found = agreement([{"x": x}], [{"y": y}], "heads")
+    found = agreement([{"x": x}] * 2, [{"y": y}] * 2, "heads")
     at = found.columns.index("y")
     there = np.isfinite(x)
     expected = spearmanr(x[there], y[there]).statistic

@@ -109,10 +109,12 @@ def of_sweep() -> list[RenderableType]:
         for seed in (0, 1)
     ]
     states = [State.finished, State.failed, State.left_out, State.open]
-    why = ["", "its worker died 3 times without a word (signal 9)", "the edit changes nothing", ""]
+    died = "its worker died 3 times without a word (signal 9)"
+    why = ["", died, "the edit changes nothing", "No space left on device"]
     seen = [CellStatus(*each) for each in zip(cells, states, why, strict=True)]
-    found = Sweep("grid", "runs/grid", seen, (cells[0].id,), {cells[3].id: "No space left on device"})
-    return [*plan_table(found, {cells[3].id: Guess(3_210_000_000, 4321.0, False)}), *summary(found)]
+    guesses = {cells[3].id: Guess(3_210_000_000, 4321.0, False)}
+    found = Sweep("grid", "runs/grid", seen, (cells[0].id,), guesses=guesses)
+    return [*plan_table(found), *summary(found)]
 
 
 def of_bench() -> list[RenderableType]:

@@ -142,9 +142,8 @@ def sweep_outputs() -> dict[str, Any]:
         swept = sweep({"question": "?", **grid}, out=root, engine=Here())
         (root / "cells" / "unfinished").mkdir()
         cell = Cell(str(place / "mine"), MeasureSpec(seed=5))
-        guessed = Sweep("more", str(root), [*swept.cells, CellStatus(cell, State.open)]).as_dict(
-            {cell.id: Guess(10, 1.0, False)}
-        )
+        cells = [*swept.cells, CellStatus(cell, State.open)]
+        guessed = Sweep("more", str(root), cells, guesses={cell.id: Guess(10, 1.0, False)}).as_dict()
         collected = gather_sweep(str(root))
         return {
             "sweep": plain({**guessed, "balance": swept.balance}),

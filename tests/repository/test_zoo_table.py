@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import posleak as pl
 import posleak.cli
 from posleak.analyses.claims.catalogue import Verdict
-from posleak.edits.context import borrowed, keeps_first, require_same_sight
+from posleak.edits.context import borrowed, keeps_first, require_shift_invariant
 from posleak.errors import PosleakWarning, RunError, UnsupportedError
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.leakage import Estimate
@@ -302,7 +302,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
 
     start, rule = N + DONOR_MARGIN, and_masks(nearest_and_first(W), causal_mask_function)
     whole = Visibility((1, 1, start + N, start + N), rule)
-    require_same_sight(whole, N)
+    require_shift_invariant(whole, N)
     assert keeps_first(whole)
     assert not keeps_first(Visibility((1, 1, start + N, start + N), causal_mask_function))
     lent = Visibility((1, 1, start + N, start + N), borrowed(rule, N, keeps_origin=True))

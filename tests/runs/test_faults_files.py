@@ -411,7 +411,7 @@ def test_a_resealed_cell_is_named_and_the_others_are_collected(
     FINISHED.write(folder / CELL_FILE, replace(record, files={**record.files, name: facts}))
     found = collected(str(place))
     assert len(found.finished) == 2
-    assert [each.name for each in found.omitted] == [folder.name]
+    assert [each.label for each in found.omitted] == [folder.name]
     assert name in found.omitted[0].why
 
 
@@ -452,7 +452,7 @@ def test_a_file_of_a_cell_that_is_a_pipe_does_not_hang(cells: Path, tmp_path: Pa
     pipe_at(folder / name)
     found: Any = within(60, lambda: collected(str(place)))
     assert len(found.finished) == (3 if name == "run.json" else 2)
-    assert [each.name for each in found.omitted] == ([] if name == "run.json" else [folder.name])
+    assert [each.label for each in found.omitted] == ([] if name == "run.json" else [folder.name])
 
 
 @pytest.mark.parametrize("name", ["run.json", "results.nc", "batches/000000-000001.npz", ".lock"])

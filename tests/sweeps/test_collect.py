@@ -160,7 +160,7 @@ def test_a_damaged_cell_is_named_and_the_others_are_shown(root: Path, tmp_path: 
     (folder / name).write_bytes(b"x" + (folder / name).read_bytes()[1:])
     found = collected(str(place))
     assert len(found.finished) == len(list((place / CELLS_FOLDER).iterdir())) - 1
-    assert [each.name for each in found.omitted] == [folder.name]
+    assert [each.label for each in found.omitted] == [folder.name]
 
 
 def test_a_place_without_a_sweep_is_refused(tmp_path: Path) -> None:

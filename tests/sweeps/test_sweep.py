@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,19 @@ from posleak.models import load
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.cells import Cell
+from posleak.sweeps.local import rounds
 from posleak.sweeps.manifest import Manifest, manifest
-from posleak.sweeps.state import ERROR_FILE, FAILED, State, SweepProgress, status_of, statuses
+from posleak.sweeps.state import (
+    ERROR_FILE,
+    FAILED,
+    CellStatus,
+    Outcome,
+    State,
+    SweepProgress,
+    Tracker,
+    status_of,
+    statuses,
+)
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker
@@ -278,10 +290,28 @@ def test_a_cell_that_somebody_else_is_at_is_left_to_them(models: list[str], tmp_
         other.start()
         other.join()
     outcome, state = found
-    assert outcome.busy
-    assert outcome.state is None
+    assert outcome.state is State.running
     assert state is State.running
     assert status_of(storage, cell).state is State.open
+
+
+def test_cells_of_another_sweep_come_in_a_later_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two cells is locked until a round finds nothing else to do; a busy cell stays open."""
+    first, second = cells = manifest({"models": ["a/b"], "seed": [0, 1]}).cells
+    locked = {first.path}
+    monkeypatch.setattr("posleak.sweeps.storage.Storage.is_locked", lambda storage, folder: folder in locked)
+    monkeypatch.setattr("posleak.sweeps.local.PAUSE", 0.0)
+    tracker, seen = Tracker([CellStatus(cell, State.open) for cell in cells]), list[Any]()
+    for free in rounds(Storage(str(tmp_path)), tracker):
+        seen.append((free, tracker.elsewhere))
+        for cell in free:
+            tracker.attempt(cell)
+            busy = len(seen) == 1
+            tracker.ended(Outcome(cell.id, State.running if busy else State.finished))
+            assert tracker.attempts[cell.id] == (0 if busy else 1), "an attempt at a busy cell does not count"
+        if not free:
+            locked.clear()
+    assert seen == [([second], 1), ([second], 1), ([], 1), ([first], 0)]
 
 
 def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Path) -> None:
@@ -289,6 +319,19 @@ def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Pa
     outcome = Worker().run(Storage(str(tmp_path)), cell, expected="0" * 64)
     assert outcome.state is State.failed
     assert "software or texts differ" in outcome.why
+    assert outcome.id == "0" * 64, "the cell is the driver's"
+    (error,) = tmp_path.glob(f"{CELLS_FOLDER}/*/{ERROR_FILE}")
+    assert error.parent.name.endswith("-" + "0" * 12), "where the driver looks for it"
+
+
+def test_a_cell_that_was_sent_to_another_process_computes_its_id_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a worker with other software would not be noticed: Ray pickles cells."""
+    cell = Cell("a/b")
+    sent = pickle.dumps((cell.id, cell))
+    monkeypatch.setattr("posleak.sweeps.cells.versions", lambda: {"posleak": "9", "torch": "9", "transformers": "9"})
+    expected, arrived = pickle.loads(sent)
+    assert arrived == cell
+    assert arrived.id != expected
 
 
 def test_revisions_and_device_maps_are_cells(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from posleak.show.lines import prose
 from posleak.show.terminal import cell as number, share, table
 from posleak.text import format_bytes
 
-from .app import app, emit, err, out, spoken_warnings, tell, working
+from .app import app, emit, err, out, present, spoken_warnings, tell, working
 from .failures import FAILED
 from .options import Json, MaxMemory, named
 from .progress import board_view
@@ -22,7 +23,6 @@ from .progress import board_view
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.sweeps.cells import Guess
     from posleak.sweeps.collect import BalanceTable
     from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
@@ -40,6 +40,10 @@ BALANCE_LEGEND = (
     "residual per relative depth, divided by its mean; removed: 1 − residual power / that of the model's first cell; "
     "95% jackknife intervals over prompts; early queries: --markdown or --json"
 )
+
+
+text_option, path_option = (partial(typer.Option, parser=named, metavar=kind) for kind in ("<str>", "<path>"))
+"""Options whose value must not be empty."""
 
 
 class EngineName(StrEnum):
@@ -63,10 +67,7 @@ def sweep_command(
         ),
     ],
     models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", parser=named, metavar="<str>", help="Models instead of the manifest's, in its order; repeatable."
-        ),
+        list[str] | None, text_option("--model", help="Models instead of the manifest's, in its order; repeatable.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the manifest's.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Number of prompts, instead of the manifest's.")] = None,
@@ -74,17 +75,12 @@ def sweep_command(
     engine: Annotated[EngineName, typer.Option(help="local: one cell after another; ray: on a Ray cluster.")] = (
         EngineName.local
     ),
-    address: Annotated[
-        str | None, typer.Option(parser=named, metavar="<str>", help="Of a Ray cluster. Default: one is started here.")
-    ] = None,
+    address: Annotated[str | None, text_option(help="Of a Ray cluster. Default: one is started here.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="With ray: largest number of workers.")] = None,
     root: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            parser=named,
-            metavar="<path>",
-            help="A folder, or an address such as s3://bucket/sweep. Default: the manifest's, or runs/NAME.",
+        path_option(
+            "--out", help="A folder, or an address such as s3://bucket/sweep. Default: the manifest's, or runs/NAME."
         ),
     ] = None,
     dry_run: Annotated[
@@ -115,20 +111,11 @@ def sweep_command(
 
     Examples: `posleak sweep architectures`, `posleak sweep grid.yaml --engine ray --workers 4`
     """  # fmt: skip
-    from posleak.sweeps.sweep import as_manifest, status, storage_for, sweep, with_changes
+    from posleak.sweeps.sweep import planned_sweep, sweep
 
     if dry_run:
-        from posleak.sweeps.cells import guesses
-
-        chosen, _ = with_changes(as_manifest(manifest), models or (), length=length, prompts=prompts, seed=seed)
-        plan = status(chosen, storage_for(chosen, root), verify=verify)
-        cells = [status.cell for status in plan.cells if status.state == "open"]
-        guessed = dict(zip((cell.id for cell in cells), guesses(cells, plan.finished), strict=True))
-        if as_json:
-            emit(plan.as_dict(guessed))
-            return
-        for item in plan_table(plan, guessed):
-            out.print(item)
+        plan = planned_sweep(manifest, models or (), root, verify=verify, length=length, prompts=prompts, seed=seed)
+        present(plan, plan_table, as_json)
         return
     with spoken_warnings(), _progress(as_json) as on_progress:
         result = sweep(
@@ -155,10 +142,7 @@ def collect_command(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", parser=named, help="Folder of a sweep, as given to its --out.")
     ],
-    page: Annotated[
-        str | None,
-        typer.Option(parser=named, metavar="<path>", help="Where the page goes. Default: FOLDER/collected.html."),
-    ] = None,
+    page: Annotated[str | None, path_option(help="Where the page goes. Default: FOLDER/collected.html.")] = None,
     balance: Annotated[
         bool, typer.Option("--balance", help="Also show the balance of mask, drift and sink in every cell.")
     ] = False,
@@ -202,7 +186,7 @@ def _warn(what: str, cells: list[tuple[str, str]]) -> None:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[SweepProgress], None]]:
-    """Show cells done, running, failed, and the time left: a bar on a terminal, else a line now and then."""
+    """Show cells done, running, failed, and the time left: a bar on a terminal, else a line every 30 seconds."""
     reported, last = time.monotonic(), (-1, -1)
 
     def report(at: SweepProgress) -> None:
@@ -220,12 +204,12 @@ def _progress(quiet: bool) -> Iterator[Callable[[SweepProgress], None]]:
 
 
 def _counts(at: SweepProgress) -> str:
-    """`12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`"""
+    """Return, for example, `12 of 24 cells finished, 2 running, 1 failed; about 3 minutes left`."""
     return at.text + ("" if at.left is None or not at.running else f"; about {minutes(at.left)} left")
 
 
 def _running(at: SweepProgress, most: int) -> list[str]:
-    """`smollm2-135m · window=64, 512 tokens, seed 0: prompts 0–7 of 16`"""
+    """Return a line per running cell, such as `smollm2-135m, 512 tokens, seed 0: prompts 0–7 of 16`."""
     lines = [f"{cell}: {what}" for cell, what in at.running.items()]
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
@@ -241,22 +225,20 @@ def minutes(seconds: float) -> str:
 
 
 def summary(result: Sweep) -> Iterator[RenderableType]:
-    """How a sweep ended: counts, and every cell without results with the reason."""
+    """Yield how a sweep ended: counts, and every cell without results with the reason."""
     counted = f"{result.counts} of {len(result.cells)} cells; {len(result.computed)} measured now"
     yield prose(f"{result.name}: {counted}", style="bold")
-    unwritten = result.unwritten or {}
     for status in result.cells:
-        why = status.why or unwritten.get(status.cell.id, "")
-        if status.state != "finished" and why:
-            word = "not written" if status.cell.id in unwritten else status.state.value
-            yield prose(f"{word}: {status.cell.details}: {why}")
+        if status.state != "finished" and status.why:
+            yield prose(f"{status.state.value}: {status.cell.details}: {status.why}")
     if any(status.state == "failed" for status in result.cells):
         yield prose("measure failed cells again with --retry-failed; their folders have error.json", style="dim")
     yield prose(f"results in {result.root}; `posleak collect {result.root}` makes a table and a page", style="dim")
 
 
-def plan_table(result: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableType]:
-    """A dry run: cells, their states, and estimates of time and memory for those that are open."""
+def plan_table(result: Sweep) -> Iterator[RenderableType]:
+    """Yield the table of a dry run: cells, their states, and estimates of time and memory for those that are open."""
+    guessed = result.guesses or {}
     rows = table(("cell", "state", "time", "memory"), wrap=["cell", "state"])
     for status in result.cells[:MAX_LISTED]:
         guess = guessed.get(status.cell.id)
@@ -283,7 +265,7 @@ def plan_table(result: Sweep, guessed: dict[str, Guess]) -> Iterator[RenderableT
 
 
 def balance_tables(balance: BalanceTable) -> Iterator[RenderableType]:
-    """Shares, residual power, its slope with depth, and what an edit removed, for all queries."""
+    """Yield a table of shares, residual power, its slope with depth, and what an edit removed, for all queries."""
     if balance.question is not None:
         yield prose(balance.question, style="bold")
     rows = table(("cell", "N", "total", *SHARES, "residual", "slope", "removed"), wrap=["cell"])

@@ -42,11 +42,13 @@ class NamedEdit(Edit):
     causal         queries do not see later keys under it; otherwise leakage at equal offsets is not defined
     needs_causal   it is defined only where queries do not see later keys
     is_control     it changes nothing by its own text, such as `shift=0`. Any other edit without effect is an error
+    weights_dtype  dtype of the copy of the weights that it makes; None: it makes no copy
     """
 
     site: ClassVar[Site]
     causal: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = False
+    weights_dtype: ClassVar[torch.dtype | None] = None
 
     @property
     def text(self) -> str:
@@ -70,11 +72,6 @@ class NamedEdit(Edit):
     @property
     def is_control(self) -> bool:
         return False
-
-    @property
-    def weights_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the copy of the weights that the edit makes; None if it makes no copy."""
-        return None
 
 
 @dataclass(frozen=True)

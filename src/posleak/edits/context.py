@@ -45,28 +45,25 @@ class Borrow(ScopedEdit):
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
-            raise InputError(
-                "a context is borrowed by whole layers", where=self.text, expected="layers, as in @0-5"
-            )  # fmt: skip
+            raise InputError("a context is borrowed by whole layers", where=self.text, expected="layers, as in @0-5")
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors()
 
     def edit(self, call: Call) -> Call:
         length, visible_donor = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
-        seen = call.visibility
-        seen.cached(("same after a donor", length), lambda: require_same_sight(seen, length))
-        rule = borrowed(seen.rule, length, visible_donor, seen.cached("keeps first", lambda: keeps_first(seen)))
-        return replace(
-            call, visibility=call.visibility.with_rule(("borrowed", visible_donor), rule), start=length + DONOR_MARGIN
-        )
+        old = call.visibility
+        old.cached(("same after a donor", length), lambda: require_shift_invariant(old, length))
+        rule = borrowed(old.rule, length, visible_donor, old.cached("keeps first", lambda: keeps_first(old)))
+        new = old.with_rule(("borrowed", visible_donor), rule)
+        return replace(call, visibility=new, start=length + DONOR_MARGIN)
 
     def changed_heads(self, before: Call, after: Call) -> int:
         """Return the number of heads that see donor keys."""
         return int(self.scope.heads(before).sum())
 
 
-def require_same_sight(seen: Visibility, length: int) -> None:
+def require_shift_invariant(visibility: Visibility, length: int) -> None:
     """Raise an UnsupportedError if a prompt sees other keys of its own after a donor, as with chunked attention.
 
     Position 0 is not compared: a layer may show it to every query, and `borrowed` then shows the prompt's.
@@ -74,8 +71,8 @@ def require_same_sight(seen: Visibility, length: int) -> None:
     import torch
 
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
-    moved = seen.rows(rows + length + DONOR_MARGIN, slice(length + DONOR_MARGIN + 1, None))
-    if not torch.equal(moved, seen.rows(rows, slice(1, length))):
+    shifted = visibility.rows(rows + length + DONOR_MARGIN, slice(length + DONOR_MARGIN + 1, None))
+    if not torch.equal(shifted, visibility.rows(rows, slice(1, length))):
         raise UnsupportedError(
             "a borrowed context is not defined here: attention is cut into chunks counted from the first token, and a "
             "document before the prompt shifts them",
@@ -83,11 +80,11 @@ def require_same_sight(seen: Visibility, length: int) -> None:
         )  # fmt: skip
 
 
-def keeps_first(seen: Visibility) -> bool:
+def keeps_first(visibility: Visibility) -> bool:
     """Return whether the layer shows position 0, but not position 1, to the last query."""
     import torch
 
-    first, second = seen.rows(torch.tensor([seen.shape[2] - 1]), slice(0, 2))[0, 0, 0].tolist()
+    first, second = visibility.rows(torch.tensor([visibility.shape[2] - 1]), slice(0, 2))[0, 0, 0].tolist()
     return bool(first and not second)
 
 
@@ -102,7 +99,7 @@ def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: 
 
     start = length + DONOR_MARGIN
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own: Tensor = rule(batch, head, query, key)
         if keeps_origin:
             donor = (query >= start) & (key < start) & (key > 0) & rule(batch, head, query, (key + 1).clamp(max=start))
@@ -111,14 +108,14 @@ def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: 
         near = key > query - length if visible_donor else key >= start
         return own & ((query < start) | torch.where(query == start, key == start, near))
 
-    return seen
+    return visible
 
 
 MEASURE_INSTEAD = "use `posleak measure`, which splits the leakage into mask, drift and sink"
 """The remedy where a borrowed context is not defined."""
 
 NOWHERE = Scope(everywhere=False)
-"""No layer: the donor is there, and its keys are not visible."""
+"""No layer: each prompt follows a donor, but no query sees the donor's keys."""
 
 
 def require_closed(model: PreTrainedModel) -> None:

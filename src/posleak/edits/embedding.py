@@ -56,11 +56,8 @@ class FirstEmbedding(NamedEdit):
                 first = first * out[:, 0].norm(dim=-1, keepdim=True)
             return torch.cat([first.expand_as(out[:, 0])[:, None], out[:, 1:]], dim=1)
 
-        hook = table.register_forward_hook(put)
-        try:
+        with table.register_forward_hook(put):  # removed at the end of the block
             yield
-        finally:
-            hook.remove()
 
     def vector(self, table: torch.nn.Module) -> Tensor:
         """Return the new embedding [W], for noise a unit vector. The module is called, since it may scale its rows."""
@@ -70,10 +67,7 @@ class FirstEmbedding(NamedEdit):
         rows, device = weight.shape[0], weight.device
         with torch.inference_mode():
             if self.kind == "token":
-                if not 0 <= self.number < rows:
-                    raise InputError(
-                        "unknown token id", where=self.text, got=self.number, expected=f"an id from 0 to {rows - 1}"
-                    )
+                require_token(self.number, table, self.text)
                 embedding: Tensor = table(torch.tensor([self.number], device=device))[0]
                 return embedding
             like: Tensor = table(torch.zeros(1, dtype=torch.long, device=device))[0]
@@ -85,6 +79,13 @@ class FirstEmbedding(NamedEdit):
                 norm: Tensor = direction.norm()
                 return (direction / norm).to(like)
             return torch.zeros_like(like)
+
+
+def require_token(token: int, table: torch.nn.Module, where: str) -> None:
+    """Raise an InputError if the embedding table has no such token."""
+    rows = next(table.parameters()).shape[0]
+    if not 0 <= token < rows:
+        raise InputError("unknown token id", where=where, got=token, expected=f"an id from 0 to {rows - 1}")
 
 
 @dataclass(frozen=True)

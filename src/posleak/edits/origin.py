@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from posleak.errors import InputError
 from posleak.probe.plan import default_plan
 
 from .base import EditKind, NamedEdit, ScopedEdit, Site, register
+from .embedding import require_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,23 +51,24 @@ class FreezeSink(ScopedEdit):
 class FirstKeys(threading.local):
     """Keys and values of position 0 in one forward pass, by attention call: [1, K, E].
 
-    Each thread has its own: specs of several threads may share an edit. `there` [B]: prompts that begin with the token.
+    Each thread has its own, since specs of several threads may share an edit.
+    unchanged: bool [B], prompts that begin with the token already
     """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []
-        self.there: Tensor | None = None
+        self.by_call: list[tuple[Tensor, Tensor]] = []
+        self.unchanged: Tensor | None = None
         self.probe: Probe | None = None
 
     def __reduce__(self) -> tuple[type[FirstKeys], tuple[()]]:
         return FirstKeys, ()
 
     def observe(self, call: Call, out: Tensor) -> None:
-        self.seen.append((call.key[:, :, 0], call.value[:, :, 0]))
+        self.by_call.append((call.key[:, :, 0], call.value[:, :, 0]))
 
     def forget(self) -> None:
-        self.seen.clear()
-        self.there = self.probe = None
+        self.by_call.clear()
+        self.unchanged = self.probe = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class PatchOrigin(NamedEdit):
     """
 
     token: int
-    _taken: FirstKeys = field(default_factory=FirstKeys, compare=False, repr=False)
+    _first: FirstKeys = field(default_factory=FirstKeys, compare=False, repr=False)
 
     site: ClassVar[Site] = Site.EMBEDDING
     needs_causal: ClassVar[bool] = True
@@ -89,30 +90,28 @@ class PatchOrigin(NamedEdit):
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
-        vocabulary = probe.model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
-        if not 0 <= self.token < vocabulary:
-            raise InputError("unknown token id", where=self.text, got=self.token, expected=f"below {vocabulary}")
-        self._taken.probe = probe
+        require_token(self.token, probe.model.get_input_embeddings(), self.text)
+        self._first.probe = probe
         try:
             yield
         finally:
-            self._taken.forget()
+            self._first.forget()
 
     def reads(self, ids: Tensor) -> None:
-        """Run the token alone before the first pass, when all other edits are installed and apply to it, too."""
+        """Run the token alone before the first pass, when all other edits are installed and apply to it too."""
         import torch
 
-        probe = self._taken.probe
-        if probe is not None and not self._taken.seen:
-            with probe.side_pass(self._taken):
+        probe = self._first.probe
+        if probe is not None and not self._first.by_call:
+            with probe.side_pass(self._first):
                 probe.forward(torch.tensor([[self.token]], device=ids.device))
-        self._taken.there = ids[:, 0] == self.token
+        self._first.unchanged = ids[:, 0] == self.token
 
     def edit(self, call: Call) -> Call:
-        (key, value), there = self._taken.seen[call.index], self._taken.there
-        if there is None or bool(there.all()):
+        (key, value), keep = self._first.by_call[call.index], self._first.unchanged
+        if keep is None or bool(keep.all()):
             return call
-        return replace(call, key=_put_first(call.key, key, there), value=_put_first(call.value, value, there))
+        return replace(call, key=_put_first(call.key, key, keep), value=_put_first(call.value, value, keep))
 
 
 def _put_first(x: Tensor, first: Tensor, keep: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError, RunError, did_you_mean
-from posleak.inputs import Prompts
 from posleak.plugins import load_plugins
 from posleak.probe.edit import Edit
 from posleak.text import visible
@@ -18,11 +17,7 @@ from .positions import Ring
 from .scope import Scope
 
 if TYPE_CHECKING:
-    import torch
-    from jaxtyping import Int
-    from torch import Tensor
-
-    from posleak.probe import Call, Probe
+    from posleak.probe import Probe
 
 ACTS_BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
 """Sites that depend on where in the prompt a token is, so that a document before the prompt would move them."""
@@ -136,16 +131,25 @@ def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
         )  # fmt: skip
 
 
+FORWARDED = ("placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "positions", "edit")
+"""Attributes of an `UnnamedEdit` that are those of the edit that it wraps."""
+
+
 @dataclass(frozen=True, eq=False)
 class UnnamedEdit(NamedEdit):
     """An `Edit` that has no text. It is shown by its repr and acts after all edits that have a text.
 
-    No two are equal: a text does not determine what such an edit does.
+    No two are equal, because the text does not determine what such an edit does.
     """
 
     inner: Edit
 
     site: ClassVar[Site] = Site.OWN
+
+    def __post_init__(self) -> None:
+        for name in FORWARDED:
+            if hasattr(self.inner, name):
+                object.__setattr__(self, name, getattr(self.inner, name))
 
     @property
     def text(self) -> str:
@@ -154,38 +158,9 @@ class UnnamedEdit(NamedEdit):
             return type(self.inner).__name__
         return visible(" ".join(repr(self.inner).split()))[:80]
 
-    @property
-    def placing(self) -> bool:  # type: ignore[override]
-        return self.inner.placing
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self.inner, "causal", True))
-
-    @property
-    def needs_causal(self) -> bool:  # type: ignore[override]
-        return bool(getattr(self.inner, "needs_causal", False))
-
-    @property
-    def weights_dtype(self) -> torch.dtype | None:
-        dtype: torch.dtype | None = getattr(self.inner, "weights_dtype", None)
-        return dtype
-
-    def prompts(self, prompts: Prompts) -> Prompts:
-        return self.inner.prompts(prompts)
-
-    def reads(self, ids: Int[Tensor, "B T"]) -> None:
-        self.inner.reads(ids)
-
-    def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
-        return self.inner.positions(positions)
-
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
         if type(self.inner).installed is not Edit.installed:
             probe.effect_of(self).note("what it installs")
         with self.inner.installed(probe):
             yield
-
-    def edit(self, call: Call) -> Call:
-        return self.inner.edit(call)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,8 +48,8 @@ class Shift(NamedEdit):
 
     def placed(self, without: Sequence[Placement], within: Sequence[Placement]) -> list[int]:
         """Return the calls in which positions have any effect: a shift changes all of them equally."""
-        turned = [place.rotation is None or len(place.rotation.first) > 0 for place in within]
-        return [call for call, turns in enumerate(turned) if turns and not self.is_control]
+        affected = [place.rotation is None or len(place.rotation.first) > 0 for place in within]
+        return [call for call, is_affected in enumerate(affected) if is_affected and not self.is_control]
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -160,12 +160,9 @@ class Ring(NamedEdit):
     holds to sixteen digits, since `AllDouble` keeps every computation in float64.
     """
 
+    text = "ring"
     site: ClassVar[Site] = Site.ROTATION
     causal: ClassVar[bool] = False
-
-    @property
-    def text(self) -> str:
-        return "ring"
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -174,14 +171,12 @@ class Ring(NamedEdit):
         from .double import AllDouble
 
         modules = {id(module): module for module, _ in rotary_buffers(probe)}.values()
-        hooks = [module.register_forward_hook(on_circle) for module in modules]
-        exact = AllDouble() if probe.model.dtype == torch.float64 else nullcontext()
-        try:
-            with exact:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as installed:
+            for module in modules:
+                installed.enter_context(module.register_forward_hook(on_circle))
+            if probe.model.dtype == torch.float64:
+                installed.enter_context(AllDouble())
+            yield
 
     def edit(self, call: Call) -> Call:
         return replace(call, visibility=call.visibility.with_rule("everything", everything))
@@ -207,7 +202,7 @@ def on_circle(module: torch.nn.Module, args: Any, out: Any) -> tuple[Tensor, Ten
 
 
 def everything(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a rule under which every query sees every key."""
+    """Return True for every pair: the rule under which every query sees every key."""
     return (query >= 0) & (key >= 0)
 
 
@@ -227,14 +222,11 @@ class LogScale(NamedEdit):
         return "scale=logn" + (f":{self.reference}" if self.reference else "")
 
     def edit(self, call: Call) -> Call:
-        factors = self.factors(range(call.query.shape[2]), call.query.shape[2])
-        return replace(call, query=call.query * factors.to(call.query)[:, None])
+        length = call.query.shape[2]
+        return replace(call, query=call.query * self.temperature(range(length), length).to(call.query)[:, None])
 
     def temperature(self, rows: Sequence[int], length: int) -> Tensor:
-        return self.factors(rows, length)
-
-    def factors(self, rows: Sequence[int], length: int) -> Tensor:
-        """Return the factors by position. Query 0, which sees itself only, is not scaled."""
+        """Return the factors at these rows. Query 0, which sees itself only, is not scaled."""
         import torch
 
         seen = torch.tensor(list(rows), dtype=torch.float64) + 1

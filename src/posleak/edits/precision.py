@@ -33,7 +33,7 @@ class Precision(NamedEdit):
         return f"dtype={self.name}"
 
     @property
-    def weights_dtype(self) -> torch.dtype:
+    def weights_dtype(self) -> torch.dtype:  # type: ignore[override]
         import torch
 
         dtype: torch.dtype = getattr(torch, self.name)

@@ -25,12 +25,9 @@ CHECKED_ROWS = 64
 class MaskOff(NamedEdit):
     """Show every key to every query (bidirectional attention)."""
 
+    text = "mask=off"
     site: ClassVar[Site] = Site.VISIBILITY
     causal: ClassVar[bool] = False
-
-    @property
-    def text(self) -> str:
-        return "mask=off"
 
     def edit(self, call: Call) -> Call:
         return replace(call, visibility=call.visibility.with_rule("everything", everything))
@@ -51,20 +48,20 @@ class Window(NamedEdit):
         return f"window={self.size or 'off'}{sink}"
 
     def edit(self, call: Call) -> Call:
-        seen = call.visibility
+        old = call.visibility
         if self.size == 0:
             from transformers.masking_utils import causal_mask_function as causal
 
-            return call if seen.causal else _with(call, self.text, seen.with_rule("causal", causal, True))
+            return call if old.causal else _with_visibility(call, self.text, old.with_rule("causal", causal, True))
         if self.size >= call.query.shape[2]:
             return call  # the window hides nothing, and the kernel needs no mask for it
 
         def nearest(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             near = query - key < self.size
-            seen_before: Tensor = seen.rule(batch, head, query, key)
-            return seen_before & ((near | (key < self.sink)) if self.sink else near)
+            visible: Tensor = old.rule(batch, head, query, key)
+            return visible & ((near | (key < self.sink)) if self.sink else near)
 
-        return _with(call, self.text, seen.with_rule(self.text, nearest))
+        return _with_visibility(call, self.text, old.with_rule(self.text, nearest))
 
     def require_length(self, length: int) -> None:
         if self.size >= length:
@@ -74,17 +71,17 @@ class Window(NamedEdit):
             )  # fmt: skip
 
 
-def _with(call: Call, name: str, new: Visibility) -> Call:
-    """Return the call with another visibility; the call itself if no query sees other keys than before."""
+def _with_visibility(call: Call, name: str, new: Visibility) -> Call:
+    """Return the call with another visibility; the call itself if every query sees the same keys as before."""
     import torch
 
-    seen = call.visibility
+    old = call.visibility
 
-    def differ() -> bool:
-        rows = torch.unique(torch.linspace(0, seen.shape[2] - 1, CHECKED_ROWS).long())
-        return not torch.equal(seen.rows(rows), new.rows(rows))
+    def differs() -> bool:
+        rows = torch.unique(torch.linspace(0, old.shape[2] - 1, CHECKED_ROWS).long())
+        return not torch.equal(old.rows(rows), new.rows(rows))
 
-    return replace(call, visibility=new) if seen.cached((name, "differs"), differ) else call
+    return replace(call, visibility=new) if old.cached((name, "differs"), differs) else call
 
 
 def _make_window(value: str, scope: Scope) -> Window:

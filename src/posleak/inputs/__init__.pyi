@@ -19,4 +19,4 @@ from .source import (
     register as register,
     require_source as require_source,
 )
-from .vocabulary import FirstToken as FirstToken, ReadableSubject as ReadableSubject, Vocabulary as Vocabulary
+from .vocabulary import FirstToken as FirstToken, Vocabulary as Vocabulary

@@ -50,15 +50,15 @@ def walk(seed: int, indices: list[int], length: int) -> np.ndarray:
     steps, others, table = BURN_IN + length, CHAIN_TOKENS - CHAIN_TRIGGERS, successors()
     # Three random integers per step: trigger or not, which successor, which token if any token may follow.
     drawn = np.stack([draw(seed, index, 3 * steps, below=4 * CHAIN_TRIGGERS * 16 * others) for index in indices])
-    chance, sort, anyone = (drawn[:, part::3] for part in range(3))
-    sort = np.searchsorted(np.cumsum(SUCCESSOR_WEIGHTS), sort % 16, side="right")
+    trigger, choice, any_token = (drawn[:, part::3] for part in range(3))
+    choice = np.searchsorted(np.cumsum(SUCCESSOR_WEIGHTS), choice % 16, side="right")
     tokens = np.empty((len(indices), steps), dtype=np.int64)
-    tokens[:, 0] = before = CHAIN_TRIGGERS + anyone[:, 0] % others
+    tokens[:, 0] = before = CHAIN_TRIGGERS + any_token[:, 0] % others
     for step in range(1, steps):
         last = tokens[:, step - 1]
-        free = CHAIN_TRIGGERS + anyone[:, step] % others
-        follows = np.where(sort[:, step] < SUCCESSORS, table[last, np.minimum(sort[:, step], SUCCESSORS - 1)], free)
-        drawn_next = np.where(chance[:, step] % 4 == 0, chance[:, step] // 4 % CHAIN_TRIGGERS, follows)
+        rank, free = choice[:, step], CHAIN_TRIGGERS + any_token[:, step] % others
+        ordinary = np.where(rank < SUCCESSORS, table[last, np.minimum(rank, SUCCESSORS - 1)], free)
+        drawn_next = np.where(trigger[:, step] % 4 == 0, trigger[:, step] // 4 % CHAIN_TRIGGERS, ordinary)
         tokens[:, step] = np.where(last < CHAIN_TRIGGERS, before, drawn_next)
         before = last
     return tokens[:, BURN_IN:]

@@ -111,24 +111,6 @@ class GivenBody:
 
     table: np.ndarray
 
-    @classmethod
-    def of(cls, table: object, length: int, vocabulary: Vocabulary) -> GivenBody:
-        """Copy `table`. Raise InputError unless it is an integer table [B, length] of valid ids."""
-        ids = np.asarray(table)
-        if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
-            raise not_a_table(ids)
-        if ids.shape[1] != length:
-            raise InputError(
-                "the length of the given ids differs from the requested length", where="inputs",
-                got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
-                remedy=f"pass length={ids.shape[1]}, or cut the rows",
-            )  # fmt: skip
-        for extreme in (ids.min(), ids.max()):
-            vocabulary.check(int(extreme), "a given id")
-        copy = ids.astype(np.int64)
-        copy.setflags(write=False)
-        return cls(copy)
-
     def ids(self, seed: int, index: int, length: int) -> np.ndarray:
         if index >= len(self.table):
             raise InputError(
@@ -152,11 +134,3 @@ class DonorGivenBody(Body):
         first, others = index % FIRST_DONOR + 1, max(B - 1, 1)
         rows = [self.table[(first + step % others) % B] for step in range(1 + length // (T - 1))]
         return np.concatenate([rows[0][:1], *(row[1:] for row in rows)])[:length]
-
-
-def not_a_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
-    """Return the error for ids that are not an integer table [B, T]."""
-    return InputError(
-        "token ids must be a table of integers with one row per prompt", where="inputs",
-        got=f"shape {ids.shape}, dtype {ids.dtype}", expected="integers of shape [B, T], B at least 1", remedy=remedy,
-    )  # fmt: skip

@@ -80,8 +80,7 @@ def read_corpus(path: str, max_characters: int | None = None) -> Corpus:
     max_characters: read only about this much of the standard library.
     """
     if path == STDLIB:
-        version, text = standard_library_text(max_characters)
-        return Corpus((STDLIB,), (text,), python=version)
+        return Corpus((STDLIB,), (standard_library_text(max_characters),), python=platform.python_version())
     place = require_text(path)
     if place.is_file():
         return Corpus((place.name,), (_read(place),))
@@ -131,8 +130,8 @@ def _sha256(text: str) -> str:
 
 
 @cache
-def standard_library_text(max_characters: int | None = None) -> tuple[str, str]:
-    """Return the Python version and the docstrings by file and source order, cleaned, joined by blank lines.
+def standard_library_text(max_characters: int | None = None) -> str:
+    """Return the docstrings of the standard library by file and source order, cleaned, joined by blank lines.
 
     max_characters: stop after the file in which this number is reached.
     """
@@ -140,8 +139,8 @@ def standard_library_text(max_characters: int | None = None) -> tuple[str, str]:
     for file in library_files(Path(sysconfig.get_paths()["stdlib"])):
         if max_characters is not None and length >= max_characters:
             break
-        texts += (of_file := list(file_docstrings(file)))
-        length += sum(map(len, of_file))
+        texts += (added := list(file_docstrings(file)))
+        length += sum(map(len, added))
     text = "\n\n".join(texts)
     if not text:
         raise InputError(
@@ -149,7 +148,7 @@ def standard_library_text(max_characters: int | None = None) -> tuple[str, str]:
             got="no docstrings", expected=".py files with docstrings",
             remedy="use a text of your own, text:PATH, or --inputs random",
         )  # fmt: skip
-    return platform.python_version(), text
+    return text
 
 
 def library_files(root: Path) -> list[Path]:
@@ -197,8 +196,8 @@ class CropBody:
 
         If the document ends too early (a slice may be tokenized differently from the whole), the crop begins earlier.
         """
-        which, start = self._place(seed, index)
-        document = self.corpus.documents[which]
+        number, start = self._place(seed, index)
+        document = self.corpus.documents[number]
         width = 6 * (length + 2 * DROPPED_TOKENS)
         while True:
             ids = inner_tokens(document[start : start + width], self.vocabulary)
@@ -224,12 +223,12 @@ class CropBody:
         """
         before = list(accumulate(map(len, self.corpus.documents), initial=0))
         places = [self._place(seed, index) for index in range(count)]
-        pieces = [self.corpus.documents[which][start : start + 6 * length] for which, start in places[:SAMPLED_CROPS]]
+        pieces = [self.corpus.documents[number][start : start + 6 * length] for number, start in places[:SAMPLED_CROPS]]
         tokens = sum(len(inner_tokens(piece, self.vocabulary)) + 2 * DROPPED_TOKENS for piece in pieces)
-        wide = sum(map(len, pieces)) / tokens
-        starts = np.array([before[which] + start for which, start in places], dtype=float)
-        ends = np.minimum(starts + wide * (length + DROPPED_TOKENS), [before[which + 1] for which, _ in places])
-        return np.stack([starts, ends], axis=1) / self.corpus.characters, round(self.corpus.characters / wide)
+        width = sum(map(len, pieces)) / tokens
+        starts = np.array([before[number] + start for number, start in places], dtype=float)
+        ends = np.minimum(starts + width * (length + DROPPED_TOKENS), [before[number + 1] for number, _ in places])
+        return np.stack([starts, ends], axis=1) / self.corpus.characters, round(self.corpus.characters / width)
 
     def describe(self) -> dict[str, Any]:
         return {

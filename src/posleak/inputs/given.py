@@ -17,15 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from posleak.errors import InputError
 from posleak.text import one_line
 
-from .bodies import not_a_table
-from .vocabulary import AS_GIVEN, FirstToken, ReadableSubject, read_vocabulary, resolve_first_token
+from .bodies import GivenBody
+from .vocabulary import AS_GIVEN, FirstToken, Vocabulary, read_vocabulary, resolve_first_token
+
+if TYPE_CHECKING:
+    from posleak.models import Subject
 
 IDS, TEXTS, CHATS = "ids", "texts", "chats"
 
@@ -58,9 +61,26 @@ class GivenPrompts:
             )  # fmt: skip
         return cls(kind, np.asarray(table), FirstToken(AS_GIVEN, None, None))
 
+    def body(self, length: int, vocabulary: Vocabulary) -> GivenBody:
+        """Copy the table. Raise InputError unless it is an integer table [B, length] of valid ids."""
+        ids = self.table
+        if ids.ndim != 2 or ids.dtype.kind not in "iu" or len(ids) == 0:
+            raise _not_a_table(ids)
+        if ids.shape[1] != length:
+            raise InputError(
+                "the length of the given ids differs from the requested length", where="inputs",
+                got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
+                remedy=f"pass length={ids.shape[1]}, or cut the rows",
+            )  # fmt: skip
+        for extreme in (ids.min(), ids.max()):
+            vocabulary.check(int(extreme), "a given id")
+        copy = ids.astype(np.int64)
+        copy.setflags(write=False)
+        return GivenBody(copy)
+
 
 def read_given(
-    subject: ReadableSubject,
+    subject: Subject,
     inputs: Inputs,
     *,
     length: int | None = None,
@@ -88,15 +108,16 @@ def read_given(
         table = [np.asarray(_array(item)) for item in items]
         for k, row in enumerate(table):
             if row.ndim != 1 or row.dtype.kind not in "iu":
-                raise not_a_table(row, f"correct prompt {k}")
+                raise _not_a_table(row, f"correct prompt {k}")
         return GivenPrompts.of_ids(_table(table, length), bos)
     if kind == CHATS:
         return GivenPrompts.of_ids(_table([_chat(subject.tokenizer, chat) for chat in items], length), bos, CHATS)
     tokenizer = _require_tokenizer(subject.tokenizer, "text inputs need")
     first = resolve_first_token(bos, read_vocabulary(subject))
     rows = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in items]
-    begun = [row if first.id is None or row[:1] == [first.id] else [first.id, *row] for row in rows]
-    return GivenPrompts(TEXTS, _table(begun, length), first)
+    if first.id is not None:
+        rows = [row if row[:1] == [first.id] else [first.id, *row] for row in rows]
+    return GivenPrompts(TEXTS, _table(rows, length), first)
 
 
 def check_length(length: object) -> int:
@@ -107,8 +128,9 @@ def check_length(length: object) -> int:
 
 
 def _items(inputs: Any) -> tuple[str, list[Any]]:
-    word = isinstance(inputs, str) and len(inputs.split()) == 1 and len(inputs) < 4096 and "\0" not in inputs
-    if isinstance(inputs, os.PathLike) or (word and Path(inputs).is_file()):
+    """Return the kind of the inputs, and the prompts as a list."""
+    one_word = isinstance(inputs, str) and len(inputs.split()) == 1 and len(inputs) < 4096 and "\0" not in inputs
+    if isinstance(inputs, os.PathLike) or (one_word and Path(inputs).is_file()):
         raise InputError(
             "the input is a file name, not a text", where="inputs", got=repr(inputs),
             remedy=f'use "text:{os.fspath(inputs)}" for crops of the file, or pass its content as one prompt',
@@ -130,7 +152,7 @@ def _items(inputs: Any) -> tuple[str, list[Any]]:
     if any(isinstance(item, str | Mapping) or _is_chat(item) for item in items):
         raise _unknown(inputs, "pass prompts of one kind: only ids, only texts or only chats")
     if not items or all(np.ndim(item) == 0 for item in items):
-        raise not_a_table(np.asarray(_array(inputs)), "put a single prompt into a list: [ids]" if items else None)
+        raise _not_a_table(np.asarray(_array(inputs)), "put a single prompt into a list: [ids]" if items else None)
     return IDS, items
 
 
@@ -186,10 +208,10 @@ def limited_template() -> Iterator[None]:
             written += len(value)
         if written <= TEMPLATE_CHARACTERS and time.thread_time() <= deadline:
             return trace
-        long = written <= TEMPLATE_CHARACTERS
-        limit = f"{TEMPLATE_SECONDS:g} s of CPU time for one chat" if long else f"{TEMPLATE_CHARACTERS:,} characters"
+        slow = written <= TEMPLATE_CHARACTERS
+        limit = f"{TEMPLATE_SECONDS:g} s of CPU time for one chat" if slow else f"{TEMPLATE_CHARACTERS:,} characters"
         raise InputError(
-            f"the chat template {'takes too long' if long else 'writes too much'} and was stopped", where="inputs",
+            f"the chat template {'takes too long' if slow else 'writes too much'} and was stopped", where="inputs",
             got=f"more than {limit}",
             remedy="check tokenizer.chat_template and set another one, or pass the chat as a text",
         )  # fmt: skip
@@ -232,3 +254,11 @@ def _table(rows: Sequence[Any], length: int | None) -> np.ndarray:
 def _listed(values: list[int], most: int = 8) -> str:
     more = f" … ({len(values)} in total)" if len(values) > most else ""
     return ", ".join(map(str, values[:most])) + more
+
+
+def _not_a_table(ids: np.ndarray, remedy: str | None = None) -> InputError:
+    """Return the error for ids that are not an integer table [B, T]."""
+    return InputError(
+        "token ids must be a table of integers with one row per prompt", where="inputs",
+        got=f"shape {ids.shape}, dtype {ids.dtype}", expected="integers of shape [B, T], B at least 1", remedy=remedy,
+    )  # fmt: skip

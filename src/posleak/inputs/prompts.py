@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,10 +14,13 @@ from .bodies import FIRST_DONOR, SAMPLING_METHOD, SEED_LIMIT, Body, ConstantBody
 from .corpus import CropBody
 from .given import GivenPrompts, check_length
 from .source import Source, parse
-from .vocabulary import AS_GIVEN, FirstToken, ReadableSubject, Vocabulary, read_vocabulary, resolve_first_token
+from .vocabulary import AS_GIVEN, FirstToken, Vocabulary, read_vocabulary, resolve_first_token
+
+if TYPE_CHECKING:
+    from posleak.models import Subject
 
 DONOR_MARGIN = 64
-"""A donor is longer than its prompt by this many tokens. Its first tokens, which may be sinks, are never lent."""
+"""Number of tokens by which a donor is longer than its prompt. No prompt sees the first ones, which may be sinks."""
 
 CHECKED_PROMPTS = 1000
 """Maximum number of prompts that are compared."""
@@ -176,7 +179,7 @@ class Prompts:
 
 
 def prepare(
-    subject: ReadableSubject,
+    subject: Subject,
     inputs: str | Source | GivenPrompts | np.ndarray = "random",
     *,
     bos: str | int = "auto",
@@ -191,15 +194,16 @@ def prepare(
     """
     length, seed = check_length(length), check_seed(seed)
     vocabulary = read_vocabulary(subject)
+    if isinstance(inputs, np.ndarray):
+        inputs = GivenPrompts.of_ids(inputs, bos)
+    if isinstance(inputs, GivenPrompts):
+        return Prompts(inputs.kind, inputs.first, vocabulary, inputs.body(length, vocabulary), length, seed)
     source = parse(inputs) if isinstance(inputs, str) else inputs
-    if not isinstance(source, np.ndarray | GivenPrompts) and hasattr(source, "body"):
-        first = resolve_first_token(bos, vocabulary)
-        return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
-    given = source if isinstance(source, GivenPrompts) else GivenPrompts.of_ids(source, bos)
-    return Prompts(given.kind, given.first, vocabulary, GivenBody.of(given.table, length, vocabulary), length, seed)
+    first = resolve_first_token(bos, vocabulary)
+    return Prompts(source.text, first, vocabulary, source.body(length, seed, vocabulary), length, seed)
 
 
-def bos_outside_vocabulary(subject: ReadableSubject) -> str | None:
+def bos_outside_vocabulary(subject: Subject) -> str | None:
     """Return a sentence if the BOS id in the config is outside the vocabulary; None otherwise."""
     vocabulary = read_vocabulary(subject)
     if vocabulary.bos is None or vocabulary.has(vocabulary.bos):

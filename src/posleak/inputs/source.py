@@ -35,7 +35,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source. forms: what a user may write;  make: converts the text after the colon into a source"""
+    """A kind of source.
+
+    forms   the texts that `--inputs` accepts, such as `constant:ID`; the text after the colon is an argument
+    make    converts the argument, or an empty text, into a source; raises a ValueError if it is malformed
+    """
 
     name: str
     forms: tuple[str, ...]
@@ -70,8 +74,8 @@ def parse(text: str) -> Source:
     load_plugins()
     name, colon, argument = text.partition(":")
     kind = SOURCE_KINDS.get(name)
-    forms = [form for each in SOURCE_KINDS.values() for form in each.forms]
-    if kind is None or (colon and not argument) or (argument and all(":" not in form for form in kind.forms)):
+    forms = [form for known in SOURCE_KINDS.values() for form in known.forms]
+    if kind is None or (colon and not argument) or all((":" in form) != bool(colon) for form in kind.forms):
         raise InputError(
             "unknown source of prompts" if kind is None else f"invalid form of the source {name!r}",
             where="inputs", got=repr(text), expected=" | ".join(forms if kind is None else kind.forms),
@@ -142,16 +146,7 @@ def _constant(argument: str) -> ConstantToken:
     return ConstantToken(int(argument) if argument else None)
 
 
-def _crops(argument: str) -> TextCrops:
-    if not argument:
-        raise InputError(
-            "the path of the text is missing", where="inputs", got="text", expected="text:PATH or text:stdlib",
-            remedy="name a file or a folder, such as text:book.txt, or use text:stdlib, which needs no file",
-        )  # fmt: skip
-    return TextCrops(argument)
-
-
 register(SourceKind("random", ("random",), lambda argument: RandomTokens()))
 register(SourceKind("constant", ("constant", "constant:ID"), _constant))
-register(SourceKind("text", ("text:PATH", "text:stdlib"), _crops))
+register(SourceKind("text", ("text:PATH", "text:stdlib"), TextCrops))
 register(SourceKind("backcopy", ("backcopy",), lambda argument: Backcopy()))

@@ -15,12 +15,15 @@ import hashlib
 import re
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from posleak.errors import InputError, did_you_mean
 from posleak.text import visible
+
+if TYPE_CHECKING:
+    from posleak.models import Subject
 
 MIN_TOKENS = 3
 """Minimum vocabulary size: `read_placements` needs three different tokens."""
@@ -29,16 +32,6 @@ POLICIES = ("auto", "tokenizer", "none")
 AS_GIVEN = "as given"
 _EXPECTED = " | ".join(POLICIES) + " | a token id | a token as the tokenizer spells it"
 _SAMPLE_TEXT = "the position of a word"
-
-
-class ReadableSubject(Protocol):
-    """The attributes of a subject that prompts depend on."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +91,7 @@ class Vocabulary:
         )  # fmt: skip
 
 
-def read_vocabulary(subject: ReadableSubject) -> Vocabulary:
+def read_vocabulary(subject: Subject) -> Vocabulary:
     """Return the vocabulary of a model from its config and its tokenizer, which may be None.
 
     A multimodal model may name its BOS in the config of its text model or in its whole config.
@@ -114,7 +107,7 @@ def read_vocabulary(subject: ReadableSubject) -> Vocabulary:
         )  # fmt: skip
     size = rows if tokenizer is None else min(rows, len(tokenizer))
     bos, eos, pad = (
-        [token for each in (text, config) for token in _ids(getattr(each, f"{name}_token_id", None))]
+        [token for part in (text, config) for token in _ids(getattr(part, f"{name}_token_id", None))]
         for name in ("bos", "eos", "pad")
     )
     special = [*bos, *eos, *pad]

@@ -26,7 +26,7 @@ import xarray as xr
 from jaxtyping import Float64
 from numpy.typing import NDArray
 
-from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, PARTS, POSITION, PROMPT, QUERY, SCALING
+from posleak.axes import CALL, COMPONENTS, HEAD, LAYER, LEFT, LENT, OFFSET, POSITION, PROMPT, QUERY, SCALING
 from posleak.errors import CheckError
 from posleak.probe import Plan
 
@@ -42,14 +42,11 @@ ARRAY_AXES: dict[str, tuple[str, ...]] = {
 }
 """The per-prompt arrays and their axes."""
 
-OPTIONAL_AXES: dict[str, tuple[str, ...]] = {
-    SCALING: (PROMPT, LAYER, HEAD, QUERY, OFFSET),
-    LENT: (PROMPT, LAYER, HEAD, QUERY),
-}
-"""Arrays that exist only for some models or edits."""
+OPTIONAL = {SCALING: "drift", LENT: "mask"}
+"""Arrays that exist only for some models or edits, each with the array whose axes it has."""
 
-NATS = (*PARTS, SCALING, LENT, "mask_without_sink", "renormalisation", "logit")
-UNITS = {**dict.fromkeys(NATS, "nats"), **dict.fromkeys(("attention_0", "profile", "ordinary"), "1")}
+ALL_AXES = ARRAY_AXES | {name: ARRAY_AXES[like] for name, like in OPTIONAL.items()}
+UNITS = {name: "1" if name in ("attention_0", "profile", "ordinary") else "nats" for name in ALL_AXES}
 
 Chunk = dict[str, NDArray[Any]]
 """The arrays of one batch of prompts, with `pairs`, and with `remainder` as a scalar."""
@@ -58,7 +55,7 @@ Chunk = dict[str, NDArray[Any]]
 def stack_layers(layers: Sequence[Parts]) -> Chunk:
     """Stack the layers of one forward pass: [B, L, H, ...], padded with NaN to the widest layer."""
     arrays = {name: [getattr(parts, name) for parts in layers] for name in ARRAY_AXES}
-    for name, like in ((SCALING, "drift"), (LENT, "mask")):
+    for name, like in OPTIONAL.items():
         optional = [getattr(parts, name) for parts in layers]
         if any(x is not None for x in optional):
             arrays[name] = [y * 0 if x is None else x for x, y in zip(optional, arrays[like], strict=True)]
@@ -96,7 +93,7 @@ def require_finite(arrays: Mapping[str, NDArray[Any]], heads: Sequence[int], whe
     }
     bad = {
         name: int((~np.isfinite(arrays[name]) & needed[axes[3:]]).sum())
-        for name, axes in (ARRAY_AXES | OPTIONAL_AXES).items()
+        for name, axes in ALL_AXES.items()
         if name in arrays and name != "ordinary"
     } | {"remainder": int(not np.isfinite(arrays["remainder"]))}
     if any(bad.values()):
@@ -122,10 +119,9 @@ def assemble(
     """
     data = {
         name: xr.Variable(axes, np.concatenate([chunk[name] for chunk in chunks]), {"units": UNITS[name]})
-        for name, axes in (ARRAY_AXES | OPTIONAL_AXES).items()
+        for name, axes in ALL_AXES.items()
         if name in chunks[0]
-    }
-    data |= more or {}
+    } | dict(more or {})
     data["pairs"] = xr.Variable((LAYER, QUERY, OFFSET), chunks[0]["pairs"])
     coords: dict[str, Any] = {QUERY: list(plan.queries), OFFSET: list(plan.offsets)}
     sizes = {axis: size for variable in data.values() for axis, size in variable.sizes.items()}

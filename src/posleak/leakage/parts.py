@@ -131,10 +131,10 @@ def _finite(s: Float64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
 
 @dataclass
 class LeakageObserver:
-    """Computes the Parts of every attention call during a forward pass.
+    """Observer that computes the Parts of every attention call of a forward pass.
 
     start        position at which the prompts begin, after left padding
-    placements   what positions do in each call; without them, the origin's keys are not moved and queries not scaled
+    placements   effect of positions in each call; without them, origin keys are not moved and queries are not scaled
     layers       the Parts of the calls so far
     """
 
@@ -168,7 +168,7 @@ class LeakageObserver:
 
 @dataclass
 class AttentionObserver:
-    """Stores log a_i(δ) of the measured queries of every layer; NaN at pairs that do not exist."""
+    """Observer that stores log a_i(δ) of the measured queries of every layer; NaN at pairs that do not exist."""
 
     plan: Plan
     layers: list[Float64[Tensor, "B _H Q D"]] = field(default_factory=list)

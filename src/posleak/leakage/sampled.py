@@ -88,7 +88,7 @@ class Estimate:
         return Estimate(value, value - down, value + up, min(self.n, other.n))
 
     def widened(self, other: Estimate) -> Estimate:
-        """Return the same value; the half-widths of `other`, its mean over other draws, are added in quadrature."""
+        """Return the same value with the half-widths of `other`, its mean over random draws, added in quadrature."""
         low = self.value - np.hypot(self.value - self.low, other.value - other.low)
         high = self.value + np.hypot(self.high - self.value, other.high - other.value)
         return Estimate(self.value, low, high, self.n)
@@ -140,7 +140,7 @@ class LabelledEstimate:
 
     @classmethod
     def from_row(cls, row: Mapping[Any, Any]) -> LabelledEstimate:
-        """Read a row as `as_row` or JSON have it: there null stands for NaN."""
+        """Read a row that `as_row` returned, or its JSON, in which null stands for NaN."""
         value, low, high = (np.asarray(row[end], dtype=np.float64) for end in ("value", "low", "high"))
         labels = {name: label for name, label in row.items() if name not in ("value", "low", "high", "n")}
         return cls(Estimate(value, low, high, int(row["n"])), labels)
@@ -234,7 +234,14 @@ def combined(function: Callable[..., Any], *arguments: Sampled | float | int) ->
 
 @dataclass(frozen=True)
 class Jackknife:
-    """Computes statistics with their replicates. Those of equally many prompts are paired, prompt by prompt."""
+    """Statistics of prompts, with jackknife replicates. Statistics of the same prompts are paired, prompt by prompt.
+
+    prompts: number of prompts, which is the length of the first axis of all arrays
+
+        jackknife = Jackknife(prompts=len(x))
+        jackknife.mean(x).estimate                            # value, low, high, n
+        (jackknife.mean(x) - jackknife.mean(y)).estimate      # a paired difference
+    """
 
     prompts: int
 

@@ -121,11 +121,11 @@ class Decomposition:
         )
 
     def __getitem__(self, index: Any) -> Decomposition:
-        """Return the same numbers of some of the cells."""
+        """Return the estimates of some of the cells."""
         return Decomposition(*({name: x[index] for name, x in part.items()} for part in (self.power, self.share)))
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
-        """Yield every number with its labels: those given, then quantity, component and unit."""
+        """Yield every estimate with these labels, followed by quantity, component and unit."""
         for quantity, unit, estimates in (("power", POWER_UNIT, self.power), ("share", SHARE_UNIT, self.share)):
             for name, estimate in estimates.items():
                 yield LabelledEstimate(estimate, labels | {"quantity": quantity, "component": name, "unit": unit})
@@ -266,14 +266,13 @@ def by_head(summary: Summary) -> pd.DataFrame:
 
     Rows are sorted by total power, largest first; heads whose total power is NaN come last.
     """
-    power, rows = summary.heads["all"].power, dict[tuple[int, int], dict[str, Any]]()
-    for call, head in np.ndindex(summary.width.shape):
-        row: dict[str, Any] = {"layer": summary.layer_ids[call], "head": head}
-        for name, estimate in (power | {"sink_attention": summary.sink_attention}).items():
-            cell = estimate[call, head]
-            row |= {name: cell.value, f"{name}_low": cell.low, f"{name}_high": cell.high}
-        rows[row["layer"], head] = row | {"n": summary.prompts}
-    table = pd.DataFrame(rows.values()).dropna(subset=["sink_attention"])
+    power, (call, head) = summary.heads["all"].power, np.indices(summary.width.shape).reshape(2, -1)
+    columns: dict[str, Any] = {"layer": np.array(summary.layer_ids)[call], "head": head}
+    for name, estimate in (power | {"sink_attention": summary.sink_attention}).items():
+        cells = estimate[call, head]
+        columns |= {name: cells.value, f"{name}_low": cells.low, f"{name}_high": cells.high}
+    table = pd.DataFrame(columns | {"n": summary.prompts})
+    table = table.drop_duplicates(["layer", "head"], keep="last").dropna(subset=["sink_attention"])
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
     table.attrs["units"] = dict.fromkeys(power, POWER_UNIT) | {"sink_attention": SHARE_UNIT}
     return table

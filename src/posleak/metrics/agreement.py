@@ -25,7 +25,7 @@ LEAKAGE = ("total", "mask", "drift", "sink", "residual", "here", "earlier", "ori
 """Powers of the leakage that metrics are compared with: by part, and by source."""
 
 MIN_LAYERS = 4
-"""Fewest layers with an interval."""
+"""Minimum number of layers for an interval."""
 
 
 @dataclass(frozen=True)
@@ -53,31 +53,33 @@ Table = Mapping[str, Array]
 def agreement(metrics: Sequence[Table], leakage: Sequence[Table], over: str) -> Agreement:
     """Return the rank correlation of each metric with each power of the leakage and with each metric.
 
-    Both are given for each half of the prompts. ρ is the mean of the two correlations between a metric of one half and
-    the values of the other, so that noise which a half's values share does not count as agreement. A metric's ρ with
-    itself is therefore below 1, and smaller the noisier it is. Only heads (or layers) with all values are ranked.
+    ρ is the mean of the two correlations between a metric of one half and the values of the other, so that noise which
+    a half's values share does not count as agreement. A metric's ρ with itself is therefore below 1, and smaller the
+    noisier it is. Only heads (or layers) with all values are ranked.
+
+    metrics, leakage   values by name, for each half of the prompts
+    over               what is ranked: `heads` or `layers`
     """
-    halves = [_stacked({**powers, **own}) for powers, own in zip(leakage, metrics, strict=True)]
-    complete = np.logical_and.reduce([np.isfinite(half).all(-1) for half in halves])
+    first, second = (_stacked({**powers, **own}) for powers, own in zip(leakage, metrics, strict=True))
+    complete = np.asarray(np.isfinite(first).all(-1) & np.isfinite(second).all(-1))
     layer = np.arange(len(complete))[:, None].repeat(complete.shape[1], 1)[complete]
     names, rows = (*leakage[0], *metrics[0]), slice(len(leakage[0]), None)
-    x = [half[complete] for half in halves]
-    rho = _spearman(x)[rows]
-    low, high = _interval(rho, [_spearman([half[layer != left] for half in x])[rows] for left in np.unique(layer)])
+    x, y = first[complete], second[complete]
+    rho = _spearman(x, y)[rows]
+    low, high = _interval(rho, [_spearman(x[layer != left], y[layer != left])[rows] for left in np.unique(layer)])
     return Agreement(tuple(metrics[0]), names, rho, low, high, int(complete.sum()), over)
 
 
 def _stacked(columns: Table) -> Array:
-    """[L, H or 1, columns]"""
+    """Return the values of all columns, [L, H or 1, columns]."""
     return np.stack([np.asarray(x, dtype=np.float64).reshape(len(x), -1) for x in columns.values()], axis=-1)
 
 
-def _spearman(halves: Sequence[Array]) -> Array:
-    """Return the rank correlation of every column of one half with every column of the other, mean over both orders; of
-    one table, of its columns with each other. NaN for a constant column."""
-    ranked = [_ranked(half) for half in halves]
-    crossed = [(a, b) for k, a in enumerate(ranked) for m, b in enumerate(ranked) if m != k or len(ranked) == 1]
-    return np.asarray(np.clip(np.mean([a.T @ b for a, b in crossed], axis=0), -1.0, 1.0))
+def _spearman(x: Array, y: Array) -> Array:
+    """Return the rank correlation of every column of one half with every column of the other, mean over both orders.
+    NaN for a constant column."""
+    a, b = _ranked(x), _ranked(y)
+    return np.asarray(np.clip(np.mean([a.T @ b, b.T @ a], axis=0), -1.0, 1.0))
 
 
 def _ranked(x: Array) -> Array:
@@ -91,17 +93,18 @@ def _ranked(x: Array) -> Array:
 
 
 def _interval(rho: Array, without: Sequence[Array]) -> tuple[Array, Array]:
+    """Return the ends of the jackknife interval, given ρ without each layer; NaN for fewer than MIN_LAYERS layers."""
     n = len(without)
     if n < MIN_LAYERS:
         return np.full(rho.shape, np.nan), np.full(rho.shape, np.nan)
-    z, left = (np.arctanh(np.clip(x, -MAX_CORRELATION, MAX_CORRELATION)) for x in (rho, np.stack(without)))
-    error = np.sqrt((n - 1) / n * ((left - left.mean(0)) ** 2).sum(0))
-    reach = stdtrit(n - 1, 0.975) * error
-    return np.tanh(z - reach), np.tanh(z + reach)
+    z, replicates = (np.arctanh(np.clip(x, -MAX_CORRELATION, MAX_CORRELATION)) for x in (rho, np.stack(without)))
+    error = np.sqrt((n - 1) / n * ((replicates - replicates.mean(0)) ** 2).sum(0))
+    half_width = stdtrit(n - 1, 0.975) * error
+    return np.tanh(z - half_width), np.tanh(z + half_width)
 
 
 class Family(Enum):
-    """What a metric ranks heads like: the layer's own mask, what arrives through the residual stream, or neither."""
+    """What a metric agrees with: leakage by the layer's own mask, leakage through the residual stream, or neither."""
 
     MASK = "the mask"
     STREAM = "what came through the stream"
@@ -156,7 +159,7 @@ class MetricAlignment:
 
     @property
     def words(self) -> str:
-        """Describe the alignment, and why the metric cannot see the mask if it cannot."""
+        """A description, with the reason if the mask cannot affect the metric."""
         if self.most is None:
             text = "no clear agreement"
         else:
@@ -187,12 +190,12 @@ def alignments(table: Agreement) -> tuple[MetricAlignment, ...]:
     If a metric cannot see the mask, its agreement with the mask is ignored: both then depend on something else, such as
     the depth.
     """
-    found = []
+    by_metric = []
     for row, metric in enumerate(table.rows):
         sees_mask, strongest = can_see_mask(metric), {}
         for family, names in FAMILIES.items():
             clear = [cell for name in names if name in table.columns and (cell := table.cell(row, name)).clear]
             if clear and (sees_mask or family is not Family.MASK):
                 strongest[family] = max(clear, key=lambda cell: abs(cell.rho))
-        found.append(MetricAlignment(metric, sees_mask, strongest, table.over))
-    return tuple(found)
+        by_metric.append(MetricAlignment(metric, sees_mask, strongest, table.over))
+    return tuple(by_metric)

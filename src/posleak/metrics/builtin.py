@@ -48,13 +48,13 @@ class PositionMeter(Meter):
 
     def look(self, seen: Glimpse) -> Arrays:
         moments = seen.call.visibility.cached("design", lambda: PositionMoments(seen.visible, seen.rows, seen.weights))
-        offset, more = explained(seen.logits, moments)
-        return {"r2_offset": offset.cpu().numpy(), "delta_r2": more.cpu().numpy()}
+        r2_offset, delta_r2 = explained(seen.logits, moments)
+        return {"r2_offset": r2_offset.cpu().numpy(), "delta_r2": delta_r2.cpu().numpy()}
 
 
 class ToeplitzMeter(Meter):
-    """Mean logit of each diagonal at the plan's offsets. Kim's map (2025) is the deviation of the logits from it, which
-    table.py computes with the logits that the leakage stores."""
+    """Mean logit of each diagonal at the plan's offsets. Kim's map (2025) is the deviation of the logits from it;
+    table.py computes that from the logits which the leakage stores."""
 
     name = "toeplitz"
     arrays: ClassVar[Mapping[str, tuple[str, ...]]] = {"diagonal": (LAYER, HEAD, OFFSET)}
@@ -76,24 +76,18 @@ class ToeplitzMeter(Meter):
 
 
 class PositionMoments:
-    """Central moments of offset and query position over visible pairs.
+    """Central moments of offset and query position over visible pairs. weights: queries that each row represents."""
 
-    weights: queries that each row represents; None: one
-    """
-
-    def __init__(
-        self, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"], weights: Int[Tensor, "P"] | None = None
-    ) -> None:
-        self.visible, self.query = visible, rows.double()
-        self.weights = torch.ones_like(self.query) if weights is None else weights.double()
-        seen = visible.double() * self.weights[:, None]
-        self.count = float(seen.sum())
+    def __init__(self, visible: Bool[Tensor, "P T"], rows: Int[Tensor, "P"], weights: Int[Tensor, "P"]) -> None:
+        self.visible, self.query, self.weights = visible, rows.double(), weights.double()
+        pairs = visible.double() * self.weights[:, None]
+        self.count = float(pairs.sum())
         offset = self.query[:, None] - torch.arange(visible.shape[1], device=visible.device).double()
-        self.mean_offset = float((seen * offset).sum() / self.count)
-        self.mean_query = float((seen.sum(1) * self.query).sum() / self.count)
+        self.mean_offset = float((pairs * offset).sum() / self.count)
+        self.mean_query = float((pairs.sum(1) * self.query).sum() / self.count)
         d, q = offset - self.mean_offset, self.query[:, None] - self.mean_query
         self.offset_offset, self.offset_query, self.query_query = (
-            float((seen * x * y).sum()) for x, y in ((d, d), (d, q), (q, q))
+            float((pairs * x * y).sum()) for x, y in ((d, d), (d, q), (q, q))
         )
 
 
@@ -113,9 +107,10 @@ def explained(
     squares = torch.linalg.vector_norm(s, dim=-1).double().square() @ moments.weights
     power = squares - total**2 / moments.count
     power = torch.where(power > 0, power, torch.nan)
-    left = moments.query_query - moments.offset_query**2 / moments.offset_offset
+    # What the offset does not explain: of the query position, and of its covariance with the logits.
+    residual = moments.query_query - moments.offset_query**2 / moments.offset_offset
     partial = with_query - moments.offset_query / moments.offset_offset * with_offset
-    return with_offset**2 / (moments.offset_offset * power), partial**2 / (left * power)
+    return with_offset**2 / (moments.offset_offset * power), partial**2 / (residual * power)
 
 
 class SinkMeter(Meter):
@@ -172,18 +167,13 @@ class FrameMeter(Meter):
     coords: ClassVar[Mapping[str, Sequence[Any]]] = {THRESHOLD: graphs.THRESHOLDS}
 
     def look(self, seen: Glimpse) -> Arrays:
-        mean, rows = seen.mean_attention.double().cpu().numpy(), seen.sampling.rows
         visible = seen.call.visibility.cached("seen by rows", lambda: seen.visible.cpu().numpy())
+        graph = graphs.AttentionGraph(seen.mean_attention.double().cpu().numpy(), visible, seen.sampling.rows)
         first = start_attention(seen.call, FIEDLER_TOKENS).mean(1).double().cpu().numpy()
-        frame, degrees = graphs.frame(mean, visible, rows), graphs.in_degrees(mean, rows)
         return {
-            "star": graphs.star(degrees), "centralisation": graphs.centralisation(degrees),
-            "fiedler": graphs.fiedler(first), "concentration": graphs.concentration(mean, rows=rows),
-            "reference_tokens": graphs.reference_tokens(mean, rows).astype(np.float64),
-            "kl_reduction": graphs.kl_reduction(mean, visible, rows),
-            "centralized": np.nan_to_num(frame.centralized), "distributed": np.nan_to_num(frame.distributed),
-            "bidirectional": np.nan_to_num(frame.bidirectional), "no_frame": (frame.anchors == 0).astype(np.float64),
-            "anchors": frame.anchors.astype(np.float64),
+            "star": graph.star(), "centralisation": graph.centralisation(), "fiedler": graphs.fiedler(first),
+            "concentration": graph.concentration(), "reference_tokens": graph.reference_tokens(),
+            "kl_reduction": graph.kl_reduction(), **graph.frame(),
         }  # fmt: skip
 
 
@@ -222,12 +212,13 @@ class MassiveMeter(Meter):
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
         size = x.float().abs()
-        some = size[:, :: -(-x.shape[1] // MEDIAN_POSITIONS)].flatten(1)
-        median = some.median(1).values.clamp(min=torch.finfo(size.dtype).tiny)
+        sampled = size[:, :: -(-x.shape[1] // MEDIAN_POSITIONS)].flatten(1)
+        median = sampled.median(1).values.clamp(min=torch.finfo(size.dtype).tiny)
         largest = size.amax((1, 2))
-        over = (size > (TIMES * median).clamp(min=LARGE)[:, None, None]).sum(-1)
+        massive = (size > (TIMES * median).clamp(min=LARGE)[:, None, None]).sum(-1)  # [B, T]
         arrays = {
-            "largest": largest, "largest_times": largest / median, "massive": over.sum(1), "massive_first": over[:, 0],
+            "largest": largest, "largest_times": largest / median,
+            "massive": massive.sum(1), "massive_first": massive[:, 0],
         }  # fmt: skip
         return {name: value.double().cpu().numpy() for name, value in arrays.items()}
 
@@ -273,19 +264,19 @@ class ProbeMeter(Meter):
 
     def __init__(self, length: int) -> None:
         self.places = np.unique(np.rint(np.linspace(1, length - 1, self.PLACES)).astype(np.int64))
-        self.view: Tensor | None = None
+        self.projection: Tensor | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Meter:
         return cls(plan.length)
 
     def depth(self, depth: int, x: Float[Tensor, "B T W"]) -> Arrays:
-        some = rescaled(x[:, self.places].float())
+        states = rescaled(x[:, self.places].float())
         if x.shape[-1] > self.FEATURES:
-            if self.view is None or self.view.shape[0] != x.shape[-1]:
-                self.view = projection(x.shape[-1], self.FEATURES).to(some)
-            some = some @ self.view
-        return {"probe_states": some.cpu().numpy()}
+            if self.projection is None or self.projection.shape[0] != x.shape[-1]:
+                self.projection = projection(x.shape[-1], self.FEATURES).to(states)
+            states = states @ self.projection
+        return {"probe_states": states.cpu().numpy()}
 
     def finished(self, data: Arrays) -> Arrays:
         """Replace states by held-out errors in tokens, by prompt and depth; NaN for fewer than three prompts."""

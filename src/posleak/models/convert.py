@@ -10,13 +10,12 @@ import contextlib
 import io
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posleak.errors import ModelError, PosleakWarning, is_disk_full, translate_errors
+from posleak.errors import ModelError, is_disk_full, translate_errors, warn
 from posleak.models import cache as caching, gguf_file, hashing, memory, pretrained
 from posleak.models.builtin import OnStatus
 from posleak.models.configs import parse_config, prepended_ids
@@ -71,7 +70,7 @@ def convert_file(path: Path, cache: Path, on_status: OnStatus, *, verify: bool =
 def _convert_in(workspace: Path, order: ConversionOrder, on_status: OnStatus) -> Path:
     gguf = order.obtain(workspace, on_status)
     header = gguf_file.read_header(gguf)
-    memory.require_memory(4 * header.elements, memory.available_bytes("cpu"), where=str(gguf), device="cpu")
+    memory.Target("cpu").require_memory(4 * header.elements, str(gguf))
     on_status(f"{order.name}: converting {header.quantisation}, once")
     finished = workspace / "finished"
     _convert(header, _isolated(gguf, workspace), finished)
@@ -119,8 +118,7 @@ def _convert(header: gguf_file.GGUFHeader, gguf: Path, finished: Path) -> None:
         savable, before = _savable(model), _ModelState.of(model)
     kept = sum(parameter.numel() for parameter in model.parameters())  # tied parameters are counted once
     if header.elements > kept:  # such as heads for speculative decoding
-        message = f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements"
-        warnings.warn(message, PosleakWarning, stacklevel=2)
+        warn(f"{header.path}: the model does not use {header.elements - kept} of {header.elements} stored elements")
     with pretrained.silence_transformers():
         savable.save_pretrained(str(finished))
     del model, savable  # so that only one copy of a large model is in memory
@@ -177,8 +175,7 @@ def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> N
     except ModelError as error:
         if is_disk_full(error):
             raise
-        message = f"{header.path}: {error.what} ({error.got}); text inputs will not be possible"
-        warnings.warn(message, PosleakWarning, stacklevel=2)
+        warn(f"{header.path}: {error.what} ({error.got}); text inputs will not be possible")
         return
     for path in complete.iterdir():
         os.replace(path, folder / path.name)
@@ -186,7 +183,7 @@ def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> N
 
 @dataclass(frozen=True)
 class _ModelState:
-    """What conversion must not change: every bit of the weights, the config keys about positions, the logits."""
+    """The properties that conversion must preserve: the weights to the bit, config keys about positions, and logits."""
 
     weights: str
     config: dict[str, object]

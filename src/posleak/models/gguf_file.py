@@ -1,13 +1,13 @@
 """Read the header of a GGUF file, and reject files whose positions transformers would silently drop.
 
-A reader of a GGUF file loops over counts and lengths that the file states. Here each is compared with the rest of the
-file first, so that a few bytes cannot cost hours or all memory. Files that pass are safe for other readers. The layout
-is: magic, version, number of tensors, number of keys; the keys with their values; the table of tensors; data.
+A reader of a GGUF file loops over counts and lengths that the file states. Here each is first compared with the size of
+the rest of the file, so that a few bytes cannot cost hours or all memory. Files that pass are safe for other readers.
+Layout: magic, version, number of tensors, number of keys; the keys with their values; the table of tensors; data.
 
 transformers reads the RoPE base from a GGUF file, but neither `rope.scaling.*` (for most families) nor the tensors that
 carry Llama-3 and LongRoPE frequencies, nor a window that its config class lacks. Such a model loads and writes text,
-but encodes positions differently from the original. So the file is compared with the config that transformers made of
-it, and rejected if they differ.
+but encodes positions differently from the original. Therefore the file is compared with the config that transformers
+derives from it, and rejected if they differ.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One entry of the table of tensors; `kind` is the number of its ggml type."""
+    """One entry of the table of tensors: `kind` is the number of its ggml type, `offset` its first byte in the data."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
+    offset: int
 
     @property
     def elements(self) -> int:
@@ -78,7 +79,7 @@ class GGUFHeader:
 
     @property
     def quantisation(self) -> str:
-        """What the weights were before they became float32: what the file states, else the most common type."""
+        """The quantisation of the stored weights: the file type that the file states, else the most common type."""
         from gguf import GGMLQuantizationType, LlamaFileType
 
         stated: Any = self.fields.get("general.file_type")
@@ -91,56 +92,52 @@ class GGUFHeader:
 
 def read_header(path: Path) -> GGUFHeader:
     """Return the header of a GGUF file. Raise if the file is not GGUF, is truncated, or contradicts itself."""
-    with translate_errors("the file is not a complete GGUF file", path, FETCH_AGAIN), path.open("rb") as file:
-        if path.stat().st_size < 24:
-            _reject(path, f"{path.stat().st_size} bytes")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _HeaderReader(path, data).header()
+    about = translate_errors("the file is not a complete GGUF file", path, FETCH_AGAIN)
+    with about, path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = _HeaderReader(path, data).header()
     with translate_errors("the GGUF file's metadata cannot be read", path, FETCH_AGAIN):
         _ = header.quantisation  # raises if the types are invalid
         _require_consistent(header)
     return header
 
 
-def _reject(path: Path, got: str, expected: str | None = None) -> NoReturn:
-    raise ModelError(
-        "the file is not a complete GGUF file", where=str(path), got=got, expected=expected, remedy=FETCH_AGAIN
-    )
-
-
 class _HeaderReader:
-    """A position in the file that only moves forward, and never past the end."""
+    """Reader of a header: a position in the file that only moves forward, and never past the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position, self.end = path, data, 0, len(data)
         self.entries = 0
 
+    def reject(self, got: str, expected: str | None = None) -> NoReturn:
+        what = "the file is not a complete GGUF file"
+        raise ModelError(what, where=str(self.path), got=got, expected=expected, remedy=FETCH_AGAIN)
+
     def header(self) -> GGUFHeader:
         magic, version = self.take(4), self.scalar("I")
         if magic != MAGIC or version not in VERSIONS:
-            _reject(self.path, f"{magic!r}, version {version}", f"{MAGIC!r}, version 2 or 3, little-endian")
+            self.reject(f"{magic!r}, version {version}", f"{MAGIC!r}, version 2 or 3, little-endian")
         tensors = self.count("tensors", _MIN_TENSOR_BYTES)
         keys = self.count("keys", _MIN_KEY_BYTES)
         fields: dict[str, Any] = {}
         for _ in range(keys):
             key = self.string(MAX_KEY)
             if key in fields:
-                _reject(self.path, f"the key {key!r} twice")
+                self.reject(f"the key {key!r} twice")
             fields[key] = self.value(self.scalar("I"))
-        table = [self.tensor() for _ in range(tensors)]
-        self.require_data(table, fields.get("general.alignment", 32))
-        return GGUFHeader(self.path, fields, tuple(tensor for tensor, _ in table))
+        header = GGUFHeader(self.path, fields, tuple(self.tensor() for _ in range(tensors)))
+        self.require_data(header.tensors, fields.get("general.alignment", 32))
+        return header
 
     def take(self, length: int) -> bytes:
         """Return the next bytes."""
         left = self.end - self.position
         if length > left:
-            _reject(self.path, f"{length} bytes announced at byte {self.position}", f"at most {left}")
+            self.reject(f"{length} bytes announced at byte {self.position}", f"at most {left}")
         self.position += length
         return self.data[self.position - length : self.position]
 
     def scalar(self, kind: str) -> Any:
-        """Return the next number, of a type of `struct`."""
+        """Return the next number; `kind` is a format character of `struct`."""
         return struct.unpack(f"<{kind}", self.take(struct.calcsize(kind)))[0]
 
     def count(self, what: str, min_bytes: int) -> int:
@@ -148,14 +145,14 @@ class _HeaderReader:
         stated: int = self.scalar("Q")
         limit = min((self.end - self.position) // min_bytes, MAX_ENTRIES - self.entries)
         if stated > limit:
-            _reject(self.path, f"{stated} {what} at byte {self.position}", f"at most {limit}")
+            self.reject(f"{stated} {what} at byte {self.position}", f"at most {limit}")
         self.entries += stated
         return stated
 
     def string(self, limit: int) -> str:
         length = self.scalar("Q")
         if length > limit:
-            _reject(self.path, f"a text of {length} bytes at byte {self.position}", f"at most {limit}")
+            self.reject(f"a text of {length} bytes at byte {self.position}", f"at most {limit}")
         return self.take(length).decode()
 
     def value(self, kind: int) -> Any:
@@ -165,46 +162,44 @@ class _HeaderReader:
         if kind == _STRING:
             return self.string(MAX_STRING)
         if kind != _ARRAY:
-            _reject(self.path, f"a value of type {kind} at byte {self.position}", "a type of GGUF")
+            self.reject(f"a value of type {kind} at byte {self.position}", "a type of GGUF")
         kind = self.scalar("I")
         if kind in _SCALARS:
             width = struct.calcsize(_SCALARS[kind])
             items = self.count("items", width)
             return list(struct.unpack(f"<{items}{_SCALARS[kind]}", self.take(items * width)))
         if kind != _STRING:
-            _reject(self.path, f"an array of type {kind} at byte {self.position}", "an array of numbers or of strings")
+            self.reject(f"an array of type {kind} at byte {self.position}", "an array of numbers or of strings")
         items = self.count("strings", 8)
         for _ in range(items):
             self.take(self.scalar("Q"))
         return items
 
-    def tensor(self) -> tuple[GGUFTensor, int]:
-        """Return the next entry of the table, and its offset in the data."""
+    def tensor(self) -> GGUFTensor:
+        """Return the next entry of the table."""
         name, dimensions = self.string(MAX_KEY), self.scalar("I")
         if dimensions > MAX_DIMENSIONS:
-            _reject(self.path, f"{name!r} with {dimensions} dimensions", f"at most {MAX_DIMENSIONS}")
+            self.reject(f"{name!r} with {dimensions} dimensions", f"at most {MAX_DIMENSIONS}")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))
-        return GGUFTensor(name, shape, self.scalar("I")), self.scalar("Q")
+        return GGUFTensor(name, shape, self.scalar("I"), self.scalar("Q"))
 
-    def require_data(self, table: list[tuple[GGUFTensor, int]], alignment: object) -> None:
+    def require_data(self, tensors: tuple[GGUFTensor, ...], alignment: object) -> None:
         """Reject tensors that exceed the file, one by one or in total, and repeated names."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
-            _reject(self.path, f"general.alignment {alignment!r}", "a small number")
+            self.reject(f"general.alignment {alignment!r}", "a small number")
         room = left = self.end - -(-self.position // alignment) * alignment
         names = set[str]()
-        for tensor, offset in table:
+        for tensor in tensors:
             if tensor.kind not in GGMLQuantizationType._value2member_map_:
-                _reject(self.path, f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
+                self.reject(f"{tensor.name!r} of type {tensor.kind}", "a type of ggml")
             block, width = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
             taken = -(-tensor.elements // block) * int(width)
             left -= taken
-            if taken > room - offset or left < 0 or tensor.name in names:
-                _reject(
-                    self.path, f"{tensor.name!r} of shape {tensor.shape} at byte {offset} of the data",
-                    f"tensors of different names that fit into {room} bytes",
-                )  # fmt: skip
+            if taken > room - tensor.offset or left < 0 or tensor.name in names:
+                got = f"{tensor.name!r} of shape {tensor.shape} at byte {tensor.offset} of the data"
+                self.reject(got, f"tensors of different names that fit into {room} bytes")
             names.add(tensor.name)
 
 
@@ -223,25 +218,25 @@ def _require_consistent(header: GGUFHeader) -> None:
 
 
 def require_positions_kept(header: GGUFHeader, config: PreTrainedConfig) -> None:
-    """Reject a file whose position encoding differs from that of `config`, which transformers made of it."""
+    """Reject a file whose position encoding differs from that of `config`, which transformers derived from it."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # by layer type in some families
     ropes = nested or ([parameters] if parameters else [])
     if tensors := [tensor.name for tensor in header.tensors if tensor.name.startswith("rope_")]:
-        raise _lost(header, "the tensor " + ", ".join(tensors), "frequencies without them")
+        raise _dropped_error(header, "the tensor " + ", ".join(tensors), "frequencies without them")
     scaling = header.field("rope.scaling.type")
     if scaling not in (None, "none") and all(rope.get("rope_type", "default") == "default" for rope in ropes):
-        raise _lost(header, f"rope.scaling.type = {scaling}", "rope_type default")
+        raise _dropped_error(header, f"rope.scaling.type = {scaling}", "rope_type default")
     base, bases = header.field("rope.freq_base"), [float(r["rope_theta"]) for r in ropes if "rope_theta" in r]
     if base is not None and not any(math.isclose(base, other, rel_tol=1e-6) for other in bases):
-        raise _lost(header, f"rope.freq_base = {base}", f"rope_theta {bases}")
+        raise _dropped_error(header, f"rope.freq_base = {base}", f"rope_theta {bases}")
     window = header.field("attention.sliding_window")
     if isinstance(window, int) and window > 0 and getattr(text, "sliding_window", None) != window:
-        raise _lost(header, f"attention.sliding_window = {window}", "no such window")
+        raise _dropped_error(header, f"attention.sliding_window = {window}", "no such window")
     rotated = header.field("rope.dimension_count")
     if rotated is not None and rotated not in (dims := _rotary_dims(text, ropes)):
-        raise _lost(header, f"rope.dimension_count = {rotated}", f"{dims} dimensions")
+        raise _dropped_error(header, f"rope.dimension_count = {rotated}", f"{dims} dimensions")
 
 
 def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[int]:
@@ -253,7 +248,7 @@ def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[in
     return sorted(dims | ({int(latent)} if latent else set()))
 
 
-def _lost(header: GGUFHeader, stated: str, got: str) -> ModelError:
+def _dropped_error(header: GGUFHeader, stated: str, got: str) -> ModelError:
     return ModelError(
         "transformers drops what this GGUF file states about positions; the results would be wrong",
         where=str(header.path), got=got, expected=f"{stated} (architecture {header.architecture})",

@@ -27,6 +27,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, StorageError, translate_errors
-from posleak.files import read_regular, write_atomically
+from posleak.files import read_regular, remove_leftovers, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 24
 """Bytes hashed at once: large, since between two chunks a thread waits for the interpreter lock."""
-HEX_DIGITS = frozenset("0123456789abcdef")
 
 PendingHashes = Callable[[], dict[str, str]]
 """Function that waits for the hashes of files, and returns them by name."""
@@ -120,7 +120,7 @@ def confirm_hashes(folder: Path, hashes: dict[str, str], cache: Path, checksum: 
 
 
 def _record_of(path: Path, cache: Path) -> Path:
-    """Return the file in the cache for the hash of `path` in its present state."""
+    """Return the file in the cache that holds the hash of `path` in its current state."""
     stat = path.stat()
     state = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
     key = os.fsencode(path) + "".join(f"\0{number}" for number in state).encode()
@@ -128,22 +128,19 @@ def _record_of(path: Path, cache: Path) -> Path:
 
 
 def _read_hash(record: Path) -> str | None:
-    """Return a cached hash; None if there is none, or none that is valid."""
+    """Return a cached hash; None if it is missing or invalid."""
     try:
-        fields = json.loads(read_regular(record))
-    except (OSError, ValueError, RecursionError):
+        digest: str = json.loads(read_regular(record))["sha256"]
+        return digest if re.fullmatch("[0-9a-f]{64}", digest) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    digest = fields.get("sha256") if isinstance(fields, dict) else None
-    return digest if isinstance(digest, str) and len(digest) == 64 and HEX_DIGITS.issuperset(digest) else None
 
 
 def _write_hash(record: Path, path: Path, digest: str) -> None:
-    """Cache a hash. If that fails, the next load only takes longer."""
-    text = json.dumps({"path": str(path), "sha256": digest})
+    """Cache a hash. A failure is ignored: the next load only takes longer."""
     with contextlib.suppress(StorageError, OSError):
-        write_atomically(record, lambda temporary: temporary.write_text(text + "\n", encoding="ascii"))
-        for leftover in record.parent.glob("tmp*.part"):  # of earlier versions of posleak
-            leftover.unlink()
+        write_json(record, {"path": str(path), "sha256": digest})
+        remove_leftovers(record.parent, lambda name: name.endswith(".json"))
 
 
 def model_sha256(model: torch.nn.Module) -> str:
@@ -159,7 +156,10 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def _digested(model: torch.nn.Module, digest: Any) -> str:
-    """Feed name, dtype, shape and bytes of every tensor; numpy lacks bfloat16, but any dtype can be viewed as bytes."""
+    """Return the digest of name, dtype, shape and bytes of every tensor.
+
+    numpy lacks bfloat16, but any dtype can be viewed as bytes.
+    """
     import torch
 
     for name, tensor in tensors(model):

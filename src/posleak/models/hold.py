@@ -3,12 +3,12 @@
     with exclusive(model):
         ...             # its weights, attention and outputs are its own; attach(model) is allowed inside
 
-Attaching changes a model, its config and, for some edits, its weights. Another thread that wants the same model waits.
-The thread that has it attached would wait for itself, so that it gets an error instead. Models that were built from one
-config object share it, and count as one.
+Attaching changes a model, its config and, for some edits, its weights. Other threads that need the same model wait. A
+thread that has the model attached already would deadlock, so it gets an error instead. Models that share a config
+object count as one.
 
 While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
-an error, every module has its own mode again. `preserve_random_state` does the same for torch's random state, but only
+an error, every module returns to its own mode. `preserve_random_state` does the same for torch's random state, but only
 for models that draw random numbers: the state is shared by all threads, and restoring it while another thread trains
 would give that thread the same numbers twice.
 """
@@ -37,8 +37,9 @@ POLL_SECONDS = 1.0
 class Hold:
     """A reservation of a model by a thread, with all configs of the model. `attached`: posleak replaces its attention.
 
-    `cleanup` restores the model. It is kept here because the garbage collector, when it closes a generator, clears weak
-    references that are reachable only through it. torch's handles of hooks are such, and would not be removed.
+    `cleanup` restores the model. It is kept here because the garbage collector, when it closes a generator, first
+    clears weak references that are reachable only through it. torch's hook handles rely on such a reference: without it
+    they would not be removed.
     """
 
     model: PreTrainedModel
@@ -79,7 +80,7 @@ def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Reserve the model for this thread, with its own attention; others wait. The same thread may enter again."""
+    """Reserve the model for this thread, with its own attention. Other threads wait; the same thread may reenter."""
     with holding(Hold.of(model, attached=False)), preserve_random_state(model):
         yield
 
@@ -88,7 +89,7 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
 def holding(hold: Hold) -> Iterator[None]:
     """Wait for the model and hold it. Raise if this thread, or one that has ended, has it attached.
 
-    Every module is in evaluation mode inside, and has its own mode again on exit.
+    Every module is in evaluation mode inside, and returns to its own mode on exit.
     """
     training = list[torch.nn.Module]()
     try:
@@ -151,17 +152,16 @@ def _release(hold: Hold) -> None:
     """Release a hold. May be called from any thread, and for a hold that was never acquired."""
     with _changed:
         for config in hold.configs:
-            left = [other for other in _holds.pop(id(config), ()) if other is not hold]
-            if left:
-                _holds[id(config)] = left
+            if remaining := [other for other in _holds.pop(id(config), ()) if other is not hold]:
+                _holds[id(config)] = remaining
         _changed.notify_all()
 
 
 def _already_attached(hold: Hold, other: Hold) -> RunError:
     shared = "" if other.model is hold.model else ", or another one that shares its config"
-    who = "by this thread, which would wait for itself" if other.is_mine else f"by {other.thread.name}, which has ended"
+    holder = "this thread, which would wait for itself" if other.is_mine else f"{other.thread.name}, which has ended"
     return RunError(
-        f"the model is being measured already{shared}", where=type(hold.model).__name__, got=f"attached {who}",
+        f"the model is being measured already{shared}", where=type(hold.model).__name__, got=f"attached by {holder}",
         expected="one measurement of a model at a time",
         remedy="finish the other one first: leave its `with attach(...)`, or call close() on its generator of chunks",
     )  # fmt: skip

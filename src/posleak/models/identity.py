@@ -1,7 +1,7 @@
-"""Describe a model in fields that a result can carry: enough to know years later what was measured.
+"""Describe a model in fields that are stored with every result: enough to know years later what was measured.
 
 All fields are read from the model's own config, not from its name. Configs differ between families (nested text
-configs, lists per layer, old and new keys), so that each field has one small function that knows their keys.
+configs, lists per layer, old and new keys), so each field has one small function that knows their keys.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 SIBLING_MODEL_TYPE = "posleak_llama"
 """The `model_type` of siblings.py, which transformers does not have."""
 OUTPUT_KEYS = ("use_cache", "output_attentions", "output_hidden_states", "return_dict")
-"""Keys of a config that change what a forward pass returns, but no value in it."""
+"""Keys of a config that select the outputs of a forward pass, but change no value."""
 WINDOW_KEYS = {
     "sliding_attention": ("sliding_window", "kept_window"),
     "chunked_attention": ("attention_chunk_size",),
     "local": ("window_size",),
 }
-"""Keys of a config that limit what a layer type may see; the first that is set counts."""
+"""Keys of a config that limit how many keys a layer type attends to; the first that is set counts."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights came from: the part of an identity that the model object does not know.
+    """The origin of the weights: the part of an identity that cannot be read from the model object.
 
     `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was computed.
     """
@@ -101,7 +101,7 @@ class Identity:
 
     @property
     def facts(self) -> list[str]:
-        """What a reader of results must know about the model besides its name."""
+        """The most important facts about the model, in words."""
         windows = f"window {', '.join(map(str, self.spans))}" if self.spans else None
         size = f"{self.layers} layers × {self.heads} heads"
         return [fact for fact in (self.architecture, size, windows, self.dtype, self.quantisation) if fact]

@@ -1,8 +1,8 @@
-"""Reject models that no machine, or not this one, can hold, before transformers builds them or reads their weights.
+"""Reject models of implausible size, or too large for this machine, before transformers builds them.
 
 A config may state any number. transformers builds one module per layer and one label per `num_labels`, and initialises
-weights that the files lack: a few digits in a small file can cost hours, or all memory. A model that is as large as it
-states must fit into memory: a machine that swaps never finishes.
+weights that the files lack: a few digits in a small file can cost hours, or all memory. A model of plausible size must
+fit into memory: a machine that swaps never finishes.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: in
     limit = EXTRA_BUFFER_BYTES + 4 * stored
     if need.buffer_bytes > limit:
         raise ModelError(
-            "the config asks for huge tables in addition to the weights", where=str(path),
+            "the config requires huge tables in addition to the weights", where=str(path),
             got=format_bytes(need.buffer_bytes), expected=f"at most {format_bytes(limit)}",
             remedy="correct max_position_embeddings, or fetch the file again",
         )  # fmt: skip
 
 
 def available_bytes(device: str | torch.device = "cpu") -> int:
-    """Return how many bytes can still be allocated on `device`, within the limits of the process and its container."""
+    """Return the bytes that can still be allocated on `device`, within the limits of the process and its container."""
     import torch
 
     device = torch.device(device)
@@ -129,17 +129,17 @@ def available_bytes(device: str | torch.device = "cpu") -> int:
 
 
 def _process_bytes() -> int:
-    """Return what `ulimit -v` and `ulimit -d` still allow this process."""
+    """Return the bytes that `ulimit -v` and `ulimit -d` still allow this process to allocate."""
     try:
         import resource
     except ModuleNotFoundError:  # not POSIX
         return UNLIMITED
     import psutil
 
-    used = psutil.Process().memory_info()
-    limits = ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0)))
-    allowed = [(resource.getrlimit(kind)[0], taken) for kind, taken in limits]
-    return min((limit - taken for limit, taken in allowed if limit != resource.RLIM_INFINITY), default=UNLIMITED)
+    memory = psutil.Process().memory_info()
+    used = {resource.RLIMIT_AS: memory.vms, resource.RLIMIT_DATA: getattr(memory, "data", 0)}
+    limits = {kind: resource.getrlimit(kind)[0] for kind in used}
+    return min((limits[k] - used[k] for k in used if limits[k] != resource.RLIM_INFINITY), default=UNLIMITED)
 
 
 def _cgroups() -> list[Path]:
@@ -153,7 +153,7 @@ def _cgroups() -> list[Path]:
 
 
 def _cgroup_bytes(cgroup: Path) -> int:
-    """Return what a cgroup (v2) still allows, with the page cache counted as free."""
+    """Return the bytes that a cgroup (v2) still allows, with the page cache counted as free."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
@@ -180,9 +180,16 @@ class MemoryNeed:
 
     parameters: int
     buffer_bytes: int
+    is_quantised: bool
 
-    def bytes_as(self, dtype: torch.dtype) -> int:
-        return self.parameters * dtype.itemsize + self.buffer_bytes
+    def bytes_as(self, dtype: torch.dtype | None) -> int:
+        """Return a lower bound on the bytes in memory; None counts as float32.
+
+        How densely quantised weights are packed is not known: one bit per parameter is assumed.
+        """
+        if self.is_quantised:
+            return self.parameters // 8 + self.buffer_bytes
+        return self.parameters * (4 if dtype is None else dtype.itemsize) + self.buffer_bytes
 
 
 def memory_need(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> MemoryNeed:
@@ -194,15 +201,8 @@ def memory_need(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
     with about, pretrained.offline_transformers(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are counted once
-    return MemoryNeed(parameters, sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()))
-
-
-def require_memory(need: int, available: int, *, where: str, device: str) -> None:
-    """Reject a model of `need` bytes if fewer are `available`."""
-    if need > available:
-        got, expected = f"{format_bytes(need)} of weights", f"at most {format_bytes(available)}"
-        what = f"the model's weights do not fit in the memory of {device}"
-        raise TooLargeError(what, where=where, got=got, expected=expected, remedy=USE_LESS_MEMORY)
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    return MemoryNeed(parameters, buffer_bytes, getattr(config, "quantization_config", None) is not None)
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Target:
     """The device and the dtype that the weights will have in memory."""
 
     device: str
-    dtype: torch.dtype | str
-    device_map: str | dict[str, Any] | None
+    dtype: torch.dtype | str = "auto"
+    device_map: str | dict[str, Any] | None = None
 
     def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
         """Return the dtype that the weights will have; None if it is that of each file."""
@@ -220,28 +220,21 @@ class Target:
         dtype = config.dtype if self.dtype == "auto" else self.dtype
         return dtype if isinstance(dtype, torch.dtype) else None
 
-    def bytes(self, config: PreTrainedConfig, need: MemoryNeed) -> int:
-        """Return a lower bound on the bytes of a model: how densely quantised weights are packed is not known."""
-        import torch
-
-        if is_quantised(config):
-            return need.parameters // 8 + need.buffer_bytes
-        return need.bytes_as(self.loaded_dtype(config) or torch.float32)
-
     def require_fit(self, config: PreTrainedConfig, name: str, trust_remote_code: bool) -> None:
         """Reject a config whose model does not fit."""
         need = memory_need(config, trust_remote_code=trust_remote_code)
-        self.require_memory(self.bytes(config, need), name)
+        self.require_memory(need.bytes_as(self.loaded_dtype(config)), name)
 
     def require_memory(self, need: int, where: str) -> None:
-        """Reject what does not fit on the device or, with a device map, in main memory and all CUDA devices."""
+        """Reject `need` bytes that do not fit on the device or, with a device map, in main memory and CUDA devices."""
         import torch
 
-        devices, device = [self.device], self.device
+        devices, place = [self.device], self.device
         if self.device_map is not None:
-            devices, device = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))], "this machine"
-        require_memory(need, sum(map(available_bytes, devices)), where=where, device=device)
-
-
-def is_quantised(config: PreTrainedConfig) -> bool:
-    return getattr(config, "quantization_config", None) is not None
+            devices, place = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))], "this machine"
+        available = sum(map(available_bytes, devices))
+        if need > available:
+            raise TooLargeError(
+                f"the model's weights do not fit in the memory of {place}", where=where, remedy=USE_LESS_MEMORY,
+                got=f"{format_bytes(need)} of weights", expected=f"at most {format_bytes(available)}",
+            )  # fmt: skip

@@ -1,7 +1,7 @@
 """Load models with transformers' `from_pretrained`, and turn what transformers only warns about into errors.
 
 transformers fills weights that a checkpoint lacks with random numbers and logs a table. A measurement of random weights
-would look like any other, so that a missing or misshapen tensor is an error.
+would look like any other, so a missing or misshapen tensor is an error.
 
 `weight_files` are the files that transformers will read, and exactly these are hashed. Their headers are checked before
 any weight is read: safetensors itself rejects headers with lengths beyond the file, or with shapes that do not match
@@ -14,14 +14,13 @@ import json
 import math
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posleak.errors import FETCH_AGAIN, ModelError, PosleakWarning, translate_errors
+from posleak.errors import FETCH_AGAIN, ModelError, translate_errors, warn
 from posleak.files import read_regular, stays_in_folder
 
 if TYPE_CHECKING:
@@ -86,24 +85,23 @@ def offline_transformers() -> Iterator[None]:
 class Weights:
     """The weight files of a folder, by their relative paths, and what their headers state.
 
-    tensors         number of tensors; None if only unpickling would tell
-    elements        number of elements, at most
-    bytes           bytes of all tensors as stored
-    cast_elements   number of elements that are cast on loading, which take `cast_bytes` as stored
+    tensors    number of tensors; None for pickles, whose tensors cannot be counted without loading them
+    elements   number of elements; for pickles an upper bound
+    bytes      bytes of all tensors as stored
+    cast       (bytes per element as stored, number of elements) of every tensor that is cast on loading
     """
 
     names: tuple[str, ...]
     tensors: int | None
     elements: int
     bytes: int
-    cast_elements: int = 0
-    cast_bytes: int = 0
+    cast: tuple[tuple[int, int], ...] = ()
 
     def bytes_as(self, dtype: torch.dtype | None) -> int:
         """Return the bytes in memory after loading as `dtype` (None: as stored)."""
         if dtype is None:
             return self.bytes
-        return self.bytes - self.cast_bytes + self.cast_elements * dtype.itemsize
+        return self.bytes + sum((dtype.itemsize - stored) * elements for stored, elements in self.cast)
 
 
 def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
@@ -127,11 +125,9 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
         return Weights(tuple(names), None, stored, stored)
     headers = [_read_header(folder / name) for name in names]
     counts = [(dtype, elements) for tensors, _ in headers for dtype, elements in tensors]
-    cast = [(elements, CAST_BYTES[dtype]) for dtype, elements in counts if dtype in CAST_BYTES]
-    return Weights(
-        tuple(names), len(counts), sum(elements for _, elements in counts), stored - sum(size for _, size in headers),
-        sum(elements for elements, _ in cast), sum(math.prod(pair) for pair in cast),
-    )  # fmt: skip
+    total, tensor_bytes = sum(elements for _, elements in counts), stored - sum(size for _, size in headers)
+    cast = tuple((CAST_BYTES[dtype], elements) for dtype, elements in counts if dtype in CAST_BYTES)
+    return Weights(tuple(names), len(counts), total, tensor_bytes, cast)
 
 
 def _read_header(path: Path) -> tuple[list[tuple[str, int]], int]:
@@ -183,7 +179,7 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
     if missing or not named:
         raise ModelError(
             "weight files that the index names are missing", where=str(path),
-            got=", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "") or "no names",
+            got=_first(missing) or "no names",
             remedy="fetch them again; an interrupted download or an unfinished save looks like this",
         )  # fmt: skip
     return named
@@ -223,36 +219,37 @@ def read_model(
 
 
 def _require_complete(folder: Path, report: dict[str, Any]) -> None:
-    missing = [str(name) for name in sorted(report["missing_keys"])]
-    mismatched = [f"{name} {tuple(stored)} for {tuple(built)}" for name, stored, built in report["mismatched_keys"]]
-    if missing or mismatched or report.get("error_msgs"):
+    """Reject missing and misshapen weights; warn of unused ones. `report` is transformers' `loading_info`."""
+    problems = {
+        "missing": sorted(map(str, report["missing_keys"])),
+        "of another shape": [f"{name} {tuple(a)} for {tuple(b)}" for name, a, b in report["mismatched_keys"]],
+    }
+    wrong = [f"{len(names)} {problem}: {_first(names)}" for problem, names in problems.items() if names]
+    if wrong or report.get("error_msgs"):
         raise ModelError(
             "the checkpoint does not hold all the weights; the rest would have been random numbers", where=str(folder),
-            got=_sample("missing", missing) + _sample("of another shape", mismatched) or report["error_msgs"],
+            got=". ".join(wrong) or report["error_msgs"],
             expected="every parameter of the model that config.json describes",
             remedy="fetch the weights again, or correct config.json if it belongs to another checkpoint",
         )  # fmt: skip
-    unexpected = [str(name) for name in sorted(report["unexpected_keys"])]
-    if unexpected:
-        message = f"{folder}: the checkpoint holds tensors that the model does not use:{_sample('', unexpected)}"
-        warnings.warn(message, PosleakWarning, stacklevel=4)
+    if unexpected := sorted(map(str, report["unexpected_keys"])):
+        warn(f"{folder}: the model does not use {len(unexpected)} tensors of the checkpoint: {_first(unexpected)}")
 
 
-def _sample(label: str, names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f" {len(names)} {label}: {', '.join(names[:limit])}{more}." if names else ""
+def _first(names: list[str], limit: int = 5) -> str:
+    """Return the first names as text, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _warn_of_untied(folder: Path, model: PreTrainedModel) -> None:
     """Warn if the config ties tensors that differ in the checkpoint: transformers keeps both, and only logs it."""
     for name, tied_to in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if name not in model.all_tied_weights_keys:
-            message = (
+            warn(
                 f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds "
                 "different values for each; both are measured as stored. Set tie_word_embeddings to false in "
                 "config.json, or fetch the weights again"
             )
-            warnings.warn(message, PosleakWarning, stacklevel=4)
 
 
 def require_dtype(dtype: object) -> None:

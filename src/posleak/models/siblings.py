@@ -48,6 +48,8 @@ def nearest_and_first(window: int) -> Any:
 
 
 class SiblingModel(LlamaModel):
+    """Llama's decoder with the variants that the config selects."""
+
     config_class = SiblingConfig
 
     def __init__(self, config: SiblingConfig) -> None:
@@ -84,6 +86,8 @@ class SiblingModel(LlamaModel):
 
 
 class SiblingForCausalLM(LlamaForCausalLM):
+    """Llama's language model on top of `SiblingModel`."""
+
     config_class = SiblingConfig
 
     def __init__(self, config: SiblingConfig) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from posleak.models.builtin import OnStatus, known_names
 from posleak.text import escape_surrogates, one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from posleak.models.memory import Target
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md"]
 IGNORED_PATTERNS = ["*/*", "consolidated*"]
@@ -81,19 +80,20 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "~", os.sep)) or name.lower().endswith(".gguf") or name.count("/") > 1
 
 
-def _nearest(name: str) -> str:
+def _suggestion(name: str) -> str:
     return "for a built-in model, " + did_you_mean(name[:200], known_names())
 
 
-def require_existing_path(name: str) -> None:
-    """Reject a name that looks like a path to nothing."""
-    if name in builtin.BUILTIN_MODELS or not _looks_like_a_path(name):
-        return
-    with translate_errors("no model can be found under this name", name, _nearest(name)):
+def existing_path(name: str) -> Path | None:
+    """Return the file or folder of this name, if there is one. Reject a name that looks like a path to nothing."""
+    if name in known_names():
+        return None
+    with translate_errors("no model can be found under this name", name, _suggestion(name)):
         path = Path(name).expanduser()
         exists = path.exists()
-    if not exists:
-        raise ModelError("no such file or folder", where=name, remedy="check the path; " + _nearest(path.name))
+    if not exists and _looks_like_a_path(name):
+        raise ModelError("no such file or folder", where=name, remedy="check the path; " + _suggestion(path.name))
+    return path if exists else None
 
 
 def no_revisions_error(where: str, revision: str, what: str) -> ModelError:
@@ -111,25 +111,23 @@ def locate_offline(name: str, cache: Path) -> LocatedModel | None:
     return None if folder is None else _converted(folder)
 
 
-def resolve(name: str, options: LoadOptions, require_fit: Callable[[PreTrainedConfig], None]) -> LocatedModel:
-    """Return the folder of a model. `require_fit` is called before a download, and raises if it is too large."""
+def resolve(name: str, options: LoadOptions, target: Target) -> LocatedModel:
+    """Return the folder of a model. Download or convert it if needed; reject a download that does not fit `target`."""
     if name in builtin.BUILTIN_MODELS:
         return _converted(builtin.fetch(name, options.cache, progress=options.progress, notice=options.notice))
-    with translate_errors("no model can be found under this name", name, _nearest(name)):
-        path = Path(name).expanduser()
-        is_folder, is_file = path.is_dir(), path.is_file()
-    if is_folder:
+    path = existing_path(name)
+    if path is not None and path.is_dir():
         return _folder(path, options.revision)
-    if path.suffix.lower() == ".gguf" and is_file:
+    if path is not None and path.is_file() and path.suffix.lower() == ".gguf":
         from posleak.models.convert import convert_file
 
         return _converted(convert_file(path.resolve(), options.cache, options.progress, verify=options.verify))
-    if _looks_like_a_path(name):
+    if path is not None and _looks_like_a_path(name):
         raise ModelError(
             "this file is not a model", where=name, expected="a folder or a .gguf file",
-            remedy="name the folder that holds the model's config.json; " + _nearest(path.name),
+            remedy="name the folder that holds the model's config.json; " + _suggestion(path.name),
         )  # fmt: skip
-    return _hub(name, options, require_fit)
+    return _hub(name, options, target)
 
 
 def _converted(folder: Path) -> LocatedModel:
@@ -178,11 +176,12 @@ def snapshot_folder(path: Path, revision: str | None) -> Path:
     return snapshot
 
 
-def _hub(name: str, options: LoadOptions, require_fit: Callable[[PreTrainedConfig], None]) -> LocatedModel:
+def _hub(name: str, options: LoadOptions, target: Target) -> LocatedModel:
     """Download a hub id; its config first, so that a model can be rejected before its weights are downloaded."""
-    code = ["*.py"] if options.trust_remote_code else []
+    trusted = options.trust_remote_code
+    code = ["*.py"] if trusted else []
     first = _download(name, options.revision, ["config.json", *code])
-    require_fit(configs.read_config(first, trust_remote_code=options.trust_remote_code))
+    target.require_fit(configs.read_config(first, trust_remote_code=trusted), name, trusted)
     pickles = ["*.bin"] if options.allow_pickle else []
     folder = _download(name, options.revision, [*HUB_PATTERNS, *pickles, *code])
     return LocatedModel(folder, "hub", revision=folder.name, licence=_licence(folder))
@@ -209,14 +208,14 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def _licence(folder: Path) -> str | None:
-    """Return the licence in the front matter of the model card; read by lines, since YAML can be made to explode."""
+    """Return the licence in the front matter of the model card. No YAML parser is used: aliases can exhaust memory."""
     try:
         with open_regular(folder / "README.md") as card:
             start = card.read(CARD_BYTES).decode(errors="replace").replace("\r\n", "\n")
     except OSError:
         return None
-    front = _FRONT_MATTER.match(start)
-    stated = dict(_LICENCE.findall(front[1])) if front is not None else {}
+    front_matter = _FRONT_MATTER.match(start)
+    stated = dict(_LICENCE.findall(front_matter[1])) if front_matter is not None else {}
     return stated.get("license_name") or stated.get("license")
 
 
@@ -274,7 +273,7 @@ def content_sha256(name: str) -> str | None:
 
 
 def _model_files(text: str, revision: str | None) -> list[Path] | None:
-    """Return the file itself, or the files of the folder (in a hub cache, of the snapshot); None without either."""
+    """Return the file itself, or the files of the folder (in a hub cache: of the snapshot); None if neither exists."""
     path = Path(text).expanduser()
     if path.is_dir():
         folder = snapshot_folder(path, revision)

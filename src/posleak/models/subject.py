@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -177,11 +177,11 @@ def _require_objects(model: object, tokenizer: object) -> None:
     """Reject objects that are not a model and a tokenizer of transformers."""
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    for what, given, kind in (("model", model, PreTrainedModel), ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
-        if not isinstance(given, kind) and (what == "model" or given is not None):
+    for what, value, kind in (("model", model, PreTrainedModel), ("tokenizer", tokenizer, PreTrainedTokenizerBase)):
+        if not isinstance(value, kind) and (what == "model" or value is not None):
             raise ModelError(
-                f"this is not a {what} of transformers", where="Subject.of",
-                got=f"{type(given).__name__} {visible(repr(given)):.80}", expected=f"a {kind.__name__}",
+                f"not a {what} of transformers", where="Subject.of",
+                got=f"{type(value).__name__} {visible(repr(value)):.80}", expected=f"a {kind.__name__}",
                 remedy="load a name, a folder or a file with posleak.load",
             )  # fmt: skip
 
@@ -219,7 +219,7 @@ def load(
     pretrained.require_docstrings()
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise ModelError(
-            "this is not the name of a model", where="load", got=f"{name!r:.80}",
+            "not the name of a model", where="load", got=f"{name!r:.80}",
             expected="a built-in name, a folder, a .gguf file or a hub id",
             remedy="pass a model that is in memory to Subject.of",
         )  # fmt: skip
@@ -234,22 +234,20 @@ def load(
     if revision is not None and text in known_names():
         raise sources.no_revisions_error(text, revision, "this model")
     pretrained.require_dtype(dtype)
-    sources.require_existing_path(text)
+    sources.existing_path(text)  # raises for a path to nothing, before torch is imported
     options = LoadOptions(
         caching.cache_folder(cache), revision, trust_remote_code, allow_pickle, verify,
         progress or _to_stderr, notice or _to_stderr,
     )  # fmt: skip
-    with ExitStack() as stack:
-        located = sources.locate_offline(text, options.cache)
-        if located is not None:  # hashed while torch is imported
-            hashes = stack.enter_context(_hashing(located, options))
-        device = pretrained.choose_device(device)
-        target = memory.Target(device, pretrained.choose_dtype(dtype, device), device_map)
-        if located is None:
-            located = sources.resolve(text, options, lambda config: target.require_fit(config, text, trust_remote_code))
-            hashes = stack.enter_context(_hashing(located, options))
-        with translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY):
-            return _read(full_name, located, target, options, hashes)
+
+    def target() -> memory.Target:
+        chosen = pretrained.choose_device(device)
+        return memory.Target(chosen, pretrained.choose_dtype(dtype, chosen), device_map)
+
+    located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
+    about = translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY)
+    with _hashing(located, options) as hashes, about:  # files are hashed while torch is imported and the model is read
+        return _read(full_name, located, target(), options, hashes)
 
 
 def subject_of(model: AnyModel) -> Subject:
@@ -263,7 +261,7 @@ def subject_of(model: AnyModel) -> Subject:
     if isinstance(model, PreTrainedModel):
         return Subject.of(model)
     raise ModelError(
-        "this cannot be measured", where="subject", got=f"{type(model).__name__} {visible(repr(model)):.80}",
+        "not a model", where="subject", got=f"{type(model).__name__} {visible(repr(model)):.80}",
         expected="a Subject, a model of transformers, or the name of a model",
         remedy='pass posleak.load("smollm2-135m"), Subject.of(model, tokenizer), or the name itself',
     )  # fmt: skip
@@ -274,7 +272,7 @@ def _to_stderr(message: str) -> None:
 
 
 def _hashing(located: LocatedModel, options: LoadOptions) -> AbstractContextManager[hashing.PendingHashes]:
-    """Return the hashes of the weights, not started yet; compare the small files of a converted model at once."""
+    """Return a context that hashes the weights in the background; check the small files of a converted model now."""
     with translate_errors("the model's files cannot be read", located.folder, pretrained.REMEDY):
         names = pretrained.weight_files(located.folder, allow_pickle=options.allow_pickle)
         if located.record is not None:
@@ -292,10 +290,10 @@ def _read(
     stored = pretrained.read_headers(folder, allow_pickle=options.allow_pickle)
     memory.require_tensors_for_layers(folder, config, stored)
     need = memory.memory_need(config, trust_remote_code=trusted)
-    elements = 8 * stored.bytes if memory.is_quantised(config) else stored.elements
+    elements = 8 * stored.bytes if need.is_quantised else stored.elements
     memory.require_backed_by_files(folder / "config.json", need, elements)
-    need_bytes = max(stored.bytes_as(target.loaded_dtype(config)), target.bytes(config, need))
-    target.require_memory(need_bytes, str(folder))
+    loaded_dtype = target.loaded_dtype(config)
+    target.require_memory(max(stored.bytes_as(loaded_dtype), need.bytes_as(loaded_dtype)), str(folder))
     placement = target.device_map or (None if target.device == "cpu" else {"": target.device})  # no copy in main memory
     model = pretrained.read_model(
         folder, config, dtype=target.dtype, device_map=placement, trust_remote_code=trusted,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -55,7 +55,7 @@ _attachment_numbers = itertools.count()
 
 @runtime_checkable
 class Observer(Protocol):
-    """Receives every attention call. An observer with a method `stream` also receives the residual stream."""
+    """Receiver of every attention call. An observer with a method `stream` also receives the residual stream."""
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         """Receive a call after all edits, and its output. Called in call order; must change neither."""
@@ -64,7 +64,7 @@ class Observer(Protocol):
 
 @runtime_checkable
 class StreamObserver(Protocol):
-    """An observer of the residual stream."""
+    """Receiver of the residual stream."""
 
     def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
         """Receive the stream at one depth. Called once per depth and forward pass, in order; must not change x."""
@@ -110,7 +110,8 @@ class Probe:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
-        _reject_unsupported(where, query, key, dropout, indices, kwargs)
+        chosen = None if indices is None else indices.shape[-1]
+        _reject_unsupported(where, query.shape[2], key.shape[2], chosen, dropout, kwargs)
         visibility, added = _visible(where, attention_mask)
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
@@ -124,11 +125,10 @@ class Probe:
         if self.edits:
             with stage("edits"):
                 for edit in self.edits:
-                    changed = edit.edit(call)
-                    effect = self.effect_of(edit)
-                    if heads := edit.changed_heads(call, changed):
-                        effect.calls[call.index] = (call.layer, heads)
-                    call = changed
+                    edited = edit.edit(call)
+                    if heads := edit.changed_heads(call, edited):
+                        self.effect_of(edit).calls[call.index] = (call.layer, heads)
+                    call = edited
         out = attend(call)
         for observer in self.observers:
             observer.observe(call, out)
@@ -156,8 +156,8 @@ class Probe:
             stack.enter_context(preserve_random_state(self.model))
             for edit in self.edits:
                 edit.reads(ids)
-                positions = edit.positions(moved := positions)
-                if positions is not moved:
+                positions = edit.positions(before := positions)
+                if positions is not before:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
@@ -193,9 +193,9 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
     """Replace the model's attention by a probe. Restore the model on exit."""
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
-    layers = {  # the first number in the name of a module
-        id(module): next((int(part) for part in name.split(".") if part.isdigit()), None)
-        for name, module in model.named_modules()
+    layers = {  # the first number in the path of a module
+        id(module): next((int(part) for part in path.split(".") if part.isdigit()), None)
+        for path, module in model.named_modules()
     }
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
     with holding(hold), hold.cleanup as stack:
@@ -207,9 +207,9 @@ def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Se
                 stack.callback(registry._global_mapping.pop, name, None)
             stack.enter_context(implemented(model, name))
         stack.callback(backbone(model).register_forward_pre_hook(probe._restart).remove)
-        stack.enter_context(own_rotation(model, backbone(model)))
+        stack.enter_context(own_rotation(model))
         if any(isinstance(observer, StreamObserver) for observer in probe.observers):
-            stack.enter_context(streaming(model, backbone(model), lambda: probe.observers))
+            stack.enter_context(streaming(probe))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # after edits, which may change the dtype
@@ -228,47 +228,44 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def streaming(
-    model: PreTrainedModel, body: torch.nn.Module, observers: Callable[[], Sequence[Any]]
-) -> Iterator[None]:  # fmt: skip
+def streaming(probe: Probe) -> Iterator[None]:
     """Pass the residual stream of every forward pass of the backbone to the observers that have a method `stream`."""
-    depth, last = 0, None
+    depth, last, body = 0, None, backbone(probe.model)
 
-    def show(x: Tensor | None) -> None:
+    def deliver(x: Tensor | None) -> None:
         nonlocal depth
-        if x is not None:
-            for observer in observers():
-                if isinstance(observer, StreamObserver):
-                    observer.stream(depth, x)
+        for observer in probe.observers:
+            if x is not None and isinstance(observer, StreamObserver):
+                observer.stream(depth, x)
         depth += 1
 
     def begin(*_: Any) -> None:
         nonlocal depth, last
         depth, last = 0, None
 
-    def enters(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        show(one_stream((*args, kwargs.get("hidden_states"))))
+    def before_layer(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        deliver(one_stream((*args, kwargs.get("hidden_states"))))
 
-    def leaves(_: torch.nn.Module, __: Any, output: Any) -> None:
+    def after_layer(_: torch.nn.Module, __: Any, output: Any) -> None:
         nonlocal last
         last = one_stream(output if isinstance(output, (tuple, list)) else (output,))
 
     def end(*_: Any) -> None:
-        show(last)
+        deliver(last)
         begin()
 
     with ExitStack() as hooks:
-        hooks.callback(body.register_forward_pre_hook(this_thread_only(begin)).remove)
-        for layer in decoder_layers(model):
-            hooks.callback(layer.register_forward_pre_hook(this_thread_only(enters), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(this_thread_only(leaves)).remove)
-        hooks.callback(body.register_forward_hook(this_thread_only(end)).remove)
+        hooks.enter_context(body.register_forward_pre_hook(this_thread_only(begin)))
+        for layer in decoder_layers(probe.model):
+            hooks.enter_context(layer.register_forward_pre_hook(this_thread_only(before_layer), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(this_thread_only(after_layer)))
+        hooks.enter_context(body.register_forward_hook(this_thread_only(end)))
         yield
 
 
-def one_stream(given: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
+def one_stream(values: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
     """Return the first tensor if it is a residual stream [B, T, W]; else None."""
-    first = next((x for x in given if isinstance(x, Tensor)), None)
+    first = next((x for x in values if isinstance(x, Tensor)), None)
     return first if first is not None and first.ndim == 3 and first.is_floating_point() else None
 
 
@@ -293,16 +290,11 @@ def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _reject_unsupported(
-    where: str,
-    query: Float[Tensor, "B H T E"],
-    key: Float[Tensor, "B K keys E"],
-    dropout: float,
-    indices: Int[Tensor, "... chosen"] | None,
-    kwargs: dict[str, Any],
+    where: str, queries: int, keys: int, chosen: int | None, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     """Raise UnsupportedError for unknown arguments, dropout, and keys that do not correspond to queries.
 
-    indices: the keys selected by sparse attention with an indexer, which must be all keys
+    queries, keys: their numbers;  chosen: number of keys that sparse attention with an indexer selects; None: all
     """
     unknown = [name for name, x in kwargs.items() if name not in IGNORED_ARGUMENTS and x is not None and x is not False]
     if unknown:
@@ -313,17 +305,17 @@ def _reject_unsupported(
         )  # fmt: skip
     if dropout:
         raise UnsupportedError("attention dropout is active", where=where, got=dropout, remedy="call model.eval()")
-    if query.shape[2] != key.shape[2]:
+    if queries != keys:
         raise UnsupportedError(
             "the numbers of queries and keys differ: keys are compressed, or do not come from the prompt",
-            where=where, got=f"{query.shape[2]} queries, {key.shape[2]} keys", expected="one key per query",
+            where=where, got=f"{queries} queries, {keys} keys", expected="one key per query",
             remedy="this model cannot be measured: offsets between such queries and keys are not defined",
         )  # fmt: skip
-    if indices is not None and indices.shape[-1] < key.shape[2]:
+    if chosen is not None and chosen < keys:
         raise UnsupportedError(
             "queries attend to keys selected by content, so that offsets have gaps",
-            where=where, got=f"{indices.shape[-1]} of {key.shape[2]} keys",
-            remedy=shorter_prompts(indices.shape[-1], ", for which all keys are selected"),
+            where=where, got=f"{chosen} of {keys} keys",
+            remedy=shorter_prompts(chosen, ", for which all keys are selected"),
         )  # fmt: skip
 
 

@@ -72,10 +72,9 @@ class Calibration:
 
     def require(self, name: str) -> Calibration:
         """Return self, or raise CheckError with the first check that failed."""
-        parity = "the model's output under the probe differs from its output under its own attention"
         for what, value, bound in (
             ("the attention kernel puts weight on later keys", self.future, 0.0),
-            (parity, self.parity, self.parity_bound),
+            ("the probe changes the output of the model", self.parity, self.parity_bound),
             ("the denominators of the sampled rows differ from the kernel's", self.partition, self.partition_bound),
         ):
             if not value <= bound:
@@ -88,7 +87,7 @@ class Calibration:
 
 @dataclass
 class KernelObserver:
-    """Compares the kernel's weights on a few keys with the rows of logits, and collects facts about every call."""
+    """Observer that compares the kernel's weights on a few keys with rows of logits, and describes every call."""
 
     future: float = 0.0
     partition: float = 0.0
@@ -160,11 +159,11 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(remember).remove)
             output = probe.forward(ids)[0]
-            layers, modules, unmeasured = _account(model, probe, ran)
+            modules, unmeasured = _account(model, probe, ran)
         return Calibration(
             **vars(observer),
             length=ids.shape[1],
-            layers=layers,
+            layers=len(modules),
             modules=modules,
             unmeasured=unmeasured,
             parity=relative_difference(output, expected),
@@ -183,32 +182,29 @@ def relative_difference(output: Float[Tensor, "*shape"], expected: Float[Tensor,
 
 def _account(
     model: PreTrainedModel, probe: Probe, ran: list[torch.nn.Module]
-) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Return the number of calls, their module names, and other attention modules that ran; raise for missing calls."""
-    names = {id(module): name for name, module in model.named_modules()}
-    made, runs = Counter(map(id, probe.modules)), Counter(map(id, ran))
-    kinds = {type(module) for module in probe.modules}
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the module names of all calls, and of other attention modules that ran. Raise if calls are missing."""
     if not probe.calls:
         raise UnsupportedError(
             "the model did not call the attention function: it has no attention, or not through transformers",
             where=type(model).__name__, remedy="this model cannot be measured",
         )  # fmt: skip
-    per_run = {made[key] / runs[key] for key in made}
-    skipped = [names[id(m)] for m in ran if type(m) in kinds and id(m) not in made]
-    if skipped or len(per_run) > 1:
+    names = {id(module): name for name, module in model.named_modules()}
+    calls, runs = Counter(map(id, probe.modules)), Counter(map(id, ran))
+    kinds = {type(module) for module in probe.modules}
+    skipped = [names[id(module)] for module in ran if type(module) in kinds and id(module) not in calls]
+    if skipped or len({calls[module] / runs[module] for module in calls}) > 1:
         raise CheckError(
             "some attention layers did not call the probe", where=f"{type(model).__name__}: calibration",
             got=f"{probe.calls} calls; missing: {', '.join(skipped) or 'calls per run differ between layers'}",
             expected=f"a call of every {'/'.join(sorted(k.__name__ for k in kinds))} that runs",
             remedy="check that all layers have the same attention implementation",
         )  # fmt: skip
-    paths = [names[id(m)].split(".") for m in probe.modules]
+    modules = tuple(names[id(module)] for module in probe.modules)
+    paths = [name.split(".") for name in modules]
     callers = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
-    other = {
-        names[id(m)]: None for m in ran
-        if "attention" in type(m).__name__.lower() and type(m) not in kinds and names[id(m)] not in callers
-    }  # fmt: skip
-    return probe.calls, tuple(names[id(m)] for m in probe.modules), tuple(other)
+    others = (m for m in ran if "attention" in type(m).__name__.lower() and type(m) not in kinds)
+    return modules, tuple(dict.fromkeys(names[id(m)] for m in others if names[id(m)] not in callers))
 
 
 @dataclass(frozen=True)
@@ -225,8 +221,8 @@ class Positions:
         for moves, bias in zip(motion.layers, calibration.biases, strict=True):
             table = moves == STAYS and motion.why == ABSOLUTE_STATES
             rotary = moves == "rotation" or (moves == STAYS and not table)  # changed after the rotation, so not movable
-            found = (ROTARY if rotary else None, TABLE if table else None, bias)
-            layers.append(" and ".join(filter(None, found)) or NONE)
+            kinds = (ROTARY if rotary else None, TABLE if table else None, bias)
+            layers.append(" and ".join(filter(None, kinds)) or NONE)
         (most, _), *others = Counter(layers).most_common()
         clauses = [most]
         for kind, _ in others:

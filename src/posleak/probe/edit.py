@@ -84,7 +84,7 @@ def only(edit: Edit, method: str) -> Edit:
 
 @dataclass
 class EditEffectRecorder:
-    """Collects what one edit changes during forward passes.
+    """Record of what one edit changes during forward passes.
 
     calls    by call index: the layer, and the number of changed heads
     beside   descriptions of changes outside attention calls
@@ -98,7 +98,7 @@ class EditEffectRecorder:
         self.beside[what] = None
 
     def effect(self, edit: str) -> EditEffect:
-        """Return what was recorded, under the text of the edit."""
+        """Return a summary of the record. edit: the text of the edit"""
         layers, heads = {layer for layer, _ in self.calls.values()}, sum(heads for _, heads in self.calls.values())
         return EditEffect(edit, tuple(sorted(layers)), len(self.calls), heads, tuple(self.beside))
 

@@ -68,7 +68,7 @@ def _outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 class _Draws(TorchDispatchMode):
-    """Detects whether this thread draws random numbers; other threads may draw some at the same time."""
+    """Detector of random draws by this thread; other threads may draw random numbers at the same time."""
 
     seen = False
 

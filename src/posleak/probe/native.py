@@ -65,7 +65,7 @@ def unmodified(model: PreTrainedModel) -> Iterator[None]:
     not be used in training afterwards.
     """
     before = {id(module): module for module in model.modules()}
-    with exclusive(model), runnable_experts(model), own_rotation(model, backbone(model)), torch.no_grad():
+    with exclusive(model), runnable_experts(model), own_rotation(model), torch.no_grad():
         yield
     kinds = sorted({type(module).__name__ for module in model.modules() if id(module) not in before})
     if kinds:  # some models do this, depending on prompt length
@@ -78,8 +78,8 @@ def unmodified(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def own_rotation(model: PreTrainedModel, inner: torch.nn.Module) -> Iterator[None]:
-    """Make every pass of `inner`, the model's backbone, independent of earlier passes. Restore all state on exit."""
+def own_rotation(model: PreTrainedModel) -> Iterator[None]:
+    """Make every pass of the model's backbone independent of earlier passes. Restore all state on exit."""
     modules = [m for m in model.modules() if any(name.endswith(FREQUENCIES) for name in m._buffers)]
     before = [(module, dict(module._buffers), _values(module)) for module in modules]
 
@@ -97,11 +97,10 @@ def own_rotation(model: PreTrainedModel, inner: torch.nn.Module) -> Iterator[Non
                     module._buffers[name] = original.to(now.device)
                     setattr(module, cached, first)
 
-    hook = inner.register_forward_pre_hook(reset)
     try:
-        yield
+        with backbone(model).register_forward_pre_hook(reset):
+            yield
     finally:
-        hook.remove()
         for module, buffers, values in before:
             for name in set(_values(module)) - set(values):
                 delattr(module, name)
@@ -162,52 +161,49 @@ def logits_of(
     if "logits" in output:  # the backbone has its own head
         own: Tensor = output.logits[:, positions]
         return own
-    states, read = output.last_hidden_state[:, positions], ids[:, positions]
-    answer = type(output)(**{**dict(output.items()), "last_hidden_state": states})
-    name, given = model.base_model_prefix, list[bool]()
+    states, tokens = output.last_hidden_state[:, positions], ids[:, positions]
+    result = type(output)(**{**dict(output.items()), "last_hidden_state": states})
+    name, uses = model.base_model_prefix, list[bool]()
     inner = model._modules.get(name)
     if inner is None or inner is not model.base_model:
-        raise _no_loss(model, "has no language-model head separate from its backbone")
-    model._modules[name] = _StandIn(inner, answer, given)
+        raise _no_loss(model, "the model has no language-model head separate from its backbone")
+    model._modules[name] = _StandIn(inner, result, uses)
     try:
-        logits: Tensor = model(input_ids=read, attention_mask=torch.ones_like(read), use_cache=False).logits
+        logits: Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     finally:
         model._modules[name] = inner
-    if not given:
-        raise _no_loss(model, "has a language-model head that does not use the output of its backbone")
+    if not uses:
+        raise _no_loss(model, "the model's head does not use the output of its backbone")
     if logits.shape[:2] != states.shape[:2]:
-        raise UnsupportedError(
-            "the model's head does not return logits for each state", where=type(model).__name__,
-            got=tuple(logits.shape), expected=f"{tuple(states.shape[:2])} and the vocabulary",
-            remedy="omit --loss",
-        )  # fmt: skip
+        expected = f"{tuple(states.shape[:2])} and the vocabulary"
+        raise _no_loss(model, "the model's head does not return logits for each state", tuple(logits.shape), expected)
     return logits
 
 
 class _StandIn(torch.nn.Module):
-    """Stand-in for a model's backbone that returns a given output; all other attributes are those of the backbone.
+    """Stand-in for a model's backbone that returns `result`; all other attributes are those of the backbone.
 
-    Some heads call a submodel of the backbone, such as `self.model.decoder`: it returns the same output.
+    Some heads call a submodel of the backbone, such as `self.model.decoder`: it returns the same result.
+    uses: receives an entry for every forward pass
     """
 
-    def __init__(self, inner: torch.nn.Module, answer: Any, given: list[bool]) -> None:
+    def __init__(self, inner: torch.nn.Module, result: Any, uses: list[bool]) -> None:
         super().__init__()
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "given", given)
-        self.answer = answer
+        object.__setattr__(self, "inner", inner)  # not a submodule
+        self.result, self.uses = result, uses
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        self.given.append(True)
-        return self.answer
+        self.uses.append(True)
+        return self.result
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             inner = getattr(object.__getattribute__(self, "inner"), name)
-        return _StandIn(inner, self.answer, self.given) if isinstance(inner, PreTrainedModel) else inner
+        return _StandIn(inner, self.result, self.uses) if isinstance(inner, PreTrainedModel) else inner
 
 
-def _no_loss(model: PreTrainedModel, why: str) -> UnsupportedError:
-    what = f"the loss at chosen positions cannot be computed: the model {why}"
-    return UnsupportedError(what, where=type(model).__name__, remedy="omit --loss")
+def _no_loss(model: PreTrainedModel, why: str, got: object = None, expected: object = None) -> UnsupportedError:
+    what = f"the loss at chosen positions cannot be computed: {why}"
+    return UnsupportedError(what, where=type(model).__name__, got=got, expected=expected, remedy="omit --loss")

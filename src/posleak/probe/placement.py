@@ -137,8 +137,8 @@ class Motion:
         """Summarise the placements of all calls."""
         moved = [placement.gap for placement in placements if placement.rotation is not None]
         why = next((placement.stays for placement in placements if placement.stays is not None), None)
-        bound = PlacementPositions.of(plan).bound(dtype)
-        return cls(tuple(placement.moves for placement in placements), why, max(moved, default=0.0), bound)
+        moves = tuple(placement.moves for placement in placements)
+        return cls(moves, why, max(moved, default=0.0), gap_bound(plan, dtype))
 
     @property
     def stays(self) -> tuple[int, ...]:
@@ -146,45 +146,36 @@ class Motion:
         return tuple(layer for layer, how in enumerate(self.layers) if how == STAYS)
 
 
-@dataclass(frozen=True)
-class PlacementPositions:
-    """The positions at which tokens are evaluated: 0, the plan's rows, and positions for checks.
+def gap_bound(plan: Plan, dtype: torch.dtype) -> float:
+    """Return the upper bound of `Placement.gap`: models compute angles, position × frequency, in float32."""
+    return 16 * (torch.finfo(dtype).eps + plan.length * torch.finfo(torch.float32).eps)
 
-    sources, targets   a key at a source, moved by r − i, must equal the key at the target
-    pairs              (i, r) of each check, as indices of the plan's rows
+
+def check_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Return the rows (i, r) of each check of a rotation, as indices of the plan's rows."""
+    Q, last = len(plan.queries), len(plan.rows) - 1
+    return (0, last), (Q // 2, last), (Q - 1, Q)
+
+
+def placement_positions(plan: Plan) -> tuple[int, ...]:
+    """Return the positions at which tokens are evaluated: 0, the plan's rows, and the sources and targets of checks.
+
+    A key at a source, moved by r − i, must equal the key at the target.
     """
-
-    plan: Plan
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, plan: Plan) -> PlacementPositions:
-        Q, last = len(plan.queries), len(plan.rows) - 1
-        pairs = ((0, last), (Q // 2, last), (Q - 1, Q))
-        sources = (0, plan.origin - 1, plan.origin - 1)
-        targets = tuple(j + plan.rows[r] - plan.rows[i] for j, (i, r) in zip(sources, pairs, strict=True))
-        return cls(plan, sources, targets, pairs)
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        return (0, *self.plan.rows, *self.sources, *self.targets)
-
-    def bound(self, dtype: torch.dtype) -> float:
-        """Return the bound of `Placement.gap`: models compute angles, position × frequency, in float32."""
-        return 16 * (torch.finfo(dtype).eps + self.plan.length * torch.finfo(torch.float32).eps)
+    sources = (0, plan.origin - 1, plan.origin - 1)
+    targets = (j + plan.rows[r] - plan.rows[i] for j, (i, r) in zip(sources, check_pairs(plan), strict=True))
+    return (0, *plan.rows, *sources, *targets)
 
 
 @dataclass
 class PlacementObserver:
-    """Computes the placement of every call of a pass in which each token is evaluated alone at each position.
+    """Observer that computes the placement of every call, in a pass that evaluates each token alone at each position.
 
-    Batches are [X tokens, places]; the last token is used only for checks.
+    Batches are [X tokens, places], where places are the `placement_positions`. The last token is used only for checks.
     along: the places are positions of one sequence, instead of sequences of one token
     """
 
-    places: PlacementPositions
+    plan: Plan
     tokens: int
     along: bool
     placements: list[Placement] = field(default_factory=list)
@@ -195,35 +186,32 @@ class PlacementObserver:
         if float((value - value[:, :1]).abs().max()) > rounding * float(value.abs().max()):
             self.placements.append(Placement(None, ABSOLUTE_STATES))
             return
-        rows = slice(1, 1 + len(self.places.plan.rows))
-        common, query_gap = common_factor(query)
-        _, key_gap = common_factor(key, factor=False)
-        uneven = gap if (gap := max(query_gap, key_gap)) > rounding else 0.0
+        rows = slice(1, 1 + len(self.plan.rows))
+        of_queries, of_keys = norm_ratios(query), norm_ratios(key)
+        common = of_queries.mean(0)
+        deviation = max(float((of_queries - common).abs().max()), float((of_keys - 1).abs().max()))
+        uneven = deviation if deviation > rounding else 0.0
         t = common[rows] if not uneven and float((common - 1).abs().max()) > rounding else None
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
-        moved = gap <= self.places.bound(call.value.dtype)
+        moved = gap <= gap_bound(self.plan, call.value.dtype)
         at = replace(rotation, angles=rotation.angles[rows]) if moved else None
         self.placements.append(Placement(at, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
         x = x.double()
         if self.along:
-            return x[:, :, list(self.places.all)].transpose(1, 2)
+            return x[:, :, list(placement_positions(self.plan))].transpose(1, 2)
         return x[:, :, 0].reshape(self.tokens, -1, x.shape[1], x.shape[-1])
 
     def _gap(self, rotation: Rotation, key: Float64[Tensor, "places K E"]) -> float:
         """Return the error of predicted keys of the check token: rows from position 0, targets from sources."""
-        P, X = len(self.places.plan.rows), len(self.places.sources)
-        phi = rotation.angles[1 : 1 + P]
-        i, r = torch.tensor(self.places.pairs, device=key.device).T
-        predicted = torch.cat(
-            [
-                rotation.turned(key[:1].expand(P, -1, -1), phi[:, None]),
-                rotation.turned(key[1 + P : 1 + P + X], (phi[r] - phi[i])[:, None]),
-            ]
-        )
-        actual = torch.cat([key[1 : 1 + P], key[1 + P + X :]])
+        P, phi = len(self.plan.rows), rotation.angles[1 : 1 + len(self.plan.rows)]
+        i, r = torch.tensor(check_pairs(self.plan), device=key.device).T
+        sources, targets = key[1 + P :].chunk(2)
+        from_0 = rotation.turned(key[:1].expand(P, -1, -1), phi[:, None])
+        from_sources = rotation.turned(sources, (phi[r] - phi[i])[:, None])
+        predicted, actual = torch.cat([from_0, from_sources]), torch.cat([key[1 : 1 + P], targets])
         return float((predicted - actual).abs().max() / key.abs().max().clamp(min=torch.finfo(key.dtype).tiny))
 
 
@@ -252,13 +240,11 @@ def read_rotation(key: Float64[Tensor, "X places K E"], dtype: torch.dtype) -> R
     return Rotation(first, second, (z * z[:, :1].conj()).sum(0).angle(), x.shape[-1])
 
 
-def common_factor(x: Float64[Tensor, "X places H E"], factor: bool = True) -> tuple[Float64[Tensor, "places"], float]:
-    """Return the mean of ‖x_p‖ / ‖x_0‖ over heads and tokens (factor=False: 1), and the largest deviation from it."""
+def norm_ratios(x: Float64[Tensor, "X places H E"]) -> Float64[Tensor, "heads places"]:
+    """Return ‖x_p‖ / ‖x_0‖ of every token and head, except where x_0 is 0."""
     norms = x.norm(dim=-1).transpose(1, 2).flatten(0, 1)  # [X·H, places]
     ratios = norms / norms[:, :1].clamp(min=torch.finfo(torch.float64).tiny)
-    ratios = ratios[norms[:, 0] > 0] if bool((norms[:, 0] > 0).any()) else torch.ones_like(ratios)
-    common = ratios.mean(0) if factor else torch.ones_like(ratios[0])
-    return common, float((ratios - common).abs().max())
+    return ratios[norms[:, 0] > 0] if bool((norms[:, 0] > 0).any()) else torch.ones_like(ratios)
 
 
 COUNTS = (torch.arange, torch.linspace, torch.range, torch.cumsum, Tensor.cumsum)
@@ -269,7 +255,7 @@ NOT_POSITIONS = ("transformers.integrations.moe", "transformers.modeling_rope_ut
 
 
 class PositionCounting(TorchFunctionMode):
-    """Detects whether the model computes positions itself while this mode is active."""
+    """Detector of positions that the model computes itself while this mode is active."""
 
     detected = False
 
@@ -288,27 +274,27 @@ def read_placements(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], plan: Plan, edits: Sequence[Edit] = (), start: int = 0
 ) -> list[Placement]:
     """Return the placement of every call at the plan's rows, shifted by `start`, with all placing edits active."""
-    places, placing = PlacementPositions.of(plan), [edit for edit in edits if edit.placing]
-    apart: list[Placement] = []
+    places, placing = placement_positions(plan), [edit for edit in edits if edit.placing]
+    alone: list[Placement] = []
     if takes_positions(model):
         tokens = _tokens(model, ids, 3)
-        alone = tokens.repeat_interleave(len(places.all))[:, None]
+        prompts = tokens.repeat_interleave(len(places))[:, None]
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         for edit in placing:
             positions = edit.positions(positions)
-        at = positions[0, torch.tensor(places.all, device=ids.device) + start].repeat(len(tokens))[:, None]
-        observer = PlacementObserver(places, len(tokens), along=False)
+        at = positions[0, torch.tensor(places, device=ids.device) + start].repeat(len(tokens))[:, None]
+        observer = PlacementObserver(plan, len(tokens), along=False)
         installed = [only(edit, "installed") for edit in placing]
         with attach(model, [observer], installed) as probe, PositionCounting() as counting:
-            probe.forward(alone, position_ids=at)
+            probe.forward(prompts, position_ids=at)
         if not counting.detected:
             return observer.placements
-        apart = observer.placements
+        alone = observer.placements
     tokens = _tokens(model, ids, 2)
-    observer = PlacementObserver(places, len(tokens), along=True)
+    observer = PlacementObserver(plan, len(tokens), along=True)
     with attach(model, [observer], placing) as probe:
         probe.forward(tokens[:, None].expand(-1, plan.length).contiguous())
-    if not apart:
+    if not alone:
         return observer.placements
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
     return [
@@ -317,7 +303,7 @@ def read_placements(
         replace(single, temperature=None)
         if along.stays == ABSOLUTE_STATES and single.rotation and (len(single.rotation.first) or not rotary)
         else along
-        for along, single in zip(observer.placements, apart, strict=True)
+        for along, single in zip(observer.placements, alone, strict=True)
     ]
 
 

@@ -37,15 +37,13 @@ SAME = frozenset(
 class TracedLogits:
     """The form of a tensor [B·H, T, keys] or [B, H, T, keys] that was computed from a product of queries and keys.
 
-    prompts   B
-    apart     prompts and heads have had separate axes, so that their order is known
+    apart     the tensor has had separate axes for prompts and heads, so that their order is known
     weights   the tensor is the result of the softmax
     unknown   the first function that does not preserve this form
     """
 
-    query: Float[Tensor, "*batch T E"]
-    key: Float[Tensor, "*shared keys E"]
-    prompts: int
+    query: Float[Tensor, "B H T E"]
+    key: Float[Tensor, "B K keys E"]
     scaling: float = 1.0
     bias: Float[Tensor, "#B #H #T #keys"] | None = None
     hidden: Bool[Tensor, "#B #H #T #keys"] | None = None
@@ -75,7 +73,7 @@ class TracedLogits:
 
     def plus(self, added: Shaped[Tensor, "..."], ndim: int) -> TracedLogits:
         """Return the form after adding a tensor, given the number of axes of the sum. Hidden keys get no bias."""
-        seen, rest = split_mask(self.lined_up(added, ndim))
+        seen, rest = split_mask(split_heads(added, len(self.query), ndim))
         masked = self if bool(seen.all()) else self.without(~seen, 4)
         if rest is not None and masked.hidden is not None and rest.numel() >= masked.hidden.numel():
             rest = rest.masked_fill(masked.hidden, 0)
@@ -84,27 +82,25 @@ class TracedLogits:
         return replace(masked, bias=rest if masked.bias is None else masked.bias + rest)
 
     def times(self, factor: float) -> TracedLogits:
+        """Return the form after multiplication by a number."""
         return replace(self, scaling=self.scaling * factor, bias=None if self.bias is None else self.bias * factor)
 
     def without(self, hidden: Bool[Tensor, "..."], ndim: int) -> TracedLogits:
         """Return the form with more hidden keys, given the number of axes of the tensor."""
-        hidden = self.lined_up(hidden, ndim)
+        hidden = split_heads(hidden, len(self.query), ndim)
         return replace(self, hidden=hidden if self.hidden is None else self.hidden | hidden)
 
     def over(self, x: Shaped[Tensor, "#B #H #T #keys"]) -> Shaped[Tensor, "#B #H T keys"]:
         """Expand x over all queries and keys."""
         return x.expand(-1, -1, *self.lengths)
 
-    def lined_up(self, x: Shaped[Tensor, "..."], ndim: int) -> Shaped[Tensor, "#B #H #T #keys"]:
-        """Reshape x, an operand of a tensor with ndim axes, to one axis for prompts and one for heads."""
-        x = x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape))
-        if ndim == 4:
-            return x
-        return x[None] if len(x) == 1 else x.unflatten(0, (self.prompts, -1))
 
-    def heads(self, x: Float[Tensor, "*batch T E"]) -> Float[Tensor, "B H T E"]:
-        """Reshape queries, keys or values to one axis for prompts and one for heads."""
-        return x if x.ndim == 4 else x.unflatten(0, (self.prompts, -1))
+def split_heads(x: Shaped[Tensor, "..."], prompts: int, ndim: int | None = None) -> Shaped[Tensor, "#B #H #T #keys"]:
+    """Reshape [B·H, T, …] or [B, H, T, …] to the latter. ndim: the number of axes with which x is broadcast."""
+    x = x.reshape((1,) * ((ndim or x.ndim) - x.ndim) + tuple(x.shape))
+    if x.ndim == 4:
+        return x
+    return x[None] if len(x) == 1 else x.unflatten(0, (prompts, -1))
 
 
 def _number(x: Any) -> float | None:
@@ -172,7 +168,8 @@ def _replaced(form: TracedLogits, ndim: int, mask: Bool[Tensor, "..."], value: f
         return None
     if not form.weights:
         return form.without(mask, ndim) if value <= HIDES else None
-    visible = form.lined_up(mask, ndim) if form.hidden is None else form.lined_up(mask, ndim) & ~form.hidden
+    mask = split_heads(mask, len(form.query), ndim)
+    visible = mask if form.hidden is None else mask & ~form.hidden
     return form if value == 0 and not bool(visible.any()) else None
 
 
@@ -185,8 +182,8 @@ def _at_least(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[s
 
 def _drop(form: TracedLogits, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedLogits | None:
     """Handle F.dropout(x, p, training), which must be off."""
-    given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
-    return form if not given.get("training", True) or given.get("p", 0.5) == 0 else None
+    arguments = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
+    return form if not arguments.get("training", True) or arguments.get("p", 0.5) == 0 else None
 
 
 STEPS: dict[str, Step] = {

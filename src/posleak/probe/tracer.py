@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.rounding import PARTITION
 
-from .traced_logits import SAME, TracedLogits
+from .traced_logits import SAME, TracedLogits, split_heads
 from .visibility import Visibility, read_mask, split_mask
 
 BIASED = "baddbmm"
@@ -47,7 +47,7 @@ def computes_own_attention(model: PreTrainedModel) -> bool:
 
 
 class AttentionTracer(TorchFunctionMode):
-    """Traces one forward pass over `prompts` × `length` tokens, and calls `attention` as transformers would.
+    """Tracer of one forward pass over `prompts` × `length` tokens, which calls `attention` as transformers would.
 
     running: the running modules, the innermost last
     unfinished: number of softmaxes whose weights have not been multiplied with values yet
@@ -91,15 +91,14 @@ class AttentionTracer(TorchFunctionMode):
             self.forms.pop(out, None)
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedLogits | None:
-        given = _given(name, args, kwargs)
-        query, key = (given[operand] for operand in OPERANDS[name])
+        arguments = _arguments(name, args, kwargs)
+        query, key = (arguments[operand] for operand in OPERANDS[name])
         if not self._has_heads(query) or not self._has_heads(key) or query.ndim != key.ndim:
             return None
-        form = TracedLogits(
-            query, key.transpose(-1, -2), self.prompts, float(given.get("alpha", 1)), apart=query.ndim == 4
-        )
-        beta = float(given.get("beta", 1))
-        return form if name != BIASED or beta == 0 else form.plus(beta * given["input"], query.ndim)
+        queries, keys = split_heads(query, self.prompts), split_heads(key.transpose(-1, -2), self.prompts)
+        form = TracedLogits(queries, keys, float(arguments.get("alpha", 1)), apart=query.ndim == 4)
+        beta = float(arguments.get("beta", 1))
+        return form if name != BIASED or beta == 0 else form.plus(beta * arguments["input"], query.ndim)
 
     def _has_heads(self, x: Tensor) -> bool:
         """Return whether x has the shape [B, H, …] or [B·H, …]."""
@@ -118,7 +117,7 @@ class AttentionTracer(TorchFunctionMode):
             raise self._unsupported(f"{form.unknown!r} is applied to products of queries and keys")
         if not form.apart and self.prompts > 1:
             raise self._unsupported("prompts and heads share one axis in an unknown order", remedy="use --batch 1")
-        self._require_read(form, form.heads(x), form.heads(out))
+        self._require_read(form, split_heads(x, self.prompts), split_heads(out, self.prompts))
         self.unfinished += 1
         return replace(form, weights=True)
 
@@ -128,8 +127,8 @@ class AttentionTracer(TorchFunctionMode):
         """Check some rows: the model's logits equal those of the traced form, and hidden keys have weight 0."""
         T, _ = form.lengths
         rows = torch.tensor(sorted({0, T // 2, T - 1}), device=logits.device)
-        key = form.heads(form.key).transpose(-1, -2).to(logits.dtype)
-        read = form.heads(form.query)[:, :, rows].to(logits.dtype) @ key * form.scaling
+        key = form.key.transpose(-1, -2).to(logits.dtype)
+        read = form.query[:, :, rows].to(logits.dtype) @ key * form.scaling
         if form.bias is not None:
             read = read + form.over(form.bias)[:, :, rows]
         hidden = torch.zeros_like(read, dtype=torch.bool)
@@ -150,8 +149,8 @@ class AttentionTracer(TorchFunctionMode):
             return self._fused(*args, **kwargs)
         if name not in OPERANDS or name == BIASED:
             return None
-        given = _given(name, args, kwargs)
-        weights, value = (given[operand] for operand in OPERANDS[name])
+        arguments = _arguments(name, args, kwargs)
+        weights, value = (arguments[operand] for operand in OPERANDS[name])
         form: TracedLogits | None = self.forms.get(weights)
         if form is None or not form.weights:
             return None
@@ -161,8 +160,8 @@ class AttentionTracer(TorchFunctionMode):
             raise self._unsupported(f"{form.unknown or 'a broadcast'!r} is applied to attention weights")
         self.unfinished -= 1
         hidden, bias = (None if x is None else form.over(x) for x in (form.hidden, form.bias))
-        query, key = form.heads(form.query), form.heads(form.key)
-        out = self._call(query, key, form.heads(value), None if hidden is None else ~hidden, form.scaling, bias)
+        mask, values = None if hidden is None else ~hidden, split_heads(value, self.prompts)
+        out = self._call(form.query, form.key, values, mask, form.scaling, bias)
         return out.reshape(*weights.shape[:-1], value.shape[-1])
 
     def _fused(
@@ -183,8 +182,7 @@ class AttentionTracer(TorchFunctionMode):
             )
         lengths, mask, bias = (query.shape[2], key.shape[2]), None, None
         if attn_mask is not None:
-            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-            mask, bias = split_mask(attn_mask.expand(-1, -1, *lengths))
+            mask, bias = split_mask(split_heads(attn_mask, self.prompts, 4).expand(-1, -1, *lengths))
         if is_causal:
             mask = torch.ones(1, 1, *lengths, dtype=torch.bool, device=query.device).tril()
         return self._call(query, key, value, mask, scale, bias, dropout_p)
@@ -283,7 +281,7 @@ def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: 
             body.forward = own
 
 
-def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a product by name; `self` of a method comes first."""
     names = ("input", *OPERANDS[name]) if name == BIASED else ("input", *(set(OPERANDS[name]) - {"input"}))
     return dict(zip(names, args, strict=False)) | kwargs

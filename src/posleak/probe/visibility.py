@@ -38,19 +38,18 @@ class Visibility(torch.Tensor):
     _cache: dict[object, Any]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], *_: Any, device: torch.device | str = "cpu", **__: Any) -> Visibility:
-        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=torch.device(device))
-
-    def __init__(
-        self,
+    def __new__(
+        cls,
         shape: Sequence[int],
         rule: Rule = causal_mask_function,
         padding: Bool[Tensor, "B keys"] | None = None,
         causal: bool = False,
         *,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> Visibility:
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=torch.device(device))
         self.rule, self.padding, self.causal, self._cache = rule, padding, causal, {}
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "causal" if self.causal else "rule"
@@ -58,9 +57,8 @@ class Visibility(torch.Tensor):
 
     def rows(self, queries: Int[Tensor, "P"], keys: slice = slice(None)) -> Bool[Tensor, "#B 1 P keys"]:
         """Return which keys, of all or of a span, are visible to the queries at these positions."""
-        batch = self.shape[0]
         rule = self.rule if self.padding is None else and_masks(self.rule, padding_mask_function(self.padding))
-        b = torch.arange(batch if self.padding is not None else 1, device=self.device)[:, None, None, None]
+        b = torch.arange(1 if self.padding is None else self.shape[0], device=self.device)[:, None, None, None]
         h = torch.zeros(1, dtype=torch.long, device=self.device)[:, None, None]
         j = torch.arange(self.shape[3], device=self.device)[keys]
         seen: Tensor = rule(b, h, queries.to(self.device)[:, None], j)

@@ -14,7 +14,7 @@ from posleak.edits.context import MEASURE_INSTEAD, require_closed
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive, input_device
 from posleak.probe import Edit, Placement, Plan, read_placements
-from posleak.probe.placement import PlacementPositions
+from posleak.probe.placement import gap_bound
 from posleak.stopwatch import stage
 
 PlacementCache = dict[tuple[tuple[NamedEdit, ...], bytes], list[Placement]]
@@ -64,8 +64,7 @@ def _require_same_rotation(
     ]
     if any(place.temperature is not None for place in after):
         raise _not_defined(model, SCALED_QUERIES)
-    bound = PlacementPositions.of(plan).bound(model.dtype)
-    if max(turns, default=0.0) > 3 * bound:  # at up to three times the positions
+    if max(turns, default=0.0) > 3 * gap_bound(plan, model.dtype):  # at up to three times the positions
         raise _not_defined(model, "its rotation changes with the length of what it reads")
 
 

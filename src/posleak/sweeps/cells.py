@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,9 @@ from posleak.models.sources import snapshot_folder, split_revision
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
 from posleak.runs.spec import TOKENS_AT_ONCE, MeasureSpec
-from posleak.typed import from_json, plain
+from posleak.typed import from_json
+
+from .storage import CELLS_FOLDER
 
 if TYPE_CHECKING:
     from .state import Finished
@@ -95,7 +97,7 @@ class Cell:
     @property
     def group(self) -> tuple[str | None, ...]:
         """Identifies the model in memory: consecutive cells of one group load it once."""
-        return self.model, self.dtype, self.device, self.device_map
+        return self.model, *self.loading.values()
 
     @cached_property
     def id(self) -> str:
@@ -112,10 +114,21 @@ class Cell:
         text = text_hash(inputs.removeprefix(TEXT)) if inputs.startswith(TEXT) else None
         return measurement_hash(request, {name: installed[name] for name in COMPUTED_WITH}, text)
 
+    def with_id(self, cell_id: str) -> Cell:
+        """Return the cell under an id that another process computed."""
+        cell = replace(self)
+        vars(cell)["id"] = cell_id
+        return cell
+
     @property
     def folder(self) -> str:
         """The name of the cell's folder in a sweep."""
         return f"{slug(self._base, 60)}-{self.id[:12]}"
+
+    @property
+    def path(self) -> str:
+        """The cell's folder, relative to the root of the storage."""
+        return f"{CELLS_FOLDER}/{self.folder}"
 
     @property
     def name(self) -> str:
@@ -148,9 +161,14 @@ class Cell:
         return 3 * tokens if self.kind == TRACE else tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON, with those of the spec on the same level."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"}
-        return {**own, "resources": asdict(self.resources), **plain(self.spec)}
+        """Return the fields for JSON, with those of the spec on the same level."""
+        own = self.__getstate__()
+        spec: MeasureSpec = own.pop("spec")
+        return {**own, **spec.as_dict()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for pickle, without the cached id: a worker computes it with its own software."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -160,13 +178,19 @@ class Cell:
         return core_schema.no_info_before_validator_function(_with_spec, handler(source))
 
 
+def split_fields(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split values by name into the fields of a cell and those of its spec."""
+    names = {each.name for each in fields(Cell)}
+    own = {name: value for name, value in values.items() if name in names}
+    return own, {name: value for name, value in values.items() if name not in names}
+
+
 def _with_spec(value: Any) -> Any:
     """Move the fields of the spec into one."""
     if not isinstance(value, dict):
         return value
-    names = [each.name for each in fields(Cell)]
-    spec = {name: entry for name, entry in value.items() if name not in names}
-    return {name: value[name] for name in names if name in value} | {"spec": from_json(MeasureSpec, json.dumps(spec))}
+    own, spec = split_fields(value)
+    return own | {"spec": from_json(MeasureSpec, json.dumps(spec))}
 
 
 @lru_cache(maxsize=64)
@@ -191,14 +215,14 @@ class Guess:
     seen: bool
 
 
-def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> list[Guess]:
-    """Return an estimate for every cell; the time is based on `finished` cells of the same model."""
+def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> dict[str, Guess]:
+    """Return an estimate for every cell, by its id; the time is based on `finished` cells of the same model."""
     rates = dict[Any, list[float]]()
     for record in finished:
         rates.setdefault(record.cell.group, []).append(record.seconds.measuring / record.cell.work)
     speed = _speed() if any(cell.group not in rates for cell in cells) else 1.0
     first = {cell.group: cell.id for cell in reversed(cells)}
-    guessed = list[Guess]()
+    guessed = dict[str, Guess]()
     for cell in cells:
         loading = LOADING_SECONDS if first[cell.group] == cell.id else 0.0
         seconds: float | None = None
@@ -206,7 +230,7 @@ def guesses(cells: Sequence[Cell], finished: Iterable[Finished]) -> list[Guess]:
             seconds = loading + cell.work * sum(seen) / len(seen)
         elif (shape := shape_of(cell.model)) is not None:
             seconds = loading + CELL_SECONDS + 2 * shape.parameters * cell.work / (RATE * speed)
-        guessed.append(Guess(memory_of(cell), seconds, bool(seen)))
+        guessed[cell.id] = Guess(memory_of(cell), seconds, bool(seen))
     return guessed
 
 
@@ -243,6 +267,7 @@ def shape_of(model: str) -> ModelSizes | None:
 
 
 def _folder(model: str) -> Path | None:
+    """Return the folder of the model's files; None if they are not on this machine."""
     text, revision = split_revision(model)
     if text in builtin.BUILTIN_MODELS:
         return builtin.cached_folder(text)

@@ -49,9 +49,8 @@ Products = dict[PowerKey, Array]
 
 @dataclass(frozen=True)
 class Omitted:
-    """A cell that has no rows in the table, and why."""
+    """A cell that has no rows in the table, and why. `label`: its description, or its folder if it cannot be read."""
 
-    name: str
     label: str
     why: str
 
@@ -92,7 +91,7 @@ class Collected:
 
     def varied(self) -> dict[str, list[Any]]:
         """Return the knobs in which the cells differ, with their values in order."""
-        cells = [knobs(record) for record in self.finished]
+        cells = [settings(record) for record in self.finished]
         values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
         return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
 
@@ -132,7 +131,7 @@ def collected(root: str) -> Collected:
             elif (error := read_sealed(now, FAILED, f"{CELLS_FOLDER}/{folder}/{ERROR_FILE}")) is not None:
                 failed.append(error)
             else:
-                omitted.append(Omitted(folder, folder, "it is not finished; start the sweep again to resume it"))
+                omitted.append(Omitted(folder, "it is not finished; start the sweep again to resume it"))
     finished, tables, products = list[Finished](), dict[str, pd.DataFrame](), dict[str, Products]()
     places = [f"{CELLS_FOLDER}/{folder}/{record.place}" for folder, record in records.items()]
     now = storage.snapshot(place + name for place in places for name in (NUMBERS_FILE, PRODUCTS_FILE))
@@ -167,7 +166,7 @@ def _omitting(folder: str, omitted: list[Omitted]) -> Iterator[None]:
     try:
         yield
     except (PosleakError, MemoryError) as error:
-        omitted.append(Omitted(folder, folder, error_line(error)))
+        omitted.append(Omitted(folder, error_line(error)))
 
 
 def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]:
@@ -175,7 +174,7 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
     newest = {replace(each.cell, resources=Resources()): each for each in sorted(records, key=lambda r: r.finished)}
     kept = {record.id for record in newest.values()}
     why = "it was measured again later, with other versions of posleak, torch or transformers"
-    older = [Omitted(r.cell.folder, r.cell.details, why) for r in records if r.id not in kept]
+    older = [Omitted(record.cell.details, why) for record in records if record.id not in kept]
 
     def order(record: Finished) -> Any:
         """Checkpoints in the order of training, then edits, lengths and seeds."""
@@ -189,14 +188,11 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def knobs(record: Finished) -> dict[str, Any]:
-    """Return the values of the knobs of a finished cell; the dtype is the one that it was measured in."""
+def settings(record: Finished) -> dict[str, Any]:
+    """Return the fields of a finished cell as the table has them; the dtype is the one that it was measured in."""
     cell, spec = record.cell, record.cell.spec
-    return {
-        "model": cell.name, "kind": cell.kind, "edits": " + ".join(spec.edit_texts) or NO_EDITS, "inputs": spec.inputs,
-        "bos": str(spec.bos), "length": spec.length, "prompts": spec.prompts, "origin": spec.origin,
-        "density": spec.density, "dtype": record.model.dtype,
-    }  # fmt: skip
+    edits = " + ".join(spec.edit_texts) or NO_EDITS
+    return {**cell.as_dict(), "model": cell.name, "edits": edits, "bos": str(spec.bos), "dtype": record.model.dtype}
 
 
 def _tidy(
@@ -218,7 +214,7 @@ def _tidy(
                 rows.append(LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names))
             own = pd.concat([own, pd.DataFrame(rows, columns=own.columns).astype(own.dtypes)])
         numbers[record.id[:12]] = own
-    cells = pd.DataFrame([_cell_columns(storage, record) for record in finished], columns=CELL_COLUMNS)
+    cells = pd.DataFrame([_cell_columns(storage, record) for record in finished])
     table = pd.concat(numbers, names=["cell", None]).reset_index(level=0)
     table = table.merge(cells, how="left", on="cell", validate="many_to_one")[columns]
     return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
@@ -232,12 +228,9 @@ def _without_edits(record: Finished) -> tuple[str, Cell]:
 
 
 def _cell_columns(storage: Storage, record: Finished) -> dict[str, Any]:
-    cell, model = record.cell, record.model
-    return {
-        "cell": record.id[:12], **knobs(record), "series": cell.series, "step": cell.step, "seed": cell.spec.seed,
-        "device": model.device, "architecture": model.architecture, "weights_sha256": model.weights_sha256,
-        "run": storage.path(f"{CELLS_FOLDER}/{cell.folder}"),
-    }  # fmt: skip
+    model = {name: getattr(record.model, name) for name in ("device", "architecture", "weights_sha256")}
+    values = {**settings(record), **model, "cell": record.id[:12], "run": storage.path(record.cell.path)}
+    return {name: values[name] for name in CELL_COLUMNS}
 
 
 def estimate_of(row: Mapping[Any, Any]) -> Estimate:
@@ -246,6 +239,7 @@ def estimate_of(row: Mapping[Any, Any]) -> Estimate:
 
 
 def _pool(group: pd.DataFrame) -> dict[str, Any]:
+    """Return the mean of the same number over seeds, as a row."""
     parts = [estimate_of(row) for row in group[["value", "low", "high", "n"]].to_dict("records")]
     return LabelledEstimate(parts[0] if len(parts) == 1 else Estimate.average(parts)).as_row()
 
@@ -277,12 +271,9 @@ class BalanceRow:
     removed: dict[str, Estimate]
 
     def as_dict(self) -> dict[str, Any]:
-        spec = self.cell.spec
-        cell = {
-            "model": self.cell.model, "edits": spec.edit_texts, "length": spec.length, "prompts": spec.prompts,
-            "seed": spec.seed, "inputs": spec.inputs, "bos": spec.bos, "dtype": self.cell.dtype,
-        }  # fmt: skip
-        return {"label": self.cell.label, **vars(self), "cell": cell}
+        cell = self.cell.as_dict()
+        shown = ("model", "edits", "length", "prompts", "seed", "inputs", "bos", "dtype")
+        return {"label": self.cell.label, **vars(self), "cell": {name: cell[name] for name in shown}}
 
 
 @dataclass(frozen=True)
@@ -301,10 +292,10 @@ def balance_table(
     baselines, rows = dict[Any, Run](), list[BalanceRow]()
     for record in finished:
         cell = record.cell
-        with storage.cell_files(cell.folder, record.place, record.files) as folder:
+        with storage.cell_files(cell.path, record.place, record.files) as folder:
             run = Run.load(folder)
             baseline = baselines.setdefault((cell.model, cell.dtype), run)
-            identity, path = run.record.identity, storage.path(f"{CELLS_FOLDER}/{cell.folder}")
+            identity, path = run.record.identity, storage.path(cell.path)
             removed = dict[str, Estimate]()
             paired = run.prompts == baseline.prompts and run.record.inputs.same_tokens(baseline.record.inputs)
             if run is not baseline and paired:

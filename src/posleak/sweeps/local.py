@@ -2,7 +2,7 @@
 
 A worker process that dies (out of memory, a crash in a library) is replaced, and its cell started again. Driver and
 worker exchange lines of JSON over the worker's standard input and output: a cell, then status lines and the outcome. A
-worker whose driver is gone ends.
+worker ends when its driver is gone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from posleak.typed import from_json, plain
 
 from .cells import Cell
-from .state import Outcome, Tracker, WorkOrder
+from .state import Outcome, Tracker
 from .storage import Storage
 from .work import Worker, worker_died
 
@@ -40,16 +40,25 @@ STDERR_BYTES = 2000
 """How much of a dead worker's standard error is read."""
 
 
+class Order(NamedTuple):
+    """Message to a worker: a cell, the number of workers that have started it, and its id in the driver's process."""
+
+    cell: Cell
+    attempt: int
+    id: str
+
+
 @dataclass(frozen=True)
 class InMemory:
-    """Cells in this process, with models that are in memory. `subjects`: by the name of the model in the cells."""
+    """Engine in this process, for models in memory. `subjects`: by the name of the model in the cells."""
 
     subjects: Mapping[str, Any]
     worker: Worker
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
+        """Measure every open cell, in the order of the manifest."""
         for cell in tracker.open:
-            tracker.started(cell)
+            tracker.attempt(cell)
             if cell.model in self.subjects:
                 self.worker.hold(cell, self.subjects[cell.model])
             tracker.ended(self.worker.run(storage, cell, on_status=partial(tracker.started, cell)))
@@ -57,33 +66,43 @@ class InMemory:
 
 @dataclass(frozen=True)
 class Local:
-    """Cells one after another, in a worker process on this machine."""
+    """Engine on this machine: one cell after another, in a worker process."""
 
     worker: Worker
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
-        """Measure every open cell, model by model; cells that another sweep has come last, once it releases them."""
-        while cells := sorted(tracker.open, key=lambda cell: tuple(map(str, cell.group))):
-            free = [cell for cell in cells if not storage.is_locked(cell.folder)]
-            tracker.elsewhere = len(cells) - len(free)
+        """Measure every open cell, model by model."""
+        for free in rounds(storage, tracker):
+            free.sort(key=lambda cell: tuple(map(str, cell.group)))
             for cpus, group in groupby(free, key=lambda cell: cell.resources.cpus):
                 worker = replace(self.worker, threads=None if cpus is None else max(1, int(cpus)))
                 self._run_group(deque(group), worker, storage, tracker)
-            tracker.show()
-            if not free:
-                time.sleep(PAUSE)
 
     def _run_group(self, waiting: deque[Cell], worker: Worker, storage: Storage, tracker: Tracker) -> None:
         """Measure cells in one process, and in a new one whenever it dies. Cells that another sweep took stay open."""
         while waiting:
             with _worker_process(worker, storage) as process:
                 while waiting:
-                    order = tracker.order(waiting.popleft())
-                    if (outcome := process.measure(order, tracker)) is None:
-                        if worker_died(storage, tracker, order.cell, process.how_it_ended, worker.retries):
-                            waiting.appendleft(order.cell)  # the same cell again, in a new process
+                    cell = waiting.popleft()
+                    if (outcome := process.measure(cell, tracker)) is None:
+                        if worker_died(storage, tracker, cell, process.how_it_ended, worker.retries):
+                            waiting.appendleft(cell)  # the same cell again, in a new process
                         break
-                    tracker.settled(order.cell, outcome)
+                    tracker.ended(outcome)
+
+
+def rounds(storage: Storage, tracker: Tracker) -> Iterator[list[Cell]]:
+    """Yield the open cells that no other sweep has, until none is open.
+
+    Cells that another sweep has come in a later round, once it releases them.
+    """
+    while cells := tracker.open:
+        free = [cell for cell in cells if not storage.is_locked(cell.path)]
+        tracker.elsewhere = len(cells) - len(free)
+        tracker.show()
+        yield free
+        if len(tracker.open) == len(cells):
+            time.sleep(PAUSE)
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
@@ -91,24 +110,24 @@ class Local:
 
 @dataclass
 class _Process:
-    """A worker process as the driver sees it."""
+    """The driver's view of a worker process."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
 
-    def measure(self, order: WorkOrder, tracker: Tracker) -> Outcome | None:
-        """Return how the cell ended; None if the worker died."""
+    def measure(self, cell: Cell, tracker: Tracker) -> Outcome | None:
+        """Send a cell to the worker, and return how it ended; None if the worker died."""
         orders, answers = self.process.stdin, self.process.stdout
         assert orders is not None
         assert answers is not None
         try:
-            _send(orders, order)
+            _send(orders, Order(cell, tracker.attempt(cell), cell.id))
         except BrokenPipeError:
             return None
         for line in answers:
             if not isinstance(status := json.loads(line), str):
                 return from_json(Outcome, line)
-            tracker.started(order.cell, status)
+            tracker.started(cell, status)
         return None
 
     @property
@@ -162,11 +181,11 @@ def serve(root: str, options: str) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        order = from_json(WorkOrder, queue.get())
+        order = from_json(Order, queue.get())
         _send(answers, worker.run(storage, order.cell, order.attempt, partial(_send, answers), order.id))
 
 
-def _send(stream: IO[bytes], message: WorkOrder | str | Outcome) -> None:
+def _send(stream: IO[bytes], message: Order | str | Outcome) -> None:
     stream.write(json.dumps(plain(message)).encode() + b"\n")
     stream.flush()
 

@@ -35,7 +35,7 @@ from posleak.models.sources import checkpoints, split_revision
 from posleak.runs.spec import TRACED, MeasureSpec
 from posleak.text import visible
 
-from .cells import TRACE, Cell
+from .cells import TRACE, Cell, Resources, split_fields
 from .schema import MOST, MOST_DIGITS, GridKeys, Loader, ManifestKeys, ModelKeys, absolute_model, validated
 
 MOST_BYTES = 10**6
@@ -69,14 +69,14 @@ class Manifest:
         own = list(dict.fromkeys(cell.model for cell in self.cells))
         if len(models) > len(own):
             raise InputError(
-                "the manifest has fewer models than were given", where=self.name, got=", ".join(models),
+                "the manifest has fewer models than were passed", where=self.name, got=", ".join(models),
                 expected=f"at most {len(own)}, instead of {', '.join(own)}",
             )  # fmt: skip
         new = dict(zip(own, map(absolute_model, models)))
         cells = [replace(cell, spec=replace(cell.spec, **spec)) for cell in self.cells]
         if models:
-            none: dict[str, Any] = {"title": None, "series": None, "step": None}
-            cells = [replace(cell, model=new[cell.model], **none) for cell in cells if cell.model in new]
+            kept = [cell for cell in cells if cell.model in new]
+            cells = [replace(cell, model=new[cell.model], title=None, series=None, step=None) for cell in kept]
         return replace(self, cells=titled({cell.id: cell for cell in cells}.values()))
 
 
@@ -129,26 +129,25 @@ def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Man
 
 
 def _cells(grid: GridKeys, where: str) -> Iterator[Cell]:
-    """Every combination of the grid's axes, model by model."""
+    """Yield every combination of the grid's axes, model by model."""
     if grid.models is None:
         raise InputError("the grid has no models", where=where, remedy="list them under `models`")
-    models = [
-        (fields, entry.resources.over(grid.resources))
-        for number, entry in enumerate(grid.models, 1)
-        for fields in _models(entry, f"{where}, models, {number}")
-    ]
-    axes = grid.given(*AXES)
+    models = list[dict[str, Any]]()
+    for number, entry in enumerate(grid.models, 1):
+        named = [keys.model_dump(exclude_none=True) for keys in (grid.resources, entry.resources)]
+        resources = Resources(**(named[0] | named[1]))
+        models += [{**model, "resources": resources} for model in _models(entry, f"{where}, models, {number}")]
+    axes = grid.model_dump(include=set(AXES), exclude_unset=True)
     if grid.kind == TRACE:
         axes.setdefault("length", [TRACED])
     if (count := len(models) * prod(map(len, axes.values()))) > MOST:
         raise _too_many(f"{count:,}", where)
-    loading = grid.given("device", "device_map")
-    for fields, resources in models:
+    shared = grid.model_dump(exclude={"models", "resources", *AXES}, exclude_unset=True)
+    for model in models:
         for values in product(*axes.values()):
-            spec = {**grid.given("batch", "metrics", "loss"), **dict(zip(axes, values, strict=True))}
-            own = {**loading, **({"dtype": spec.pop("dtype")} if "dtype" in spec else {}), **fields}
+            own, spec = split_fields({**shared, **dict(zip(axes, values, strict=True)), **model})
             try:
-                yield Cell(spec=MeasureSpec(**spec), kind=grid.kind, resources=resources, **own)
+                yield Cell(spec=MeasureSpec(**spec), **own)
             except PosleakError as error:
                 raise error.at(where) from error
 
@@ -161,7 +160,7 @@ def _too_many(count: str, where: str) -> InputError:
 
 
 def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
-    """Return the fields that decide the model of a cell, for every model that an entry stands for."""
+    """Return, for every model of an entry, the fields of a cell that determine how it is named and loaded."""
     if (entry.model is None) == (entry.checkpoints is None):
         raise InputError("an entry needs either `model` or `checkpoints`", where=where)
     if entry.revisions is not None and "@" in (entry.model or ""):
@@ -189,7 +188,8 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
             expected = f"some of {', '.join(map(str, by_step))}"
             raise InputError("there is no such checkpoint", where=f"{where}, steps", got=missing, expected=expected)
         models = [by_step[step] for step in entry.steps]
-    return [{**model, **entry.given("dtype", "device", "device_map")} for model in models]
+    loading = entry.model_dump(include={"dtype", "device", "device_map"}, exclude_unset=True)
+    return [{**model, **loading} for model in models]
 
 
 def trained_steps(folder: Path) -> int | None:
@@ -206,14 +206,14 @@ def trained_steps(folder: Path) -> int | None:
 
 
 def _step(name: str) -> int | None:
-    """`step1000-tokens4B` → 1000; `checkpoint-32` → 32; `main` → None"""
+    """Return the training step in a name: 1000 for `step1000-tokens4B`, 32 for `checkpoint-32`, None for `main`."""
     match = _STEP.search(name)
     digits = re.findall(r"\d+", name) if match is None else [match[1] or match[2]]
     return int(digits[0]) if len(digits) == 1 and len(digits[0]) <= MOST_DIGITS else None
 
 
 def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
-    """Return the cells with display names: of a path, as many of its last parts as make it unique."""
+    """Return the cells with display names that are short and unique."""
     cells, named = list(cells), list[Cell]()
     series = _short({cell.series for cell in cells if cell.series is not None})
     models = _short({cell.model for cell in cells if cell.title is None and cell.series is None})
@@ -228,6 +228,7 @@ def titled(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 def _short(names: set[str]) -> dict[str, str]:
+    """Return a display name for every name: of a path, as few of its last parts as are unique among all names."""
     short = {name: name for name in names if not Path(name).is_absolute()}
     paths = {name: Path(name).parts for name in names if name not in short}
     for length in range(1, 1 + max(map(len, paths.values()), default=0)):

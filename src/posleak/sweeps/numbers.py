@@ -40,7 +40,7 @@ SCHEMA = pa.schema({
 
 @dataclass(frozen=True)
 class CellResults:
-    """The results of a cell: a run, or a trace with `run` as its ordinary pass."""
+    """Results of a cell: a run, or a trace with `run` as its ordinary pass."""
 
     run: Run
     trace: Trace | None = None

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from posleak.errors import InputError, warn
 from posleak.text import format_bytes, one_line
 
 from .cells import Cell, memory_of
-from .local import PAUSE
+from .local import rounds
 from .state import Tracker
 from .storage import Storage
 from .work import Worker, worker_died, write_failure
@@ -37,7 +36,7 @@ Group = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class OnRay:
-    """Cells on the Ray cluster at `address`, or on one that is started here and ends with the sweep.
+    """Engine on the Ray cluster at `address`, or on one that is started here and ends with the sweep.
 
     workers   the largest number of actors; None: as many as the cluster's processors allow
     """
@@ -48,10 +47,7 @@ class OnRay:
 
     def run(self, storage: Storage, tracker: Tracker) -> None:
         """Measure every open cell."""
-        cells = tracker.open
-        if not cells:
-            return
-        ray = require_ray()
+        cells, ray = tracker.open, require_ray()
         if self.address is not None and storage.local is not None:
             warn(
                 f"results go into the folder {storage.local}: every machine of the cluster must see it under this "
@@ -63,7 +59,8 @@ class OnRay:
             cpus = min(_cpus(cell) for cell in cells)
             fitting = max(1, int(ray.cluster_resources().get("CPU", 1) / max(cpus, 0.001)))
             most = min(self.workers or fitting, len(cells))
-            _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(cells)
+            for free in rounds(storage, tracker):
+                _Scheduler(ray, self.worker, storage.absolute, tracker, most).run(free)
 
 
 def require_ray() -> Any:
@@ -99,7 +96,7 @@ def _machines(ray: Any) -> list[dict[str, float]]:
 
 
 def _words(resources: dict[str, float]) -> str:
-    """`2 CPUs, 1 GPUs, 8.0 GB`"""
+    """Return, for example, `2 CPUs, 1 GPUs, 8.0 GB`."""
     counts = [f"{resources[name]:g} {name}s" for name in ("CPU", "GPU")]
     return ", ".join([*counts, *([format_bytes(resources["memory"])] if resources["memory"] else [])])
 
@@ -110,7 +107,7 @@ def _cpus(cell: Cell) -> float:
 
 @dataclass
 class _Actor:
-    """An actor as the driver sees it: the model that it is for, its resources, and its cell."""
+    """The driver's view of an actor: the model that it is for, its resources, and its cell."""
 
     handle: Any
     group: Group
@@ -120,9 +117,10 @@ class _Actor:
 
 @dataclass
 class _Scheduler:
-    """Gives the cells of a sweep to actors.
+    """Distributor of cells over actors.
 
-    groups     waiting cells by model;  later: cells that another sweep has, and when to check them again
+    most       the largest number of actors
+    groups     waiting cells by model
     actors     by the future of what they do now
     """
 
@@ -133,37 +131,23 @@ class _Scheduler:
     most: int
     groups: dict[Group, deque[Cell]] = field(default_factory=dict)
     actors: dict[Any, _Actor] = field(default_factory=dict)
-    later: list[tuple[float, Cell]] = field(default_factory=list)
 
     def run(self, cells: list[Cell]) -> None:
-        """Work until every cell has ended, then end the actors; what they have finished is in the storage."""
+        """Give every cell to an actor, then end the actors; what they have finished is in the storage."""
+        for cell in cells:
+            self.groups.setdefault(cell.group, deque()).append(cell)
         try:
-            self._work(cells)
+            while self.actors or any(self.groups.values()):
+                self._start_actors()
+                done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH)
+                for future in done:
+                    self._handle(future)
+                if not done:
+                    self.tracker.show()
         finally:
             for actor in self.actors.values():
                 with contextlib.suppress(Exception):
                     self.ray.kill(actor.handle)
-
-    def _work(self, cells: list[Cell]) -> None:
-        for cell in cells:
-            self._queue(cell)
-        while self.actors or self.later or any(self.groups.values()):
-            now = time.monotonic()
-            for _, cell in (each for each in self.later if each[0] <= now):
-                self._queue(cell)
-            self.later = [each for each in self.later if each[0] > now]
-            self.tracker.elsewhere = len(self.later)
-            self._start_actors()
-            done, _ = self.ray.wait(list(self.actors), num_returns=1, timeout=REFRESH) if self.actors else ([], [])
-            for future in done:
-                self._handle(future)
-            if not done:
-                self.tracker.show()
-            if not self.actors:
-                time.sleep(PAUSE / 10)
-
-    def _queue(self, cell: Cell) -> None:
-        self.groups.setdefault(cell.group, deque()).append(cell)
 
     def _start_actors(self) -> None:
         """Start as many actors as are allowed, each for the model with most waiting cells per actor."""
@@ -179,7 +163,7 @@ class _Scheduler:
             self.actors[handle.__ray_ready__.remote()] = _Actor(handle, group, request)
 
     def _handle(self, future: Any) -> None:
-        """An actor is ready, its cell has ended, or it died. A live actor gets the next cell."""
+        """Handle an actor that is ready, has ended its cell, or died. Give a live actor the next cell."""
         actor = self.actors.pop(future)
         try:
             outcome = self.ray.get(future)
@@ -190,24 +174,20 @@ class _Scheduler:
             self._actor_died(actor, error)
             return
         if actor.cell is not None:
-            if outcome.busy:
-                self.later.append((time.monotonic() + PAUSE, actor.cell))
-                self.tracker.elsewhere = len(self.later)
-            self.tracker.settled(actor.cell, outcome)
+            self.tracker.ended(outcome)
             actor.cell = None
-        if not self.groups.get(actor.group) and not self._reassign(actor):
+        if not self.groups[actor.group] and not self._reassign(actor):
             self.ray.kill(actor.handle)
             return
-        actor.cell = self.groups[actor.group].popleft()
-        order = self.tracker.order(actor.cell, "on the cluster")
-        future = actor.handle.run.remote(self.storage, order.cell, order.attempt, expected=order.id)
-        self.actors[future] = actor
+        cell = actor.cell = self.groups[actor.group].popleft()
+        attempt = self.tracker.attempt(cell, "on the cluster")
+        self.actors[actor.handle.run.remote(self.storage, cell, attempt, expected=cell.id)] = actor
 
     def _actor_died(self, actor: _Actor, error: Exception) -> None:
         """Give the actor's cell to another one, unless that has happened too often."""
         cell = actor.cell
         if cell is None:  # it died before it had a cell: count that for the first one of its model
-            if not self.groups.get(actor.group):
+            if not self.groups[actor.group]:
                 return
             cell = self.groups[actor.group].popleft()
             self.tracker.attempts[cell.id] += 1
@@ -215,8 +195,11 @@ class _Scheduler:
             self.groups[cell.group].appendleft(cell)
 
     def _request(self, cell: Cell) -> dict[str, Any]:
-        """Ray's options for an actor with this cell's model. Memory that is estimated is limited to that of the largest
-        machine: an estimate must not keep a cell waiting forever."""
+        """Return Ray's options for an actor with this cell's model.
+
+        Memory that is estimated is limited to that of the largest machine: an estimate must not keep a cell waiting
+        forever.
+        """
         memory, estimated = cell.resources.memory, memory_of(cell)
         if memory is None and estimated is not None:
             memory = min(estimated, int(max(machine.get("memory", 0) for machine in _machines(self.ray))))

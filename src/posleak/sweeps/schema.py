@@ -23,7 +23,7 @@ from posleak.models.sources import split_revision
 from posleak.runs.spec import parse_bytes
 from posleak.text import visible
 
-from .cells import KINDS, TEXT, Resources
+from .cells import KINDS, TEXT
 
 MOST = 100_000
 """The largest number of values in a list, and of cells in a sweep."""
@@ -62,7 +62,7 @@ def _inputs(name: str) -> str:
 
 
 def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """A validator that reports posleak's own errors at the key."""
+    """Return a validator that reports posleak's own errors at the key."""
 
     def validate(value: Any) -> Any:
         try:
@@ -87,10 +87,6 @@ class Keys(BaseModel):
 
     model_config = {"extra": "forbid", "frozen": True}
 
-    def given(self, *names: str) -> dict[str, Any]:
-        """Return the values of those of these keys that the manifest has."""
-        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
-
 
 class ResourceKeys(Keys):
     """The resources of a worker."""
@@ -98,11 +94,6 @@ class ResourceKeys(Keys):
     cpus: Processors | None = None
     gpus: Processors | None = None
     memory: Annotated[int | None, _parsed(parse_bytes)] = None
-
-    def over(self, general: ResourceKeys) -> Resources:
-        """Return the resources of a model; those that it does not name are the `general` ones of its grid."""
-        named = {**general.model_dump(exclude_none=True), **self.model_dump(exclude_none=True)}
-        return Resources(named.get("cpus"), named.get("gpus", 0), named.get("memory"))
 
 
 class ModelKeys(Keys):
@@ -162,7 +153,7 @@ WORDS = {
     "int_type": "not a whole number",
     "too_short": "the list is empty",
 }
-"""Types of pydantic's errors."""
+"""Messages, by pydantic's type of error."""
 
 
 def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:

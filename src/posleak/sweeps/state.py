@@ -21,7 +21,7 @@ from posleak.models.sources import content_sha256, file_stamp
 from posleak.typed import Number
 
 from .cells import Cell
-from .storage import CELLS_FOLDER, Storage
+from .storage import Storage
 
 _model_stamp, _model_content = cache(file_stamp), cache(content_sha256)
 
@@ -129,9 +129,7 @@ def statuses(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -
     _model_stamp.cache_clear()
     _model_content.cache_clear()
     cells, present = list(cells), set(storage.cell_folders())
-    now = storage.snapshot(
-        f"{CELLS_FOLDER}/{cell.folder}/{name}" for cell in cells if cell.folder in present for name in RECORD_FILES
-    )
+    now = storage.snapshot(f"{cell.path}/{name}" for cell in cells if cell.folder in present for name in RECORD_FILES)
     return [
         status_of(now, cell, verify=verify) if cell.folder in present else CellStatus(cell, State.open)
         for cell in cells
@@ -140,15 +138,14 @@ def statuses(storage: Storage, cells: Iterable[Cell], *, verify: bool = False) -
 
 def status_of(storage: Storage, cell: Cell, *, verify: bool = False) -> CellStatus:
     """Return the status of one cell."""
-    folder, before = f"{CELLS_FOLDER}/{cell.folder}", "it was finished"
-    unsettled = State.running if storage.is_locked(cell.folder) else State.open
+    before, unsettled = "it was finished", State.running if storage.is_locked(cell.path) else State.open
     try:
-        if (record := read_sealed(storage, FINISHED, f"{folder}/{CELL_FILE}")) is not None:
+        if (record := read_sealed(storage, FINISHED, f"{cell.path}/{CELL_FILE}")) is not None:
             if (damage := _damage(storage, cell, record, verify)) is None:
                 return CellStatus(cell, State.finished, record=record)
             return CellStatus(cell, unsettled, f"{before}, but {damage}")
         before = "it failed"
-        error = read_sealed(storage, FAILED, f"{folder}/{ERROR_FILE}")
+        error = read_sealed(storage, FAILED, f"{cell.path}/{ERROR_FILE}")
         if error is not None and unsettled is State.open:
             return CellStatus(cell, State.left_out if error.left_out else State.failed, error.what, error=error)
     except RunError as damaged:
@@ -166,12 +163,12 @@ def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str
     """Return what is wrong with a finished cell; None if nothing is."""
     if record.id != cell.id:
         return "its record is of another cell"
-    place = f"{CELLS_FOLDER}/{cell.folder}/{record.place}"
     for name, facts in record.files.items():
-        current = storage.stamp(place + name)
+        path = f"{cell.path}/{record.place}{name}"
+        current = storage.stamp(path)
         if current is None:
             return f"{name} is missing"
-        if (verify or current != facts.stamp) and storage.sha256(place + name) != facts.sha256:
+        if (verify or current != facts.stamp) and storage.sha256(path) != facts.sha256:
             return f"{name} is damaged or was changed"
     measured = record.model
     if measured.stamp is None or _model_stamp(cell.model) in (None, measured.stamp):  # None: gone, or cannot be read
@@ -185,16 +182,15 @@ def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended.
+    """What a worker did with a cell.
 
-    state    None: undecided, because another worker has the cell (`busy`) or the storage cannot be written
-    reused   it was settled already
+    state    None: its results cannot be written;  running: another worker has the cell
+    reused   it was finished, or had failed, before
     """
 
     id: str
     state: State | None
     why: str = ""
-    busy: bool = False
     reused: bool = False
 
 
@@ -228,15 +224,6 @@ class SweepProgress:
         return ", ".join([f"{self.finished} of {self.total} cells finished", *(f"{n} {what}" for n, what in more if n)])
 
 
-@dataclass(frozen=True)
-class WorkOrder:
-    """A message to a worker: a cell, its id in the driver's process, and the number of workers that have started it."""
-
-    cell: Cell
-    id: str
-    attempt: int
-
-
 @dataclass
 class Tracker:
     """The cells of a sweep and how each ended. Engines report to it; the callback receives every change.
@@ -268,19 +255,11 @@ class Tracker:
         self.running[cell.id] = what
         self.show()
 
-    def order(self, cell: Cell, what: str = "starting") -> WorkOrder:
-        """Count another attempt at a cell, report that it has started, and return the message to its worker."""
+    def attempt(self, cell: Cell, what: str = "starting") -> int:
+        """Report that a worker starts a cell, and return how many workers have started it."""
         self.attempts[cell.id] += 1
         self.started(cell, what)
-        return WorkOrder(cell, cell.id, self.attempts[cell.id])
-
-    def settled(self, cell: Cell, outcome: Outcome) -> None:
-        """Report what a worker returned; a cell that another sweep has stays open, and the attempt does not count."""
-        if outcome.busy:
-            self.attempts[cell.id] -= 1
-            self.stopped(cell)
-        else:
-            self.ended(outcome)
+        return self.attempts[cell.id]
 
     def stopped(self, cell: Cell) -> None:
         """Report that a cell is no longer being measured, and is still open."""
@@ -288,9 +267,12 @@ class Tracker:
         self.show()
 
     def ended(self, outcome: Outcome) -> None:
-        """Report how a cell ended."""
+        """Report what a worker returned. A cell that another worker has stays open, and the attempt does not count."""
         self.running.pop(outcome.id, None)
-        self.outcomes[outcome.id] = outcome
+        if outcome.state is State.running:
+            self.attempts[outcome.id] -= 1
+        else:
+            self.outcomes[outcome.id] = outcome
         self.show()
 
     def show(self) -> None:

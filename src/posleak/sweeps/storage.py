@@ -30,7 +30,7 @@ CELLS_FOLDER = "cells"
 
 @dataclass(frozen=True)
 class Storage:
-    """A place for cells. `root` is a folder or a URL; names of files are relative to it, with slashes."""
+    """Storage of cells. `root` is a folder or a URL; names of files and folders are relative to it, with slashes."""
 
     root: str
 
@@ -116,15 +116,15 @@ class Storage:
 
     @contextmanager
     def cell_files(self, folder: str, place: str, names: Iterable[str]) -> Iterator[Path]:
-        """Give a folder on a disk with the files of a finished cell: its own, or a temporary copy."""
+        """Yield a folder on a disk with the files of a finished cell: its own `folder`, or a temporary copy."""
         if self.local is not None:
-            yield self.local / CELLS_FOLDER / folder
+            yield self.local / folder
             return
         with tempfile.TemporaryDirectory(prefix="posleak-") as copies:
             for name in names:
                 target = Path(copies) / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(self.read(f"{CELLS_FOLDER}/{folder}/{place}{name}") or b"")
+                target.write_bytes(self.read(f"{folder}/{place}{name}") or b"")
             yield Path(copies)
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -140,21 +140,17 @@ class Storage:
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
         with suppress(FileNotFoundError), _translated_errors(self.path(name)):
-            if self.local is not None:
-                (self.local / name).unlink()
-            else:
-                self._fs.rm_file(name)
+            self._fs.rm_file(name)
 
     @contextmanager
     def work_folder(self, folder: str) -> Iterator[Path]:
-        """Give the folder in which a worker measures a cell: its own, locked, or a temporary one."""
+        """Yield the folder in which a worker measures a cell: its own `folder`, locked, or a temporary one."""
         if self.local is not None:
-            path = self.local / CELLS_FOLDER / folder
-            with sole_writer(path):
-                yield path
+            with sole_writer(self.local / folder):
+                yield self.local / folder
             return
-        with tempfile.TemporaryDirectory(prefix="posleak-") as path_name:
-            yield Path(path_name)
+        with tempfile.TemporaryDirectory(prefix="posleak-") as temporary:
+            yield Path(temporary)
 
     def upload(self, folder: str, source: Path, names: Iterable[str]) -> str:
         """Copy a worker's files to an object store, and return their subfolder; on a disk do nothing, and return ""."""
@@ -162,20 +158,18 @@ class Storage:
             return ""
         place = f"{secrets.token_hex(4)}/"
         for name in names:
-            self.write(f"{CELLS_FOLDER}/{folder}/{place}{name}", (source / name).read_bytes())
+            self.write(f"{folder}/{place}{name}", (source / name).read_bytes())
         return place
 
     def is_locked(self, folder: str) -> bool:
         """Return whether a live worker has this cell; always False on an object store, which has no locks."""
-        if self.local is None or not (lock := self.local / CELLS_FOLDER / folder / LOCK_FILE).exists():
+        if self.local is None or not (lock := self.local / folder / LOCK_FILE).exists():
             return False
         try:
             with file_lock(lock, wait=False):
                 return False
-        except BusyError:
-            return True
-        except OSError:
-            return False
+        except (BusyError, OSError) as error:
+            return isinstance(error, BusyError)
 
     def require_writable(self) -> None:
         """Raise StorageError if nothing can be written here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +16,11 @@ from posleak.runs.software import measurement_hash
 from posleak.runs.spec import parse_bytes, require_between
 from posleak.signatures import checked
 
-from .cells import Cell
+from .cells import Cell, Guess, guesses
 from .local import InMemory, Local
 from .manifest import Manifest, manifest as manifest_from, read_manifest
 from .state import CellStatus, Finished, State, SweepProgress, Tracker, statuses
-from .storage import CELLS_FOLDER, Storage
+from .storage import Storage
 from .work import Worker
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ENGINES = ("local", "ray")
 
 
 class Engine(Protocol):
-    """Measures the open cells of a tracker, and reports to it how each ended."""
+    """Scheduler of a sweep: measures the open cells of a tracker, and reports to it how each ended."""
 
     def run(self, storage: Storage, tracker: Tracker) -> None: ...
 
@@ -42,16 +42,16 @@ class Sweep:
     """The cells of a sweep with their states in the storage.
 
     computed    ids of the cells that were measured by this call
-    unwritten   id -> reason, for cells whose results could not be written
     question    of the manifest
+    guesses     id -> estimated memory and time of open cells in a dry run; None if cells were measured
     """
 
     name: str
     root: str
     cells: list[CellStatus]
     computed: tuple[str, ...] = ()
-    unwritten: dict[str, str] | None = None
     question: str | None = None
+    guesses: dict[str, Guess] | None = None
 
     def of(self, *states: State) -> list[CellStatus]:
         """Return the cells in these states."""
@@ -83,23 +83,23 @@ class Sweep:
     def __repr__(self) -> str:
         return f"Sweep({self.name}: {self.counts}; {self.root})"
 
-    def as_dict(self, guesses: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of `posleak sweep --json` (docs/json.md). `guesses`: in a dry run, by the cells' ids."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON of `posleak sweep --json` (docs/json.md)."""
+        dry_run = self.guesses is not None
         return {
-            "sweep": self.name, "root": self.root, "dry_run": guesses is not None, "complete": self.complete,
+            "sweep": self.name, "root": self.root, "dry_run": dry_run, "complete": self.complete,
             "counts": {state.value: len(self.of(state)) for state in State}, "computed": len(self.computed),
-            "cells": [self._cell_dict(status, guesses) for status in self.cells],
-            "balance": self.balance if self.question is not None and guesses is None else None,
+            "cells": [self._cell_dict(status) for status in self.cells],
+            "balance": self.balance if self.question is not None and not dry_run else None,
         }  # fmt: skip
 
-    def _cell_dict(self, status: CellStatus, guesses: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _cell_dict(self, status: CellStatus) -> dict[str, Any]:
         cell = status.cell
         return {
-            "id": cell.id, "label": cell.details, "state": status.state,
-            "why": status.why or (self.unwritten or {}).get(cell.id, ""),
-            "run": Storage(self.root).path(f"{CELLS_FOLDER}/{cell.folder}"), "computed": cell.id in self.computed,
+            "id": cell.id, "label": cell.details, "state": status.state, "why": status.why,
+            "run": Storage(self.root).path(cell.path), "computed": cell.id in self.computed,
             "seconds": None if status.record is None else status.record.seconds,
-            "guess": None if guesses is None else guesses.get(cell.id),
+            "guess": (self.guesses or {}).get(cell.id),
         }  # fmt: skip
 
 
@@ -164,12 +164,23 @@ def sweep(
     outcomes = tracker.outcomes.values()
     computed = tuple(each.id for each in outcomes if each.state is not None and not each.reused)
     unwritten = {each.id: each.why for each in outcomes if each.state is None}
-    result = replace(status(cells, storage), computed=computed, unwritten=unwritten)
+    result = status(cells, storage)
+    explained = [replace(each, why=each.why or unwritten.get(each.cell.id, "")) for each in result.cells]
+    result = replace(result, cells=explained, computed=computed)
     if result.question is not None and result.complete:
         from .collect import BALANCE_FILE
 
         storage.write(BALANCE_FILE, json_text(result.balance).encode())
     return result
+
+
+def planned_sweep(
+    manifest: str, models: Sequence[str], out: str | None, *, verify: bool = False, **spec: int | None
+) -> Sweep:
+    """Return the state of the sweep that `sweep` would run, with estimates of memory and time for its open cells."""
+    changed, _ = with_changes(as_manifest(manifest), models, **spec)
+    result = status(changed, storage_for(changed, out), verify=verify)
+    return replace(result, guesses=guesses([each.cell for each in result.of(State.open)], result.finished))
 
 
 def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Sweep:
@@ -179,7 +190,7 @@ def status(manifest: Manifest, storage: Storage, *, verify: bool = False) -> Swe
 
 
 def as_manifest(value: Any) -> Manifest:
-    """Return the manifest that `sweep` was given in one of several forms."""
+    """Return the manifest from a path, a name, a mapping or a list of cells; raise InputError for other values."""
     if isinstance(value, Manifest):
         return value
     if isinstance(value, str | os.PathLike):
@@ -201,12 +212,12 @@ def with_changes(
 ) -> tuple[Manifest, dict[str, Subject]]:
     """Return the manifest with other models and other values of its spec, and the models that are in memory."""
     single = isinstance(models, str | os.PathLike) or not isinstance(models, Iterable)
-    names, shown, subjects = list[str](), list[str](), dict[str, Any]()  # subjects by a name unique to their content
-    given: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
-    for model in given:
+    listed: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
+    names = list[str]()
+    subjects: dict[str, Subject] = {}  # by a name that is unique to their content
+    for model in listed:
         if isinstance(model, str | os.PathLike):
             names.append(os.fsdecode(model))
-            shown.append(names[-1])
             continue
         from posleak.models import subject_of
         from posleak.probe.fingerprint import identified
@@ -214,29 +225,28 @@ def with_changes(
 
         subject = identified(subject_of(model))
         facts = {name: getattr(subject.identity, name) for name in IDENTITY_FIELDS}
-        shown.append(subject.identity.name)
         names.append(f"{subject.identity.name}-{measurement_hash(facts)[:12]}")
         subjects[names[-1]] = subject
+    titles = {name: subject.identity.name for name, subject in subjects.items()}
+    shown = [titles.get(name, name) for name in names]
     if len(set(shown)) < len(shown):
         raise InputError(
             "models of one sweep need different names", where="models", got=", ".join(shown),
             remedy='name those in memory: Subject.of(model, tokenizer, name="mine")',
         )  # fmt: skip
     changed = manifest.changed(names, **{name: value for name, value in spec.items() if value is not None})
-    cells = list[Cell]()
     for cell in changed.cells:
-        identity = subjects[cell.model].identity if cell.model in subjects else None
-        if identity is not None and cell.dtype not in (None, identity.dtype):
+        if cell.model in subjects and cell.dtype not in (None, dtype := subjects[cell.model].identity.dtype):
             raise InputError(
-                "a cell has another dtype than the model in memory", where=identity.name, got=identity.dtype,
+                "a cell has another dtype than the model in memory", where=titles[cell.model], got=dtype,
                 expected=cell.dtype, remedy="give the model by name, or in that dtype",
             )  # fmt: skip
-        cells.append(cell if identity is None else replace(cell, title=identity.name))
+    cells = [replace(cell, title=titles.get(cell.model, cell.title)) for cell in changed.cells]
     return replace(changed, cells=tuple(cells)), subjects
 
 
 def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Storage:
-    """Return where the results go."""
+    """Return the storage for the results: `out`, else the manifest's, else runs/NAME."""
     return Storage(os.fspath(out) if out is not None else manifest.out or str(Path(RUNS) / manifest.name))
 
 

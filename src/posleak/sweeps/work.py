@@ -26,7 +26,7 @@ from posleak.text import one_line, visible
 from . import state
 from .cells import MEASURE, Cell
 from .state import CELL_FILE, ERROR_FILE, Outcome, State
-from .storage import CELLS_FOLDER, Storage
+from .storage import Storage
 
 OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
@@ -37,7 +37,7 @@ LoadedModel = tuple[Any, Any, tuple[str | None, str | None]]
 
 @dataclass
 class Worker:
-    """Measures cells; its fields are the options that hold for all cells of a sweep.
+    """Worker of a sweep, with one model in memory. Its fields are the options that hold for all cells.
 
     retry_failed   measure cells that failed before
     retries        how often an engine starts a cell again whose worker process died
@@ -71,39 +71,41 @@ class Worker:
         expected   the cell's id in the process that started the sweep: another one means other software
         """
         try:
-            if expected not in (None, cell.id):
+            if expected is not None and expected != cell.id:
                 here = ", ".join(f"{name} {version}" for name, version in versions().items())
+                cell = cell.with_id(expected)  # the failure is written where the driver looks for it
                 raise errors.CheckError(
                     "the worker's software or texts differ from those where the sweep was started", where=cell.details,
                     got=f"{here}, Python {platform.python_version()}",
                     remedy="install the same versions everywhere, and give texts by a path that all machines share",
                 )  # fmt: skip
-            with storage.work_folder(cell.folder) as folder:
+            with storage.work_folder(cell.path) as folder:
                 status = state.status_of(storage, cell, verify=self.verify)
                 if status.record is not None or (status.error is not None and not self.retry_failed):
                     return Outcome(cell.id, status.state, status.why, reused=True)
                 if status.why and status.error is None:  # damaged or outdated: no longer finished
-                    storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}")
+                    storage.remove(f"{cell.path}/{CELL_FILE}")
                     for path in [*folder.rglob(RESULTS_FILE), *folder.rglob(HEADS_FILE)]:
                         if not (path.parent / RECORD_FILE).exists():  # results without a record belong to no run
                             remove(path)
                 record = self._measure(storage, cell, folder, attempt, on_status)
-                storage.write(f"{CELLS_FOLDER}/{cell.folder}/{CELL_FILE}", state.FINISHED.text(record).encode())
-                storage.remove(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}")
+                storage.write(f"{cell.path}/{CELL_FILE}", state.FINISHED.text(record).encode())
+                storage.remove(f"{cell.path}/{ERROR_FILE}")
                 return Outcome(cell.id, State.finished)
         except errors.BusyError as error:
-            return Outcome(cell.id, None, f"another worker has it: {error.got}", busy=True)
+            return Outcome(cell.id, State.running, f"another worker has it: {error.got}")
         except errors.StorageError as error:
             return Outcome(cell.id, None, error_line(error))
         except Exception as error:
             return write_failure(storage, cell, error, attempt)
 
     def _measure(self, storage: Storage, cell: Cell, folder: Path, attempt: int, on_status: OnStatus) -> state.Finished:
+        """Measure the cell into the folder, upload the files to an object store, and return the cell's record."""
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", errors.PosleakWarning)
             on_status("loading")
-            (_, subject, marks), loading = self._load(cell, on_status)
+            (_, subject, model_stamps), loading = self._load(cell, on_status)
             begun = time.perf_counter()
             try:
                 results = self._results(subject, cell, folder, on_status)
@@ -115,15 +117,15 @@ class Worker:
         remove_leftovers(folder, state.RECORD_FILES.__contains__)
         paths = [path for path in folder.rglob("[!.]*") if path.is_file() and path.name not in state.RECORD_FILES]
         names = sorted(path.relative_to(folder).as_posix() for path in paths)
-        place = storage.upload(cell.folder, folder, names)
-        stamps = {name: storage.stamp(f"{CELLS_FOLDER}/{cell.folder}/{place}{name}") or "" for name in names}
+        place = storage.upload(cell.path, folder, names)
+        stamps = {name: storage.stamp(f"{cell.path}/{place}{name}") or "" for name in names}
         run, identity = results.run.record, results.run.record.identity
         notes = [str(each.message) for each in caught if issubclass(each.category, errors.PosleakWarning)]
         return state.Finished(
             id=cell.id, cell=cell, place=place, inputs=run.inputs, attempts=attempt, threads=run.machine.threads,
             files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
             model=state.ModelFacts(
-                *marks, identity.weights_sha256, identity.architecture, identity.dtype,
+                *model_stamps, identity.weights_sha256, identity.architecture, identity.dtype,
                 identity.device, identity.layers, identity.heads, identity.revision,
             ),
             seconds=state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring),
@@ -163,7 +165,7 @@ class Worker:
             torch.set_num_threads(self.threads)
         trust: Any = {"trust_remote_code": self.trust_remote_code, "allow_pickle": self.allow_pickle}
         options: Any = {**cell.loading, **trust, "progress": on_status, "notice": on_status}
-        mark = file_stamp(cell.model)
+        stamp = file_stamp(cell.model)
         try:
             subject = load(cell.model, **options)
         except errors.TooLargeError:
@@ -171,7 +173,7 @@ class Worker:
                 raise
             errors.warn(f"{cell.model} does not fit into memory in float32: it is loaded in bfloat16")
             subject = load(cell.model, **{**options, "dtype": "bfloat16"})
-        self._loaded = cell.group, subject, (mark, content_sha256(cell.model))  # read now: the files may change later
+        self._loaded = cell.group, subject, (stamp, content_sha256(cell.model))  # read now: the files may change later
         return self._loaded, time.perf_counter() - started
 
 
@@ -181,7 +183,7 @@ def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) 
     trace = None if isinstance(error, PosleakError) else visible("".join(traceback.format_exception(error)))
     record = state.Failed(cell.id, cell, left_out, what, visible(str(error)), trace, attempt, platform.node(), now())
     try:
-        storage.write(f"{CELLS_FOLDER}/{cell.folder}/{ERROR_FILE}", state.FAILED.text(record).encode())
+        storage.write(f"{cell.path}/{ERROR_FILE}", state.FAILED.text(record).encode())
     except PosleakError as unwritten:
         return Outcome(cell.id, None, f"{what}; and error.json cannot be written: {unwritten.got or unwritten.what}")
     return Outcome(cell.id, State.left_out if left_out else State.failed, what)

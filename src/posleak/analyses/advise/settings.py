@@ -73,19 +73,19 @@ def of_edits(texts: Iterable[str]) -> list[Setting]:
     settings = []
     for text in texts:
         edits = tuple(part.strip() for part in _SEPARATOR.split(text) if part.strip())
-        settings.append(Setting("own", "as asked for", tuple(edit.text for edit in parse_edits(edits))))
+        settings.append(Setting("own", "your own setting", tuple(edit.text for edit in parse_edits(edits))))
     return settings
 
 
 def _first_tokens(subject: Subject, base: Prompts) -> Iterator[Setting]:
     """Yield other BOS policies than the current one: none, the BOS of the config, the BOS of the tokenizer."""
-    here, named = base.describe().bos_id, subject.identity.bos
-    prepended = named.get("tokenizer_prepends") or [None]
-    if here is not None:
+    current, bos = base.describe().bos_id, subject.identity.bos
+    prepended = bos.get("tokenizer_prepends") or [None]
+    if current is not None:
         yield Setting("bos", "no BOS: the first token is that of the text (--bos none)", ("bos=none",))
-    for token, words in ((named.get("config_id"), "config names as BOS"), (prepended[0], "tokenizer prepends")):
-        if isinstance(token, int) and token != here:
-            here = token
+    for token, words in ((bos.get("config_id"), "config names as BOS"), (prepended[0], "tokenizer prepends")):
+        if isinstance(token, int) and token != current:
+            current = token
             yield Setting("bos", f"the token that the {words}, first", (f"bos=token:{token}",))
 
 

@@ -224,9 +224,9 @@ def claim(
         )  # fmt: skip
 
     def add(test: Test) -> Test:
-        made = Claim(number, id, title, sentence, method, test, name, metrics)
-        reject_builtin_name("claim", id, REGISTRY.get(id), made)
-        REGISTRY[id] = made
+        registered = Claim(number, id, title, sentence, method, test, name, metrics)
+        reject_builtin_name("claim", id, REGISTRY.get(id), registered)
+        REGISTRY[id] = registered
         return test
 
     return add

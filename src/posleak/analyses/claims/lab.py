@@ -14,9 +14,9 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.fingerprint import projections, written
+from posleak.analyses.origin.fingerprint import projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
-from posleak.analyses.origin.portrait import pair_cosines
+from posleak.analyses.origin.portrait import joined_cosines, pair_cosine
 from posleak.analyses.origin.states import alone
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
@@ -55,7 +55,7 @@ LATER = slice(1, None)
 """The layers after the first."""
 
 
-def drawn(edit: str, draws: int) -> list[str]:
+def draw_texts(edit: str, draws: int) -> list[str]:
     """Return the texts of an edit's random draws, numbered; the edit itself for a single draw."""
     return [edit] if draws == 1 else [f"{edit}:{draw}" for draw in range(draws)]
 
@@ -143,7 +143,7 @@ class Lab(Conditions):
         """
         at = LATER if later else slice(None)
         before = self.power(name, early=early, layers=at)
-        after = [self.power(name, text, early=early, layers=at) for text in drawn(edit, draws)]
+        after = [self.power(name, text, early=early, layers=at) for text in draw_texts(edit, draws)]
         ratios = [Contrast(power, before).ratio for power in after]
         mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
         if draws > 1:
@@ -152,12 +152,12 @@ class Lab(Conditions):
 
     def edited(self, edit: str, about: str, *kept: Kept, draws: int = 1) -> Edited:
         """Describe the condition, with mean attention of reference queries to position 0 before and after."""
-        conditions = [(), *((text,) for text in drawn(edit, draws))]
+        conditions = [(), *((text,) for text in draw_texts(edit, draws))]
         before, *after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in conditions)
         return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
 
     def mean(self, x: Array) -> Estimate:
-        """Return the mean of n numbers, one per prompt or head, with a jackknife interval."""
+        """Return the mean over the first axis of x (prompts, heads or tokens), with a jackknife interval."""
         return Jackknife(len(x)).mean(np.asarray(x, dtype=float)).estimate
 
     @property
@@ -184,18 +184,15 @@ class Lab(Conditions):
 
         By closure, one-token sequences are enough.
         """
-        readers, start = self.origin.reading.is_reader, torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
+        readers, jackknife = self.origin.reading.is_reader, Jackknife(TEXT_CROPS)
+        start = torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
         crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
             values, outputs = alone(self.subject.model, firsts).values, projections(self.subject.model, start)
-            fingerprints = [
-                row
-                for projection, heads, v in zip(outputs, readers, values, strict=True)
-                if heads.any()
-                for row in written(projection, v, np.flatnonzero(heads).tolist())
-            ]
-        return pair_cosines(fingerprints, Jackknife(TEXT_CROPS))[1] if fingerprints else None
+            written = written_by_readers(outputs, readers, values)
+            cosines = [pair_cosine(head, jackknife) for _, heads in written for head in heads]
+        return joined_cosines(cosines, jackknife)[1] if cosines else None
 
     def require_float64(self, prompts: int) -> None:
         """Raise InputError if a float64 copy of the weights and the states of the prompts do not fit into memory."""

@@ -25,6 +25,7 @@ from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.signatures import checked
 from posleak.text import visible
+from posleak.typed import plain
 
 from . import laws
 from .laws import Check, DoctorVerdict
@@ -55,7 +56,7 @@ class Diagnosis:
     checks: tuple[Check, ...]
     first_token: str = ""
     notes: tuple[str, ...] = ()
-    positions: str = "not looked at"
+    positions: str = "not determined"
 
     @property
     def ok(self) -> bool:
@@ -81,12 +82,9 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak doctor --json` (docs/json.md)."""
-        return {
-            "model": self.model, "ok": self.ok, "verdict": self.verdict.value, "sentence": self.sentence,
-            "length": self.length, "prompts": self.prompts, "positions": self.positions,
-            "first_token": self.first_token, "notes": self.notes,
-            "checks": [check.as_dict() for check in self.checks], "calibration": self.calibration.as_dict(),
-        }  # fmt: skip
+        verdict = {"ok": self.ok, "verdict": self.verdict, "sentence": self.sentence}
+        document: dict[str, Any] = plain({"model": self.model, **verdict, **vars(self)})
+        return document
 
 
 def doctor_length(subject: Subject) -> int:
@@ -138,17 +136,17 @@ def doctor(
     batch = work.fit(who, prompts, parse_bytes(max_memory))
     outside = bos_outside_vocabulary(who) if bos == "auto" else None
     no_bos = None if outside is None else f"{outside}: position 0 holds an ordinary token"
-    texts = prepare(who, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)
+    base = prepare(who, "random", bos=bos if outside is None else "none", length=plan.length, seed=seed)
     with exclusive(who.model):
-        calibration, checks, positions = _checks(who, texts, plan, prompts, short, batch, on_status)
+        calibration, checks, positions = _checks(who, base, plan, prompts, short, batch, on_status)
         notes = tuple(note for note in (no_bos, long, changed(who)) if note is not None)
-    first = texts.describe().first_token
+    first = base.describe().first_token
     return Diagnosis(who.identity.name, plan.length, prompts, calibration, tuple(checks), first, notes, positions)
 
 
 def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short: bool = False) -> MemoryPlan:
-    """Return the plan for all prompts, `batch` at once, and for FEW prompts under eager attention, at all depths, and
-    with rounded weights.
+    """Return the memory plan for all prompts, `batch` at once, and for FEW prompts under eager attention, at all depths
+    and with rounded weights.
 
     Eager attention, and a constant that is added to one row of logits, hold tokens × tokens numbers.
     """
@@ -166,25 +164,25 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
 
 
 def _checks(
-    subject: Subject, texts: Prompts, plan: Plan, prompts: int, short: bool, batch: int, progress: Callable[[str], None]
+    subject: Subject, base: Prompts, plan: Plan, prompts: int, short: bool, batch: int, progress: Callable[[str], None]
 ) -> tuple[Calibration, list[Check], str]:
-    ids = texts.batch(range(prompts))
-    constant = prepare(subject, "constant", bos="none", length=plan.length, seed=texts.seed).batch(range(1))
+    ids = base.batch(range(prompts))
+    constant = prepare(subject, "constant", bos="none", length=plan.length, seed=base.seed).batch(range(1))
     progress("calibration")
     calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
     room = None if subject.identity.rotary else subject.context
     passes = SharedPasses(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
     checks = _calibration_checks(calibration)
-    judges: dict[str, Callable[[SharedPasses], Check]] = {
+    law_checks: dict[str, Callable[[SharedPasses], Check]] = {
         "parity with eager attention": eager_parity, "law L1": laws.additivity, "law L2": laws.constant_token,
         "law L3": laws.first_layer, "law L4": laws.zero_queries, "law L5": laws.shifted_positions,
         "law L7": laws.closure, "law L8, batches": laws.batching, "law L8, padding": laws.padding,
         "law L9": laws.gauge, "law L10": laws.moved_keys,
     }  # fmt: skip
-    for name, judge in judges.items():
+    for name, law_check in law_checks.items():
         if not (short and name == "law L3"):
             progress(name)
-            checks.append(judge(passes))
+            checks.append(law_check(passes))
     shift = next(check for check in checks if check.id == "L5 shift")
     for dtype in () if short else (torch.float32, torch.bfloat16, torch.float16):
         progress(f"rounding floor, {dtype}")
@@ -219,9 +217,9 @@ def eager_parity(passes: SharedPasses) -> Check:
             states = passes.measure(passes.few, padding).states
     else:
         states = (passes.padded if padding else passes.together).states
-    tokens, given = passes.tokens(passes.few, padding)
+    tokens, arguments = passes.tokens(passes.few, padding)
     with implemented(model, "eager"):
-        eager = native(model, tokens, **given)[0][:, padding:]
+        eager = native(model, tokens, **arguments)[0][:, padding:]
     bound = AGREE.of(computed_in(dtype)) / 10
     return Check("parity eager", relative_difference(states, eager), bound, "relative", why)
 

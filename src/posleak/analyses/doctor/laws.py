@@ -7,8 +7,8 @@ frequencies that depend on the largest position, L5. The check then names the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posleak.analyses.origin.states import Collector
 from posleak.leakage import AttentionObserver, Jackknife, component
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import products
 from posleak.models import input_device
-from posleak.probe import Call, Edit, Motion, Plan, attach, relative_difference, takes_positions
+from posleak.probe import Edit, Motion, Plan, attach, relative_difference, takes_positions
 from posleak.probe.native import native
 from posleak.rounding import AGREE, EXACT, computed_in
 from posleak.typed import Number
@@ -75,11 +76,11 @@ class Check:
         """One glyph: passed, broken by design, failed, or reported only."""
         return "·" if self.bound is None else MARKS[self.verdict]
 
-    def because(self, cause: str | None) -> Check:
-        """Return a failed check with its cause appended to `why`; a check that passed is returned unchanged."""
-        if self.ok or cause is None:
+    def because(self, find_cause: Callable[[], str | None]) -> Check:
+        """Return a failed check with its cause, if one is found, appended to `why`; a passed check stays as it is."""
+        if self.ok or (cause := find_cause()) is None:
             return self
-        return replace(self, cause=cause, why=f"{self.why}. Not so here: {cause}")
+        return replace(self, cause=cause, why=f"{self.why}. Violated here: {cause}")
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
@@ -93,7 +94,7 @@ def additivity(passes: SharedPasses) -> Check:
 
 
 def constant_token(passes: SharedPasses) -> Check:
-    """Check L2.
+    """Check L2: with one token repeated, drift and sink are 0.
 
     With a learned sink logit, attention weights do not sum to one, so the output of a head depends on the number of
     visible keys. States then differ from the second layer on, and the law is checked on the first layer only.
@@ -105,13 +106,15 @@ def constant_token(passes: SharedPasses) -> Check:
     data = assemble([stack_layers(parts)], passes.plan)
     powers = [np.nanmax(np.nanmean(component(data, name).values[0] ** 2, axis=(-1, -2))) for name in ("drift", "sink")]
     check = Check("L2 constant token", float(max(powers)), EXACT.of(passes.model.dtype), "nats²", why)
-    return check if check.ok else check.because(passes.cause)
+    return check.because(passes.find_cause)
 
 
 def first_layer(passes: SharedPasses) -> Check:
-    """Check L3 at the level 99.9%, so that a true law fails once in a thousand models."""
-    data = assemble([stack_layers([passes.first])], passes.plan)
-    prompts = Jackknife(len(passes.ids))
+    """Check L3: in the first layer, drift and sink are 0 on average over random prompts.
+
+    The level is 99.9%, so that a true law fails once in a thousand models.
+    """
+    data, prompts = passes.first_call(), Jackknife(len(passes.ids))
     powers, lows = {}, {}
     for name in ("drift", "sink"):
         x = component(data, name).values
@@ -125,8 +128,7 @@ def first_layer(passes: SharedPasses) -> Check:
         f"from 0, n={len(passes.ids)}"
     )
     unit = f"nats² (lower end of {name}; value {powers[name].value:.2g})"
-    check = Check("L3 first layer", lows[name], EXACT.of(passes.model.dtype), unit, why)
-    return check if check.ok else check.because(passes.cause)
+    return Check("L3 first layer", lows[name], EXACT.of(passes.model.dtype), unit, why).because(passes.find_cause)
 
 
 def zero_queries(passes: SharedPasses) -> Check:
@@ -155,7 +157,10 @@ def rms_change(still: Sequence[Tensor], moved: Sequence[Tensor]) -> float:
 
 
 def shifted_positions(passes: SharedPasses) -> Check:
-    """Check L5; it is not checked if the model takes no position ids or has no free positions."""
+    """Check L5: shifting all positions changes only rounding.
+
+    It is not checked if the model takes no position ids or has no free positions.
+    """
     shift = passes.shift
     why = f"rotated logits depend on offsets only: shifting all position ids by {shift} changes only rounding"
     if not takes_positions(passes.model):
@@ -166,10 +171,11 @@ def shifted_positions(passes: SharedPasses) -> Check:
     moved = log_attention(passes.model, passes.plan, passes.ids[:1], shift)
     bound = AGREE.of(computed_in(passes.model.dtype))
     check = Check("L5 shift", rms_change(passes.separate.attention, moved), bound, "nats rms", why)
-    return check if check.ok else check.because(_shift_cause(passes, shift))
+    return check.because(lambda: _shift_cause(passes, shift))
 
 
 def _shift_cause(passes: SharedPasses, shift: int) -> str | None:
+    """Return the property of the model by which a shift changes more than rounding; None if none is known."""
     entrance = passes.entrance
     if entrance is not None and entrance.kind == TABLE:
         return entrance.reason
@@ -183,25 +189,15 @@ def _shift_cause(passes: SharedPasses, shift: int) -> str | None:
     return _dynamic_frequencies(passes, shift) or passes.uneven
 
 
-@dataclass
-class KeyObserver:
-    """Collects the keys of the first `length` positions in every call."""
-
-    length: int
-    layers: list[Tensor] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Tensor) -> None:
-        self.layers.append(call.key[:, :, : self.length].clone())
-
-
 def _dynamic_frequencies(passes: SharedPasses, shift: int) -> str | None:
-    """Say whether the position of the last token, which earlier tokens cannot see, changes their keys."""
+    """Return a cause if the position of the last token changes the keys of earlier tokens, which cannot see it."""
     T, keys = passes.plan.length, []
     tokens = torch.from_numpy(passes.ids[:1]).to(input_device(passes.model))
     tokens, far = torch.cat([tokens, tokens[:, -1:]], dim=1), T - 1 + shift
     for last in (T, far):
         positions = torch.tensor([*range(T), last], device=tokens.device)[None]
-        with attach(passes.model, [observer := KeyObserver(T)]) as probe:
+        observer = Collector(lambda call, out: call.key[:, :, :T].clone())
+        with attach(passes.model, [observer]) as probe:
             probe.forward(tokens, position_ids=positions)
         keys.append(observer.layers)
     gap = max(relative_difference(moved, still) for still, moved in zip(*keys, strict=True))
@@ -214,7 +210,7 @@ def _dynamic_frequencies(passes: SharedPasses, shift: int) -> str | None:
 
 
 def closure(passes: SharedPasses) -> Check:
-    """Check L7."""
+    """Check L7: the state of position 0 does not depend on later tokens."""
     result = passes.separate.closure
     why = f"position 0 sees only itself: its states at all {len(result.per_layer)} depths are those of the token alone"
     return Check("L7 closure", result.worst, result.bound, "relative", why)
@@ -238,20 +234,24 @@ def padding(passes: SharedPasses) -> Check:
     """
     got, expected = passes.padded.parts, passes.together.parts
     worst = max(relative_difference(padded, plain) for padded, plain in pairs(got, expected, "mask", "drift"))
-    check = Check("L8 padding", worst, AGREE.of(passes.model.dtype), "relative", "left padding has no effect")
-    if check.ok:
-        return check
-    plain, padded = (
-        native(passes.model, tokens, **given)[0]
-        for tokens, given in (passes.tokens(passes.few), passes.tokens(passes.few, PADDING))
-    )
-    changed = relative_difference(padded[:, PADDING:], plain) > AGREE.of(passes.model.dtype)
-    cause = "the model's own states change with left padding, under its own attention too"
-    return check.because(cause) if changed else check
+    bound = AGREE.of(passes.model.dtype)
+
+    def find_cause() -> str | None:
+        plain, padded = (
+            native(passes.model, tokens, **arguments)[0]
+            for tokens, arguments in (passes.tokens(passes.few), passes.tokens(passes.few, PADDING))
+        )
+        changed = relative_difference(padded[:, PADDING:], plain) > bound
+        return "the model's own states change with left padding, under its own attention too" if changed else None
+
+    return Check("L8 padding", worst, bound, "relative", "left padding has no effect").because(find_cause)
 
 
 def gauge(passes: SharedPasses) -> Check:
-    """Check L9; not checked with a learned sink logit, which fixes the scale of the logits."""
+    """Check L9: a constant added to a row of logits changes no part.
+
+    It is not checked with a learned sink logit, which fixes the scale of the logits.
+    """
     why = "a constant of 50 added to one row of logits changes no part: a softmax is invariant to it"
     if passes.learned_sinks:
         return Check("L9 gauge", 0.0, None, "nats", f"{why}; not checked: a learned sink logit fixes the scale")
@@ -265,7 +265,7 @@ def gauge(passes: SharedPasses) -> Check:
 
 
 def moved_keys(passes: SharedPasses) -> Check:
-    """Check L10; if the origin cannot be moved, the check says so and has no bound."""
+    """Check L10: moved keys equal the model's own; if the origin cannot be moved, the check has no bound."""
     motion = Motion.of(passes.placements, passes.plan, passes.model.dtype)
     why = "a key moved to another position equals the model's own key there, on tokens and positions not used before"
     if motion.stays:

@@ -5,7 +5,7 @@ Each pass is run once, when a law first needs it.
 together   a few prompts in one batch                  L1, L8
 separate   the same prompts, each in its own pass      L1, L4, L5, L7, L8, L9
 padded     the same prompts with left padding          L8, parity with eager attention
-first      the first attention call of all prompts     L3
+first_call the first attention call of all prompts     L3
 
 Absolute position is found by observing a forward pass, for any family. With one token repeated and no BOS, a causal
 model with relative positions computes the same state at every position. Position enters at the first module that maps
@@ -20,22 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.states import Closure, hooked, origin_states
+from posleak.analyses.origin.states import Closure, Collector, hooked, joined, origin_states
 from posleak.leakage import AttentionObserver, LeakageObserver, Parts
+from posleak.leakage.dataset import Chunk, assemble, stack_layers
 from posleak.models import input_device
 from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, relative_difference, takes_positions
 from posleak.probe.native import backbone
 from posleak.rounding import AGREE
+from posleak.runs.spec import batches
 
 Ids = NDArray[np.int64]
 
@@ -71,39 +74,29 @@ class Entrance:
         return REASONS[self.kind].format(module=self.module)
 
 
-@dataclass
-class EntranceHook:
-    """Forward hook that finds the first module whose output differs between positions although its input does not.
-
-    names       module names by id
-    module      name of the module found;  is_embedding: whether it is an embedding
-    """
-
-    names: dict[int, str]
-    module: str | None = None
-    is_embedding: bool = False
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if self.module is not None or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            return  # the cosines of a rotary module are not part of the stream
-        before = _differs(next(_along_positions([*args, *kwargs.values()]), None))
-        after = _differs(next(_along_positions([out] if isinstance(out, Tensor) else list(_values(out))), None))
-        table = isinstance(module, torch.nn.Embedding)
-        if after and (before is False or table):
-            self.module, self.is_embedding = self.names[id(module)], table
-
-
 def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
-    """Find where equal tokens become different states; None if they never do, as in rotary, NoPE or ALiBi models."""
-    hook = EntranceHook({id(module): name for name, module in model.named_modules()})
+    """Find where equal tokens become different states; None if they never do, as in rotary, NoPE or ALiBi models.
+
+    It is the first module whose output differs between positions although its input does not.
+    """
+    entered = list[torch.nn.Module]()
+
+    def observe(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if entered or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+            return  # the cosines of a rotary module are not part of the stream
+        before, after = _differs([*args, *kwargs.values()]), _differs(_outputs(out))
+        if after and (before is False or isinstance(module, torch.nn.Embedding)):
+            entered.append(module)
+
     inner = backbone(model)
     parts = (module for module in inner.modules() if module is not inner)
-    with attach(model) as probe, hooked(parts, hook, with_kwargs=True):
+    with attach(model) as probe, hooked(parts, observe, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
-        attention = {hook.names[id(module)] for module in probe.modules}
-    if hook.module is None or hook.is_embedding:  # its values may be sines for a rotation: then the states are equal
-        return Entrance(TABLE, hook.module or "added in its body") if _differs(out[0]) else None
-    return Entrance(SINKS if hook.module in attention else RECURRENT, hook.module)
+        attention = list(probe.modules)
+    name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
+    if not entered or isinstance(entered[0], torch.nn.Embedding):
+        return Entrance(TABLE, name) if _differs([out[0]]) else None  # a table may hold sines for a rotation
+    return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
 
 
 def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shift: int) -> bool:
@@ -111,7 +104,7 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     outputs: list[Tensor] = []
 
     def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
-        outputs.append(next(_along_positions([out, *_values(out)])))
+        outputs.extend(_along_positions(_outputs(out))[:1])
 
     with hooked([model.get_submodule(module)], keep), attach(model) as probe:
         ids = torch.full((1, LENGTH), token, device=input_device(model))
@@ -121,21 +114,27 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     return relative_difference(moved, still) > AGREE.of(model.dtype)
 
 
-def _values(out: Any) -> Iterator[Any]:
-    yield from out.values() if hasattr(out, "values") else out if isinstance(out, (tuple, list)) else ()
+def _outputs(out: Any) -> list[Any]:
+    """Return what a module returned as a list: a tensor, the items of a tuple, or the values of a mapping."""
+    if isinstance(out, Tensor):
+        return [out]
+    return list(out.values()) if hasattr(out, "values") else list(out) if isinstance(out, (tuple, list)) else []
 
 
-def _along_positions(candidates: list[Any]) -> Iterator[Tensor]:
-    """Yield floating-point tensors with exactly one axis of positions."""
-    for x in candidates:
-        if isinstance(x, Tensor) and x.is_floating_point() and list(x.shape).count(LENGTH) == 1:
-            yield x
+def _along_positions(candidates: Sequence[Any]) -> list[Tensor]:
+    """Return the floating-point tensors with exactly one axis of positions."""
+    tensors = [x for x in candidates if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in tensors if list(x.shape).count(LENGTH) == 1]
 
 
-def _differs(x: Tensor | None) -> bool | None:
-    """Return whether positions differ by more than rounding; None without an axis of positions."""
-    if x is None:
+def _differs(candidates: Sequence[Any]) -> bool | None:
+    """Return whether positions of the first tensor with an axis of positions differ by more than rounding.
+
+    None if there is no such tensor.
+    """
+    if not (tensors := _along_positions(candidates)):
         return None
+    x = tensors[0]
     at = x.movedim(list(x.shape).index(LENGTH), 0).double()
     return float((at - at[:1]).abs().max()) > 1e-3 * float(at.abs().max())
 
@@ -161,22 +160,16 @@ class ZeroObserver(LeakageObserver):
         super().observe(replace(call, query=torch.zeros_like(call.query), bias=None), out)
 
 
-@dataclass
-class VisibleCounts:
-    """Computes the prediction of L4 for every layer from the number of visible keys of each query:
+def mask_of_equal_logits(call: Call, plan: Plan) -> Tensor:
+    """Return the mask part that L4 predicts from the number of visible keys of each query [H or 1, Q]:
 
     mean over r of log((|V(r)| + A) / (|V(i)| + A)), where A = e^{s_aux}, or 0 without s_aux.
     """
-
-    plan: Plan
-    expected: list[Tensor] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Tensor) -> None:
-        rows = torch.tensor(self.plan.rows, device=call.query.device)
-        aux = torch.zeros(1, 1).double() if call.s_aux is None else call.s_aux.double().exp()[:, None].cpu()
-        log_size = (call.visibility.rows(rows)[0, 0].sum(-1).cpu() + aux).log()  # [H or 1, P]
-        Q, R = len(self.plan.queries), len(self.plan.references)
-        self.expected.append((log_size[:, Q : Q + R].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device))
+    rows = torch.tensor(plan.rows, device=call.query.device)
+    aux = torch.zeros(1, 1).double() if call.s_aux is None else call.s_aux.double().exp()[:, None].cpu()
+    log_size = (call.visibility.rows(rows)[0, 0].sum(-1).cpu() + aux).log()  # [H or 1, P]
+    Q = len(plan.queries)
+    return (log_size[:, Q:].mean(-1, keepdim=True) - log_size[:, :Q]).to(call.query.device)
 
 
 class StopAtFirstCall(Exception):
@@ -245,15 +238,15 @@ class SharedPasses:
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(input_device(self.model))
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding
         keep[:, :padding] = 0
-        given = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
-        return tokens, {"padding": keep, **given}
+        arguments = {"position_ids": positions.clamp(min=0).expand_as(tokens)} if takes_positions(self.model) else {}
+        return tokens, {"padding": keep, **arguments}
 
     def measure(self, ids: Ids, padding: int = 0) -> JointPass:
         """Measure the parts of every layer, with `padding` masked tokens before the prompts."""
-        tokens, given = self.tokens(ids, padding)
+        tokens, arguments = self.tokens(ids, padding)
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         with attach(self.model, [observer]) as probe:
-            states = probe.forward(tokens, **given)[0]
+            states = probe.forward(tokens, **arguments)[0]
         return JointPass(observer.collect(), states[:, padding:])
 
     @cached_property
@@ -264,35 +257,34 @@ class SharedPasses:
     def padded(self) -> JointPass:
         return self.measure(self.few, PADDING)
 
-    @cached_property
-    def first(self) -> Parts:
-        """The parts of the first attention call of all prompts."""
-        size, batches = self.batch or len(self.ids), list[Parts]()
-        for at in range(0, len(self.ids), size):
-            tokens, given = self.tokens(self.ids[at : at + size])
-            observer = LeakageObserver(self.plan, placements=self.placements)
+    def first_call(self) -> xr.Dataset:
+        """Measure the parts of the first attention call, of all prompts."""
+        observer, chunks = LeakageObserver(self.plan, placements=self.placements), list[Chunk]()
+        for at in batches(len(self.ids), self.batch or len(self.ids)):
+            tokens, arguments = self.tokens(self.ids[at.start : at.stop])
             with attach(self.model, [observer, StopAtFirstCall()]) as probe, suppress(StopAtFirstCall):
-                probe.forward(tokens, **given)
-            batches += observer.collect()[:1]
-        return joined(batches)
+                probe.forward(tokens, **arguments)
+            chunks.append(stack_layers(observer.collect()))
+        return assemble(chunks, self.plan)
 
     @cached_property
     def separate(self) -> SeparatePasses:
         plan, places = self.plan, self.placements
-        attention, zero, counts = AttentionObserver(plan), ZeroObserver(plan), VisibleCounts(plan)
+        attention, zero = AttentionObserver(plan), ZeroObserver(plan)
+        expected = Collector(lambda call, out: mask_of_equal_logits(call, plan))
         rows = ((plan.queries[1], 50.0), (plan.references[0], -50.0))
         gauges = [GaugeObserver(plan, placements=places, row=row, by=by) for row, by in rows if not self.learned_sinks]
         parts, within = list[list[Parts]](), list[list[Tensor]]()
-        first_only: list[Observer] = [attention, zero, counts, *gauges]
+        first_only: list[Observer] = [attention, zero, expected, *gauges]
         for ids in np.split(self.few, len(self.few)):
             observer = LeakageObserver(plan, placements=places)
             within.append(self._origin(ids, [observer, *first_only]))
             parts.append(observer.collect())
             first_only = []
         single = self._origin(self.few[:, :1])
-        closure = Closure.of([torch.cat(depth) for depth in zip(*within, strict=True)], single, self.model.dtype)
+        closure = Closure.of(joined(within), single, self.model.dtype)
         shifted = [gauge.layers for gauge in gauges]
-        return SeparatePasses(parts, attention.layers, closure, zero.layers, counts.expected, shifted)
+        return SeparatePasses(parts, attention.layers, closure, zero.layers, expected.layers, shifted)
 
     def _origin(self, ids: Ids, observers: Sequence[Observer] = ()) -> list[Tensor]:
         """Return the state of position 0 at every depth, from a pass with observers."""
@@ -309,14 +301,13 @@ class SharedPasses:
         """Where the model writes position into the residual stream by design, if it does."""
         return first_entrance(self.model, int(self.constant[0, 0]))
 
-    @property
-    def cause(self) -> str | None:
-        """The property of the model by which equal tokens differ between positions; None if none is known."""
+    def find_cause(self) -> str | None:
+        """Return the property of the model by which equal tokens differ between positions; None if none is known."""
         return self.entrance.reason if self.entrance is not None else self.uneven
 
     @property
     def uneven(self) -> str | None:
-        """Say in which layers norms of queries or keys depend on position; None if in no layer."""
+        """In which layers norms of queries or keys depend on position, as a sentence; None if in no layer."""
         gaps = [place.unevenness for place in self.placements]
         layers = [layer for layer, gap in enumerate(gaps) if gap]
         if not layers:
@@ -325,13 +316,6 @@ class SharedPasses:
             f"in {len(layers)} layers an operation after the rotation of queries or keys does not commute with it, "
             f"such as a norm with weights: norms vary by {max(gaps):.2g} with position"
         )
-
-
-def joined(batches: Sequence[Parts]) -> Parts:
-    """Concatenate the parts of one layer over batches of prompts; a part that is None stays None."""
-    names = {name for name, x in vars(batches[0]).items() if x is not None} - {"pairs", "remainder"}
-    changed: dict[str, Any] = {name: torch.cat([getattr(parts, name) for parts in batches]) for name in names}
-    return replace(batches[0], **changed, remainder=max(parts.remainder for parts in batches))
 
 
 def pairs(got: Sequence[Parts], expected: Sequence[Parts], *names: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from posleak.runs.memory import FIRST_USE_BYTES, REPLICATES, SLACK, MemoryPlan, 
 from posleak.runs.spec import batches
 
 from .fingerprint import FINGERPRINT_TOKENS, SHOWN, Projection, carried_difference
-from .reading import LayerReading, ReadingObserver
-from .states import ALONE, Closure, ValueObserver, alone, joined, states
+from .reading import LayerReading, read
+from .states import ALONE, Closure, Collector, alone, first_values, joined, states
 
 Progress = Callable[[str], None]
 
@@ -72,14 +73,15 @@ def read_context(
     """Read `count` prompts in batches; `others` are the first tokens of the second versions."""
     spaced = np.linspace(1, prompts.length - 1, min(POSITIONS, prompts.length - 1))  # position 0 is left out
     positions, first_is_shared = np.unique(np.rint(spaced).astype(np.int64)), prompts.first.id is not None
-    done, firsts = [], list[NDArray[np.int64]]()
+    results, firsts = [], list[NDArray[np.int64]]()
     for at in batches(count, batch):
         progress(f"prompts {at.start + 1} to {at.stop} of {count}, each with two first tokens")
         versions = np.repeat(prompts.batch(at)[None], 2, axis=0)
         versions[1, :, 0] = others[[b % len(others) for b in at]] if first_is_shared else others[0]
         firsts.append(versions[:, :, 0].T)
-        done.append(_read(subject, torch.from_numpy(versions), ReadingObserver(plan, projections), positions))
-    origin, body, reading, other, carried = zip(*done, strict=True)
+        reader = Collector(partial(read, plan=plan, projections=projections))
+        results.append(_read(subject, torch.from_numpy(versions), reader, positions))
+    origin, body, reading, other, carried = zip(*results, strict=True)
     own = joined([[layer.values for layer in layers] for layers in reading])
     return Context(
         closure=_closure(subject, joined(origin), firsts), body=joined(body), positions=positions,
@@ -89,7 +91,7 @@ def read_context(
 
 
 def _read(
-    subject: Subject, versions: Int[Tensor, "2 B T"], reader: ReadingObserver, at: Int64[np.ndarray, "P"]
+    subject: Subject, versions: Int[Tensor, "2 B T"], reader: Collector[LayerReading], at: Int64[np.ndarray, "P"]
 ) -> tuple[list[Tensor], list[Tensor], list[LayerReading], list[Tensor], Float64[np.ndarray, "B J"]]:
     """Read both versions of one batch of prompts.
 
@@ -97,14 +99,14 @@ def _read(
     at the positions `at`, its readings, v_0 of the second version for each call, and the relative differences between
     the versions at late positions, by depth.
     """
-    values = ValueObserver()
+    values = Collector(first_values)
     with attach(subject.model, [reader]) as probe:
         x = states(probe, versions[0].to(subject.device))
     with attach(subject.model, [values]) as probe:
         y = states(probe, versions[1].to(subject.device))
     origin = [torch.cat([a[:, 0], b[:, 0]]).cpu() for a, b in zip(x, y, strict=True)]
     body = [depth[:, torch.from_numpy(at).to(depth.device)].cpu() for depth in x]
-    return origin, body, reader.layers, values.values, carried_difference(x, y)
+    return origin, body, reader.layers, values.layers, carried_difference(x, y)
 
 
 def _closure(subject: Subject, within: list[Tensor], firsts: list[Int64[np.ndarray, "_b 2"]]) -> Closure:
@@ -116,7 +118,7 @@ def _closure(subject: Subject, within: list[Tensor], firsts: list[Int64[np.ndarr
 
 
 def origin_plan(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: int) -> MemoryPlan:
-    """Return the plan for `prompts` prompts, `batch` at once, and `tokens` first tokens.
+    """Return the memory plan for `prompts` prompts, `batch` at once, and `tokens` first tokens.
 
     `results` holds what is stored of all of them, and the largest computation on it.
     """
@@ -133,7 +135,7 @@ def origin_plan(subject: Subject, plan: Plan, prompts: int, tokens: int, batch: 
 
 
 def _stored(sizes: ModelSizes, plan: Plan, prompts: int, tokens: int, item: int) -> int:
-    """Return the states and values of first tokens, sampled states of the prompts, W_O W_Oᵀ of all heads, and the
+    """Return the bytes of states and values of first tokens, sampled states of the prompts, W_O W_Oᵀ of all heads, and
     attention of all heads to position 0."""
     heads, P = sizes.layers * sizes.heads, min(POSITIONS, plan.length)
     singles = 2 * (sizes.states(tokens + 1, 4) + 4 * (tokens + 1) * sizes.layers * sizes.all_heads)
@@ -145,12 +147,12 @@ def _stored(sizes: ModelSizes, plan: Plan, prompts: int, tokens: int, item: int)
 
 
 def _portrait(sizes: ModelSizes, tokens: int) -> int:
-    """Return the first tokens at one depth, and the matrix whose eigenvectors span the picture."""
+    """Return the bytes of the first tokens at one depth, and the matrix whose eigenvectors span the picture."""
     return 8 * (WORK_COPIES * (tokens + 1) * sizes.width + 5 * min(tokens + 1, sizes.width) ** 2)
 
 
 def _fingerprint(sizes: ModelSizes, prompts: int) -> int:
-    """Return W_O of one call and its products with values, and the cosines of all heads."""
+    """Return the bytes of W_O of one call, its products with values, and the cosines of all heads."""
     n, inner, W = FINGERPRINT_TOKENS + 1, sizes.all_heads, sizes.width
     weight = 2 * 4 * inner**2 + WORK_COPIES * 8 * inner * W
     spread = 8 * sizes.heads * (2 * n * W + prompts * (3 * W + 2 * prompts))
@@ -158,7 +160,7 @@ def _fingerprint(sizes: ModelSizes, prompts: int) -> int:
 
 
 def _position_probe(sizes: ModelSizes, prompts: int, length: int) -> int:
-    """Return the states of one depth, the ridge systems, predictions at all depths, and directions to remove."""
+    """Return the bytes of the states of one depth, ridge systems, predictions at all depths, and removed directions."""
     W, L, H = sizes.width, sizes.layers, sizes.heads
     rows = prompts * min(POSITIONS, length)
     bases = 8 * W * (sum(min(W, depth * H) for depth in range(L + 1)) + 6 * L * H)

@@ -17,7 +17,7 @@ carried    ‖x' − x‖ / ‖x‖ in the last quarter of a prompt, by depth, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -215,6 +215,17 @@ def written(
     return torch.stack([values[:, h // group].double() @ weight[h] for h in heads])
 
 
+def written_by_readers(
+    projections: Sequence[Projection],
+    readers: Bool[np.ndarray, "L H"],
+    values: Sequence[Float[Tensor, "n _K _Ev"]],
+) -> Iterator[tuple[Projection, Float64[Tensor, "_readers n _W"]]]:
+    """Yield W_h v_0 of the sink-reading heads of each call that has any; `values`: v_0 for each call."""
+    for projection, row, v in zip(projections, readers, values, strict=True):
+        if row.any():
+            yield projection, written(projection, v, np.flatnonzero(row).tolist())
+
+
 def fingerprint(
     projections: Sequence[Projection],
     readers: Bool[np.ndarray, "L H"],
@@ -229,25 +240,24 @@ def fingerprint(
     carried           relative differences of each prompt
     changed           the first tokens of the two versions of each prompt
     """
-    names, gaps, cosines, matrices = list[tuple[int, int]](), list[float](), list[Sampled](), list[Tensor]()
+    gaps, cosines, matrices = list[float](), list[Sampled](), list[Tensor]()
     jackknife = Jackknife(len(different[0]) - 1)
-    for projection, row, same_values, different_values in zip(projections, readers, same, different, strict=True):
-        heads = np.flatnonzero(row).tolist()
-        names += [(projection.call, head) for head in heads]
-        if not heads:
-            continue
-        u = unit(written(projection, same_values, heads))
-        gaps += [float(x) for x in (1 - u @ u.mT).flatten(1).max(-1).values]
-        directions = written(projection, different_values, heads)
-        shown = unit(directions[:, :SHOWN])
-        cosines += [pair_cosine(x, jackknife) for x in directions[:, 1:]]  # now: keeping all calls takes much memory
+    for _, x in written_by_readers(projections, readers, same):
+        u = unit(x)
+        gaps += (1 - u @ u.mT).flatten(1).max(-1).values.tolist()
+    for _, x in written_by_readers(projections, readers, different):  # one call at a time: all take much memory
+        cosines += [pair_cosine(head, jackknife) for head in x[:, 1:]]
+        shown = unit(x[:, :SHOWN])
         matrices += list(shown @ shown.mT)
     by_head, overall = joined_cosines(cosines, jackknife)
     return Fingerprint(
         same=SameToken(float(np.max(gaps)) if gaps else None, len(same[0])), different=overall,
         carried=Jackknife(len(carried)).mean(carried).estimate,
         changed=tuple((int(own), int(other)) for own, other in changed),
-        heads=tuple(HeadFingerprint(*name, gaps[k], by_head[k]) for k, name in enumerate(names)),
+        heads=tuple(
+            HeadFingerprint(projections[call].call, head, gaps[k], by_head[k])
+            for k, (call, head) in enumerate(np.argwhere(readers).tolist())
+        ),
         matrices=torch.stack(matrices).numpy() if matrices else np.zeros((0, 0, 0)),
     )  # fmt: skip
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor
 
 from posleak.arrays import read_netcdf
 from posleak.defaults import ORIGIN_PROMPTS, ORIGIN_TOKENS, TRACED
@@ -32,7 +31,7 @@ from posleak.text import visible
 from posleak.typed import plain
 
 from .context import Context, Progress, origin_plan, read_context
-from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, Projection, fingerprint, projections, written
+from .fingerprint import FINGERPRINT_TOKENS, Fingerprint, Projection, fingerprint, projections, written_by_readers
 from .portrait import BodyScale, Portrait, Trajectory, ordinary_tokens
 from .position_probe import PositionProbe, position_probe, written_basis
 from .reading import Reading
@@ -62,7 +61,7 @@ class Origin:
     """The analysis of position 0 of one model.
 
     `as_dict` is its JSON, from which it can be read back (`read_origin`) without the arrays for figures:
-    `portrait.picture`, `reading.attention`, `fingerprint.matrices`, `position_probe.curves`.
+    `portrait.picture`, `reading.attention`, `fingerprint.matrices`.
 
     An estimate has value, low, high and n; with one number per depth the first three are arrays. n counts prompts, or
     tokens in the portrait and in `fingerprint.different`.
@@ -94,15 +93,7 @@ class Origin:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak origin --json` (docs/json.md)."""
-        document: dict[str, Any] = plain(
-            {
-                "model": self.model, "identity": self.identity, "inputs": self.inputs, "length": self.length,
-                "prompts": self.prompts, "tokens": self.portrait.n, "seed": self.seed, "level": LEVEL,
-                "reference": self.reference, "calibration": self.calibration, "closure": self.closure,
-                "trajectory": self.trajectory, "portrait": self.portrait, "reading": self.reading,
-                "fingerprint": self.fingerprint, "position_probe": self.position_probe,
-            }
-        )  # fmt: skip
+        document: dict[str, Any] = plain({"model": self.model, "tokens": self.portrait.n, "level": LEVEL, **vars(self)})
         return document
 
 
@@ -155,39 +146,39 @@ def origin(
     at_once = work.fit(who, wanted, parse_bytes(max_memory), fixed=bool(batch))
     if long is not None:
         warn(long)
-    texts = prepare(who, "random", bos=bos, length=length, seed=seed)
+    base = prepare(who, "random", bos=bos, length=length, seed=seed)
     with exclusive(who.model):
-        result = _origin(who, texts, plan, prompts, tokens, at_once, probe, on_status)
+        result = _origin(who, base, plan, prompts, tokens, at_once, probe, on_status)
         if (note := changed(who)) is not None:
             warn(note)
     return result
 
 
 def _origin(
-    subject: Subject, texts: Prompts, plan: Plan, prompts: int, tokens: int, batch: int, probe: bool, progress: Progress
+    subject: Subject, base: Prompts, plan: Plan, prompts: int, tokens: int, batch: int, probe: bool, progress: Progress
 ) -> Origin:
-    drawn = ordinary_tokens(texts.vocabulary, tokens + 1, texts.seed, without=texts.first.id)
-    reference = int(drawn[0]) if texts.first.id is None else int(texts.first.id)
+    drawn = ordinary_tokens(base.vocabulary, tokens + 1, base.seed, without=base.first.id)
+    reference = int(drawn[0]) if base.first.id is None else int(base.first.id)
     others = drawn[drawn != reference][:tokens]
     progress("calibration")
-    start = torch.from_numpy(texts.batch([0]))[:, :CALIBRATION_LENGTH].to(subject.device)
+    start = torch.from_numpy(base.batch([0]))[:, :CALIBRATION_LENGTH].to(subject.device)
     calibration = calibrate(subject.model, start).require(subject.identity.name)
     outputs = projections(subject.model, start[:, :16])
     progress(f"portrait: {len(others)} first tokens")
     single = alone(subject.model, torch.from_numpy(np.concatenate([[reference], others])))
-    context = read_context(subject, texts, plan, outputs, others, prompts, batch, progress)
+    context = read_context(subject, base, plan, outputs, others, prompts, batch, progress)
     progress("portrait and fingerprint")
     body = BodyScale.of(context.body)
     reading = Reading.from_batches(context.reading, plan, outputs)
-    spelled, is_bos = texts.vocabulary.spell(reference), texts.first.id is not None
+    spelled, is_bos = base.vocabulary.spell(reference), base.first.id is not None
     few = [values[: FINGERPRINT_TOKENS + 1] for values in single.values]
     return Origin(
-        identity=subject.identity, inputs=texts.describe(), length=texts.length, prompts=prompts, seed=texts.seed,
+        identity=subject.identity, inputs=base.describe(), length=base.length, prompts=prompts, seed=base.seed,
         reference=Reference(reference, spelled, is_bos), calibration=calibration, closure=context.closure,
         trajectory=Trajectory.of(single.states[0], body, reference, spelled),
         portrait=Portrait.of(single, body), reading=reading,
         fingerprint=fingerprint(outputs, reading.is_reader, context.same, few, context.carried, context.changed),
-        position_probe=_probe(subject, context, outputs, reading, texts.seed, progress) if probe else None,
+        position_probe=_probe(subject, context, outputs, reading, base.seed, progress) if probe else None,
     )  # fmt: skip
 
 
@@ -195,15 +186,15 @@ def _probe(
     subject: Subject, context: Context, outputs: Sequence[Projection], reading: Reading, seed: int, progress: Progress
 ) -> PositionProbe:
     """Run the position probe; the removed directions are those of the BOS, or of the mean v_0 of the prompts."""
-    depths, width, directions = len(context.body), context.body[0].shape[-1], list[Tensor]()
-    for projection, row, values in zip(outputs, reading.is_reader, context.values, strict=True):
-        heads = np.flatnonzero(row).tolist() if projection.space == "output" else []  # elsewhere W_O is not known
-        if heads:
-            directions.append(written(projection, values.mean(0, keepdim=True), heads)[:, 0].float())
-        else:
-            directions.append(torch.zeros(0, width))
+    means = [values.mean(0, keepdim=True) for values in context.values]
+    directions = [
+        (projection.layer, x[:, 0].float())
+        for projection, x in written_by_readers(outputs, reading.is_reader, means)
+        if projection.space == "output"  # elsewhere W_O is not known
+    ]
+    bases = written_basis(directions, len(context.body), context.body[0].shape[-1])
     return position_probe(
-        context.body, context.positions, written_basis(directions, reading.layers, depths, width), seed=seed,
+        context.body, context.positions, bases, seed=seed,
         device=subject.device if subject.device.type == "cuda" else None,
         progress=lambda done, of: progress(f"position probe: depth {done} of {of - 1}"),
     )  # fmt: skip

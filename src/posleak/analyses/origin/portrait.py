@@ -80,11 +80,6 @@ def pair_cosine(x: Float[Tensor, "n W"], jackknife: Jackknife) -> Sampled:
     return jackknife.of_sums(np.array(mean_cosine(u)), with_others.numpy(), together.numpy())
 
 
-def pair_cosines(x: Sequence[Float[Tensor, "n _W"]], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
-    """Return the mean cosine among the rows of each x, and the paired mean over all x."""
-    return joined_cosines([pair_cosine(rows, jackknife) for rows in x], jackknife)
-
-
 def joined_cosines(cosines: Sequence[Sampled], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
     """Return mean cosines as one estimate with a cell for each, and their paired mean."""
     if not cosines:
@@ -174,11 +169,6 @@ class Trajectory:
             dimensions=tuple(dimensions(*depth) for depth in zip(x, body.median_entry.tolist(), strict=True)),
             body=body,
         )  # fmt: skip
-
-    @property
-    def massive(self) -> tuple[int, ...]:
-        """The number of massive channels at each depth."""
-        return tuple(sum(dimension.massive for dimension in depth) for depth in self.dimensions)
 
 
 def _ratio(x: Float64[np.ndarray, "n"], y: Float64[np.ndarray, "n"], undefined: float) -> Float64[np.ndarray, "n"]:

@@ -15,22 +15,22 @@ by cross-validation. Position 0 is excluded, because its state differs in kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from posleak.arrays import Array
-from posleak.errors import InputError
 from posleak.leakage import Estimate, Jackknife
 from posleak.metrics.ridge import GROUPS, LAMBDAS, cross_predict, rescaled, ridge_problem
 
 from .portrait import unit
-from .states import WithArrays
 
 VARIANTS = ("plain", "projected", "control")
+
+DEPENDENT = 1e-5
+"""Singular values below this share of the largest are rounding."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class PositionProbe(WithArrays):
+class PositionProbe:
     """Three variants at depths 0 … L.
 
     chance      error of predicting the mean position
@@ -56,7 +56,6 @@ class PositionProbe(WithArrays):
     cost        [J]  error of projected − error of control, in tokens, paired: position information specific to those
                 directions
     overall     mean of cost over the depths where directions were removed
-    curves      [3, J, P]  mean predicted position at each position `at`; neither is part of the JSON
     """
 
     chance: float
@@ -69,8 +68,6 @@ class PositionProbe(WithArrays):
     plain: Decoded
     projected: Decoded
     control: Decoded
-    curves: Array = field(default_factory=lambda: np.empty(0), repr=False)
-    at: tuple[int, ...] = field(default=(), repr=False)
 
 
 def position_probe(
@@ -82,7 +79,7 @@ def position_probe(
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> PositionProbe:
-    """Fit and evaluate the probe.
+    """Fit and evaluate the probe on three or more prompts: for training, for choosing λ, and for evaluation.
 
     states     at every depth, at `positions`
     bases      orthonormal columns to remove, for each depth
@@ -91,11 +88,6 @@ def position_probe(
     progress   callback that receives (depths done, depths in all)
     """
     B = len(states[0])
-    if B < 3:
-        raise InputError(
-            "the position probe needs separate prompts for training, for choosing the ridge and for evaluation",
-            where="origin", got=f"{B} prompts", expected="3 or more", remedy="use --prompts 3 or more",
-        )  # fmt: skip
     fold = np.arange(B) % min(GROUPS, B)
     y = torch.from_numpy(positions).double()
     targets = torch.stack([y, y.log2()], dim=-1)
@@ -113,7 +105,7 @@ def position_probe(
         groups=int(fold.max()) + 1, lambdas=tuple(LAMBDAS), rank=rank,
         cost=jackknife.mean(projected - control).estimate,
         overall=jackknife.mean(removed.mean(1) if removed.size else np.full(B, np.nan)).estimate,
-        **variants, curves=predicted[..., 0].mean(2), at=tuple(positions.tolist()),
+        **variants,
     )  # fmt: skip
 
 
@@ -134,12 +126,11 @@ def _depth(
     none = basis.new_zeros(x.shape[-1], 0).double()
     out = np.empty((len(VARIANTS), *x.shape[:2], 2))
     for variant, removed in enumerate((none, basis.double(), random_basis(x.shape[-1], basis.shape[1], seed).to(x))):
-        if variant and not removed.shape[1]:
+        if variant and not removed.shape[1]:  # the same as plain
             out[variant] = out[0]
             continue
-        part = whole.without(removed) if variant else whole
-        kept = [row - (row @ removed) @ removed.mT for row in rows] if variant else rows
-        for g, guess in enumerate(cross_predict(part, kept, y)):
+        kept = [row - (row @ removed) @ removed.mT for row in rows]
+        for g, guess in enumerate(cross_predict(whole.without(removed), kept, y)):
             out[variant, groups[g]] = guess.view(len(groups[g]), -1, 2).cpu().numpy()
     return out
 
@@ -153,12 +144,12 @@ def _evaluated(
     return Decoded(*(jackknife.mean(x).estimate for x in (error, 1 - unexplained[..., 0], 1 - unexplained[..., 1])))
 
 
-def orthonormal(directions: Float[Tensor, "n W"], rounding: float = 1e-5) -> Float64[Tensor, "W k"]:
+def orthonormal(directions: Float[Tensor, "n W"]) -> Float64[Tensor, "W k"]:
     """Return orthonormal columns that span the rows; linearly dependent rows, up to rounding, add no column."""
     if not len(directions):
         return directions.mT.double()
     _, values, vectors = torch.linalg.svd(unit(directions), full_matrices=False)
-    basis: Tensor = vectors[values > rounding * values[0]]
+    basis: Tensor = vectors[values > DEPENDENT * values[0]]
     return basis.mT
 
 
@@ -170,13 +161,13 @@ def random_basis(width: int, rank: int, seed: int) -> Float64[Tensor, "{width} {
 
 
 def written_basis(
-    directions: Sequence[Float[Tensor, "_k W"]], layers: Sequence[int], depths: int, width: int
+    directions: Sequence[tuple[int, Float[Tensor, "_k W"]]], depths: int, width: int
 ) -> list[Float64[Tensor, "{width} _k"]]:
     """Return, for each depth d, an orthonormal basis of the directions written by layers before d.
 
-    directions   those of each attention call;  layers: the layer of each call
+    directions   (layer, directions) of each attention call that writes some
     """
     return [
-        orthonormal(torch.cat([torch.zeros(0, width), *(x for x, at in zip(directions, layers) if at < d)]))
+        orthonormal(torch.cat([torch.zeros(0, width), *(x for layer, x in directions if layer < d)]))
         for d in range(depths)
     ]

@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from posleak.arrays import Array
-from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
+from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, Sampled, combined
+from posleak.leakage.dataset import stack_calls
 from posleak.leakage.power import products
 from posleak.leakage.sampled import Cells
 from posleak.probe import Call, Plan
@@ -44,29 +45,20 @@ class LayerReading:
     values: Float64[Tensor, "B K Ev"]
 
 
-@dataclass
-class ReadingObserver:
-    """Reads attention to position 0 in every attention call; `projections` has one entry for each call."""
+def read(call: Call, out: Float[Tensor, "B H T Ev"], *, plan: Plan, projections: Sequence[Projection]) -> LayerReading:
+    """Compute the LayerReading of one attention call from the outputs o_i of its heads.
 
-    plan: Plan
-    projections: Sequence[Projection]
-    layers: list[LayerReading] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.layers.append(read(call, out, self.plan, self.projections[call.index].gram))
-
-
-def read(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan, gram: Float64[Tensor, "H Ev Ev"]) -> LayerReading:
-    """Compute one LayerReading from the Gram matrices W_h W_hᵀ and the outputs o_i of the heads."""
+    projections   the output projection of every call, whose Gram matrices W_h W_hᵀ are used
+    """
     rows = torch.tensor(plan.rows, device=call.query.device)
     a = attention_to_origin(call, rows)  # [B, H, P]
     v0 = call.value[:, :, 0].double()
     v = v0.repeat_interleave(call.heads // v0.shape[1], dim=1)  # [B, H, Ev]
-    o, gram = out[:, :, rows].double(), gram.to(out.device)
+    o, gram = out[:, :, rows].double(), projections[call.index].gram.to(out.device)
     gv = torch.einsum("hef,bhf->bhe", gram, v)
     length = (v * gv).sum(-1)  # ‖W_h v_0‖²
     whole = torch.einsum("bhpe,hef,bhpf->bhp", o, gram, o).clamp(min=0)  # ‖W_h o_i‖²
-    late = slice(len(plan.queries), len(plan.queries) + len(plan.references))
+    late = slice(len(plan.queries), None)
     written = (a * (length[..., None] / whole).sqrt())[..., late].mean(-1)
     around = o - o.mean(2, keepdim=True)
     on_line = torch.einsum("bhpe,bhe->bhp", around, gv).square().mean(-1) / length
@@ -141,15 +133,17 @@ class Reading(WithArrays):
     def from_batches(
         cls, batches: Sequence[Sequence[LayerReading]], plan: Plan, projections: Sequence[Projection]
     ) -> Reading:
-        """Combine the collected layers of each batch of prompts (`ReadingObserver.layers`)."""
+        """Combine the collected layers of each batch of prompts (`read`)."""
         attention, written, along = (_joined(batches, name) for name in ("attention", "written", "along"))
-        late, jackknife = slice(len(plan.queries), len(plan.queries) + len(plan.references)), Jackknife(len(attention))
+        late, jackknife = slice(len(plan.queries), None), Jackknife(len(attention))
         at_0 = attention[..., late].mean(-1)  # [B, L, H]
         counts, total = reader_counts(at_0, jackknife)
         readers = at_0.mean(0) > EPSILON
-        variation, mean_variation = _variation(attention, jackknife, readers)
-        samples = {"at_0": at_0, "written": written, "along": along}
-        by_head = {name: jackknife.mean(x).estimate for name, x in samples.items()} | variation
+        per_prompt, variation = {"at_0": at_0, "written": written, "along": along}, _variation(attention, jackknife)
+        by_head = {name: jackknife.mean(x).estimate for name, x in per_prompt.items()}
+        by_head |= {name: x.estimate for name, x in variation.items()}
+        mean = {name: jackknife.mean(_mean(x, readers)).estimate for name, x in per_prompt.items()}
+        mean |= {name: combined(lambda x: _mean(x, readers), x).estimate for name, x in variation.items()}
         calls = [CallReading(p.call, p.layer, p.heads, counts[c], p.space, p.name) for c, p in enumerate(projections)]
         heads = [
             HeadReading(calls[c].layer, c, h, **{name: estimate[c, h] for name, estimate in by_head.items()})
@@ -158,9 +152,8 @@ class Reading(WithArrays):
         spaces = {call.space for call in calls}
         return cls(
             epsilon=EPSILON, space=spaces.pop() if len(spaces) == 1 else "mixed", readers=total,
-            of=sum(call.heads for call in calls),
-            mean={name: jackknife.mean(_mean(x, readers)).estimate for name, x in samples.items()} | mean_variation,
-            at_0=by_head["at_0"].value, calls=tuple(calls), heads=tuple(heads), attention=attention, rows=plan.rows,
+            of=sum(call.heads for call in calls), mean=mean, at_0=by_head["at_0"].value, calls=tuple(calls),
+            heads=tuple(heads), attention=attention, rows=plan.rows,
         )  # fmt: skip
 
     @property
@@ -168,21 +161,10 @@ class Reading(WithArrays):
         """Whether each head is a sink-reading head."""
         return np.asarray(self.at_0 > self.epsilon)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layer of each call."""
-        return tuple(call.layer for call in self.calls)
-
 
 def _joined(batches: Sequence[Sequence[LayerReading]], name: str) -> Float64[np.ndarray, "B L H ..."]:
     """Concatenate one field over batches; calls with fewer heads are padded with NaN."""
-    heads = max(layer.attention.shape[1] for layer in batches[0])
-
-    def padded(layer: LayerReading) -> Float64[np.ndarray, "b H ..."]:
-        x = getattr(layer, name).numpy()
-        return np.pad(x, [(0, 0), (0, heads - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=np.nan)
-
-    return np.concatenate([np.stack([padded(layer) for layer in layers], axis=1) for layers in batches])
+    return np.concatenate([stack_calls([getattr(layer, name).numpy() for layer in layers]) for layers in batches])
 
 
 def reader_counts(at_0: Float64[np.ndarray, "B L H"], jackknife: Jackknife) -> tuple[Estimate, Estimate]:
@@ -206,19 +188,13 @@ def _mean(x: Float64[np.ndarray, "*cells L H"], readers: Bool[np.ndarray, "L H"]
     return mean
 
 
-def _variation(
-    attention: Float64[np.ndarray, "B L H P"], jackknife: Jackknife, readers: Bool[np.ndarray, "L H"]
-) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Return `spread` and `positional` of every head, and the means of both over sink-reading heads.
+def _variation(attention: Float64[np.ndarray, "B L H P"], jackknife: Jackknife) -> dict[str, Sampled]:
+    """Return `spread` and `positional` of every head [L, H].
 
     The common variance is a mean over pairs of different prompts, so that content does not contribute to it.
     """
     centred = attention - attention.mean(-1, keepdims=True)
     variance = jackknife.mean((centred**2).mean(-1))
     with np.errstate(invalid="ignore", divide="ignore"):
-        quantities = {
-            "spread": combined(np.sqrt, variance),
-            "positional": jackknife.inner(products(centred, centred)) / variance,
-        }
-    means = {name: combined(lambda x: _mean(x, readers), sampled).estimate for name, sampled in quantities.items()}
-    return {name: sampled.estimate for name, sampled in quantities.items()}, means
+        positional = jackknife.inner(products(centred, centred)) / variance
+        return {"spread": combined(np.sqrt, variance), "positional": positional}

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from posleak.models.hold import this_thread_only
 from posleak.probe import Call, Edit, Probe, attach, backbone
 from posleak.rounding import CLOSED
 from posleak.typed import Number
+
+T = TypeVar("T")
 
 ALONE = 256
 """One-token sequences per forward pass."""
@@ -115,18 +117,24 @@ class WithArrays:
 
 
 @dataclass
-class ValueObserver:
-    """Collects v_0 of every attention call, one per key-value head."""
+class Collector(Generic[T]):
+    """Observer that collects read(call, out) of every attention call; `out` is the output of the attention function."""
 
-    values: list[Float[Tensor, "B _K _Ev"]] = field(default_factory=list)
+    read: Callable[[Call, Tensor], T]
+    layers: list[T] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.values.append(call.value[:, :, 0].float().cpu())
+        self.layers.append(self.read(call, out))
 
-    def collect(self) -> list[Float[Tensor, "B _K _Ev"]]:
-        """Return the values observed since the last call of this method."""
-        values, self.values = self.values, []
-        return values
+    def collect(self) -> list[T]:
+        """Return what was collected since the last call of this method."""
+        layers, self.layers = self.layers, []
+        return layers
+
+
+def first_values(call: Call, out: Float[Tensor, "B H T Ev"]) -> Float[Tensor, "B K _Ev"]:
+    """Return v_0 of an attention call, one per key-value head."""
+    return call.value[:, :, 0].float().cpu()
 
 
 @dataclass(frozen=True)
@@ -142,10 +150,10 @@ class Alone:
     values: tuple[Float[Tensor, "n _K _Ev"], ...]
 
 
-def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE, edits: Sequence[Edit] = ()) -> Alone:
+def alone(model: PreTrainedModel, tokens: Int[Tensor, "n"], *, batch: int = ALONE) -> Alone:
     """Run every token as a sequence of its own."""
-    observer, batches, values = ValueObserver(), [], []
-    with attach(model, [observer], edits) as probe:
+    observer, batches, values = Collector(first_values), [], []
+    with attach(model, [observer]) as probe:
         for part in tokens.split(batch):
             x = require_one_width(states(probe, part[:, None].to(input_device(model))), model)
             batches.append(torch.stack([depth[:, 0].float().cpu() for depth in x], dim=1))

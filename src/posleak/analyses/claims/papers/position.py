@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.catalogue import Detail, Finding, Kept, Side
+from posleak.analyses.claims.catalogue import Finding, Kept, Side
 from posleak.analyses.claims.lab import LATER, LAW_TOKENS, Lab
 from posleak.analyses.doctor import laws
 from posleak.analyses.doctor.passes import RECURRENT, SHIFT, first_entrance
@@ -300,7 +300,7 @@ def fingerprint_varies(lab: Lab) -> Finding:
     fingerprint = lab.origin.fingerprint
     if not fingerprint.heads:
         return Finding.not_applicable("no sink-reading head")
-    details: dict[str, Detail] = {"carried": fingerprint.carried}
+    details = {"carried": fingerprint.carried}
     return Finding.of(1 - fingerprint.different, "1 − cosine", no_effect=SAME, details=details)
 
 

@@ -30,7 +30,7 @@ MOST = 0.5
 """Share of attention above which a tenth of the keys receives more than all others together."""
 
 
-def even(tokens: int) -> float:
+def uniform_concentration(tokens: int) -> float:
     """Return the share of the tenth of the keys that receives most attention, under uniform causal attention.
 
     It is the first tenth, which is visible to most queries: key j receives Σ_{i>j} 1 / (i + 1) from other tokens.
@@ -57,9 +57,8 @@ def later(lab: Lab, name: str) -> Float64[np.ndarray, "B later *rest"]:
 )  # fmt: skip
 def some_tokens(lab: Lab) -> Finding:
     shares = later(lab, "concentration")
-    mean, layers = lab.jackknife.mean(np.nanmean(shares, axis=1)), lab.jackknife.mean(shares).estimate
-    details: dict[str, Detail] = {"layers": layers, "if all keys were read alike": even(lab.spec.length)}
-    return Finding.of(mean.estimate, "share", no_effect=MOST, details=details)
+    details = {"layers": lab.mean(shares), "if all keys were read alike": uniform_concentration(lab.spec.length)}
+    return Finding.of(lab.mean(np.nanmean(shares, axis=1)), "share", no_effect=MOST, details=details)
 
 
 @claim(
@@ -68,7 +67,7 @@ def some_tokens(lab: Lab) -> Finding:
     "the same share in the layer with the smallest lower end of its interval; claimed to be more than half",
 )  # fmt: skip
 def in_every_layer(lab: Lab) -> Finding:
-    by_layer = lab.jackknife.mean(later(lab, "concentration")).estimate
+    by_layer = lab.mean(later(lab, "concentration"))
     least = int(np.argmin(np.where(np.isfinite(by_layer.low), by_layer.low, by_layer.value)))
     number = lab.run().summary.layer_ids[1 + least]
     return Finding.of(by_layer[least], "share", no_effect=MOST, details={"layer": number})
@@ -89,9 +88,8 @@ def position_0(lab: Lab) -> Finding:
     alike = float(np.mean([1 / (r + 1) for r in lab.plan.references]))
     heads = lab.metric("sink_start")
     rate = float((heads[np.isfinite(heads)] > SINK_THRESHOLD).mean())
-    details: dict[str, Detail] = {"sink rate of Gu et al., first 64 queries": rate}
-    mean = lab.jackknife.mean(np.nanmean(at_0, axis=(1, 2)))
-    return Finding.of(mean.estimate, "share of attention", no_effect=alike, details=details)
+    mean, details = lab.mean(np.nanmean(at_0, axis=(1, 2))), {"sink rate of Gu et al., first 64 queries": rate}
+    return Finding.of(mean, "share of attention", no_effect=alike, details=details)
 
 
 untestable(
@@ -101,7 +99,7 @@ untestable(
 )  # fmt: skip
 
 
-def typed(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
+def type_shares(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
     """Return the shares of the three types, by prompt and layer; all are 0 in a layer without an anchor."""
     shares: Array = np.nan_to_num(np.stack([lab.metric(name) for name in TYPES], axis=-1))
     return shares
@@ -115,9 +113,8 @@ def typed(lab: Lab) -> Float64[np.ndarray, "B layers types"]:
 )  # fmt: skip
 def frames_exist(lab: Lab) -> Finding:
     anchors = later(lab, "anchors")
-    mean = lab.jackknife.mean((anchors > 0).mean(axis=1))
-    details: dict[str, Detail] = {"anchors per layer": lab.jackknife.mean(anchors.mean(axis=1)).estimate}
-    return Finding.of(mean.estimate, "share of layers", no_effect=0.5, details=details)
+    details = {"anchors per layer": lab.mean(anchors.mean(axis=1))}
+    return Finding.of(lab.mean((anchors > 0).mean(axis=1)), "share of layers", no_effect=0.5, details=details)
 
 
 @claim(
@@ -127,7 +124,7 @@ def frames_exist(lab: Lab) -> Finding:
     "share, mean over layers with an anchor in some prompt; 0 is an undecided type. Details: the type",
 )  # fmt: skip
 def frame_type(lab: Lab) -> Finding:
-    shares = typed(lab)
+    shares = type_shares(lab)
     framed = shares.sum(-1).any(axis=0)
     if not framed.any():
         return Finding.not_applicable("no layer has an anchor, a key that receives clearly more attention than others")
@@ -153,8 +150,8 @@ def frames_and_sinks(lab: Lab) -> Finding:
     if at_0.shape[1] < 3:
         return Finding.not_applicable("a correlation over layers needs at least three layers")
     star = lab.metrics["star"].sel(threshold=EDGE_THRESHOLD, method="nearest").values  # of edges stronger than it
-    shares = typed(lab)
-    details: dict[str, Detail] = {name: correlated(jackknife, shares[..., k], at_0) for k, name in enumerate(TYPES)}
+    shares = type_shares(lab)
+    details = {name: correlated(jackknife, shares[..., k], at_0) for k, name in enumerate(TYPES)}
     return Finding.of(correlated(jackknife, star, at_0), "correlation", details=details)
 
 

@@ -11,11 +11,10 @@ import numpy as np
 from jaxtyping import Float64
 
 from posleak.analyses.claims import catalogue
-from posleak.analyses.claims.catalogue import Detail, Finding, Side
+from posleak.analyses.claims.catalogue import Finding, Side
 from posleak.analyses.claims.lab import Lab
 from posleak.arrays import Array
 from posleak.errors import UnsupportedError
-from posleak.leakage import combined
 from posleak.leakage.contrast import correlated, mean_difference, octave_cosines
 from posleak.papers import WAVELETS
 
@@ -32,7 +31,7 @@ untestable(
 )  # fmt: skip
 
 
-def heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
+def finite_heads(lab: Lab, *names: str) -> list[Float64[np.ndarray, "B heads *rest"]]:
     """Return metrics of those heads of all layers that have finite values everywhere, with heads on one axis.
 
     Raise UnsupportedError if there are fewer than three such heads.
@@ -61,11 +60,14 @@ def octaves(energy: Float64[np.ndarray, "*cells S"]) -> Float64[np.ndarray, "*ce
 def resolutions(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
-    (energy,) = heads(lab, "wavelet_energy")
+    (energy,) = finite_heads(lab, "wavelet_energy")
     scale = octaves(energy)
-    details: dict[str, Detail] = {"heads": energy.shape[1], "scales": energy.shape[2]}
-    details["preferred scale"] = lab.jackknife.mean(scale.mean(1)).estimate
-    details["width of one head, in octaves"] = lab.jackknife.of_means(_width, energy).estimate
+    details = {
+        "heads": energy.shape[1],
+        "scales": energy.shape[2],
+        "preferred scale": lab.mean(scale.mean(1)),
+        "width of one head, in octaves": lab.jackknife.of_means(_width, energy).estimate,
+    }
     apart = lab.jackknife.of_means(mean_difference, scale).estimate
     return Finding.of(apart, "octaves", no_effect=1.0, details=details)
 
@@ -85,16 +87,18 @@ ZOOM = (
 
 def zoomed(lab: Lab, side: Side) -> Finding:
     """Return how much more a head differs from itself at half the resolution than from another head."""
-    energy, half, quarter = heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
+    energy, half, quarter = finite_heads(lab, "wavelet_energy", "scale_half", "scale_quarter")
     if energy.shape[2] < 3:
         return Finding.not_applicable("the prompts are too short for three scales")
     cosines = lab.jackknife.of_means(lambda mean: np.array(octave_cosines(mean)), energy)
     itself, other = cosines[0], cosines[1]
-    details: dict[str, Detail] = {"cosine with itself": itself.estimate, "with another head": other.estimate}
-    for name, change in (("half", half), ("a quarter of the", quarter)):
-        details[f"1 − cosine at {name} sampling"] = lab.jackknife.mean(change.mean(1)).estimate
-    effect = combined(lambda own, others: others - own, itself, other).estimate
-    return Finding.of(effect, "difference of cosines", side=side, details=details)
+    details = {
+        "cosine with itself": itself.estimate,
+        "with another head": other.estimate,
+        "1 − cosine at half sampling": lab.mean(half.mean(1)),
+        "1 − cosine at a quarter of the sampling": lab.mean(quarter.mean(1)),
+    }
+    return Finding.of((other - itself).estimate, "difference of cosines", side=side, details=details)
 
 
 @claim(
@@ -135,10 +139,9 @@ untestable(
 def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
         return Finding.not_applicable(NO_ROPE)
-    position, frequency = heads(lab, "entropy_position", "entropy_spectrum")
-    details: dict[str, Detail] = {"heads": position.shape[1]}
+    position, frequency = finite_heads(lab, "entropy_position", "entropy_spectrum")
     correlation = correlated(lab.jackknife, position, frequency)
-    return Finding.of(correlation, "correlation", side=Side.BELOW, details=details)
+    return Finding.of(correlation, "correlation", side=Side.BELOW, details={"heads": position.shape[1]})
 
 
 untestable(
