@@ -47,18 +47,18 @@ def bench_command(
     chosen_cases(case or ())
     subject = model.load()
     with spoken_warnings(), working("bench") as update:
-        found = bench(
+        result = bench(
             subject, reload={"model": model.name, "loading": model.loading}, lengths=lengths, names=case or (),
             repeats=repeats, peers_up_to=peers_up_to, batch=batch, seed=seed, max_memory=model.max_memory,
             progress=update,
         )  # fmt: skip
     if model.as_json:
-        emit(found.as_dict())
+        emit(result.as_dict())
     else:
-        out.print(bench_table(found))
+        out.print(bench_table(result))
 
 
-def bench_table(found: Benchmark) -> Group:
+def bench_table(benchmark: Benchmark) -> Group:
     """Return one row per case and length: medians, with the smallest and the largest round."""
     from rich.console import Group
 
@@ -66,36 +66,38 @@ def bench_table(found: Benchmark) -> Group:
     from posleak.show.terminal import table
 
     names = ("tokens", "case", "seconds", "of a forward pass", "MB", "n")
-    made = table(names, right=[name for name in names if name != "case"], wrap=["of a forward pass"])
-    for result in found.results:
-        made.add_row(str(result.length), result.name, *_cells(result))
-    about = found.machine
+    rows = table(names, right=[name for name in names if name != "case"], wrap=["of a forward pass"])
+    for result in benchmark.results:
+        rows.add_row(str(result.length), result.name, *_cells(result))
+    machine = benchmark.machine
     return Group(
-        prose(found.identity.name, style="bold"),
-        prose(f"{about['processor']}, {about['threads']} threads · {found.identity.dtype}", style="dim"),
-        made,
+        prose(benchmark.identity.name, style="bold"),
+        prose(f"{machine['processor']}, {machine['threads']} threads · {benchmark.identity.dtype}", style="dim"),
+        rows,
         prose("medians of rounds (smallest–largest); MB: peak above the loaded model, in its own process", style="dim"),
         *(
             prose(f"{result.name} at {result.length}: {_spread(ratio).plain} of {result.base}, n={ratio.n}")
-            for result in found.results
+            for result in benchmark.results
             if (ratio := result.ratio_to_base) is not None
         ),
     )
 
 
 def _cells(result: BenchResult) -> tuple[str | TableCell, str | TableCell, str, str]:
+    """Return seconds, ratio, memory and number of rounds; the error instead of the ratio if there is one."""
     memory = NAN if result.peak_mb is None else f"{result.peak_mb:.0f}"
     if result.seconds is None or result.ratio is None:
         return NAN, result.error or "not timed", memory, "0"
     return _spread(result.seconds, ".2f"), _spread(result.ratio), memory, str(result.seconds.n)
 
 
-def _spread(found: Spread, form: str = ".3f") -> TableCell:
+def _spread(spread: Spread, form: str = ".3f") -> TableCell:
+    """Return the median with the range of the rounds."""
     from rich.text import Text
 
     from posleak.show.terminal import TableCell
 
-    return TableCell(Text(f"{found.median:{form}}"), f"({found.low:{form}}–{found.high:{form}})")
+    return TableCell(Text(f"{spread.median:{form}}"), f"({spread.low:{form}}–{spread.high:{form}})")
 
 
 if __name__ == "__main__":

@@ -45,13 +45,13 @@ FORWARD = "forward"
 POSLEAK = "posleak"
 ONCE = "posleak, once per run"
 TWO_PASSES, TRACE = "two passes", "posleak trace"
-"""The plain pass and one over a borrowed context with the same mask; posleak's trace, compared with both."""
+"""The two plain passes of a trace, over the prompt and over a borrowed context; the trace, compared with them."""
 
 RUN, WITH_METRICS, WITH_LOSS = "whole measurement", "whole measurement, all metrics", "whole measurement, loss"
-"""Alone, with metrics of other papers, and with the next-token loss."""
+"""A whole measurement: alone, with metrics of other papers, and with the next-token loss."""
 
-KEPT, CELL = "whole measurement, kept", "cell of a sweep"
-"""A measurement into a folder; the same as a cell of a sweep, by a worker that has loaded the model."""
+STORED, CELL = "whole measurement, kept", "cell of a sweep"
+"""A measurement that writes a folder; the same as a cell of a sweep, by a worker that has loaded the model."""
 
 Ids = NDArray[np.int64]
 Runner = Callable[[Ids], Statistics | None]
@@ -60,9 +60,11 @@ Runner = Callable[[Ids], Statistics | None]
 
 @dataclass(frozen=True)
 class Case:
-    """One case. `make` prepares a subject for prompts of the shape of ids [B, T] and returns the function to time.
+    """One case of the benchmark.
 
-    needs     memory that it needs;  base: the case that its time is divided by
+    make      prepares a subject for prompts with the shape of ids [B, T], and returns the function to time
+    needs     memory that the case needs
+    package   package of a peer;  base: the case that its time is divided by
     """
 
     name: str
@@ -73,6 +75,7 @@ class Case:
 
     @property
     def is_peer(self) -> bool:
+        """Whether it is another tool, whose results are compared with those of posleak."""
         return self.name == "eager" or self.package is not None
 
     @property
@@ -82,12 +85,13 @@ class Case:
 
     @property
     def version(self) -> str | None:
+        """Version of the package of a peer, None without one."""
         return None if self.package is None or self.missing else version(self.package)
 
 
 def _forward(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     def run(ids: Ids) -> None:
-        _states(subject.model, ids)
+        _forward_pass(subject.model, ids)
 
     return run
 
@@ -111,7 +115,7 @@ def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     mask = Visibility((1, 1, T, T), borrowed(causal_mask_function, ids.shape[1]), device=subject.device).dense()
 
     def run(ids: Ids) -> None:
-        _states(subject.model, ids)
+        _forward_pass(subject.model, ids)
         tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
         native(subject.model, tokens, padding=mask)
 
@@ -135,33 +139,33 @@ def _run(metrics: str = "none", loss: bool = False) -> Callable[[Subject, Plan, 
         spec = memory.run_spec(ids.shape[1], metrics, loss)
 
         def run(ids: Ids) -> None:
-            found = PreparedRun.of(subject, spec).run()
-            _ = found.metrics.as_dict() if found.metrics is not None else None
+            measured = PreparedRun.of(subject, spec).run()
+            _ = measured.metrics.as_dict() if measured.metrics is not None else None
 
         return run
 
     return make
 
 
-def _kept(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """Make a measurement into a folder, as `posleak measure` does after loading."""
+def _stored(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    """Return the case of a measurement that writes a folder, as `posleak measure` does after loading."""
     spec = memory.run_spec(ids.shape[1])
 
     def run(ids: Ids) -> None:
-        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
-            _ = PreparedRun.of(subject, spec).run(Path(place) / "run").summary
+        with tempfile.TemporaryDirectory(prefix="posleak-") as folder:
+            _ = PreparedRun.of(subject, spec).run(Path(folder) / "run").summary
 
     return run
 
 
 def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """Make a measurement as a cell of a sweep: look up, lock, measure, write results and hashes, look up again."""
+    """Return the case of a cell of a sweep: look up, lock, measure, write results and hashes, look up again."""
     spec = memory.run_spec(ids.shape[1])
     cell = Cell(subject.identity.name, MeasureSpec(length=spec.length, prompts=spec.prompts))
 
     def run(ids: Ids) -> None:
-        with tempfile.TemporaryDirectory(prefix="posleak-") as place:
-            storage = Storage(place)
+        with tempfile.TemporaryDirectory(prefix="posleak-") as folder:
+            storage = Storage(folder)
             worker = Worker()
             worker.hold(cell, subject)
             outcome = worker.run(storage, cell)
@@ -172,12 +176,12 @@ def _cell(subject: Subject, plan: Plan, ids: Ids) -> Runner:
 
 
 def after_donor(ids: Ids) -> Ids:
-    """Return each prompt after a longer document made of its own tokens; the content does not matter here."""
+    """Return each prompt after a longer document made of its own tokens. The content does not affect the cost."""
     return np.concatenate([ids, ids[:, -DONOR_MARGIN:], ids], axis=1)
 
 
 def _once(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    """Do what a run does before its first prompt: calibration, and reading the placements."""
+    """Return the case of what a run does before its first prompt: calibration, and reading the placements."""
 
     def run(ids: Ids) -> None:
         calibrated(subject, ids)
@@ -190,8 +194,8 @@ def _eager(subject: Subject, plan: Plan, ids: Ids) -> Runner:
     model, rows = _with_eager_attention(subject), list(plan.rows)
 
     def run(ids: Ids) -> Statistics:
-        found = _states(model, ids, output_attentions=True)
-        return from_patterns([a[:, :, rows] for a in found.attentions], plan)
+        output = _forward_pass(model, ids, output_attentions=True)
+        return from_patterns([a[:, :, rows] for a in output.attentions], plan)
 
     return run
 
@@ -231,10 +235,10 @@ def _nnsight(subject: Subject, plan: Plan, ids: Ids) -> Runner:
             torch.inference_mode(),
             traced.trace(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False),
         ):
-            kept = list().save()  # type: ignore[attr-defined]  # noqa: C408  nnsight gives lists a method inside a trace
+            patterns = list().save()  # type: ignore[attr-defined]  # noqa: C408  nnsight gives lists a method inside a trace
             for layer in traced.layers:
-                kept.append(layer.self_attn.output[1][:, :, rows])
-        return from_patterns(kept, plan)
+                patterns.append(layer.self_attn.output[1][:, :, rows])
+        return from_patterns(patterns, plan)
 
     return run
 
@@ -251,13 +255,16 @@ def _copied(subject: Subject) -> PreTrainedModel:
         return copy.deepcopy(subject.model)
 
 
-def _states(model: PreTrainedModel, ids: Ids, **asked: Any):  # type: ignore[no-untyped-def]
-    return native(model, torch.from_numpy(ids).to(input_device(model)), **asked)
+def _forward_pass(model: PreTrainedModel, ids: Ids, **options: Any):  # type: ignore[no-untyped-def]
+    """Run the model's own forward pass without the language-model head."""
+    return native(model, torch.from_numpy(ids).to(input_device(model)), **options)
 
 
 CASES = (
-    Case(FORWARD, _forward, memory.forward),  # the model's own pass with its fused attention, nothing looked at
-    Case(POSLEAK, _posleak(), memory.posleak()),  # the same pass, attached, with its rows, parts and arrays
+    Case(FORWARD, _forward, memory.forward),  # the model's own pass with fused attention, without observers
+    Case(
+        POSLEAK, _posleak(), memory.posleak()
+    ),  # the same pass with the sampled rows, the decomposition and the arrays
     Case(ONCE, _once, memory.posleak()),
     Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
     Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
@@ -265,8 +272,8 @@ CASES = (
     Case(RUN, _run(), memory.run()),  # 8,192 tokens, as `posleak measure` does it, without writing
     Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
     Case(WITH_LOSS, _run(loss=True), memory.run(loss=True), base=RUN),
-    Case(KEPT, _kept, memory.run(), base=RUN),
-    Case(CELL, _cell, memory.run(), base=KEPT),  # what a sweep adds to a measurement
+    Case(STORED, _stored, memory.run(), base=RUN),
+    Case(CELL, _cell, memory.run(), base=STORED),  # what a sweep adds to a measurement
     Case("eager", _eager, memory.patterns(1, layers=True)),  # patterns of all layers kept: total leakage
     # scores and patterns of all layers cached: all parts
     Case("TransformerLens", _transformer_lens, memory.patterns(2, layers=True), "transformer-lens"),
@@ -276,4 +283,5 @@ CASES = (
 
 
 def case(name: str) -> Case:
-    return next(found for found in CASES if found.name == name)
+    """Return a case by name."""
+    return next(each for each in CASES if each.name == name)

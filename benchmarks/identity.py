@@ -25,26 +25,28 @@ ROUNDS, LENGTH, PROMPTS = 7, 256, 16
 
 
 def main(model: str) -> None:
+    """Measure the cost of identity checks on a model, and print it as JSON."""
     warnings.simplefilter("ignore")
     subject, shares, totals, added = pl.load(model), [], [], []
     pl.measure(subject, length=64, prompts=2)  # warm-up
     for _ in range(ROUNDS):
-        with Stopwatch() as watch:
+        with Stopwatch() as stopwatch:
             pl.measure(subject, length=LENGTH, prompts=PROMPTS)
-        shares.append(watch.seconds["identity"] / (watch.total - watch.seconds["identity"]))
-        totals.append(watch.total)
+        shares.append(stopwatch.seconds["identity"] / (stopwatch.total - stopwatch.seconds["identity"]))
+        totals.append(stopwatch.total)
         started = time.perf_counter()
         stable_checksum(subject.model)
         added.append(time.perf_counter() - started)
-    found = {
+    result = {
         "model": model, "length": LENGTH, "prompts": PROMPTS, "rounds": ROUNDS,
         "added_to_a_measurement": spread(shares), "seconds": spread(totals), "seconds_added_to_loading": spread(added),
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()}, "versions": versions(),
     }  # fmt: skip
-    print(json.dumps(found, indent=2))
+    print(json.dumps(result, indent=2))
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

@@ -1,4 +1,4 @@
-"""Memory that a case of the benchmark will need, computed before it is made."""
+"""Memory that a case of the benchmark needs, computed before it runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RUN_TOKENS = 8192
 
 @dataclass(frozen=True)
 class CaseMemory:
-    """Bytes of a case: `kept` until the last round, and `running` while it runs."""
+    """Memory of a case in bytes: `persistent` until the last round, and `running` while it runs."""
 
-    kept: int
+    persistent: int
     running: int
 
 
@@ -29,6 +29,7 @@ Needs = Callable[[Subject, int, int], CaseMemory]
 
 
 def forward(subject: Subject, prompts: int, length: int) -> CaseMemory:
+    """Return the memory of the plain forward pass."""
     activations = ModelSizes.of(subject).forward(prompts * length, subject.dtype.itemsize)
     return CaseMemory(0, activations + _own_attention(subject, prompts, length))
 
@@ -37,12 +38,8 @@ def posleak(*edits: str) -> Needs:
     """Return the memory of a measurement, including calibration."""
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
-        return CaseMemory(
-            0,
-            memory_plan(
-                subject, MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=parse_edits(edits))
-            ).total,
-        )
+        spec = MeasureSpec(length=length, prompts=prompts, batch=prompts, edits=parse_edits(edits))
+        return CaseMemory(0, memory_plan(subject, spec).total)
 
     return needs
 
@@ -57,6 +54,7 @@ def run(metrics: str = "none", loss: bool = False) -> Needs:
 
 
 def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureSpec:
+    """Return the measurement of RUN_TOKENS tokens in prompts of `length` tokens."""
     return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,), loss=loss)
 
 
@@ -67,11 +65,15 @@ def two_passes(subject: Subject, prompts: int, length: int) -> CaseMemory:
 
 
 def trace(subject: Subject, prompts: int, length: int) -> CaseMemory:
+    """Return the memory of the trace, whose second pass needs most."""
     return posleak(BORROWED)(subject, prompts, length)
 
 
 def patterns(copies: int, layers: bool) -> Needs:
-    """Return the memory of eager attention in a copy of the model, with `copies` of the patterns."""
+    """Return the memory of eager attention in a copy of the model.
+
+    copies    copies of the attention patterns;  layers: whether the patterns of all layers are kept
+    """
 
     def needs(subject: Subject, prompts: int, length: int) -> CaseMemory:
         item, sizes = subject.dtype.itemsize, ModelSizes.of(subject)
@@ -83,7 +85,7 @@ def patterns(copies: int, layers: bool) -> Needs:
 
 
 def _own_attention(subject: Subject, prompts: int, length: int) -> int:
-    """Return the memory of the model's own attention: all weights if it is eager, a mask for windows."""
+    """Return the memory of the model's own attention: all weights if it is eager, a dense mask if it has windows."""
     item = subject.dtype.itemsize
     if subject.model.config._attn_implementation == "eager":
         return ModelSizes.of(subject).eager(prompts, length, item)

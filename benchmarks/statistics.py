@@ -26,24 +26,29 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Statistics:
-    """total [B, L, H, Q, D] in nats, NaN without a pair; attention_0 [B, L, H, Q]; the parts that the case has."""
+    """Statistics of a batch of prompts.
+
+    total         leakage [B, L, H, Q, D] in nats, NaN where a pair of positions does not exist
+    attention_0   attention to position 0, [B, L, H, Q]
+    parts         the parts of the leakage that the case can compute, by name
+    """
 
     total: Array
     attention_0: Array
     parts: dict[str, Array]
 
-    def gap(self, other: Statistics) -> float:
-        """Return the largest difference in nats or attention; infinite if NaNs differ."""
+    def max_difference(self, other: Statistics) -> float:
+        """Return the largest absolute difference, in nats or attention; infinite if NaNs are at different places."""
         pairs = [(self.total, other.total), (self.attention_0, other.attention_0)]
         pairs += [(self.parts[name], other.parts[name]) for name in self.parts.keys() & other.parts.keys()]
-        return max(_gap(x, y) for x, y in pairs)
+        return max(_max_difference(x, y) for x, y in pairs)
 
 
-def _gap(x: Array, y: Array) -> float:
-    there = ~np.isnan(x)
-    if not np.array_equal(there, ~np.isnan(y)) or not there.any():
+def _max_difference(x: Array, y: Array) -> float:
+    defined = ~np.isnan(x)
+    if not np.array_equal(defined, ~np.isnan(y)) or not defined.any():
         return float("inf")
-    return float(np.abs(x[there] - y[there]).max())
+    return float(np.abs(x[defined] - y[defined]).max())
 
 
 def from_chunk(chunk: Chunk) -> Statistics:
@@ -59,8 +64,8 @@ def from_scores(layers: Sequence[Tensor], plan: Plan) -> Statistics:
     for s in (layer.cpu() for layer in layers):
         visible = s[0, 0] > torch.finfo(s.dtype).min / 2
         parts.append(split(reduce_rows(s.masked_fill(~visible, 0), visible, plan)))
-    found = from_chunk(stack_layers(parts))
-    return replace(found, parts={"drift": found.parts["drift"]})
+    statistics = from_chunk(stack_layers(parts))
+    return replace(statistics, parts={"drift": statistics.parts["drift"]})
 
 
 def from_patterns(layers: Sequence[Tensor], plan: Plan) -> Statistics:

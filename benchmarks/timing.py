@@ -24,6 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
+        """Return the median and the range of the values."""
         return cls(float(np.median(values)), min(values), max(values), len(values))
 
 
@@ -40,6 +41,7 @@ def interleaved(
 
 
 def _timed(work: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes, after garbage collection and with finished devices."""
     gc.collect()
     finish_devices()
     start = time.perf_counter()
@@ -48,10 +50,11 @@ def _timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def ratios(seconds: list[float | None], to: list[float | None]) -> Spread:
-    """Return the ratios within each round."""
-    return Spread.of([x / y for x, y in zip(seconds, to, strict=True) if x is not None and y is not None])
+def ratios(seconds: list[float | None], base: list[float | None]) -> Spread:
+    """Return the spread of the ratios of two cases, each taken within a round."""
+    return Spread.of([x / y for x, y in zip(seconds, base, strict=True) if x is not None and y is not None])
 
 
 def spread(seconds: list[float | None]) -> Spread:
+    """Return the spread over the rounds in which a case ran."""
     return Spread.of([x for x in seconds if x is not None])

@@ -7,6 +7,6 @@ zoo_docs, ship                   docs/zoo.md from the zoo's tables; the trained 
 gallery, question, pictures      docs/gallery, the figures of docs/pictures.md, screenshots
 tutorials                        notebooks from the scripts in docs/tutorials
 api_docs                         how docstrings become docs/api.md on the site
-made                             replacement of the generated parts of a page
+markdown                         Markdown tables, and replacement of the generated parts of a page
 reference                        records the results of a checkout and compares two recordings to the bit
 """

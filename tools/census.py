@@ -35,17 +35,18 @@ from posleak.models import Subject
 from posleak.models.pretrained import silence_transformers
 from posleak.probe import backbone
 
-from .matrix import Tried, section, tried
+from .markdown import table
+from .matrix import CommandOutcomes, run_commands, section
 from .shrink import tiny_model
 from .traits import Traits, traits
 
 LENGTH, PROMPTS, TOKEN = 48, 3, 5
-SECONDS = 120
-"""Time limit of a family."""
+TIME_LIMIT = 120
+"""Time limit of a family in seconds."""
 
 INCOMPLETE = {
-    "gemma4_assistant": "a draft model, which reads the keys of the model that it assists",
-    "gemma4_unified_assistant": "a draft model, which reads the keys of the model that it assists",
+    "gemma4_assistant": "a draft model that reads the keys of the model it assists",
+    "gemma4_unified_assistant": "a draft model that reads the keys of the model it assists",
     "musicgen": "its decoder is built from a part of this config and reads audio codebooks",
     "musicgen_melody": "its decoder is built from a part of this config and reads audio codebooks",
 }
@@ -57,7 +58,12 @@ STATUSES = (SUPPORTED, FAILS, REFUSED, NOT_BUILT)
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """One family. `laws`: laws that the model violates by design, with the cause; `tried`: outcomes of the commands."""
+    """One family.
+
+    moved     whether the origin's keys can be moved, and the reason if not
+    laws      laws that the model violates by design, with the cause
+    why       the reason of a failure;  commands: outcomes of the commands
+    """
 
     family: str
     model_class: str
@@ -67,7 +73,7 @@ class FamilyRow:
     special: tuple[str, ...] = ()
     laws: tuple[str, ...] = ()
     why: str = ""
-    tried: Tried | None = None
+    commands: CommandOutcomes | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -81,32 +87,31 @@ def families() -> list[str]:
 
 
 def examine_family(family: str, commands: bool = False) -> FamilyRow:
-    """Build a model, run it, diagnose it, and with `commands` try every command; the first failure decides the row."""
+    """Build a model, run it and diagnose it; with `commands`, also run every command. The first failure ends it."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])
     # Constructors and forward passes of other libraries may raise anything. posleak's own code runs outside.
     try:
-        with limited(SECONDS):
+        with time_limit(TIME_LIMIT):
             model = tiny_model(family)
             _runs_alone(copy.deepcopy(model))  # a pass may change it
     except Exception as error:
-        said = f"{type(error).__name__}: {_first_line(error)}"
-        return FamilyRow(
-            family, name, NOT_BUILT, why=f"{INCOMPLETE[family]} ({said})" if family in INCOMPLETE else said
-        )
+        message = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{INCOMPLETE[family]} ({message})" if family in INCOMPLETE else message
+        return FamilyRow(family, name, NOT_BUILT, why=reason)
     subject = Subject.of(model, name=family)
     try:
-        with limited(SECONDS), silence_transformers():
+        with time_limit(TIME_LIMIT), silence_transformers():
             diagnosis = doctor(subject, length=LENGTH, prompts=PROMPTS, short=True)
-            found = traits(subject, diagnosis.calibration, LENGTH, TOKEN)
+            special = traits(subject, diagnosis.calibration, LENGTH, TOKEN)
     except UnsupportedError as error:
         return FamilyRow(family, name, REFUSED, why=error.what)
     except (CheckError, TimeoutError) as error:
         return FamilyRow(family, name, FAILS, why=_first_line(error))
-    row = _judged(family, name, diagnosis, found)
+    row = _diagnosed_row(family, name, diagnosis, special)
     if row.status != SUPPORTED or not commands:
         return row
-    with limited(10 * SECONDS):  # kernels of recurrent layers are slow without their own packages
-        return replace(row, tried=tried(subject, diagnosis.verdict.value))
+    with time_limit(10 * TIME_LIMIT):  # kernels of recurrent layers are slow without their own packages
+        return replace(row, commands=run_commands(subject, diagnosis.verdict.value))
 
 
 def _runs_alone(model: PreTrainedModel) -> None:
@@ -116,21 +121,21 @@ def _runs_alone(model: PreTrainedModel) -> None:
         backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
 
-def _judged(family: str, name: str, diagnosis: Diagnosis, found: Traits) -> FamilyRow:
-    broken = [check for check in diagnosis.checks if not check.ok]
-    wrong = [f"{check.id}: {check.value:.2g} {check.unit}" for check in broken if check.cause is None]
-    if wrong:
-        return FamilyRow(family, name, FAILS, found.positions, found.moved, found.special, why="; ".join(wrong))
+def _diagnosed_row(family: str, name: str, diagnosis: Diagnosis, model: Traits) -> FamilyRow:
+    """Return the row of a diagnosed family: it fails if a violated law has no known cause."""
+    violated = [check for check in diagnosis.checks if not check.ok]
+    unexplained = [f"{check.id}: {check.value:.2g} {check.unit}" for check in violated if check.cause is None]
+    if unexplained:
+        return FamilyRow(family, name, FAILS, model.positions, model.moved, model.special, why="; ".join(unexplained))
     causes: dict[str, list[str]] = {}
-    for check in broken:
+    for check in violated:
         causes.setdefault(str(check.cause), []).append(check.id)
     laws = tuple(f"{', '.join(ids)}: {cause}" for cause, ids in causes.items())
-    return FamilyRow(
-        family, name, SUPPORTED, found.positions, found.moved, (*found.special, *_as_decoder(family)), laws
-    )
+    special = (*model.special, *_decoder_settings(family))
+    return FamilyRow(family, name, SUPPORTED, model.positions, model.moved, special, laws)
 
 
-def _as_decoder(family: str) -> Iterator[str]:
+def _decoder_settings(family: str) -> Iterator[str]:
     """Yield the config field that makes a decoder of families that are not decoders by default."""
     default = CONFIG_MAPPING[family]()
     if default.is_encoder_decoder:
@@ -142,8 +147,8 @@ def _as_decoder(family: str) -> Iterator[str]:
 
 
 @contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after `seconds` seconds; without effect outside of the main thread."""
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after `seconds` seconds. It has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
@@ -161,6 +166,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first informative line of a message."""
     text = error.what if isinstance(error, PosleakError) else str(error)
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or ["no message"]
     return lines[1] if len(lines) > 1 and lines[0].startswith("Class validation error") else lines[0]
@@ -175,52 +181,46 @@ def page(rows: Sequence[FamilyRow]) -> str:
     parts = [
         "# Families",
         "",
-        "Which families of models can be measured, which are refused and why, and what each command does with them: to "
-        "look up yours before you start. Written by `python -m tools.census --write docs/families.md`; a test "
-        "runs the census again and compares.",
+        "Which model families can be measured, which are rejected and why, and the outcome of each command. Generated "
+        "by `python -m tools.census --write docs/families.md`; a test runs the census again and compares.",
         "",
         f"transformers {transformers.__version__} has {len(rows)} causal-LM families. Each was built as a tiny random "
-        f"model from its config class ({LENGTH} tokens, {PROMPTS} prompts) and went through the short form of "
+        f"model from its config class ({LENGTH} tokens, {PROMPTS} prompts) and checked by the short form of "
         "`posleak doctor`: calibration, parity with eager attention, laws L1, L2, L4, L5 and L7 to L10 "
         "([definitions](definitions.md)).",
         "",
         f"**{len(supported)} families supported**, {counts[FAILS]} fail, {counts[REFUSED]} refused, "
         f"{counts[NOT_BUILT]} cannot be built here.",
         "",
-        f"{lawful} of the supported obey every law. The others break some on purpose, and the tool names the cause: "
-        f"{tables} have a table of absolute positions, so that position enters the residual stream before the first "
-        "layer; they serve as controls. Tiny random models show that the arithmetic is right, not what trained models "
-        "do.",
+        f"{lawful} of the supported families satisfy every law. The others violate some by design, and doctor names "
+        f"the cause: {tables} have a table of absolute positions, so that position enters the residual stream before "
+        "the first layer; they serve as controls. Tiny random models show that the arithmetic is correct. They do not "
+        "show how trained models behave.",
     ]
     for status in STATUSES:
         chosen = [row for row in rows if row.status == status]
         if chosen:
             parts += ["", f"## {status.capitalize()} ({len(chosen)})", "", *_table(status, chosen)]
-        if status == SUPPORTED and (known := [row.tried for row in chosen if row.tried is not None]):
-            parts += ["", *section(known)]
+        if status == SUPPORTED and (outcomes := [row.commands for row in chosen if row.commands is not None]):
+            parts += ["", *section(outcomes)]
     return "\n".join(parts) + "\n"
 
 
-def _table(status: str, rows: Sequence[FamilyRow]) -> Iterator[str]:
+def _table(status: str, rows: Sequence[FamilyRow]) -> list[str]:
+    """Return the table of the families with one status."""
     if status in (REFUSED, NOT_BUILT):
-        yield from ("| family | class | why |", "|---|---|---|")
-        yield from (f"| {row.family} | {row.model_class} | {_cell(row.why)} |" for row in rows)
-        return
-    last = "laws that it breaks, and why" if status == SUPPORTED else "check that fails"
-    yield from (f"| family | class | positions | origin can be moved | special | {last} |", "|---|---|---|---|---|---|")
-    for row in rows:
-        end = "; ".join(row.laws) or row.why
-        cells = (row.family, row.model_class, row.positions, row.moved, "; ".join(row.special), end)
-        yield "| " + " | ".join(map(_cell, cells)) + " |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+        return table(("family", "class", "reason"), [(row.family, row.model_class, row.why) for row in rows])
+    last = "violated laws, with their causes" if status == SUPPORTED else "failed checks"
+    cells = [
+        (row.family, row.model_class, row.positions, row.moved, "; ".join(row.special), "; ".join(row.laws) or row.why)
+        for row in rows
+    ]
+    return table(("family", "class", "positions", "origin can be moved", "special", last), cells)
 
 
 def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
     """Return the keys of the rows of a page, by family."""
-    found: dict[str, tuple[str, str, str, str, str]] = {}
+    keys: dict[str, tuple[str, str, str, str, str]] = {}
     status = ""
     for line in text.splitlines():
         if line.startswith("## "):
@@ -228,14 +228,14 @@ def read_page(text: str) -> dict[str, tuple[str, str, str, str, str]]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and status in STATUSES and cells[0] != "family":
             wide = status in (SUPPORTED, FAILS)
-            found[cells[0]] = (cells[0], status, *(cells[2:5] if wide else ("", "", "")))
-    return found
+            keys[cells[0]] = (cells[0], status, *(cells[2:5] if wide else ("", "", "")))
+    return keys
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Check which causal-LM families can be measured.")
-    parser.add_argument("--write", type=Path, help="the page to write, e.g. docs/families.md")
-    parser.add_argument("families", nargs="*", help="only these")
+    parser.add_argument("--write", type=Path, help="page to write, e.g. docs/families.md")
+    parser.add_argument("families", nargs="*", help="families to examine; default: all")
     options = parser.parse_args(arguments)
     rows = [examine_family(family, commands=True) for family in options.families or families()]
     if options.write is not None:

@@ -31,7 +31,7 @@ from posleak.runs.run import Run
 from posleak.show.numbers import NAN, estimate
 from posleak.typed import plain
 
-from .made import row
+from .markdown import table
 
 NUMBERS, INDEX = "numbers.json", "index.md"
 ZOO = (
@@ -40,7 +40,8 @@ ZOO = (
     "zoo-backcopy-window-first", "zoo-backcopy-sink-logit", "zoo-backcopy-no-bos",
 )  # fmt: skip
 
-Say = Callable[[str], None]
+OnStatus = Callable[[str], None]
+"""Callback that receives a status line."""
 
 
 @dataclass(frozen=True)
@@ -60,113 +61,112 @@ ENTRIES = (
           "SmolLM2-135M-Instruct: rotary positions, a BOS, full attention. The page has every section.",
           claims=True, by_layer=True),
     Entry("gemma3-270m", ("gemma3-270m",),
-          "gemma-3-270m: windows of 512 tokens in five of six layers, which hide nothing of prompts that are shorter; "
-          "[architectures](../architectures.md) has longer ones, where much changes.",
+          "gemma-3-270m: windows of 512 tokens in five of six layers, longer than these prompts, so that all keys are "
+          "visible; [architectures](../architectures.md) has longer prompts, with very different results.",
           claims=True),
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
-          "Qwen2.5-Coder-1.5B-Instruct: larger, with a large rotary base. It was trained without a BOS; here the token "
-          "that its config names as one stands first, as `--bos auto` has it."),
+          "Qwen2.5-Coder-1.5B-Instruct: larger, with a large RoPE base. It was trained without a BOS token; here every "
+          "prompt starts with the BOS token of its config (`--bos auto`)."),
     Entry("zoo", ZOO,
-          "The twelve small models that come with posleak, side by side; each differs from `rope` in one thing "
-          "([the zoo](../zoo.md)). The one without any positions (`nope`) has only masks to tell position by: it leaks "
-          "most, and nearly all of it is *earlier*. A leakage below 0 is one of 0, with noise.", length=128),
+          "The twelve small models that ship with posleak, side by side; each differs from `rope` in one setting "
+          "([the zoo](../zoo.md)). The model without position encoding (`nope`) can infer position from masks only: it "
+          "leaks most, and nearly all of it is *earlier*. A negative leakage is not significantly different from zero.",
+          length=128),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Found:
-    """Results of one model; a run if a trace is not defined."""
+class ModelResults:
+    """Results of one model. `trace`: a run if a trace is not defined."""
 
     trace: Trace | Run
     claims: ClaimsRun | None = None
 
 
-def measured(entry: Entry, runs: Path, say: Say) -> list[Found]:
+def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
     """Measure everything that the page shows, in folders below `runs`."""
-    found: list[Found] = []
+    results: list[ModelResults] = []
     for name in entry.models:
-        subject, folder = pl.load(name, progress=say), runs / name
-        asked: dict[str, Any] = {
-            "length": entry.length,
-            "prompts": 16,
-            "out": folder,
-            "progress": say,
-        }
+        subject, folder = pl.load(name, progress=progress), runs / name
+        options: dict[str, Any] = {"length": entry.length, "prompts": 16, "out": folder}
         try:
-            trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, **asked)
-        except (UnsupportedError, InputError):  # learned positions: there is no place before the first one
-            trace = pl.measure(subject, **{**asked, "progress": None})
-        claims = pl.claims(subject, paper=ALL, **asked) if entry.claims else None
+            trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, progress=progress, **options)
+        except (UnsupportedError, InputError):  # a borrowed context is not defined for learned positions
+            trace = pl.measure(subject, **options)
+        claims = pl.claims(subject, paper=ALL, progress=progress, **options) if entry.claims else None
         if entry.claims:
             write_json(folder / DOCTOR_FILE, plain(pl.doctor(subject)))
-        found.append(Found(trace, claims))
-    return found
+        results.append(ModelResults(trace, claims))
+    return results
 
 
-def numbers(found: Sequence[Found]) -> dict[str, Any]:
+def numbers(results: Sequence[ModelResults]) -> dict[str, Any]:
     """Return the shares, the leakage and the claims of each model, with intervals, as JSON."""
-    said: dict[str, Any] = {}
-    for each in found:
+    by_model: dict[str, Any] = {}
+    for each in results:
         run = each.trace.ordinary if isinstance(each.trace, Trace) else each.trace
         shares = {name: run.summary.model["all"].share[name] for name in PARTS}
         if isinstance(each.trace, Trace):
             shares |= {name: each.trace.model["all"].share[name] for name in SOURCES}
-        said[run.name] = plain(
-            {"leakage": run.summary.model["all"].power["total"], "shares": shares,
-             "facts": [*run.record.model_facts, *run.record.facts]}
-            | ({} if each.claims is None else {"claims": {result.id: _kept(result) for result in each.claims.results}})
-        )  # fmt: skip
-    return said
+        model = {
+            "leakage": run.summary.model["all"].power["total"], "shares": shares,
+            "facts": [*run.record.model_facts, *run.record.facts],
+        }  # fmt: skip
+        if each.claims is not None:
+            model["claims"] = {result.id: _claim_row(result) for result in each.claims.results}
+        by_model[run.name] = plain(model)
+    return by_model
 
 
-def _kept(result: ClaimResult) -> dict[str, Any]:
+def _claim_row(result: ClaimResult) -> dict[str, Any]:
     return {
         "value": result.effect, "low": result.low, "high": result.high, "n": result.n, "unit": result.unit,
         "verdict": result.verdict, "reason": result.reason,
     }  # fmt: skip
 
 
-def index(kept: dict[str, dict[str, Any]]) -> str:
-    """Return the index page, from the stored numbers."""
+def index(stored: dict[str, dict[str, Any]]) -> str:
+    """Return the index page, from the stored numbers by page and model."""
     lines = [
         "# Gallery", "",
-        "Results of real models, as `posleak report` draws them: pages that open without a network, to click through.",
-        "They are made by `make gallery`; a test compares their numbers.", "",
+        "Results of real models as interactive pages of `posleak report`, which need no network. They are generated by",
+        "`make gallery`; a test checks their numbers.", "",
     ]  # fmt: skip
     for entry in ENTRIES:
-        if entry.name in kept:
+        if entry.name in stored:
             prompts = f"{entry.about} Prompts of {entry.length} tokens."
             lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "",
-                      *_table(kept[entry.name]), ""]  # fmt: skip
+                      *_tables(stored[entry.name]), ""]  # fmt: skip
     lines += [
-        "Leakage: power in nats², all queries, mean over heads and layers. Shares of it: *earlier*, *here* and "
-        "*origin* say where it comes from, *mask*, *drift* and *sink* where it is read "
-        "([definitions](../definitions.md)). 95% jackknife intervals over n = 16 prompts of random tokens; – where a "
-        "number is not defined.", "",
+        "Leakage: power in nats², all queries, mean over heads and layers. Shares of the leakage by source (*earlier*, "
+        "*here*, *origin*) and by part (*mask*, *drift*, *sink*), see [definitions](../definitions.md). 95% jackknife "
+        "intervals over n = 16 prompts of random tokens; –: not defined.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _table(of: dict[str, Any]) -> list[str]:
+def _tables(models: dict[str, Any]) -> list[str]:
     """Return two tables, one per decomposition."""
-    lines = [row("where it comes from", "leakage", *SOURCES), row(*["---"] * (2 + len(SOURCES)))]
-    lines += [row(name, _cell(said["leakage"]), *_shares(said, SOURCES)) for name, said in of.items()]
-    lines += ["", row("where it is read", *PARTS), row(*["---"] * (1 + len(PARTS)))]
-    return [*lines, *(row(name, *_shares(said, PARTS)) for name, said in of.items())]
+    sources = [(name, _cell(own["leakage"]), *_shares(own, SOURCES)) for name, own in models.items()]
+    parts = [(name, *_shares(own, PARTS)) for name, own in models.items()]
+    return [
+        *table(("where it comes from", "leakage", *SOURCES), sources), "",
+        *table(("where it is read", *PARTS), parts),
+    ]  # fmt: skip
 
 
-def _shares(said: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [_cell(said["shares"].get(name), "share") for name in names]
+def _shares(model: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [_cell(model["shares"].get(name), "share") for name in names]
 
 
-def _cell(kept: Mapping[str, Any] | None, unit: str = "") -> str:
+def _cell(stored: Mapping[str, Any] | None, unit: str = "") -> str:
     """Return a number with its interval, joined by non-breaking spaces."""
-    return NAN if kept is None else estimate(read(kept), unit).replace(" … ", "\u00a0…\u00a0")
+    return NAN if stored is None else estimate(read_estimate(stored), unit).replace(" … ", "\u00a0…\u00a0")
 
 
-def read(kept: Mapping[str, Any]) -> Estimate:
+def read_estimate(stored: Mapping[str, Any]) -> Estimate:
     """Return an estimate from JSON, in which undefined values are null."""
-    return LabelledEstimate.from_row(kept).estimate
+    return LabelledEstimate.from_row(stored).estimate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -177,18 +177,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for entry in ENTRIES:
         if entry.name in options.only:
-            made(entry, options.folder, options.runs)
+            generate(entry, options.folder, options.runs)
 
 
-def made(entry: Entry, folder: Path, runs: Path) -> None:
+def generate(entry: Entry, folder: Path, runs: Path) -> None:
     """Write one page with its numbers, and the index."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = measured(entry, runs, lambda what: print(f"{entry.name}: {what}", flush=True))
+    results = measure(entry, runs, lambda status: print(f"{entry.name}: {status}", flush=True))
     pl.report([runs / name for name in entry.models], folder / f"{entry.name}.html")
-    kept = json.loads((folder / NUMBERS).read_text(encoding="utf-8")) if (folder / NUMBERS).exists() else {}
-    kept[entry.name] = numbers(found)
-    write_json(folder / NUMBERS, kept)
-    write_atomically(folder / INDEX, lambda path: path.write_text(index(kept), encoding="utf-8"))
+    stored = json.loads((folder / NUMBERS).read_text(encoding="utf-8")) if (folder / NUMBERS).exists() else {}
+    stored[entry.name] = numbers(results)
+    write_json(folder / NUMBERS, stored)
+    write_atomically(folder / INDEX, lambda path: path.write_text(index(stored), encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -23,31 +23,33 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show.unexpected import UNEXPECTED
 
+from .markdown import table
+
 LENGTH, PROMPTS, TOKENS = 48, 4, 32
 WORKS = "works"
 COMMANDS = ("measure", "metrics", "trace", "origin", "claims", "doctor")
 
 HEAD = """\
-Each command was run on the tiny model of each supported family ({length} tokens, {prompts} prompts). `doctor` says
-`sound` if every law holds, and `by design` if the model breaks some on purpose. Of the claims it says how many have an
-effect: the others are not applicable, on most families because a tiny random model has no sink and no tokenizer.
-`metrics` says how many of what others measure (`measure --metrics all`) a family can give, natural text left out, which
-takes a tokenizer. A number in brackets is the reason, below the table.
+Each command was run on the tiny model of each supported family ({length} tokens, {prompts} prompts). `doctor`: `sound`
+if every law holds, `by design` if the model violates a law by design. `claims`: number of claims with an effect; the
+others are not applicable, in most families because a tiny random model has no sink and no tokenizer. `metrics`: number
+of metrics of other papers that are defined (`measure --metrics all`), without natural text, which needs a tokenizer. A
+number in brackets refers to the reasons below the table.
 """
 
 
 @dataclass(frozen=True)
-class Tried:
+class CommandOutcomes:
     """Outcomes on one family, by command: `works`, a short result, or the reason of a failure."""
 
     family: str
     outcomes: Mapping[str, str]
 
 
-def tried(subject: Subject, doctor: str) -> Tried:
-    """Run every command except doctor, whose outcome is given."""
+def run_commands(subject: Subject, doctor: str) -> CommandOutcomes:
+    """Run every command on a model. `doctor`: outcome of doctor, which has run before."""
     size: dict[str, Any] = {"length": LENGTH, "prompts": PROMPTS}
-    work: dict[str, Callable[[], str]] = {
+    commands: dict[str, Callable[[], str]] = {
         "measure": lambda: _works(measure(subject, **size)),
         "metrics": lambda: _metrics(measure(subject, **size, metrics="all")),
         "trace": lambda: _works(trace(subject, **size)),
@@ -56,20 +58,22 @@ def tried(subject: Subject, doctor: str) -> Tried:
         "doctor": lambda: doctor,
     }
     with silence_transformers():
-        return Tried(subject.identity.name, {name: _outcome(run) for name, run in work.items()})
+        return CommandOutcomes(subject.identity.name, {name: _outcome(run) for name, run in commands.items()})
 
 
-def _works(found: object) -> str:
+def _works(result: object) -> str:
     return WORKS
 
 
 def _metrics(run: Run) -> str:
-    wanted = {metric.id for metric in CATALOGUE} - {"sink_rate_natural"}
-    there = {row.metric.id for row in run.metrics.rows} if run.metrics is not None else set()
-    return f"{len(there & wanted)} of {len(wanted)}"
+    """Return the number of metrics that the run has, except for the one that needs a tokenizer."""
+    possible = {metric.id for metric in CATALOGUE} - {"sink_rate_natural"}
+    defined = {row.metric.id for row in run.metrics.rows} if run.metrics is not None else set()
+    return f"{len(defined & possible)} of {len(possible)}"
 
 
 def _outcome(run: Callable[[], str]) -> str:
+    """Return the result of a command, or the message of its error."""
     try:
         return run()
     except PosleakError as error:
@@ -77,6 +81,7 @@ def _outcome(run: Callable[[], str]) -> str:
 
 
 def _claims(subject: Subject) -> str:
+    """Return the number of claims with an effect."""
     results = list(examine(Lab(subject, MeasureSpec(length=LENGTH, prompts=PROMPTS))))
     for result in results:
         if str(result.reason).startswith(UNEXPECTED):
@@ -88,20 +93,17 @@ def _claims(subject: Subject) -> str:
     return f"{sum(result.reason is None for result in results)} of {len(results)}"
 
 
-def section(rows: Sequence[Tried]) -> Iterator[str]:
+def section(families: Sequence[CommandOutcomes]) -> Iterator[str]:
     """Yield the lines of the section of docs/families.md."""
     reasons: dict[str, int] = {}
     yield from (
-        f"## Commands ({len(rows)} families)",
+        f"## Commands ({len(families)} families)",
         "",
         *HEAD.format(length=LENGTH, prompts=PROMPTS).splitlines(),
         "",
     )
-    yield f"| family | {' | '.join(COMMANDS)} |"
-    yield "|---|" + "---|" * len(COMMANDS)
-    for row in rows:
-        cells = [_cell(row.outcomes[name], reasons) for name in COMMANDS]
-        yield f"| {row.family} | {' | '.join(cells)} |"
+    rows = [(each.family, *(_cell(each.outcomes[name], reasons) for name in COMMANDS)) for each in families]
+    yield from table(("family", *COMMANDS), rows)
     yield ""
     yield from (f"{number}. {reason}" for reason, number in reasons.items())
 
@@ -111,15 +113,15 @@ def _cell(outcome: str, reasons: dict[str, int]) -> str:
     return outcome if len(outcome) <= 12 else f"no [{reasons.setdefault(outcome, len(reasons) + 1)}]"
 
 
-def read_section(text: str) -> dict[str, Tried]:
+def read_section(text: str) -> dict[str, CommandOutcomes]:
     """Return the rows of a page, with full reasons."""
     lines = text.partition("## Commands (")[2].partition("\n## ")[0].splitlines()
     listed = (line.partition(". ") for line in lines if line[:1].isdigit())
     reasons = {f"no [{number}]": reason for number, _, reason in listed}
-    found = {}
+    families = {}
     for line in lines:
         family, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
         if line.startswith("| ") and family != "family":
             outcomes = [reasons.get(cell, cell) for cell in cells]
-            found[family] = Tried(family, dict(zip(COMMANDS, outcomes, strict=True)))
-    return found
+            families[family] = CommandOutcomes(family, dict(zip(COMMANDS, outcomes, strict=True)))
+    return families

@@ -18,30 +18,31 @@ PICTURES = (
 """Section, width in pixels, theme."""
 
 HEIGHT = 900
+"""Height of the browser window in pixels."""
 ANSWER = "answer.png", (1280, 390)
-"""The first question with its answer, for README.md."""
+"""File and size in pixels of the picture in README.md: the first question with its answer."""
 
 
 def take(report: Path, compared: Path, folder: Path) -> None:
     """Take a screenshot of the top of each section; `compare` is a section of the page with several runs."""
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for section, width, theme in PICTURES:
             page = browser.new_page(
                 viewport={"width": width, "height": HEIGHT}, color_scheme="dark" if theme == "dark" else "light"
             )
             page.goto((compared if section == "compare" else report).resolve().as_uri())
-            shown = page.locator(f'[data-section="{section}"]:visible').first
-            shown.scroll_into_view_if_needed()
+            top = page.locator(f'[data-section="{section}"]:visible').first
+            top.scroll_into_view_if_needed()
             page.wait_for_timeout(1500)  # figures are drawn when they become visible
-            shown.evaluate("element => element.scrollIntoView({block: 'start'})")
+            top.evaluate("element => element.scrollIntoView({block: 'start'})")
             page.wait_for_timeout(500)
             page.screenshot(path=folder / f"report-{section}-{width}-{theme}.png")
             if (section, width, theme) == PICTURES[0]:
-                name, (wide, high) = ANSWER
-                page.screenshot(path=folder / name, clip={"x": 0, "y": 0, "width": wide, "height": high})
+                name, (clip_width, clip_height) = ANSWER
+                page.screenshot(path=folder / name, clip={"x": 0, "y": 0, "width": clip_width, "height": clip_height})
             page.close()
         browser.close()
 

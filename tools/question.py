@@ -32,123 +32,121 @@ from posleak.show.numbers import interval, number, percent
 from posleak.show.plots import Picture, band, drawn, powers
 from posleak.show.words import QUERIES
 
-from .gallery import NUMBERS, read
-from .made import replaced
+from .gallery import NUMBERS, read_estimate
+from .markdown import replace_part
 
 PAGE, START, IMAGES, MODEL = "pictures.md", "start.md", "images", "smollm2-135m"
-WIDE, TALL = 6.75, 2.6
-"""Size of a figure in inches."""
+SIZE = 6.75, 2.6
+"""Width and height of a figure in inches."""
 
-COLUMNS, WIDER = 86, 110
-"""Columns of the terminals in docs/start.md and README.md."""
+START_COLUMNS, README_COLUMNS = 86, 110
+"""Widths of the terminal outputs in docs/start.md and README.md."""
 
-SMALL = 10
-"""Tokens in the drawings of masks."""
+MASK_TOKENS = 10
+"""Number of tokens in the drawings of masks."""
 
 
 def figures(trace: Trace) -> dict[str, Picture]:
     """Return every figure of the page, by name."""
     run, x = trace.ordinary, np.asarray(trace.ordinary.summary.layer_ids)
-    read_in, comes_from = run.summary.layers["all"].power, trace.layers["all"].power
+    parts, sources = run.summary.layers["all"].power, trace.layers["all"].power
     draw: dict[str, Callable[[Figure], None]] = {
-        "leakage": lambda figure: _leakage(figure.subplots(), run),
-        "mask": lambda figure: _grids(figure, _plain(), "an ordinary pass"),
-        "read": lambda figure: _by_layer(figure.subplots(), read_in, PARTS, x),
-        "lent": lambda figure: _grids(figure, _lent(), "the second pass: lent keys of another document"),
-        "sources": lambda figure: _by_layer(figure.subplots(), comes_from, SOURCES, x),
-        "first": lambda figure: _attention(figure.subplots(), run.summary.layer_sink_attention, x),
+        "leakage": lambda figure: _draw_leakage(figure.subplots(), run),
+        "mask": lambda figure: _draw_mask(figure, _causal_mask(), "an ordinary pass"),
+        "read": lambda figure: _draw_powers(figure.subplots(), parts, PARTS, x),
+        "lent": lambda figure: _draw_mask(figure, borrowed_mask(), "second pass: keys of another document"),
+        "sources": lambda figure: _draw_powers(figure.subplots(), sources, SOURCES, x),
+        "first": lambda figure: _draw_attention(figure.subplots(), run.summary.layer_sink_attention, x),
     }
     title = f"{run.name}, n = {run.prompts} prompts of {run.record.spec.length} tokens"
-    return {name: Picture(drawn(make, (WIDE, TALL)), title) for name, make in draw.items()}
+    return {name: Picture(drawn(make, SIZE), title) for name, make in draw.items()}
 
 
-def _leakage(axes: Axes, run: Run) -> None:
+def _draw_leakage(axes: Axes, run: Run) -> None:
     """Draw the power by position of the query, over heads and offsets, in the first layer and in a late one."""
-    found = split(run, prompts=True).sel(component="total")
-    layers, jackknife = found["layer"].values, Jackknife(run.prompts)
+    total = split(run, prompts=True).sel(component="total")
+    layers, jackknife = total["layer"].values, Jackknife(run.prompts)
     for place, layer in enumerate(layers[[0, 2 * len(layers) // 3]]):
-        of = found.sel(layer=layer).transpose(PROMPT, "query", "head", "offset").values
-        flat = of.reshape(*of.shape[:2], -1)
-        powers = jackknife.inner(products(flat, flat)).estimate
-        band(axes, powers, LIGHT[f"run-{place}"], found["query"].values, f"layer {layer}")
+        values = total.sel(layer=layer).transpose(PROMPT, "query", "head", "offset").values
+        flat = values.reshape(*values.shape[:2], -1)
+        by_query = jackknife.inner(products(flat, flat)).estimate
+        band(axes, by_query, LIGHT[f"run-{place}"], total["query"].values, f"layer {layer}")
     axes.axhline(0, color=LINE, linewidth=0.5)
     axes.set(xlabel="position of the query", ylabel="difference from late\nqueries, nats²")
     axes.legend()
 
 
-def _by_layer(axes: Axes, found: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
-    powers(axes, found, ("total", *names), x)
+def _draw_powers(axes: Axes, estimates: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
+    powers(axes, estimates, ("total", *names), x)
     axes.set(xlabel="layer", ylabel="power, nats²")
 
 
-def _attention(axes: Axes, found: Estimate, x: Array) -> None:
-    band(axes, found, LIGHT["sink"], x)
+def _draw_attention(axes: Axes, attention: Estimate, x: Array) -> None:
+    band(axes, attention, LIGHT["sink"], x)
     axes.set(xlabel="layer", ylabel="attention of late\nqueries to position 0", ylim=(0, 1))
 
 
-def _plain() -> Array:
-    return np.tril(np.ones((SMALL, SMALL)))
+def _causal_mask() -> Array:
+    return np.tril(np.ones((MASK_TOKENS, MASK_TOKENS)))
 
 
-def _lent() -> Array:
+def borrowed_mask() -> Array:
     """Return visible keys of another document (2) and of the prompt (1): all queries but the first see equally many."""
-    own, query, key = _plain(), np.arange(SMALL)[:, None], np.arange(SMALL)
+    own, query, key = _causal_mask(), np.arange(MASK_TOKENS)[:, None], np.arange(MASK_TOKENS)
     return np.hstack([2.0 * ((key > query) & (query > 0)), own])
 
 
-def _grids(figure: Figure, seen: Array, title: str) -> None:
+def _draw_mask(figure: Figure, visible: Array, title: str) -> None:
     """Draw the visible keys of each query as squares, and their number."""
-    left, right = figure.subplots(1, 2, width_ratios=[seen.shape[1] / SMALL, 1], sharey=True)
+    left, right = figure.subplots(1, 2, width_ratios=[visible.shape[1] / MASK_TOKENS, 1], sharey=True)
     for value, colour in ((1, LIGHT["here"]), (2, LIGHT["earlier"])):
-        rows, columns = np.nonzero(seen == value)
+        rows, columns = np.nonzero(visible == value)
         left.scatter(columns, rows, marker="s", s=36, color=colour, linewidth=0)
-    left.set(xlabel="key", ylabel="query", title=title, xticks=[], ylim=(SMALL - 0.5, -0.5))
-    counts = [(seen == value).sum(1) for value in (1, 2)]
-    right.barh(np.arange(SMALL), counts[0], color=LIGHT["here"], height=0.7)
-    right.barh(np.arange(SMALL), counts[1], left=counts[0], color=LIGHT["earlier"], height=0.7)
-    right.set(xlabel="keys that it sees")
+    left.set(xlabel="key", ylabel="query", title=title, xticks=[], ylim=(MASK_TOKENS - 0.5, -0.5))
+    counts = [(visible == value).sum(1) for value in (1, 2)]
+    right.barh(np.arange(MASK_TOKENS), counts[0], color=LIGHT["here"], height=0.7)
+    right.barh(np.arange(MASK_TOKENS), counts[1], left=counts[0], color=LIGHT["earlier"], height=0.7)
+    right.set(xlabel="number of visible keys")
 
 
-def sentences(kept: Mapping[str, Any]) -> dict[str, str]:
+def sentences(stored: Mapping[str, Any]) -> dict[str, str]:
     """Return the sentences with numbers, by name of the marker."""
-    shares = {name: read(found) for name, found in kept["shares"].items()}
-    total = read(kept["leakage"])
+    shares = {name: read_estimate(share) for name, share in stored["shares"].items()}
+    total = read_estimate(stored["leakage"])
     n = f"n = {total.n} prompts, 95% intervals"
 
-    def of(*names: str) -> str:
-        said = (
-            f"{name} **{percent(each.value)}** {interval(each, 'share')}" for name in names for each in [shares[name]]
-        )
-        text = f"{', '.join(said)} of the leakage ({n})."
+    def list_shares(*names: str) -> str:
+        listed = (f"{name} **{percent(shares[name].value)}** {interval(shares[name], 'share')}" for name in names)
+        text = f"{', '.join(listed)} of the leakage ({n})."
         return text[0].upper() + text[1:]
 
     return {
         "leakage": f"In {MODEL} the power of that difference is **{number(total.value)}** {interval(total)} nats², "
         f"mean over all heads of all layers ({n}).",
-        "read": of(*PARTS),
-        "sources": of(*SOURCES),
+        "read": list_shares(*PARTS),
+        "sources": list_shares(*SOURCES),
     }
 
 
-def page(text: str, kept: Mapping[str, Any]) -> str:
-    """Return the page with these numbers."""
-    for name, said in sentences(kept).items():
-        text = replaced(text, name, said)
+def page(text: str, stored: Mapping[str, Any]) -> str:
+    """Return the page with the sentences replaced. `stored`: numbers of the model in docs/gallery/numbers.json."""
+    for name, sentence in sentences(stored).items():
+        text = replace_part(text, name, sentence)
     return text
 
 
-def output(trace: Trace, columns: int = COLUMNS) -> str:
+def output(trace: Trace, columns: int = START_COLUMNS) -> str:
     """Return the output of `posleak trace` without its table: the heading and the shares."""
     stream = io.StringIO()
     console = PlainConsole(file=stream, width=columns)
     for item in trace_tables(trace):
         console.print(item)
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    table, answer, end = (
+    header, answer, end = (
         next(place for place, line in enumerate(lines) if line.startswith(start))
         for start in ("layer", tuple(QUERIES.values()), "remainder")
     )
-    return "\n".join(["```", *lines[:table], "…", *lines[answer:end], "```"])
+    return "\n".join(["```", *lines[:header], "…", *lines[answer:end], "```"])
 
 
 def first() -> Trace:
@@ -158,20 +156,22 @@ def first() -> Trace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Generate the figures of docs/pictures.md.")
-    parser.add_argument("trace", type=Path, help="a folder with a trace")
+    parser.add_argument("trace", type=Path, help="folder of a trace")
     parser.add_argument("docs", type=Path)
     options = parser.parse_args(arguments)
     trace = Trace.load(options.trace)
     if trace is None:
-        raise SystemExit(f"{options.trace} has no trace: `make gallery` measures it")
+        raise SystemExit(f"{options.trace} has no trace: run `make gallery`")
     for name, picture in figures(trace).items():
         picture.save(options.docs / IMAGES / f"question-{name}.png")
-    kept = json.loads((options.docs / "gallery" / NUMBERS).read_text(encoding="utf-8"))[MODEL][MODEL]
-    pages, readme = options.docs / PAGE, options.docs.parent / "README.md"
-    pages.write_text(page(pages.read_text(encoding="utf-8"), kept), encoding="utf-8")
-    start = options.docs / START
-    start.write_text(replaced(start.read_text(encoding="utf-8"), "first", output(first())), encoding="utf-8")
-    readme.write_text(replaced(readme.read_text(encoding="utf-8"), "trace", output(trace, WIDER)), encoding="utf-8")
+    stored = json.loads((options.docs / "gallery" / NUMBERS).read_text(encoding="utf-8"))[MODEL][MODEL]
+    pictures = options.docs / PAGE
+    pictures.write_text(page(pictures.read_text(encoding="utf-8"), stored), encoding="utf-8")
+    for path, name, text in (
+        (options.docs / START, "first", output(first())),
+        (options.docs.parent / "README.md", "trace", output(trace, README_COLUMNS)),
+    ):
+        path.write_text(replace_part(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
 
 if __name__ == "__main__":

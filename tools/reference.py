@@ -129,14 +129,14 @@ DATA = re.compile(r'<script type="application/json"[^>]*>(.*?)</script>', re.DOT
 def cases(models: Path, real: bool) -> dict[str, list[str]]:
     """Return the commands of every case, by name."""
     families = sorted(path.name for path in models.iterdir() if path.is_dir() and not path.name.endswith("-text"))
-    found = {name.format(family): line.format(family) for family in families for name, line in FAMILY.items()}
+    lines = {name.format(family): line.format(family) for family in families for name, line in FAMILY.items()}
     for family in EDITED:
-        found |= {name.format(family): line.format(family) for name, line in VARIANTS.items()}
+        lines |= {name.format(family): line.format(family) for name, line in VARIANTS.items()}
         for edit in EDITS:
             name = f"edit-{family}-{edit.replace(':', '-').replace(';', '+')}"
-            found[name] = f"measure models/{family} {SIZE} --edit {edit.replace(';', ' --edit ')}"
-    found |= OTHERS | (REAL if real else {})
-    return {name: [f"{step.strip()} --json" for step in line.split(";")] for name, line in found.items()}
+            lines[name] = f"measure models/{family} {SIZE} --edit {edit.replace(';', ' --edit ')}"
+    lines |= OTHERS | (REAL if real else {})
+    return {name: [f"{step.strip()} --json" for step in line.split(";")] for name, line in lines.items()}
 
 
 def save_models(root: Path) -> int:
@@ -218,11 +218,11 @@ def _run(argv: list[str]) -> tuple[int, str, str]:
 
 def _files(printed: str) -> Iterator[tuple[Path, str]]:
     """Yield each file with a name in which digests are replaced by numbers, in the order in which they were printed."""
-    found = [path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in ("models", *INPUTS)]
-    hashed = {part for path in found for part in path.parts if HASH.search(part)}
+    paths = [path for path in Path().rglob("*") if path.is_file() and path.parts[0] not in ("models", *INPUTS)]
+    hashed = {part for path in paths for part in path.parts if HASH.search(part)}
     order = sorted(hashed, key=lambda part: (part not in printed, printed.find(part), part))
     stable = {part: HASH.sub(str(place), part) for place, part in enumerate(order)}
-    for path in sorted(found):
+    for path in sorted(paths):
         if not (path.suffix == ".parquet" and path.with_suffix(".csv").exists()):
             yield path, "/".join(stable.get(part, part) for part in path.parts)
 
@@ -300,7 +300,7 @@ def compare(old: Path, new: Path, only: str, renames: list[str]) -> int:
                 lines.append(f"  only in {new if before is None else old}: {key}\n")
             else:
                 count, leaves = count + before.size, leaves + 1
-                lines += [f"  {key}: {found}\n"] if (found := _difference(before, after)) else []
+                lines += [f"  {key}: {difference}\n"] if (difference := _difference(before, after)) else []
         print(f"{name}: {count} numbers, {f'{len(lines)} LEAVES DIFFER' if lines else 'same'}")
         print("".join(lines + notes), end="")
         compared, failures = compared + count, failures + bool(lines)
@@ -313,27 +313,27 @@ def _load(folder: Path, name: str, renames: list[str]) -> Leaves:
     if not (folder / f"{name}.json").exists():
         return {}
     leaves = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["leaves"]
-    found = {key: value if isinstance(value, str) else np.asarray(value, float) for key, value in leaves.items()}
-    with np.load(folder / f"{name}.npz") as arrays:
-        found |= {key: arrays[key] for key in arrays.files}
+    arrays = {key: value if isinstance(value, str) else np.asarray(value, float) for key, value in leaves.items()}
+    with np.load(folder / f"{name}.npz") as stored:
+        arrays |= {key: stored[key] for key in stored.files}
     for pattern, _, text in (rename.rpartition("=") for rename in renames):
-        found = {re.sub(pattern, text, key): value for key, value in found.items()}
-    return found
+        arrays = {re.sub(pattern, text, key): value for key, value in arrays.items()}
+    return arrays
 
 
 def _difference(old: Array, new: Array) -> str:
     """Describe how two arrays differ, to the bit except for NaN; empty if they do not."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return f"{old.dtype}{list(old.shape)} -> {new.dtype}{list(new.shape)}"
-    apart = (old != new) & ~((old != old) & (new != new))
+    differs = (old != new) & ~((old != old) & (new != new))
     if old.dtype.kind == "f":
-        apart |= (np.signbit(old) != np.signbit(new)) & (old == old)
-    if not apart.any():
+        differs |= (np.signbit(old) != np.signbit(new)) & (old == old)
+    if not differs.any():
         return ""
-    before, after = old[apart], new[apart]
+    before, after = old[differs], new[differs]
     gap = np.abs(after.astype(float) - before.astype(float))
     worst = int(np.argmax(np.nan_to_num(gap, nan=np.inf)))
-    return f"{apart.sum()} of {old.size}, at worst {before[worst]} -> {after[worst]}, max |diff| {gap[worst]:.3g}"
+    return f"{differs.sum()} of {old.size}, at worst {before[worst]} -> {after[worst]}, max |diff| {gap[worst]:.3g}"
 
 
 def main() -> int:
@@ -349,7 +349,7 @@ def main() -> int:
     comparing.add_argument("new", type=Path)
     comparing.add_argument("--rename", action="append", default=[], metavar="REGEX=TEXT", help="rename paths of OLD")
     for each in (making, comparing):
-        each.add_argument("--only", default="*", metavar="GLOB", help="only cases with such a name")
+        each.add_argument("--only", default="*", metavar="GLOB", help="only cases whose names match")
     options = parser.parse_args()
     if options.command == "models":
         return save_models(options.models)

@@ -16,14 +16,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from posleak.errors import ModelError
 from posleak.models.pretrained import silence_transformers
 
-MOST = 20_000_000
-"""Limit of the parameters: an unknown name of a size would leave the model at full size."""
+MAX_PARAMETERS = 20_000_000
+"""Largest number of parameters. A size with an unknown name would leave the model at full size."""
 
-LAYERS = 6
-"""Largest number of layers; one of each kind if there are fewer kinds."""
+MAX_LAYERS = 6
+"""Largest number of layers in models with several kinds of layers, which keep one layer of each kind."""
 
 SIZES: dict[str, Any] = {
-    # words
+    # vocabulary
     "vocab_size": 100, "vocab_size_per_layer_input": 100, "shape_vocab_size": 100,
     "pronunciation_vocab_size": 100, "encoder_hash_byte_group_vocab": 100,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -64,37 +64,37 @@ SIZES: dict[str, Any] = {
     "time_step_rank": 8, "n_groups": 1, "chunk_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
     "adapter_rank": 8, "block_size": 16,
-    # what can be seen
+    # visibility and context
     "sliding_window": 13, "sliding_window_size": 13, "attention_chunk_size": 16, "window_size": 13,
     "local_attention": 26, "attention_window_size": 13,
     "max_position_embeddings": 1024, "n_positions": 1024, "n_ctx": 1024, "max_seq_len": 1024,
     "max_target_positions": 1024, "floor_scale": 8, "log_scaling_n_floor": 8,
-    # a family of encoders, or of encoders with decoders, has its decoder measured
+    # encoder and encoder-decoder families are measured as decoders
     "is_decoder": True, "is_encoder_decoder": False, "causal": True,
 }  # fmt: skip
-"""Values of the fields that a config has. Multiples of 16 where products of experts need 16-byte alignment; windows
-shorter than the prompts of the census; value heads narrower than key heads."""
+"""Values of config fields by name. Expert sizes are multiples of 16, because their products need 16-byte alignment;
+windows are shorter than the prompts of the census; value heads are narrower than key heads."""
 
-NEEDED = ("head_dim", "num_key_value_heads", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+REQUIRED = ("head_dim", "num_key_value_heads", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 """Fields that are set even if the default is None, which some configs leave to the checkpoint."""
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # hybrids whose default has no attention layer at these depths
+    # hybrids without an attention layer in the first layers of their default
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": HYBRID,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    # shared attention reads the stream and the embeddings side by side, so it is twice as wide
+    # shared attention reads the residual stream concatenated with the embeddings, so that it is twice as wide
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "num_key_value_heads": 4,
               "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 4, "num_key_value_heads": 4,
                "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
-    # defaults that its own constructor or model refuses
+    # defaults that the constructor of the config or of the model rejects
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
              "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2}},
@@ -108,10 +108,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
-    # positions that change queries within the length of a census prompt
+    # queries that are scaled by position within the length of a census prompt
     "ministral3": {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}},
 }  # fmt: skip
-"""Families with other dependencies between sizes, or whose defaults would hide some of their features."""
+"""Config fields of families with other dependencies between sizes, or whose defaults would hide a feature."""
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
@@ -119,30 +119,29 @@ def tiny_config(family: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     with silence_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the defaults of the config
-        return config_class(**shrunk(config_class))
+        return config_class(**tiny_sizes(config_class))
 
 
-def shrunk(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def tiny_sizes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Return the arguments that make a config tiny, from the names of its defaults."""
     default = config_class()
     names = {**default.to_dict(), **dict.fromkeys(default.attribute_map)}
-    sizes = {name: size for name, size in SIZES.items() if name in names and _replaces(name, size, names[name])}
-    if (
-        "qk_rope_head_dim" in names
-    ):  # latent attention: head_dim is the rotated width only, and every query head has a key of its own
+    sizes = {name: size for name, size in SIZES.items() if name in names and _is_replaced(name, size, names[name])}
+    if "qk_rope_head_dim" in names:
+        # Latent attention: head_dim is the rotated width only, and every query head has its own key.
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= one_of_each_kind(default)
     for name in config_class.sub_configs:
         if isinstance(part := getattr(default, name, None), PreTrainedConfig):
-            sizes[name] = {"model_type": part.model_type, **shrunk(type(part))}
+            sizes[name] = {"model_type": part.model_type, **tiny_sizes(type(part))}
     return sizes | OVERRIDES.get(default.model_type, {})
 
 
-def _replaces(name: str, size: Any, default: Any) -> bool:
-    """Return the value of a field. A default that is off (None or 0) stays off unless it is needed."""
+def _is_replaced(name: str, size: Any, default: Any) -> bool:
+    """Return whether the default of a field is replaced. Features that are off (None or 0) stay off unless required."""
     if isinstance(default, bool):
         return isinstance(size, bool)
-    return name in NEEDED or (default is not None and default != 0 and not isinstance(default, (list, dict)))
+    return name in REQUIRED or (default is not None and default != 0 and not isinstance(default, (list, dict)))
 
 
 def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
@@ -152,10 +151,10 @@ def one_of_each_kind(default: PreTrainedConfig) -> dict[str, Any]:
     lists = {name: value for name, value in lists.items() if len(set(map(str, value))) < depth}
     if not lists:
         return {}
-    kinds: dict[str, int] = {}
+    first_layers: dict[str, int] = {}
     for layer, kind in enumerate(zip(*lists.values())):
-        kinds.setdefault(str(kind), layer)
-    kept = sorted(kinds.values())[:LAYERS]
+        first_layers.setdefault(str(kind), layer)
+    kept = sorted(first_layers.values())[:MAX_LAYERS]
     kept = kept if len(kept) > 1 else [0, 1]
     cut = {name: [SIZES.get(name, v[layer]) for layer in kept] for name, v in lists.items()}
     return {**cut, "num_hidden_layers": len(kept)}
@@ -168,27 +167,27 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-        if count > MOST:
-            raise ModelError("the shrunk model is not small", where=family, got=f"{count:,} parameters", expected=MOST)
+        if count > MAX_PARAMETERS:
+            raise ModelError(
+                "the tiny model is not small", where=family, got=f"{count:,} parameters", expected=MAX_PARAMETERS
+            )
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return sharpened(model)
+    return sharpen(model)
 
 
-def sharpened(model: PreTrainedModel) -> PreTrainedModel:
-    """Set weights of unit gain, larger for queries and keys: near-uniform attention would hide a missing term."""
+def sharpen(model: PreTrainedModel) -> PreTrainedModel:
+    """Set random weights of unit gain, larger for queries and keys, so that attention is far from uniform."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:  # a table that the model computes, such as the sines of its rotation
+            if not parameter.requires_grad:  # a computed table, such as the sines of the rotation
                 continue
             if parameter.ndim > 1 and parameter.is_floating_point():
                 gain = 1.8 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query", "key")) else 1.0
                 parameter.normal_(0, gain * parameter.shape[-1] ** -0.5, generator=generator)
             elif parameter.is_floating_point():
-                noise = torch.empty_like(parameter).normal_(
-                    0, 1.0 if name.endswith("sinks") else 0.1, generator=generator
-                )
-                parameter.add_(noise)
+                scale = 1.0 if name.endswith("sinks") else 0.1
+                parameter.add_(torch.empty_like(parameter).normal_(0, scale, generator=generator))
     model.eval().requires_grad_(False)
     return model

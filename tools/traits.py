@@ -13,7 +13,7 @@ from posleak.models import Subject
 from posleak.probe import Calibration, Call, Placement, attach, default_plan, read_placements
 from posleak.probe.call import ALIBI
 
-EQUAL = 1e-3
+TOLERANCE = 1e-3
 """Relative difference below which vectors of two positions are equal, in float32."""
 
 
@@ -21,8 +21,9 @@ EQUAL = 1e-3
 class CallObserver:
     """Traits of every attention call on a constant-token prompt.
 
-    turned    whether queries depend on position; None if the states already do
-    sloped    whether there is a bias that is linear in the position of the key
+    turned    by call, whether queries are rotated by position; None if the states already depend on position
+    sloped    by call, whether it has an ALiBi bias
+    traits    other features;  heads: numbers of heads
     """
 
     turned: list[bool | None] = field(default_factory=list)
@@ -36,35 +37,39 @@ class CallObserver:
         self.turned.append(_differ(directions) if same_states else None)
         self.sloped.append(call.bias_kind == ALIBI)
         self.heads.add(call.heads)
-        for there, trait in (
+        for present, trait in (
             (call.bias is not None and not self.sloped[-1], "bias added to logits"),
             (call.softcap is not None, "soft-capped logits"),
             (call.s_aux is not None, "learned sink logits"),
-            (call.value.shape[-1] != call.key.shape[-1], "values of another width than keys"),
-            (kind := _narrowed(call), str(kind)),
+            (call.value.shape[-1] != call.key.shape[-1], "values and keys of different widths"),
+            (kind := _restriction(call), str(kind)),
         ):
-            if there and trait not in self.traits:
+            if present and trait not in self.traits:
                 self.traits.append(trait)
 
 
 def _differ(x: Tensor) -> bool:
     """Return whether the vectors x [H, T, E] differ between positions."""
-    return float((x - x[:, :1]).abs().max()) > EQUAL * float(x.abs().max())
+    return float((x - x[:, :1]).abs().max()) > TOLERANCE * float(x.abs().max())
 
 
-def _narrowed(call: Call) -> str | None:
-    """Return the kind of restricted visibility: a window has a constant size, a chunk grows."""
+def _restriction(call: Call) -> str | None:
+    """Return the kind of restricted visibility: a window has a constant size, a chunk grows with the query."""
     late = torch.arange(call.query.shape[2] - 2, call.query.shape[2], device=call.query.device)
-    seen = call.visibility.rows(late)[0, 0].sum(-1).tolist()
-    if seen[1] == call.query.shape[2]:
+    visible = call.visibility.rows(late)[0, 0].sum(-1).tolist()
+    if visible[1] == call.query.shape[2]:
         return None
-    return "sliding window" if seen[0] == seen[1] else "chunked attention"
+    return "sliding window" if visible[0] == visible[1] else "chunked attention"
 
 
 @dataclass(frozen=True)
 class Traits:
-    """`positions`: how absolute or relative position enters; `special`: what else a reader of results should know;
-    `moved`: can the origin's keys be moved?"""
+    """Features of a model's attention.
+
+    positions   position encoding
+    special     other features that matter for the interpretation of results
+    moved       whether the origin's keys can be moved, and the reason if not
+    """
 
     positions: str
     special: tuple[str, ...]
@@ -72,43 +77,44 @@ class Traits:
 
 
 def traits(subject: Subject, calibration: Calibration, length: int, token: int) -> Traits:
-    """Two constant-token prompts through the model, and what calibration found."""
-    model, look = subject.model, CallObserver()
+    """Return the features of a model, from passes over one repeated token and from its calibration."""
+    model, observer = subject.model, CallObserver()
     ids = torch.full((1, length), token, device=subject.device)
-    with attach(model, [look]) as probe:
+    with attach(model, [observer]) as probe:
         probe.forward(ids)
     plan = default_plan(length)
     placements, entrance = read_placements(model, ids, plan), first_entrance(model, token)
     rotary = any("inv_freq" in name for name, _ in model.named_buffers())
-    special = list(look.traits)
+    special = list(observer.traits)
     if any(place.temperature is not None for place in placements):
         special.append("queries scaled by position")
     if any(place.unevenness for place in placements):
         special.append("weighted norm after the rotation")
-    special += _modules(calibration)
-    if len(look.heads) > 1:
+    special += _repetitions(calibration)
+    if len(observer.heads) > 1:
         special.append("layers with different numbers of heads")
     if "index_topk" in model.config.get_text_config().to_dict():
         special.append("keys selected by content in prompts longer than index_topk, which are refused")
-    other = set(calibration.unmeasured) | (
-        {entrance.module} if entrance is not None and entrance.kind == RECURRENT else set()
-    )
-    if other:
-        special.append(_hybrid(subject, calibration, other))
+    unmeasured = set(calibration.unmeasured)
+    if entrance is not None and entrance.kind == RECURRENT:
+        unmeasured.add(entrance.module)
+    if unmeasured:
+        special.append(_hybrid(subject, calibration, unmeasured))
     table = entrance is not None and entrance.kind == TABLE
-    positions = "table of positions" if table else _positions(look.turned, look.sloped, rotary)
+    positions = "table of positions" if table else _positions(observer.turned, observer.sloped, rotary)
     return Traits(positions, tuple(special), _moved(placements))
 
 
 def _moved(placements: list[Placement]) -> str:
-    """Can the origin's keys be moved?"""
+    """Return whether the origin's keys can be moved, with the reason if not."""
     stays = [place.stays for place in placements if place.stays is not None]
     if not stays:
         return "yes"
-    return f"no: {stays[0]}" if len(stays) == len(placements) else f"in some layers; in {len(stays)} not: {stays[0]}"
+    return f"no: {stays[0]}" if len(stays) == len(placements) else f"in some layers; not in {len(stays)}: {stays[0]}"
 
 
 def _positions(turned: list[bool | None], sloped: list[bool], rotary: bool) -> str:
+    """Return the position encoding of the calls. `rotary`: whether calls with unknown rotation are rotary."""
     turns = [rotary if turn is None else turn for turn in turned]
     kinds = " and ".join(kind for kind, calls in (("rotary", turns), ("ALiBi", sloped)) if any(calls))
     if not kinds:
@@ -117,20 +123,20 @@ def _positions(turned: list[bool | None], sloped: list[bool], rotary: bool) -> s
     return f"{kinds}, {without} of {len(turns)} calls without (NoPE)" if without else kinds
 
 
-def _hybrid(subject: Subject, calibration: Calibration, other: set[str]) -> str:
-    """Which layers are measured, and what the others are; the innermost name where one holds another."""
-    inner = [name for name in sorted(other) if not any(child.startswith(f"{name}.") for child in other)]
+def _hybrid(subject: Subject, calibration: Calibration, unmeasured: set[str]) -> str:
+    """Describe a hybrid model: the number of attention layers, and the classes of the innermost other modules."""
+    inner = [name for name in sorted(unmeasured) if not any(child.startswith(f"{name}.") for child in unmeasured)]
     kinds = sorted({type(subject.model.get_submodule(name)).__name__ for name in inner})
     measured = len([name for name, _ in groupby(calibration.modules)])
-    return f"hybrid: attention in {measured} of {subject.identity.layers} layers, beside {', '.join(kinds)}"
+    return f"hybrid: attention in {measured} of {subject.identity.layers} layers, with {', '.join(kinds)}"
 
 
-def _modules(calibration: Calibration) -> list[str]:
-    """Are there modules that call attention several times in a row, or that run several times?"""
+def _repetitions(calibration: Calibration) -> list[str]:
+    """Describe modules that call attention several times in a row, or that run several times."""
     runs = [(name, len(list(calls))) for name, calls in groupby(calibration.modules)]
-    found = []
+    repetitions = []
     if (most := max(count for _, count in runs)) > 1:
-        found.append(f"{most} attention calls per layer")
+        repetitions.append(f"{most} attention calls per layer")
     if len(runs) > len({name for name, _ in runs}):
-        found.append("modules that run more than once")
-    return found
+        repetitions.append("modules that run more than once")
+    return repetitions

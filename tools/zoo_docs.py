@@ -17,44 +17,43 @@ import numpy as np
 from posleak.files import write_atomically
 from posleak.show import numbers
 from posleak.show.plots import as_text, drawn, write
-from tools.made import replaced, row
+from tools.markdown import replace_part, table as markdown_table
 from zoo.entropy import entropies
-from zoo.measuring import QUANTITIES
+from zoo.measuring import QUANTITIES, Quantity
 from zoo.recipe import RECIPES
 from zoo.table import TABLE, ZOO, TrainingCurve, VariantComparison, ZooTable
 from zoo.terminal import GROUPS
 from zoo.variants import STANDARD, VARIANTS
-from zoo.verdicts import verdicts
+from zoo.verdicts import JudgedClaim, verdicts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 IMAGES = "images"
-SHOWN = ("total", "residual", "earlier", "attention", "readers", "pull")
+DRAWN = ("total", "residual", "earlier", "attention", "readers", "pull", "mask", "here")
 """Quantities that are drawn over training."""
 
 
 def variants() -> str:
     """Return the table of variants."""
-    lines = [row("variant", "differs from standard RoPE in", "architecture"), "|---|---|---|"]
-    return "\n".join([*lines, *(row(f"`{each.name}`", each.about, each.kind) for each in VARIANTS.values())])
+    rows = [(f"`{each.name}`", each.about, each.kind) for each in VARIANTS.values()]
+    return "\n".join(markdown_table(("variant", "setting", "architecture"), rows))
 
 
 def trainings(tables: Sequence[ZooTable]) -> str:
-    """Return the table of trainings: size, loss before and after, time."""
-    names = ("data", "variant", "seed", "parameters", "steps", "held-out loss: before", "after", "single tokens",
-             "at best", "minutes")  # fmt: skip
-    lines = [row(*names), "|" + "---|" * len(names)]
-    for table in tables:
-        for each in table.trainings:
-            least = entropies().least(each.recipe.context, bos=VARIANTS[each.variant].bos)
-            floor = f"{least:.3f}" if each.data.data == "backcopy" else ""
-            losses = (f"{loss:.3f}" for loss in (each.held_out[0].loss, each.final_loss, each.data.unigram_nats))
-            size = (f"{each.parameters:,}", f"{each.recipe.steps:,}")
-            what = (each.data.data, f"`{each.variant}`", str(each.seed))
-            lines.append(row(*what, *size, *losses, floor, f"{each.seconds / 60:.1f}"))
-    return "\n".join(lines)
+    """Return the table of trainings: size, initial and final loss, its bounds, time."""
+    header = ("data", "variant", "seed", "parameters", "steps", "initial held-out loss", "final held-out loss",
+              "unigram entropy", "lowest possible loss", "minutes")  # fmt: skip
+    rows = []
+    for each in (training for table in tables for training in table.trainings):
+        lowest = entropies().lowest_loss(each.recipe.context, bos=VARIANTS[each.variant].bos)
+        bound = f"{lowest:.3f}" if each.data.data == "backcopy" else ""
+        losses = (f"{loss:.3f}" for loss in (each.held_out[0].loss, each.final_loss, each.data.unigram_nats))
+        size = (f"{each.parameters:,}", f"{each.recipe.steps:,}")
+        model = (each.data.data, f"`{each.variant}`", str(each.seed))
+        rows.append((*model, *size, *losses, bound, f"{each.seconds / 60:.1f}"))
+    return "\n".join(markdown_table(header, rows))
 
 
 def balance(table: ZooTable) -> str:
@@ -64,65 +63,69 @@ def balance(table: ZooTable) -> str:
 
 
 def _tables(table: ZooTable, inputs: str) -> Iterator[str]:
+    """Yield a table for each group of quantities, or the reasons why none of them is compared."""
     for title, names in GROUPS:
         compared = [each for name in names if (each := table.comparison(name, inputs)) is not None]
         if not compared:
             yield f"{title.capitalize()}, on {inputs}, {table.why_not(names)}."
             continue
-        heads = [f"{QUANTITIES[each.quantity].title}, {_unit(each)}" for each in compared]
-        lines = [row(f"{title}, on {inputs}", *heads), "|" + "---|" * (len(compared) + 1)]
-        for variant in dict.fromkeys(name for each in compared for name in each.variants):
-            lines.append(row(f"`{variant}`", *(_cell(each, variant) for each in compared)))
-        yield "\n".join(lines)
+        shown = [QUANTITIES[each.quantity] for each in compared]
+        header = (f"{title}, on {inputs}", *(_with_unit(each, _unit(each)) for each in shown))
+        rows = [
+            (f"`{variant}`", *(_cell(each, variant) for each in compared))
+            for variant in dict.fromkeys(name for each in compared for name in each.variants)
+        ]
+        yield "\n".join(markdown_table(header, rows))
 
 
-def _unit(found: VariantComparison) -> str:
-    unit = QUANTITIES[found.quantity].unit
-    return {"share": "%", "1": "no unit"}.get(unit, unit)
+def _unit(quantity: Quantity) -> str:
+    return "%" if quantity.is_share else quantity.shown_unit
 
 
-def _cell(found: VariantComparison, variant: str) -> str:
-    """Return mean and interval; bold if they differ from standard RoPE."""
-    mean = found.mean(variant)
+def _with_unit(quantity: Quantity, unit: str) -> str:
+    return f"{quantity.title}, {unit}" if unit else quantity.title
+
+
+def _cell(comparison: VariantComparison, variant: str) -> str:
+    """Return mean and interval; bold if the variant differs from standard RoPE."""
+    mean = comparison.mean(variant)
     if mean is None:
         return numbers.NAN
-    unit = "share" if QUANTITIES[found.quantity].is_share else ""
-    value, ends = numbers.shown(mean.value, unit), numbers.interval(mean, unit)
-    return f"**{value}** {ends}" if found.differs(variant) else f"{value} {ends}"
+    unit = "share" if QUANTITIES[comparison.quantity].is_share else ""
+    value, interval = numbers.shown(mean.value, unit), numbers.interval(mean, unit)
+    return f"**{value}** {interval}" if comparison.differs(variant) else f"{value} {interval}"
 
 
 def quantities() -> str:
-    lines = [row("number", "is", "unit"), "|---|---|---|"]
-    units = {"share": "%", "1": "none"}
-    made = (row(each.title, each.about, units.get(each.unit, each.unit)) for each in QUANTITIES.values())
-    return "\n".join([*lines, *made])
+    """Return the table of quantities."""
+    rows = [(each.title, each.about, _unit(each)) for each in QUANTITIES.values()]
+    return "\n".join(markdown_table(("quantity", "description", "unit"), rows))
 
 
-def judged(tables: Sequence[ZooTable]) -> str:
-    """Return every claim with the verdicts on each kind of data."""
-    lines = [row("sentence", "compares", *(table.data for table in tables)), "|---|---|" + "---|" * len(tables)]
-    found = [verdicts(table) for table in tables]
-    for same in zip(*found):
-        sentence = same[0].sentence
-        what = f"{QUANTITIES[sentence.quantity].title} of `{sentence.variant}` with `{STANDARD}`"
-        cells = []
-        for each in same:
-            finding = each.finding
-            effect = " ".join(numbers.effect(finding.estimate, finding.unit))
-            cells.append(f"**{each.verdict.value}**, " + (finding.reason or f"{effect}, n = {finding.n} models"))
-        lines.append(row(sentence.sentence, what, *cells))
-    return "\n".join(lines)
+def claim_verdicts(tables: Sequence[ZooTable]) -> str:
+    """Return the table of claims with the verdicts on each kind of data."""
+    rows = []
+    for judged in zip(*(verdicts(table) for table in tables)):
+        claim = judged[0].claim
+        comparison = f"{QUANTITIES[claim.quantity].title} of `{claim.variant}` with `{STANDARD}`"
+        rows.append((claim.sentence, comparison, *map(_verdict, judged)))
+    return "\n".join(markdown_table(("claim", "compares", *(table.data for table in tables)), rows))
+
+
+def _verdict(judged: JudgedClaim) -> str:
+    """Return the verdict with its effect, or with the reason why there is none."""
+    finding = judged.finding
+    effect = " ".join(numbers.effect(finding.estimate, finding.unit))
+    return f"**{judged.verdict.value}**, " + (finding.reason or f"{effect}, n = {finding.n} models")
 
 
 def sources(tables: Sequence[ZooTable]) -> str:
     """Return the sources of the text."""
-    lines = [row("source", "version", "characters"), "|---|---|---|"]
-    for table in tables:
-        for each in table.trainings[0].data.parts:
-            lines.append(row(each.name, each.version, f"{each.characters:,}"))
+    parts = [part for table in tables for part in table.trainings[0].data.parts]
+    rows = [(part.name, part.version, f"{part.characters:,}") for part in parts]
     text = next((table.trainings[0].data for table in tables if table.data == "text"), None)
-    note = "" if text is None else f"\n\nsha256 of the tokens: `{text.sha256}`; {text.tokens:,} are trained on."
-    return "\n".join(lines) + note
+    note = "" if text is None else f"\n\nsha256 of the tokens: `{text.sha256}`; {text.tokens:,} training tokens."
+    return "\n".join(markdown_table(("source", "version", "characters"), rows)) + note
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------
@@ -140,10 +143,9 @@ def _draw(figure: Figure, table: ZooTable) -> None:
     axes = figure.subplots(3, 3).ravel()
     _lines(axes[0], list(_losses(table)), colours)
     axes[0].set(title="held-out loss, nats per token")
-    for own, name in zip(axes[1:], (*SHOWN, "mask", "here")):
+    for own, name in zip(axes[1:], DRAWN):
         _lines(own, [curve for curve in table.curves if curve.quantity == name], colours)
-        unit = "" if QUANTITIES[name].unit == "1" else f", {QUANTITIES[name].unit}"
-        own.set(title=as_text(QUANTITIES[name].title + unit))
+        own.set(title=as_text(_with_unit(QUANTITIES[name], QUANTITIES[name].shown_unit)))
         if QUANTITIES[name].is_power:
             own.set_yscale("symlog", linthresh=0.1)
     for own in axes[6:]:
@@ -153,6 +155,7 @@ def _draw(figure: Figure, table: ZooTable) -> None:
 
 
 def _losses(table: ZooTable) -> Iterator[TrainingCurve]:
+    """Yield the held-out loss of each variant over training."""
     for name in VARIANTS:
         own = [each for each in table.trainings if each.variant == name]
         if own:
@@ -162,6 +165,7 @@ def _losses(table: ZooTable) -> Iterator[TrainingCurve]:
 
 
 def _lines(axes: Axes, curves: Sequence[TrainingCurve], colours: dict[str, tuple[float, ...]]) -> None:
+    """Draw curves: the mean over seeds as a line, each seed as dots."""
     for curve in curves:
         values = np.array(curve.values)
         axes.plot(curve.steps, values.mean(1), color=colours[curve.variant], label=curve.variant)
@@ -170,27 +174,27 @@ def _lines(axes: Axes, curves: Sequence[TrainingCurve], colours: dict[str, tuple
     axes.set_xscale("symlog", linthresh=16)
 
 
-def make(page: Path, root: Path | None) -> None:
+def update_page(page: Path, root: Path | None) -> None:
     """Write the generated parts of the page and its figures; with `root`, from the results there."""
-    kept = page.parent / page.stem
+    stored = page.parent / page.stem
     if root is not None:
         for data in RECIPES:
-            ZOO.write(kept / f"{data}.json", ZOO.read(root / data / TABLE))
-    tables = [ZOO.read(kept / f"{data}.json") for data in RECIPES]
+            ZOO.write(stored / f"{data}.json", ZOO.read(root / data / TABLE))
+    tables = [ZOO.read(stored / f"{data}.json") for data in RECIPES]
     text = page.read_text(encoding="utf-8")
-    for name, made in parts(tables).items():
-        text = replaced(text, name, made)
+    for name, part in parts(tables).items():
+        text = replace_part(text, name, part)
     write_atomically(page, lambda path: path.write_text(text, encoding="utf-8"))
     for table in tables:
-        place = page.parent / IMAGES / f"zoo-{table.data}.png"
-        write_atomically(place, partial(write, picture(table), "png"))
+        path = page.parent / IMAGES / f"zoo-{table.data}.png"
+        write_atomically(path, partial(write, picture(table), "png"))
 
 
 def parts(tables: Sequence[ZooTable]) -> dict[str, str]:
     """Return the generated parts, by name of the marker."""
-    made = {"variants": variants(), "quantities": quantities(), "trainings": trainings(tables),
-            "verdicts": judged(tables), "sources": sources(tables)}  # fmt: skip
-    return made | {table.data: balance(table) for table in tables}
+    general = {"variants": variants(), "quantities": quantities(), "trainings": trainings(tables),
+               "verdicts": claim_verdicts(tables), "sources": sources(tables)}  # fmt: skip
+    return general | {table.data: balance(table) for table in tables}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -198,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("page", type=Path)
     parser.add_argument("root", type=Path, nargs="?", help="folder of the zoo with the tables")
     options = parser.parse_args(arguments)
-    make(options.page, options.root)
+    update_page(options.page, options.root)
 
 
 if __name__ == "__main__":

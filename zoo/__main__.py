@@ -51,9 +51,14 @@ def train_command(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimiser steps, instead of the recipe's.")] = None,
     text: Annotated[
-        str | None, typer.Option(parser=named, metavar="<path>", help="File or folder of text to train on instead.")
+        str | None,
+        typer.Option(
+            parser=named, metavar="<path>", help="File or folder of text to train on, instead of the documentation."
+        ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the same number gives the same weights.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Number of threads. The same number gives the same weights.")
+    ] = None,
     root: Zoo = ROOT,
     as_json: Json = False,
 ) -> None:
@@ -63,13 +68,13 @@ def train_command(
 
     Example: `python -m zoo train rope window --seed 0 --seed 1`
     """
-    from zoo.jobs import SEEDS, jobs, train_all
+    from zoo.jobs import SEEDS, plan_jobs, train_all
     from zoo.recipe import RECIPES
 
     if bool(variants) == everything:
         raise typer.BadParameter("name variants (`python -m zoo list` shows them), or use --all")
     kinds = data or (list(RECIPES) if everything else ["text"])
-    wanted = jobs(variants or (), kinds, seeds or (SEEDS if everything else [0]), steps)
+    jobs = plan_jobs(variants or (), kinds, seeds or (SEEDS if everything else [0]), steps)
     if text is not None:
         from posleak.inputs.corpus import require_text
 
@@ -77,54 +82,58 @@ def train_command(
         if "text" not in kinds:
             raise typer.BadParameter("--text is read by models on text: leave it out, or use --data text")
 
-    def done(job: Job, found: Training | None) -> None:
-        if found is None:
+    def on_finished(job: Job, record: Training | None) -> None:
+        if record is None:
             tell("", f"{job.recipe.data} {job.name}: another process is training it")
         elif not as_json:
-            out.print(_trained(found), soft_wrap=True)
+            out.print(_summary(record), soft_wrap=True)
 
-    with spoken_warnings(), _progress(wanted) as watch:
-        made = train_all(wanted, root, text=text, threads=threads, watch=watch, done=done)
+    with spoken_warnings(), _progress(jobs) as on_progress:
+        records = train_all(jobs, root, text=text, threads=threads, on_progress=on_progress, on_finished=on_finished)
     if as_json:
-        emit({"trainings": made})
+        emit({"trainings": records})
 
 
-def _trained(found: Training) -> str:
+def _summary(record: Training) -> str:
     """Describe a finished training in one line."""
     from posleak.show.numbers import number
 
-    first, last, data = found.held_out[0], found.held_out[-1], found.data
+    first, last, data = record.held_out[0], record.held_out[-1], record.data
     return (
-        f"{data.data} {found.name}: held-out loss {number(first.loss)} → {number(last.loss)} nats per token in "
-        f"{last.step} steps, {found.seconds:.0f} s; single tokens have {number(data.unigram_nats)}"
+        f"{data.data} {record.name}: held-out loss {number(first.loss)} → {number(last.loss)} nats per token in "
+        f"{last.step} steps, {record.seconds:.0f} s; unigram entropy {number(data.unigram_nats)}"
     )
 
 
 @contextmanager
-def _progress(wanted: Sequence[Job]) -> Iterator[OnTrainingProgress]:
+def _progress(jobs: Sequence[Job]) -> Iterator[OnTrainingProgress]:
     """Show loss and time left: a bar over all models on a terminal, otherwise a line per minute."""
-    before, total = dict[tuple[str, str], int](), 0
-    for job in wanted:
-        before[job.recipe.data, job.name] = total
+    first_steps, total = dict[tuple[str, str], int](), 0
+    for job in jobs:
+        first_steps[job.recipe.data, job.name] = total
         total += job.recipe.steps
-    spoken = 0.0
+    last_line = 0.0
 
-    def which(at: TrainingProgress) -> str:
-        number = list(before).index((at.data, at.name)) + 1
-        return f"{at.data} {at.name}, model {number} of {len(before)}"
+    def label(progress: TrainingProgress) -> str:
+        number = list(first_steps).index((progress.data, progress.name)) + 1
+        return f"{progress.data} {progress.name}, model {number} of {len(first_steps)}"
 
-    def say(at: TrainingProgress) -> None:
-        nonlocal spoken
-        if time.monotonic() - spoken > STATUS_INTERVAL:
-            spoken = time.monotonic()
-            done = f"step {at.step} of {at.steps}, loss {at.loss:.3f}, {at.left / 60:.1f} minutes left"
-            tell("", f"{which(at)}: {done}")
+    def print_line(progress: TrainingProgress) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line > STATUS_INTERVAL:
+            last_line = time.monotonic()
+            status = f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}"
+            tell("", f"{label(progress)}: {status}, {progress.left / 60:.1f} minutes left")
 
     if not err.is_terminal:
-        yield say
+        yield print_line
         return
     with bar(err) as show:
-        yield lambda at: show(f"{which(at)}: loss {at.loss:.3f}", before[at.data, at.name] + at.step, total)
+        yield lambda progress: show(
+            f"{label(progress)}: loss {progress.loss:.3f}",
+            first_steps[progress.data, progress.name] + progress.step,
+            total,
+        )
 
 
 @app.command(name="measure")
@@ -151,8 +160,8 @@ def measure_command(
     from zoo.table import finished, write_table, zoo_table
     from zoo.verdicts import verdicts
 
-    here = [kind for kind in RECIPES if any(trained(root, kind))]
-    kinds = [recipe_named(each).data for each in data or here or RECIPES]
+    present = [kind for kind in RECIPES if any(trained(root, kind))]
+    kinds = [recipe_named(each).data for each in data or present or RECIPES]
     tables = []
     for kind in kinds:
         with spoken_warnings(), working(f"zoo: {kind}") as update:
@@ -186,12 +195,13 @@ def list_command(root: Zoo = ROOT, as_json: Json = False) -> None:
         for item in _listing(root):
             out.print(item)
         return
-    found = [{"folder": str(folder), **vars(record)} for folder, record in trained(root)]
+    trainings = [{"folder": str(folder), **vars(record)} for folder, record in trained(root)]
     variants = {name: each.about for name, each in VARIANTS.items()}
-    emit({"variants": variants, "shipped": shipped_names(), "trainings": found})
+    emit({"variants": variants, "shipped": shipped_names(), "trainings": trainings})
 
 
 def _listing(root: Path) -> Iterator[RenderableType]:
+    """Yield the table of variants and a legend."""
     from posleak.models.builtin import shipped_names
     from posleak.show.lines import prose
     from posleak.show.terminal import table
@@ -199,20 +209,20 @@ def _listing(root: Path) -> Iterator[RenderableType]:
     from zoo.recipe import RECIPES
     from zoo.variants import VARIANTS
 
-    made = table(("variant", "differs in", *RECIPES), wrap=["differs in"])
+    rows = table(("variant", "setting", *RECIPES), wrap=["setting"])
     records = [record for _, record in trained(root)]
     for name, variant in VARIANTS.items():
         own = [[each for each in records if (each.variant, each.data.data) == (name, data)] for data in RECIPES]
-        made.add_row(name, variant.about, *(", ".join(map(_state, each)) or "–" for each in own))
-    yield made
+        rows.add_row(name, variant.about, *(", ".join(map(_status, each)) or "–" for each in own))
+    yield rows
     yield prose(
         f"{root}: held-out loss of each seed in nats per token, or its current step; –: not trained. "
         f"Trained models that ship with posleak: {', '.join(shipped_names())}", style="dim",
     )  # fmt: skip
 
 
-def _state(record: Training) -> str:
-    """`0: 1.623`; `1: step 200 of 1500`"""
+def _status(record: Training) -> str:
+    """Return seed and final loss (`0: 1.623`), or seed and current step (`1: step 200 of 1500`)."""
     last = record.curve[-1].step if record.curve else 0
     return f"{record.seed}: " + (
         f"{record.final_loss:.3f}" if record.finished else f"step {last} of {record.recipe.steps}"

@@ -35,7 +35,7 @@ PACKAGES = ("matplotlib", "numpy", "pandas", "scipy", "xarray")
 PASSAGE, HELD_OUT = 1_000, 20
 """Minimum length of a passage in characters; one in HELD_OUT passages is held out."""
 
-LEAST = 100_000
+MIN_CHARACTERS = 100_000
 """Minimum length of a training text in characters."""
 
 _FOREIGN = re.compile(r"[^\n -~]")
@@ -81,23 +81,23 @@ def encode(text: str) -> np.ndarray:
 @cache
 def read_text(path: str | None = None) -> CorpusText:
     """Return the documentation on this machine, or the text at `path`, which is a file or a folder."""
-    named = _documentation() if path is None else _given(path)
+    sources = _documentation() if path is None else _user_text(path)
     seen: set[bytes] = set()
-    train, held, parts = list[str](), list[str](), list[CorpusPart]()
-    for name, version, documents in named:
-        kept = [passage for document in documents for passage in passages(document, seen)]
-        parts.append(CorpusPart(name, version, sum(map(len, kept))))
-        for passage in kept:
-            (held if _is_held_out(passage) else train).append(passage)
-    for part, least in ((train, LEAST), (held, LEAST // (4 * HELD_OUT))):
-        if sum(map(len, part)) < least:
+    train, held_out, parts = list[str](), list[str](), list[CorpusPart]()
+    for name, version, documents in sources:
+        new = [passage for document in documents for passage in passages(document, seen)]
+        parts.append(CorpusPart(name, version, sum(map(len, new))))
+        for passage in new:
+            (held_out if _is_held_out(passage) else train).append(passage)
+    for split, minimum in ((train, MIN_CHARACTERS), (held_out, MIN_CHARACTERS // (4 * HELD_OUT))):
+        if sum(map(len, split)) < minimum:
             raise InputError(
                 "the text is too short to train on", where="zoo",
-                got=f"{sum(map(len, train)):,} characters for training and {sum(map(len, held)):,} held out",
-                expected=f"{LEAST:,} or more, without repeated paragraphs and paragraphs that are not plain ASCII",
+                got=f"{sum(map(len, train)):,} characters for training and {sum(map(len, held_out)):,} held out",
+                expected=f"{MIN_CHARACTERS:,} or more, without repeated paragraphs and paragraphs that are not ASCII",
                 remedy="use a longer text",
             )  # fmt: skip
-    return CorpusText(encode("\n\n".join(train)), encode("\n\n".join(held)), tuple(parts))
+    return CorpusText(encode("\n\n".join(train)), encode("\n\n".join(held_out)), tuple(parts))
 
 
 def passages(document: str, seen: set[bytes]) -> Iterator[str]:
@@ -122,36 +122,36 @@ def _is_held_out(passage: str) -> bool:
     return int.from_bytes(hashlib.sha256(passage.encode()).digest()[:4], "big") % HELD_OUT == 0
 
 
-Named = tuple[str, str, Iterable[str]]
+Source = tuple[str, str, Iterable[str]]
 """A source of documents: name, version, documents."""
 
 
-def _documentation() -> Iterator[Named]:
+def _documentation() -> Iterator[Source]:
     yield "Python", platform.python_version(), read_corpus(STDLIB).documents
     for name in PACKAGES:
         try:
-            found = distribution(name)
+            package = distribution(name)
         except PackageNotFoundError as error:
             raise InputError(
                 "a package whose documentation is read is not installed", where="zoo", got=name,
                 remedy=f"pip install {name}, or train on your own text: --text PATH",
             ) from error  # fmt: skip
-        files = sorted(str(file) for file in found.files or () if _is_documented(str(file)))
-        docstrings = (text for file in files for text in file_docstrings(Path(str(found.locate_file(file)))))
-        yield name, found.version, [*docstrings, str(found.metadata.json.get("description") or "")]
+        files = sorted(str(file) for file in package.files or () if _has_docstrings(str(file)))
+        docstrings = (text for file in files for text in file_docstrings(Path(str(package.locate_file(file)))))
+        yield name, package.version, [*docstrings, str(package.metadata.json.get("description") or "")]
 
 
-def _is_documented(file: str) -> bool:
+def _has_docstrings(file: str) -> bool:
     return file.endswith(".py") and not EXCLUDED_FOLDERS & set(file.split("/"))
 
 
-def _given(path: str) -> Iterator[Named]:
-    found = read_corpus(path)
-    yield path, found.sha256[:12], ["\n\n".join(_short(document)) for document in found.documents]
+def _user_text(path: str) -> Iterator[Source]:
+    corpus = read_corpus(path)
+    yield path, corpus.sha256[:12], ["\n\n".join(_short_paragraphs(document)) for document in corpus.documents]
 
 
-def _short(document: str) -> Iterator[str]:
-    """Yield paragraphs, long ones in pieces: a file may have no blank lines."""
+def _short_paragraphs(document: str) -> Iterator[str]:
+    """Yield paragraphs and split long ones, because a file may have no blank lines."""
     for paragraph in _BLANK.split(document):
         for start in range(0, len(paragraph), PASSAGE):
             yield paragraph[start : start + PASSAGE]

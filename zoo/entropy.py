@@ -1,4 +1,4 @@
-"""Entropies of the Bigram-Backcopy chain: the least loss that a model trained on it can have."""
+"""Entropies of the Bigram-Backcopy chain: the lowest possible loss of a model trained on it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, SUCCESSOR_WEIG
 class Entropies:
     """Entropies of the chain in nats per token.
 
-    unigram    of a token without context;  given: of a token, given all tokens before it
-    ordinary   of a token that is not a trigger
+    unigram       entropy of a token without context
+    conditional   conditional entropy of a token, given all tokens before it
+    ordinary      entropy of a token that is not a trigger
     """
 
     unigram: float
-    given: float
+    conditional: float
     ordinary: float
 
-    def least(self, length: int, *, bos: bool) -> float:
-        """Return the least expected loss on prompts of `length` tokens.
+    def lowest_loss(self, length: int, *, bos: bool) -> float:
+        """Return the lowest possible expected loss on prompts of `length` tokens.
 
-        After a BOS the first token has no context. A trigger at the first position copies a token that is not shown.
+        After a BOS the first token has no context. A trigger at the first position copies a token outside the prompt.
         """
         first = [self.unigram] if bos else []
-        unseen = self.given + self.ordinary / 5
-        return (sum(first) + unseen + (length - 2 - len(first)) * self.given) / (length - 1)
+        unseen = self.conditional + self.ordinary / 5
+        return (sum(first) + unseen + (length - 2 - len(first)) * self.conditional) / (length - 1)
 
 
 @cache
@@ -48,4 +49,5 @@ def entropies() -> Entropies:
 
 
 def _entropy(shares: np.ndarray) -> float:
+    """Return the entropy of a distribution in nats."""
     return float(-(shares * np.log(shares)).sum())

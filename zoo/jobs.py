@@ -41,7 +41,7 @@ class Job:
         return root / self.recipe.data / self.name
 
 
-def jobs(
+def plan_jobs(
     variants: Sequence[str] = (),
     data: Iterable[str] = ("text",),
     seeds: Sequence[int] = (0,),
@@ -61,38 +61,39 @@ def jobs(
 
 
 def train_all(
-    wanted: Sequence[Job],
+    jobs: Sequence[Job],
     root: Path,
     *,
     text: str | None = None,
     threads: int | None = None,
-    watch: OnTrainingProgress = lambda reached: None,
-    done: Callable[[Job, Training | None], None] = lambda job, found: None,
+    on_progress: OnTrainingProgress = lambda progress: None,
+    on_finished: Callable[[Job, Training | None], None] = lambda job, record: None,
 ) -> list[Training]:
-    """Train the models that are not trained yet; `done` is called after each, with None if it was skipped."""
-    found = list[Training]()
-    for job in wanted:
+    """Train the models that are not trained yet and return the records.
+
+    `on_finished` is called after each job, with None instead of a record if another process is training the model.
+    """
+    records = list[Training]()
+    for job in jobs:
         tokens = tokens_for(job.recipe, text)
         folder = job.folder(root)
         try:
-            made = train(job.variant, job.recipe, job.seed, tokens, folder, watch=watch, threads=threads)
+            record = train(job.variant, job.recipe, job.seed, tokens, folder, on_progress=on_progress, threads=threads)
         except BusyError:
-            done(job, None)
+            on_finished(job, None)
             continue
-        found.append(made)
-        done(job, made)
-    return found
+        records.append(record)
+        on_finished(job, record)
+    return records
 
 
 def trained(root: Path, data: str | None = None) -> Iterator[tuple[Path, Training]]:
     """Yield every training below `root`, finished or not, in the order of the variants."""
-    kinds = RECIPES if data is None else [data]
-    order = list(VARIANTS)
-    for kind in kinds:
-        found = [(path.parent, read_training(path.parent)) for path in sorted((root / kind).glob(f"*/{RECORD}"))]
-        known = [(folder, record) for folder, record in found if record is not None]
-        yield from sorted(known, key=lambda pair: (_place(order, pair[1].variant), pair[1].seed, pair[1].recipe.steps))
-
-
-def _place(order: list[str], variant: str) -> int:
-    return order.index(variant) if variant in order else len(order)
+    rank = {name: place for place, name in enumerate(VARIANTS)}
+    for kind in RECIPES if data is None else [data]:
+        folders = [path.parent for path in sorted((root / kind).glob(f"*/{RECORD}"))]
+        records = [(folder, record) for folder in folders if (record := read_training(folder)) is not None]
+        yield from sorted(
+            records,
+            key=lambda pair: (rank.get(pair[1].variant, len(rank)), pair[1].seed, pair[1].recipe.steps),
+        )

@@ -27,8 +27,9 @@ from scipy import stats
 from posleak.leakage import Estimate
 
 LEVEL = 0.95
-ALIKE = 1e-12
-"""Relative residuals below this are rounding errors: then there is no interval."""
+"""Confidence level."""
+MIN_RELATIVE_SIGMA = 1e-12
+"""Relative residuals below this value are rounding errors; there is no interval then."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Layout:
         means, blocks = self.values.mean(1, keepdims=True), self.values.mean(0)
         residuals = self.values - means - blocks + self.values.mean()
         sigma = float(np.sqrt((residuals**2).sum() / self.freedom))
-        return sigma if sigma > ALIKE * float(np.abs(self.values).max()) else float("nan")
+        return sigma if sigma > MIN_RELATIVE_SIGMA * float(np.abs(self.values).max()) else float("nan")
 
     @property
     def means(self) -> Estimate:

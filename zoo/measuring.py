@@ -16,6 +16,7 @@ import numpy as np
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.origin.reading import EPSILON
 from posleak.analyses.trace.trace import SOURCES, trace
+from posleak.axes import PARTS
 from posleak.errors import PosleakWarning, UnsupportedError
 from posleak.files import Sealed, sole_writer
 from posleak.inputs.corpus import STDLIB
@@ -32,13 +33,13 @@ from .training import Training
 MEASURED = "measured.json"
 UNSEEN = 1_000_000
 """Added to the seed of a model for the prompts that it is measured on, which were not used in training."""
-EXPECTED = (
-    ".*is beyond the model's context",  # of a borrowed context, by its positions; no offset is
-    "the origin's keys cannot be moved",  # learned positions
+EXPECTED_WARNINGS = (
+    ".*is beyond the model's context",  # positions of a borrowed context; offsets stay within the context
+    "the origin's keys cannot be moved",  # learned position embeddings
     "the origin of .* tokens is too narrow",
     ".*intervals.* are too narrow",
 )
-"""Warnings that are expected for these models, as patterns; docs/zoo.md explains them."""
+"""Patterns of warnings that are expected for these models; docs/zoo.md explains them."""
 PROMPTS = {"text": 32, "backcopy": 64}
 """Number of prompts by kind of data: prompts of backcopy are short and vary more."""
 
@@ -62,6 +63,11 @@ class Quantity:
         """Whether it is shown in percent."""
         return self.unit == "share"
 
+    @property
+    def shown_unit(self) -> str:
+        """Unit, empty if the quantity is dimensionless."""
+        return "" if self.unit == "1" else self.unit
+
 
 QUANTITIES = {
     quantity.name: quantity
@@ -70,17 +76,19 @@ QUANTITIES = {
         Quantity("here", "here", "share of the leakage from the layer's own mask", "share"),
         Quantity("earlier", "earlier", "share from masks of earlier layers, through the residual stream", "share"),
         Quantity("origin", "origin", "share from position 0", "share"),
-        Quantity("mask", "mask", "share of the leakage that is read as mask", "share"),
-        Quantity("drift", "drift", "share that is read as drift", "share"),
-        Quantity("sink", "sink", "share that is read as sink", "share"),
-        Quantity("residual", "residual", "power of drift and sink together", "nats²"),
+        Quantity("mask", "mask", "mask part, as a share of the leakage", "share"),
+        Quantity("drift", "drift", "drift part, as a share of the leakage", "share"),
+        Quantity("sink", "sink", "sink part, as a share of the leakage", "share"),
+        Quantity("residual", "residual", "power of the sum of drift and sink", "nats²"),
         Quantity("slope", "slope", "change of the residual from the first layer to the last", "nats² per depth"),
-        Quantity("attention", "at 0", "attention of late queries to position 0, mean over layers and heads", "1"),
-        Quantity("readers", "sinks", f"share of heads that give position 0 more than {EPSILON:g}", "share"),
+        Quantity(
+            "attention", "attention to 0", "attention of late queries to position 0, mean over layers and heads", "1"
+        ),
+        Quantity("readers", "sinks", f"share of heads whose attention to position 0 exceeds {EPSILON:g}", "share"),
         Quantity(
             "pull",
             "pull",
-            "mean cosine among states of different tokens at the middle depth: where they stand first, minus elsewhere",
+            "mean cosine similarity of the states of different tokens at middle depth: at position 0 minus elsewhere",
             "1",
         ),
     )
@@ -112,22 +120,25 @@ class AllMeasured:
         return next((x for x in self.found if (x.step, x.inputs, x.prompts, x.definitions) == key), None)
 
 
-KEPT = Sealed("posleak zoo measurements", 1, AllMeasured, "delete it and start `python -m zoo measure` again")
+MEASURED_FORMAT = Sealed(
+    "posleak zoo measurements", 1, AllMeasured, "delete it and start `python -m zoo measure` again"
+)
 
 
 def read_measured(folder: Path) -> AllMeasured:
-    return KEPT.read(folder / MEASURED) if (folder / MEASURED).is_file() else AllMeasured(())
+    """Return the stored results of a training, empty if there are none."""
+    return MEASURED_FORMAT.read(folder / MEASURED) if (folder / MEASURED).is_file() else AllMeasured(())
 
 
 def inputs_of(record: Training) -> tuple[str, str]:
-    """Return the sources that a model is measured on: the data it was trained on (checkpoints, too), random tokens."""
+    """Return the two sources of prompts: the training data, on which checkpoints are measured too, and random ids."""
     if record.data.data != "text":
         return record.data.data, "random"
     return f"text:{STDLIB if record.data.path is None else record.data.path}", "random"
 
 
 def length_of(record: Training) -> int:
-    """Return the tokens per prompt, such that a donor, which is longer, still fits into the training context."""
+    """Return the tokens per prompt: short enough that a donor, which is longer, fits into the training context."""
     return record.recipe.context - DONOR_MARGIN
 
 
@@ -139,26 +150,27 @@ def measure_models(
     with_checkpoints: bool = True,
     progress: Callable[[str], None] = lambda what: None,
 ) -> AllMeasured:
-    """Measure what is missing of a finished training. Models of different seeds read different prompts."""
+    """Measure a finished training, except for stored results. Models of different seeds read different prompts."""
     prompts = PROMPTS[record.data.data] if prompts is None else prompts
     with sole_writer(folder):
-        kept = read_measured(folder)
-        for path, step, inputs in list(_wanted(folder, record, with_checkpoints)):
-            if kept.of(step, inputs, prompts) is not None:
+        measured = read_measured(folder)
+        for path, step, inputs in _planned(folder, record, with_checkpoints):
+            if measured.of(step, inputs, prompts) is not None:
                 continue
             progress(f"{record.data.data} {record.name}, step {step}, {inputs}")
             length, seed = length_of(record), UNSEEN + record.seed
             with warnings.catch_warnings():
-                for expected in EXPECTED:
+                for expected in EXPECTED_WARNINGS:
                     warnings.filterwarnings("ignore", expected, PosleakWarning)
-                found = numbers_of(load(path), inputs, length, prompts, seed)
-            made = VariantMeasurement(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, found)
-            kept = AllMeasured((*kept.found, made))
-            KEPT.write(folder / MEASURED, kept)
-    return kept
+                estimates = measure_quantities(load(path), inputs, length, prompts, seed)
+            new = VariantMeasurement(step, inputs, prompts, length, seed, DEFINITIONS_VERSION, estimates)
+            measured = AllMeasured((*measured.found, new))
+            MEASURED_FORMAT.write(folder / MEASURED, measured)
+    return measured
 
 
-def _wanted(folder: Path, record: Training, with_checkpoints: bool) -> Iterator[tuple[Path, int, str]]:
+def _planned(folder: Path, record: Training, with_checkpoints: bool) -> Iterator[tuple[Path, int, str]]:
+    """Yield the folder, step and inputs of every measurement of a training."""
     own, random = inputs_of(record)
     *earlier, last = record.recipe.kept_steps
     yield folder, last, own
@@ -167,23 +179,22 @@ def _wanted(folder: Path, record: Training, with_checkpoints: bool) -> Iterator[
         yield from ((folder / f"checkpoint-{step}", step, own) for step in earlier)
 
 
-def numbers_of(subject: Subject, inputs: str, length: int, prompts: int, seed: int) -> dict[str, Estimate]:
+def measure_quantities(subject: Subject, inputs: str, length: int, prompts: int, seed: int) -> dict[str, Estimate]:
     """Return every quantity of a model by name, without the sources if a borrowed context is not defined."""
-    asked = {"length": length, "prompts": prompts, "seed": seed}
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     try:
-        traced = trace(subject, inputs, **asked)  # type: ignore[arg-type]
-        run, found = traced.ordinary, {name: traced.model["all"].share[name] for name in SOURCES}
+        traced = trace(subject, inputs, length=length, prompts=prompts, seed=seed)
+        run, estimates = traced.ordinary, {name: traced.model["all"].share[name] for name in SOURCES}
     except UnsupportedError:
-        run = measure(subject, inputs, **asked)  # type: ignore[arg-type]
+        run = measure(subject, inputs, length=length, prompts=prompts, seed=seed)
     balance = Balance.of(run)
     numbers = balance.numbers["all"]
-    found |= {name: numbers.power[name] for name in ("total", "residual")}
-    found |= {name: numbers.share[name] for name in ("mask", "drift", "sink")}
-    found |= {"attention": balance.sink_attention, "readers": _readers(run), "pull": _pull(subject, seed)}
-    if len(run.record.calibration.numbers) > 2:  # of two layers, the slope is the residual of the second
-        found["slope"] = balance.slopes["all"]
-    return found
+    estimates |= {name: numbers.power[name] for name in ("total", "residual")}
+    estimates |= {name: numbers.share[name] for name in PARTS}
+    estimates |= {"attention": balance.sink_attention, "readers": _readers(run), "pull": _pull(subject, seed)}
+    if len(run.record.calibration.numbers) > 2:  # with two layers, the slope is the residual of the second
+        estimates["slope"] = balance.slopes["all"]
+    return estimates
 
 
 def _readers(run: Run) -> Estimate:
@@ -196,8 +207,8 @@ def _readers(run: Run) -> Estimate:
 
 def _pull(subject: Subject, seed: int) -> Estimate:
     """Return the mean cosine among different tokens at position 0, minus that at other positions, at middle depth."""
-    found = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
-    middle = len(found.portrait.among.value) // 2
-    alike = float(found.trajectory.body.alike[middle])
-    among = found.portrait.among[middle]
-    return Estimate(among.value - alike, among.low - alike, among.high - alike, among.n)
+    result = origin(subject, prompts=8, seed=seed, probe=False, length=min(128, subject.context or 128))
+    middle = len(result.portrait.among.value) // 2
+    elsewhere = float(result.trajectory.body.alike[middle])
+    at_0 = result.portrait.among[middle]
+    return Estimate(at_0.value - elsewhere, at_0.low - elsewhere, at_0.high - elsewhere, at_0.n)

@@ -1,4 +1,4 @@
-"""The table of all variants, zoo.json: every quantity over seeds, and its difference from standard RoPE.
+"""The table of all variants, zoo.json: means over seeds, and differences from standard RoPE.
 
 Powers are compared by ratio and averaged as geometric means, other quantities by difference. Intervals are over models
 (layout.py). What cannot be compared is left out, with the reason.
@@ -6,7 +6,7 @@ Powers are compared by ratio and averaged as geometric means, other quantities b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,8 @@ class Trained:
     record: Training
     measured: AllMeasured
 
-    def at_end(self, inputs: str, prompts: int) -> VariantMeasurement | None:
+    def final(self, inputs: str, prompts: int) -> VariantMeasurement | None:
+        """Return the results of the last step; None if they are not measured."""
         return self.measured.of(self.record.recipe.steps, inputs, prompts)
 
 
@@ -61,15 +62,17 @@ class VariantComparison:
     is_ratio: bool
 
     def mean(self, variant: str) -> Estimate | None:
+        """Return the mean of a variant; None if it is left out."""
         return self.means[self.variants.index(variant)] if variant in self.variants else None
 
     def effect(self, variant: str) -> Estimate | None:
+        """Return the difference of a variant from standard RoPE, or the ratio; None if it is left out."""
         return self.effects[self.variants.index(variant)] if variant in self.variants else None
 
     def differs(self, variant: str) -> bool:
         """Return whether the interval of the effect excludes no effect: difference 0, ratio 1."""
-        effect, none = self.effect(variant), 1.0 if self.is_ratio else 0.0
-        return effect is not None and bool(effect.low > none or effect.high < none)
+        effect, no_effect = self.effect(variant), 1.0 if self.is_ratio else 0.0
+        return effect is not None and bool(effect.low > no_effect or effect.high < no_effect)
 
 
 @dataclass(frozen=True)
@@ -113,19 +116,20 @@ ZOO = Sealed("posleak zoo", 1, ZooTable, "start `python -m zoo measure` again")
 
 
 def write_table(root: Path, table: ZooTable) -> Path:
+    """Write a table to ROOT/DATA/zoo.json and return the path."""
     path = root / table.data / TABLE
     ZOO.write(path, table)
     return path
 
 
 def finished(root: Path, data: str) -> list[Trained]:
-    """Return every finished training of the recipe whose text is that of the first."""
-    own = recipe_named(data)
-    found = [(folder, record) for folder, record in trained(root, data) if record.finished and record.recipe == own]
-    text = {record.data.sha256 for _, record in found[:1]}
-    return [
-        Trained(folder, record, read_measured(folder)) for folder, record in found if record.data.sha256 in text
-    ]  # fmt: skip
+    """Return every finished training by the recipe, on the same text as the first one."""
+    recipe = recipe_named(data)
+    records = [
+        (folder, record) for folder, record in trained(root, data) if record.finished and record.recipe == recipe
+    ]
+    text = {record.data.sha256 for _, record in records[:1]}
+    return [Trained(folder, record, read_measured(folder)) for folder, record in records if record.data.sha256 in text]
 
 
 def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
@@ -139,7 +143,7 @@ def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
             remedy=f"train some: python -m zoo train {STANDARD} window --data {data} --seed 0 --seed 1",
         )  # fmt: skip
     kinds = inputs_of(models[0].record)
-    found = {
+    comparisons = {
         (quantity.name, inputs): _comparison(models, quantity, inputs, prompts)
         for inputs in kinds
         for quantity in QUANTITIES.values()
@@ -148,61 +152,59 @@ def zoo_table(root: Path, data: str, prompts: int | None = None) -> ZooTable:
     return ZooTable(
         data,
         tuple(each.record for each in models),
-        tuple(each for each in found.values() if isinstance(each, VariantComparison)),
+        tuple(each for each in comparisons.values() if isinstance(each, VariantComparison)),
         tuple(each for each in curves if each is not None),
-        {name: why for (name, inputs), why in found.items() if inputs == kinds[0] and isinstance(why, str)},
+        {name: why for (name, inputs), why in comparisons.items() if inputs == kinds[0] and isinstance(why, str)},
     )
-
-
-Numbers = dict[str, dict[int, Estimate]]
-"""Estimates by variant and seed."""
 
 
 def _comparison(models: Sequence[Trained], quantity: Quantity, inputs: str, prompts: int) -> VariantComparison | str:
     """Return the comparison, or the reason why there is none."""
-    numbers: Numbers = {}
+    estimates: dict[str, dict[int, Estimate]] = {}  # by variant and seed
     for each in models:
-        at_end = each.at_end(inputs, prompts)
-        if at_end is not None:
-            own = numbers.setdefault(each.record.variant, {})
-            if quantity.name in at_end.numbers:
-                own[each.record.seed] = at_end.numbers[quantity.name]
+        final = each.final(inputs, prompts)
+        if final is not None:
+            by_seed = estimates.setdefault(each.record.variant, {})
+            if quantity.name in final.numbers:
+                by_seed[each.record.seed] = final.numbers[quantity.name]
     seeds = tuple(sorted({each.record.seed for each in models if each.record.variant == STANDARD}))
-    left_out = {name: why for name, own in numbers.items() if (why := _obstacle(quantity, own, seeds)) is not None}
-    variants = tuple(name for name in VARIANTS if name in numbers and name not in left_out)
+    left_out = {name: why for name, own in estimates.items() if (why := _obstacle(quantity, own, seeds)) is not None}
+    variants = tuple(name for name in VARIANTS if name in estimates and name not in left_out)
     if STANDARD not in variants or len(variants) < 2:
         return f"{STANDARD}: {left_out[STANDARD]}" if STANDARD in left_out else f"nothing to compare {STANDARD} with"
-    found = tuple(tuple(numbers[name][seed] for seed in seeds) for name in variants)
-    values = np.array([[float(each.value) for each in row] for row in found])
+    chosen = tuple(tuple(estimates[name][seed] for seed in seeds) for name in variants)
+    values = np.array([[float(each.value) for each in row] for row in chosen])
     layout = Layout(np.log(values) if quantity.is_power else values)
-    back: Callable[[Estimate], Estimate] = _exponential if quantity.is_power else lambda same: same
+    means, effects = layout.means, layout.differences
+    if quantity.is_power:
+        means, effects = _exponential(means), _exponential(effects)
     return VariantComparison(
-        quantity.name, inputs, variants, left_out, seeds, found, back(layout.means), back(layout.differences),
-        layout.freedom, quantity.is_power,
-    )  # fmt: skip
+        quantity.name, inputs, variants, left_out, seeds, chosen, means, effects, layout.freedom, quantity.is_power
+    )
 
 
 def _obstacle(quantity: Quantity, own: dict[int, Estimate], seeds: Sequence[int]) -> str | None:
     """Return the reason why a variant cannot be compared, None if it can."""
     if not own:
-        return "not defined for such models"
+        return "not defined for this variant"
     values = [float(own[seed].value) for seed in seeds if seed in own]
     if len(values) < len(seeds):
         return "not measured with every seed"
     if not np.isfinite(values).all():
-        return "not defined: the leakage of a model cannot be told from 0"
+        return "not defined: the leakage of a model is not significantly different from zero"
     if quantity.is_power and min(values) <= 0:
-        return "not above 0 in every model, so that there is no ratio"
+        return "no ratio: not positive in every model"
     if not np.any(values) and not quantity.is_share:
         return "0 by construction"
     return None
 
 
-def _exponential(found: Estimate) -> Estimate:
-    return Estimate(np.exp(found.value), np.exp(found.low), np.exp(found.high), found.n)
+def _exponential(logs: Estimate) -> Estimate:
+    return Estimate(np.exp(logs.value), np.exp(logs.low), np.exp(logs.high), logs.n)
 
 
 def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int) -> TrainingCurve | None:
+    """Return the values of a quantity over training; None if fewer than two checkpoints have it in every model."""
     own = [each for each in models if each.record.variant == variant]
     if not own:
         return None
@@ -215,5 +217,5 @@ def _curve(models: Sequence[Trained], variant: str, quantity: str, prompts: int)
     ]
     if len(complete) < 2:
         return None
-    at, values = zip(*complete)
-    return TrainingCurve(variant, quantity, at, tuple(each.record.seed for each in own), values)
+    measured_steps, values = zip(*complete)
+    return TrainingCurve(variant, quantity, measured_steps, tuple(each.record.seed for each in own), values)

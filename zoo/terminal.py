@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from posleak.show.lines import prose
-from posleak.show.numbers import effect as said
+from posleak.show.numbers import effect
 from posleak.show.terminal import FittedTable, TableCell, cell, share, table
 from posleak.show.words import MARKS
 
@@ -25,60 +25,59 @@ GROUPS = (
 """Quantities that are shown together."""
 
 
-def zoo_tables(found: ZooTable) -> Iterator[RenderableType]:
+def zoo_tables(results: ZooTable) -> Iterator[RenderableType]:
     """Yield the quantities of each variant on its training data, and the verdicts."""
     from zoo.measuring import QUANTITIES
 
-    if not found.comparisons:
-        yield prose(f"{found.data}: no quantity of rope can be compared with another variant")
+    if not results.comparisons:
+        yield prose(f"{results.data}: no quantity of rope can be compared with another variant")
         return
-    first = found.comparisons[0]
-    facts = f"{len(found.trainings)} models, {len(first.seeds)} seeds, measured on {first.inputs}"
-    yield prose(f"{found.data}: {facts}", style="bold")
+    first = results.comparisons[0]
+    facts = f"{len(results.trainings)} models, {len(first.seeds)} seeds, measured on {first.inputs}"
+    yield prose(f"{results.data}: {facts}", style="bold")
     for title, names in GROUPS:
-        compared = [each for name in names if (each := found.comparison(name)) is not None]
+        compared = [each for name in names if (each := results.comparison(name)) is not None]
         if not compared:
-            yield prose(f"{title}, {found.why_not(names)}")
+            yield prose(f"{title}, {results.why_not(names)}")
             continue
         yield _group(title, compared)
         about = [f"{QUANTITIES[each.quantity].title}: {QUANTITIES[each.quantity].about}" for each in compared]
         yield prose("; ".join(about), style="dim")
     yield prose(
         "means over seeds (geometric for powers), with 95% intervals over models; *: the interval of the difference "
-        "from rope excludes 0, or the ratio of powers excludes 1. One in twenty quantities without a difference is "
-        "expected to have a *", style="dim",
+        "from rope excludes 0, or that of the ratio of powers excludes 1. Without any difference, one in twenty "
+        "quantities is expected to have a *", style="dim",
     )  # fmt: skip
-    yield _verdicts(found)
+    yield _verdicts(results)
 
 
 def _group(title: str, compared: list[VariantComparison]) -> FittedTable:
     from zoo.measuring import QUANTITIES
 
-    made = table((title, *(QUANTITIES[each.quantity].title for each in compared)))
+    rows = table((title, *(QUANTITIES[each.quantity].title for each in compared)))
     for variant in dict.fromkeys(name for each in compared for name in each.variants):
-        made.add_row(variant, *(_cell(each, variant) for each in compared))
-    return made
+        rows.add_row(variant, *(_cell(each, variant) for each in compared))
+    return rows
 
 
-def _cell(found: VariantComparison, variant: str) -> TableCell:
+def _cell(comparison: VariantComparison, variant: str) -> TableCell:
     from zoo.measuring import QUANTITIES
 
-    mean = found.mean(variant)
+    mean = comparison.mean(variant)
     if mean is None:
         return TableCell(Text("–", style="dim"))
-    shown = share(mean) if QUANTITIES[found.quantity].is_share else cell(mean)
-    return TableCell(Text.assemble(shown.text, "*" if found.differs(variant) else ""), shown.interval)
+    shown = share(mean) if QUANTITIES[comparison.quantity].is_share else cell(mean)
+    return TableCell(Text.assemble(shown.text, "*" if comparison.differs(variant) else ""), shown.interval)
 
 
-def _verdicts(found: ZooTable) -> FittedTable:
+def _verdicts(results: ZooTable) -> FittedTable:
     from zoo.verdicts import verdicts
 
-    made = table(("", "what matched models say", "effect, with its 95% interval"), wrap=["what matched models say"])
-    for each in verdicts(found):
+    rows = table(
+        ("", "claim, tested on matched models", "effect, 95% interval"), wrap=["claim, tested on matched models"]
+    )
+    for each in verdicts(results):
         finding = each.finding
-        if finding.reason is not None:
-            made.add_row(MARKS[each.verdict.value], each.sentence.title, finding.reason)
-            continue
-        number, rest = said(finding.estimate, finding.unit)
-        made.add_row(MARKS[each.verdict.value], each.sentence.title, f"{number} {rest}, n={finding.n} models")
-    return made
+        shown = f"{' '.join(effect(finding.estimate, finding.unit))}, n={finding.n} models"
+        rows.add_row(MARKS[each.verdict.value], each.claim.title, finding.reason or shown)
+    return rows

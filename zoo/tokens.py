@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HELD_PROMPTS = 64
 """Number of prompts for the held-out loss."""
 
-_APART = SEED_LIMIT - 1
+_HELD_OUT_INDEX = SEED_LIMIT - 1
 """Index of the first held-out prompt; the others have lower indices, which training does not reach."""
 
 
@@ -33,7 +33,7 @@ _APART = SEED_LIMIT - 1
 class DataFacts:
     """Description of the training data in a record.
 
-    sha256        of the text;  parts: its sources with versions;  path: of a text given by the user
+    sha256        digest of the text;  parts: its sources with versions;  path: of a user's text
     tokens        number of training tokens; None: unlimited
     unigram_nats  loss of a model that knows only the frequencies of tokens
     """
@@ -77,7 +77,7 @@ class TextTokens:
         return _crops(self.text.train, seed, step, count, length)
 
     def held_out(self, length: int) -> np.ndarray:
-        return _crops(self.text.held_out, 0, _APART, HELD_PROMPTS, length)
+        return _crops(self.text.held_out, 0, _HELD_OUT_INDEX, HELD_PROMPTS, length)
 
 
 def _crops(text: np.ndarray, seed: int, step: int, count: int, length: int) -> np.ndarray:
@@ -99,7 +99,7 @@ class BackcopyTokens:
         return self.body.rows(seed, [step * count + row for row in range(count)], length)
 
     def held_out(self, length: int) -> np.ndarray:
-        return self.body.rows(0, [_APART - row for row in range(HELD_PROMPTS)], length)
+        return self.body.rows(0, [_HELD_OUT_INDEX - row for row in range(HELD_PROMPTS)], length)
 
 
 def tokens_for(recipe: Recipe, text: str | None = None) -> Tokens:
@@ -109,23 +109,23 @@ def tokens_for(recipe: Recipe, text: str | None = None) -> Tokens:
     return BackcopyTokens(BackcopyBody(np.arange(CHAIN_TOKENS)))
 
 
-def byte_tokenizer(*, bos: bool) -> PreTrainedTokenizerBase:
+def character_tokenizer(*, bos: bool) -> PreTrainedTokenizerBase:
     """Return a tokenizer of characters with the ids of `ALPHABET`; other characters become question marks."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({character: id for id, character in enumerate(ALPHABET)}, unk_token="?"))
-    made.normalizer = normalizers.Sequence(
+    tokenizer = Tokenizer(models.WordLevel({character: id for id, character in enumerate(ALPHABET)}, unk_token="?"))
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFKD(), normalizers.Replace("\t", "    "), normalizers.Replace(Regex("[^\n -~]"), "?")]
     )
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    made.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if bos:
-        made.add_special_tokens(["<bos>"])
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.add_special_tokens(["<bos>"])
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="<bos> $A", special_tokens=[("<bos>", len(ALPHABET))]
         )
         settings["bos_token"] = "<bos>"
-    found: PreTrainedTokenizerBase = PreTrainedTokenizerFast(tokenizer_object=made, **settings)
-    return found
+    fast: PreTrainedTokenizerBase = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    return fast

@@ -30,7 +30,7 @@ from posleak.files import Sealed, flush, remove, remove_leftovers, sole_writer, 
 from posleak.typed import Number
 
 from .recipe import Recipe, recipe_named
-from .tokens import DataFacts, Tokens, byte_tokenizer
+from .tokens import DataFacts, Tokens, character_tokenizer
 from .variants import Variant
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECORD, RESUME = "training.json", "resume.safetensors"
-EVERY = 10
-"""Steps that each point of the loss curve averages."""
-KEEP = 20.0
+LOSS_INTERVAL = 10
+"""Number of steps that each point of the loss curve averages."""
+SAVE_INTERVAL = 20.0
 """Seconds between saves of an unfinished training."""
 
 
@@ -55,16 +55,16 @@ class LossPoint:
 
 
 def training_name(variant: str, seed: int, recipe: Recipe) -> str:
-    """Return the name of a training among those on the same data, with the steps if they differ from the recipe."""
-    own = recipe_named(recipe.data).steps
-    return f"{variant}-{seed}" + ("" if recipe.steps == own else f"-{recipe.steps}")
+    """Return the folder name of a training: VARIANT-SEED, with the number of steps if it is not the recipe's."""
+    default = recipe_named(recipe.data).steps
+    return f"{variant}-{seed}" + ("" if recipe.steps == default else f"-{recipe.steps}")
 
 
 @dataclass(frozen=True)
 class Training:
     """Record of a training: the content of training.json.
 
-    curve       training loss, means over `EVERY` steps;  held_out: loss at every checkpoint
+    curve       training loss, means over `LOSS_INTERVAL` steps;  held_out: loss at every checkpoint
     seconds     wall-clock time;  threads: of torch, which affect the last bits of the weights
     """
 
@@ -95,15 +95,11 @@ class Training:
         curve, held_out = ([each for each in points if each.step <= step] for points in (self.curve, self.held_out))
         return replace(self, curve=tuple(curve), held_out=tuple(held_out))
 
-    def same_work(self, other: Training) -> bool:
-        """Return whether variant, seed, recipe and data are the same."""
-        return not self.differences(other)
-
     def differences(self, other: Training) -> list[str]:
-        """Return the names of what differs from another training."""
-        found = [name for name in ("variant", "seed", "recipe") if getattr(self, name) != getattr(other, name)]
-        same = (self.data.data, self.data.sha256) == (other.data.data, other.data.sha256)
-        return found if same else [*found, "text"]
+        """Return which of variant, seed, recipe and text differ between two trainings."""
+        names = [name for name in ("variant", "seed", "recipe") if getattr(self, name) != getattr(other, name)]
+        same_text = (self.data.data, self.data.sha256) == (other.data.data, other.data.sha256)
+        return names if same_text else [*names, "text"]
 
 
 TRAINING = Sealed("posleak training", 1, Training, "delete the folder and train again")
@@ -125,8 +121,8 @@ OnTrainingProgress = Callable[[TrainingProgress], None]
 
 
 @dataclass
-class _Work:
-    """State of a running training, with the losses since the last point of the curve."""
+class _TrainingState:
+    """State of a running training. `losses`: loss of each step since the last point of the curve."""
 
     model: PreTrainedModel
     optimiser: Any
@@ -141,82 +137,89 @@ def train(
     tokens: Tokens,
     folder: Path,
     *,
-    watch: OnTrainingProgress = lambda reached: None,
+    on_progress: OnTrainingProgress = lambda progress: None,
     threads: int | None = None,
 ) -> Training:
-    """Train a model into `folder`, or resume it there; return the record of a finished one."""
-    with _threads(threads) as used:
-        work = _work(variant.build(recipe, seed), recipe)
-        asked = _asked(variant, seed, tokens, work, recipe, used)
-        if (done := _known(folder, asked)) is not None and done.finished:
-            return done
+    """Train a model in `folder`, or resume an interrupted training, and return its record.
+
+    A finished training is not repeated. `on_progress` is called at every point of the loss curve.
+    """
+    with _threads(threads) as used_threads:
+        state = _initial_state(variant.build(recipe, seed), recipe)
+        new = _new_record(variant, seed, tokens, state, recipe, used_threads)
+        if (stored := _stored_record(folder, new)) is not None and stored.finished:
+            return stored
         with sole_writer(folder):
-            return _begun(variant, tokens, folder, work, asked, watch)
+            return _start_or_resume(variant, tokens, folder, state, new, on_progress)
 
 
-def _begun(
-    variant: Variant, tokens: Tokens, folder: Path, work: _Work, asked: Training, watch: OnTrainingProgress
-) -> Training:
-    """Start a training, or resume the one in the folder."""
-    known, record = _known(folder, asked), asked
+def _start_or_resume(
+    variant: Variant, tokens: Tokens, folder: Path, state: _TrainingState, new: Training,
+    on_progress: OnTrainingProgress,
+) -> Training:  # fmt: skip
+    """Start the training `new`, or resume it if the folder holds its state."""
+    stored, record = _stored_record(folder, new), new
     remove_leftovers(folder, lambda name: name in (RECORD, RESUME))
-    if known is not None and (folder / RESUME).is_file():
-        _take_up(folder / RESUME, work)
-        record = replace(known.up_to(work.step), threads=asked.threads, versions=asked.versions)
-        if (known.threads, known.versions) != (asked.threads, asked.versions):
+    if stored is not None and (folder / RESUME).is_file():
+        _load_state(folder / RESUME, state)
+        record = replace(stored.up_to(state.step), threads=new.threads, versions=new.versions)
+        if (stored.threads, stored.versions) != (new.threads, new.versions):
             warn(
                 f"{folder}: training resumes with other versions or another number of threads; the last digits of the "
                 "weights will differ from those of an uninterrupted training"
             )
-    return _trained(variant, asked.seed, tokens, folder, work, record, watch)
+    return _run_steps(variant, tokens, folder, state, record, on_progress)
 
 
-def _trained(
-    variant: Variant, seed: int, tokens: Tokens, folder: Path, work: _Work, record: Training, watch: OnTrainingProgress
-) -> Training:
+def _run_steps(
+    variant: Variant, tokens: Tokens, folder: Path, state: _TrainingState, record: Training,
+    on_progress: OnTrainingProgress,
+) -> Training:  # fmt: skip
+    """Run the remaining steps, with checkpoints, loss curve and saved states; return the finished record."""
     recipe = record.recipe
-    held = _prompts(variant, recipe, tokens.held_out(recipe.context))
-    started, before, kept = time.monotonic(), record.seconds, time.monotonic()
-    first = work.step
+    held_out = _prompts(variant, recipe, tokens.held_out(recipe.context))
+    started, before, last_save = time.monotonic(), record.seconds, time.monotonic()
+    first_step = state.step
     while True:
         spent = before + time.monotonic() - started
-        if work.step in recipe.kept_steps and work.step not in {point.step for point in record.held_out}:
-            record = replace(record, held_out=(*record.held_out, LossPoint(work.step, held_out_loss(work.model, held))))
-            _save_checkpoint(work.model, folder / f"checkpoint-{work.step}", variant, recipe)
-        if work.step == recipe.steps:
-            return _finish(folder, work, replace(record, seconds=spent), variant)
-        batch = _prompts(variant, recipe, tokens.batch(seed, work.step, recipe.batch, recipe.context))
-        work.losses.append(_step(work, recipe, batch))
-        if not math.isfinite(work.losses[-1]):
+        if state.step in recipe.kept_steps and state.step not in {point.step for point in record.held_out}:
+            point = LossPoint(state.step, held_out_loss(state.model, held_out))
+            record = replace(record, held_out=(*record.held_out, point))
+            _save_checkpoint(state.model, folder / f"checkpoint-{state.step}", variant, recipe)
+        if state.step == recipe.steps:
+            return _finish(folder, state, replace(record, seconds=spent), variant)
+        batch = _prompts(variant, recipe, tokens.batch(record.seed, state.step, recipe.batch, recipe.context))
+        state.losses.append(_step(state, recipe, batch))
+        if not math.isfinite(state.losses[-1]):
             raise CheckError(
-                "the training has diverged", where=record.name, got=f"loss {work.losses[-1]} at step {work.step}",
+                "the training has diverged", where=record.name, got=f"loss {state.losses[-1]} at step {state.step}",
                 remedy="lower the learning rate of the recipe",
             )  # fmt: skip
-        if work.step % EVERY == 0:
-            point = LossPoint(work.step, float(np.mean(work.losses)))
-            work.losses.clear()
+        if state.step % LOSS_INTERVAL == 0:
+            point = LossPoint(state.step, float(np.mean(state.losses)))
+            state.losses.clear()
             record = replace(record, curve=(*record.curve, point))
-            rate = (time.monotonic() - started) / (work.step - first)
-            left = rate * (recipe.steps - work.step)
-            watch(TrainingProgress(recipe.data, record.name, work.step, recipe.steps, point.loss, left))
-            if time.monotonic() - kept > KEEP:
-                _keep(folder, work, replace(record, seconds=before + time.monotonic() - started))
-                kept = time.monotonic()
+            rate = (time.monotonic() - started) / (state.step - first_step)
+            left = rate * (recipe.steps - state.step)
+            on_progress(TrainingProgress(recipe.data, record.name, state.step, recipe.steps, point.loss, left))
+            if time.monotonic() - last_save > SAVE_INTERVAL:
+                _save_state(folder, state, replace(record, seconds=before + time.monotonic() - started))
+                last_save = time.monotonic()
 
 
-def _step(work: _Work, recipe: Recipe, batch: Tensor) -> float:
+def _step(state: _TrainingState, recipe: Recipe, batch: Tensor) -> float:
     """Make one optimiser step; return the loss of the batch before it."""
     import torch
 
-    for group in work.optimiser.param_groups:
-        group["lr"] = recipe.rate_at(work.step)
-    found = loss(work.model, batch)
-    work.optimiser.zero_grad(set_to_none=True)
-    found.backward()
-    torch.nn.utils.clip_grad_norm_(work.model.parameters(), recipe.clip)
-    work.optimiser.step()
-    work.step += 1
-    return float(found.detach())
+    for group in state.optimiser.param_groups:
+        group["lr"] = recipe.rate_at(state.step)
+    batch_loss = loss(state.model, batch)
+    state.optimiser.zero_grad(set_to_none=True)
+    batch_loss.backward()
+    torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe.clip)
+    state.optimiser.step()
+    state.step += 1
+    return float(batch_loss.detach())
 
 
 def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
@@ -233,9 +236,9 @@ def held_out_loss(model: PreTrainedModel, prompts: Tensor) -> float:
 
     model.eval()
     with torch.no_grad():
-        found = [float(loss(model, part)) for part in prompts.split(8)]
+        losses = [float(loss(model, part)) for part in prompts.split(8)]
     model.train()
-    return float(np.mean(found))
+    return float(np.mean(losses))
 
 
 def _prompts(variant: Variant, recipe: Recipe, ids: np.ndarray) -> Tensor:
@@ -248,14 +251,15 @@ def _prompts(variant: Variant, recipe: Recipe, ids: np.ndarray) -> Tensor:
     return torch.from_numpy(ids)
 
 
-def _work(model: PreTrainedModel, recipe: Recipe) -> _Work:
+def _initial_state(model: PreTrainedModel, recipe: Recipe) -> _TrainingState:
+    """Return the state before the first step, with an optimiser that decays matrices only."""
     import torch
 
     model.train()
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.decay}, {"params": others, "weight_decay": 0.0}]
-    return _Work(model, torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=True))
+    return _TrainingState(model, torch.optim.AdamW(groups, lr=recipe.rate, betas=recipe.betas, fused=True))
 
 
 # -- the folder -----------------------------------------------------------------------------------------------------
@@ -266,104 +270,108 @@ def read_training(folder: Path) -> Training | None:
     return TRAINING.read(folder / RECORD) if (folder / RECORD).is_file() else None
 
 
-def _known(folder: Path, asked: Training) -> Training | None:
-    known = read_training(folder)
-    if known is None or known.same_work(asked):
-        return known
+def _stored_record(folder: Path, new: Training) -> Training | None:
+    """Return the record in a folder, None if there is none. Raise RunError if it describes another training."""
+    stored = read_training(folder)
+    if stored is None or not (differences := stored.differences(new)):
+        return stored
     raise RunError(
         "the folder holds another training", where=str(folder),
-        got=f"another {' and '.join(known.differences(asked))}",
+        got=f"another {' and '.join(differences)}",
         remedy="choose another folder with --out, or delete this one; the text depends on the versions of packages",
     )  # fmt: skip
 
 
-def _asked(variant: Variant, seed: int, tokens: Tokens, work: _Work, recipe: Recipe, threads: int) -> Training:
+def _new_record(
+    variant: Variant, seed: int, tokens: Tokens, state: _TrainingState, recipe: Recipe, threads: int
+) -> Training:
+    """Return the record of a training before its first step."""
     import torch
     import transformers
 
     return Training(
-        variant.name, variant.about, seed, recipe, tokens.facts, work.model.num_parameters(), threads,
+        variant.name, variant.about, seed, recipe, tokens.facts, state.model.num_parameters(), threads,
         {"posleak": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
          "python": platform.python_version()},
     )  # fmt: skip
 
 
-def _keep(folder: Path, work: _Work, record: Training) -> None:
+def _save_state(folder: Path, state: _TrainingState, record: Training) -> None:
     """Save an unfinished training. The record is written first; on resume it is cut to the step of the state."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
-    for name, weight in work.model.named_parameters():
-        moments = work.optimiser.state[weight]
+    for name, weight in state.model.named_parameters():
+        moments = state.optimiser.state[weight]
         tensors |= {f"weight.{name}": weight.detach(), **{f"{key}.{name}": moments[key] for key in _MOMENTS}}
     TRAINING.write(folder / RECORD, record)
-    state = save(tensors, metadata={"step": str(work.step)})
-    write_atomically(folder / RESUME, lambda path: path.write_bytes(state))
+    data = save(tensors, metadata={"step": str(state.step)})
+    write_atomically(folder / RESUME, lambda path: path.write_bytes(data))
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def _take_up(path: Path, work: _Work) -> None:
-    """Load weights and optimiser state."""
+def _load_state(path: Path, state: _TrainingState) -> None:
+    """Load the weights and the optimiser state of an interrupted training."""
     import torch
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as stored, torch.no_grad():
-            work.step = int(stored.metadata()["step"])
-            for name, weight in work.model.named_parameters():
+            state.step = int(stored.metadata()["step"])
+            for name, weight in state.model.named_parameters():
                 weight.copy_(stored.get_tensor(f"weight.{name}"))
-                work.optimiser.state[weight] = {key: stored.get_tensor(f"{key}.{name}") for key in _MOMENTS}
+                state.optimiser.state[weight] = {key: stored.get_tensor(f"{key}.{name}") for key in _MOMENTS}
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise RunError(
             "the state of an interrupted training cannot be read", where=str(path), got=str(error),
-            remedy="delete this file: the training then starts again",
+            remedy="delete this file to start the training again",
         ) from error  # fmt: skip
 
 
-def _finish(folder: Path, work: _Work, record: Training, variant: Variant) -> Training:
+def _finish(folder: Path, state: _TrainingState, record: Training, variant: Variant) -> Training:
     """Write the model, then the record, which marks the training as finished."""
-    done = replace(record, finished=True)
-    with _saved(work.model, folder, variant, record.recipe) as made:
-        for path in sorted(made.iterdir()):
+    finished = replace(record, finished=True)
+    with _saved_model(state.model, folder, variant, record.recipe) as temporary:
+        for path in sorted(temporary.iterdir()):
             os.replace(path, folder / path.name)
-    TRAINING.write(folder / RECORD, done)
+    TRAINING.write(folder / RECORD, finished)
     remove(folder / RESUME)
-    return done
+    return finished
 
 
 def _save_checkpoint(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> None:
     """Write a checkpoint atomically."""
-    with _saved(model, folder, variant, recipe) as made:
+    with _saved_model(model, folder, variant, recipe) as temporary:
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(made, folder)
+        os.replace(temporary, folder)
 
 
 @contextmanager
-def _saved(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> Iterator[Path]:
+def _saved_model(model: PreTrainedModel, folder: Path, variant: Variant, recipe: Recipe) -> Iterator[Path]:
     """Yield a temporary folder next to `folder` with the model and, for text, a character tokenizer."""
     from posleak.models.pretrained import silence_transformers
 
-    made = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(made, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
         with silence_transformers():
-            model.save_pretrained(str(made))
+            model.save_pretrained(str(temporary))
             if recipe.data == "text":
-                byte_tokenizer(bos=variant.bos).save_pretrained(str(made))
-        for path in made.iterdir():
+                character_tokenizer(bos=variant.bos).save_pretrained(str(temporary))
+        for path in temporary.iterdir():
             flush(path)
-        yield made
+        yield temporary
     except OSError as error:
         raise write_error(folder, error) from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[int]:
-    """Set the number of threads of torch; yield the number in use."""
+    """Set the number of torch threads inside the context; yield the number in use."""
     import torch
 
     before = torch.get_num_threads()

@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STANDARD = "rope"
+"""Name of the baseline."""
 BASE = 10_000.0
+"""RoPE base of the baseline."""
 NTK = 4.0
+"""Factor of the NTK scaling."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One setting that differs from standard RoPE.
+    """A model that differs from standard RoPE in one setting.
 
-    about        the difference in words
-    kind         architecture, as transformers names it
-    changes      changed fields of its config
-    bos          whether training prompts start with a BOS; without it, the vocabulary has none
+    about        description of the setting
+    kind         model type in transformers
+    changes      changed fields of its config, or functions of the recipe that return them
+    bos          whether training prompts start with a BOS token; if not, the vocabulary has none
     """
 
     name: str
@@ -45,14 +48,14 @@ class Variant:
         from transformers import AutoConfig
 
         if self.kind == SIBLING_MODEL_TYPE:
-            from posleak.models import siblings  # noqa: F401  makes them known to transformers
+            from posleak.models import siblings  # noqa: F401  registers them with transformers
         changes = {name: value(recipe) if callable(value) else value for name, value in self.changes.items()}
         sizes: dict[str, Any] = {
             "vocab_size": recipe.tokens + self.bos, "hidden_size": recipe.width,
             "intermediate_size": recipe.feedforward, "num_hidden_layers": recipe.layers,
             "num_attention_heads": recipe.heads,
             "num_key_value_heads": recipe.heads, "max_position_embeddings": recipe.context,
-            "rope_parameters": {"rope_type": "default", "rope_theta": BASE}, "tie_word_embeddings": True,
+            "rope_parameters": _rotation(BASE), "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6, "bos_token_id": recipe.bos if self.bos else None, "eos_token_id": None,
             "pad_token_id": None, "use_cache": False,
         }  # fmt: skip
@@ -65,30 +68,32 @@ class Variant:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made: list[PreTrainedModel] = [
+            models: list[PreTrainedModel] = [
                 AutoModelForCausalLM.from_config(each.config(recipe), dtype=torch.float32, trust_remote_code=False)
                 for each in (VARIANTS[STANDARD], self)
             ]
-        first, model = made
-        own, given = model.state_dict(), _fused(first.state_dict())
-        model.load_state_dict({name: given[name][: len(new)] if name in given else new for name, new in own.items()})
+        standard, model = models
+        weights, shared = model.state_dict(), _with_fused(standard.state_dict())
+        model.load_state_dict(
+            {name: shared[name][: len(own)] if name in shared else own for name, own in weights.items()}
+        )
         return model
 
 
-def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights by name, also under the names of the fused matrices of Phi-3."""
+def _with_fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights by name, with the fused matrices of Phi-3 (qkv_proj, gate_up_proj) added."""
     import torch
 
-    made = dict(weights)
+    fused = dict(weights)
     for name in weights:
         layer, query, rest = name.partition("q_proj")
         if query:
             parts = [weights[f"{layer}{each}_proj{rest}"] for each in "qkv"]
-            made[f"{layer}qkv_proj{rest}"] = torch.cat(parts)
+            fused[f"{layer}qkv_proj{rest}"] = torch.cat(parts)
         layer, gate, rest = name.partition("gate_proj")
         if gate:
-            made[f"{layer}gate_up_proj{rest}"] = torch.cat([weights[name], weights[f"{layer}up_proj{rest}"]])
-    return made
+            fused[f"{layer}gate_up_proj{rest}"] = torch.cat([weights[name], weights[f"{layer}up_proj{rest}"]])
+    return fused
 
 
 def ntk_base(base: float, factor: float, dimensions: int) -> float:
@@ -96,57 +101,58 @@ def ntk_base(base: float, factor: float, dimensions: int) -> float:
     return float(base * factor ** (dimensions / (dimensions - 2)))
 
 
-def _rotation(base: float, **more: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": base, **more}
+def _rotation(base: float, **settings: Any) -> dict[str, Any]:
+    """Return the config field `rope_parameters` for a base."""
+    return {"rope_type": "default", "rope_theta": base, **settings}
 
 
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant(STANDARD, "standard RoPE, base 10,000: what the others are compared with"),
-        Variant("base", "a large RoPE base, 1,000,000", changes={"rope_parameters": _rotation(1e6)}),
+        Variant(STANDARD, "standard RoPE with base 10,000 (baseline)"),
+        Variant("base", "RoPE with a large base, 1,000,000", changes={"rope_parameters": _rotation(1e6)}),
         Variant(
             "ntk",
-            f"a RoPE base that is NTK-scaled by {NTK:g}, from the first step on",
-            changes={"rope_parameters": lambda made: _rotation(ntk_base(BASE, NTK, made.width // made.heads))},
+            f"RoPE with an NTK-scaled base (factor {NTK:g}), from the first training step",
+            changes={"rope_parameters": lambda recipe: _rotation(ntk_base(BASE, NTK, recipe.width // recipe.heads))},
         ),
         Variant(
             "window",
-            "every layer sees only the nearest keys: a quarter of the context",
+            "sliding window of a quarter of the context, in every layer",
             "mistral",
-            {"sliding_window": lambda made: made.window},
+            {"sliding_window": lambda recipe: recipe.window},
         ),
         Variant(
             "window-first",
-            "a window of the same size, in which position 0 is always seen",
+            "sliding window of a quarter of the context, with position 0 always visible",
             SIBLING_MODEL_TYPE,
-            {"kept_window": lambda made: made.window},
+            {"kept_window": lambda recipe: recipe.window},
         ),
         Variant(
             "nope",
-            "no positions at all",
+            "no position encoding (NoPE)",
             "smollm3",
-            {"no_rope_layers": lambda made: [0] * made.layers, "use_sliding_window": False},
+            {"no_rope_layers": lambda recipe: [0] * recipe.layers, "use_sliding_window": False},
         ),
         Variant(
             "learned",
-            "a learned vector for each position, added to the token's, and no RoPE: the control",
+            "learned absolute position embeddings instead of RoPE (control)",
             SIBLING_MODEL_TYPE,
             {"learned_positions": True},
         ),
-        Variant("no-bos", "no BOS in training: prompts begin anywhere in a text", bos=False),
+        Variant("no-bos", "no BOS token in training; prompts start at arbitrary positions of the data", bos=False),
         Variant(
             "sink-logit",
-            "a learned logit in every head's softmax, to which attention can go instead of to a key",
+            "a learned sink logit per head in the softmax denominator",
             "granite_swa",
             {
-                "layer_types": lambda made: ["full_attention"] * made.layers,
-                "attention_multiplier": lambda made: (made.width // made.heads) ** -0.5,
+                "layer_types": lambda recipe: ["full_attention"] * recipe.layers,
+                "attention_multiplier": lambda recipe: (recipe.width // recipe.heads) ** -0.5,
             },
         ),
         Variant(
             "partial",
-            "half of each head's dimensions rotated",
+            "partial RoPE: half of each head's dimensions are rotated",
             "phi3",
             {"rope_parameters": _rotation(BASE, partial_rotary_factor=0.5), "sliding_window": None},
         ),

@@ -16,7 +16,7 @@ from posleak.errors import PosleakWarning
 from posleak.models import Subject
 from posleak.runs.run import Run
 from support.runs_tiny import assert_same_bits
-from tools.gallery import NUMBERS, read
+from tools.gallery import NUMBERS, read_estimate
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow")]
@@ -90,7 +90,7 @@ def test_its_position_comes_from_masks_here_and_earlier(traced: Trace) -> None:
     kept = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]
     shares = {**found.ordinary.summary.model["all"].share, **found.model["all"].share}
     for name, share in kept["shares"].items():
-        before = read(share)
+        before = read_estimate(share)
         for end in ("value", "low", "high"):
             assert float(getattr(shares[name], end)) == pytest.approx(float(getattr(before, end)), abs=0.005), name
     assert shares["earlier"].low > 0.3

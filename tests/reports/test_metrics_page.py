@@ -32,7 +32,8 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show import numbers
 from support.report_tiny import HOSTILE, NAME, browser, measured, opened, subject
-from tools import made as pages, metric_docs
+from tools import metric_docs
+from tools.markdown import read_part
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HEADS = 6, 3
@@ -291,7 +292,7 @@ def test_tables_have_every_number(folder: Path, tmp_path: Path) -> None:
 
 def test_the_table_of_metrics_in_the_documentation_is_current() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    made = pages.part(page, "catalogue")
+    made = read_part(page, "catalogue")
     assert made == metric_docs.catalogue(), "run `python -m tools.metric_docs docs/metrics.md`"
     assert all(f"(`{metric.id}`)" in made for metric in CATALOGUE)
 
@@ -301,7 +302,7 @@ def test_the_tool_replaces_what_it_makes_and_nothing_else(folder: Path, plain: P
     names = ("catalogue", "results", "agreement", "seen")
     page.write_text("".join(f"before {n}\n<!-- made: {n} -->\nold\n<!-- end: {n} -->\n" for n in names) + "end\n")
     metric_docs.main([str(page)])
-    assert pages.part(page.read_text(), "results") == "old"
+    assert read_part(page.read_text(), "results") == "old"
     metric_docs.main([str(page), str(folder)])
     first = page.read_text(encoding="utf-8")
     metric_docs.main([str(page), str(folder)])
@@ -312,8 +313,8 @@ def test_the_tool_replaces_what_it_makes_and_nothing_else(folder: Path, plain: P
     metrics = Run.load(folder).metrics
     assert metrics is not None
     for row in metrics.rows:
-        assert numbers.estimate(row.value, row.metric.unit) in pages.part(first, "results")
-    (picture,) = re.findall(r"\]\((images/.*)\)", pages.part(first, "agreement"))
+        assert numbers.estimate(row.value, row.metric.unit) in read_part(first, "results")
+    (picture,) = re.findall(r"\]\((images/.*)\)", read_part(first, "agreement"))
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RunError, match="no metrics"):
         metric_docs.main([str(page), str(plain)])

@@ -45,7 +45,7 @@ def llama() -> Subject:
     return Subject.of(tiny("llama", scale=3), byte_tokenizer(), name="tiny-llama")
 
 
-def found(subject: Subject, name: str) -> Statistics:
+def statistics_of(subject: Subject, name: str) -> Statistics:
     result = case(name).make(subject, PLAN, IDS)(IDS)
     assert result is not None
     return result
@@ -54,10 +54,10 @@ def found(subject: Subject, name: str) -> Statistics:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3", "ministral3"])
 def test_eager_attention_gives_the_same_statistics(family: str) -> None:
     llama = Subject.of(tiny(family, scale=3, **MORE.get(family, {})), name=family)
-    ours, theirs = found(llama, "posleak"), found(llama, "eager")
+    ours, theirs = statistics_of(llama, "posleak"), statistics_of(llama, "eager")
     assert theirs.total.shape == ours.total.shape
     assert np.isfinite(theirs.total).sum() > 1000
-    assert theirs.gap(ours) < 1e-4
+    assert theirs.max_difference(ours) < 1e-4
     assert llama.model.config._attn_implementation == "sdpa"
 
 
@@ -76,24 +76,24 @@ def test_scores_give_the_total_and_drift(llama: Subject) -> None:
         scores.clear()
         with attach(subject.model, [Look()]) as probe:
             probe.forward(torch.from_numpy(IDS))
-        theirs, ours = from_scores(scores, PLAN), found(subject, "posleak")
+        theirs, ours = from_scores(scores, PLAN), statistics_of(subject, "posleak")
         assert ours.parts.keys() == {"mask", "drift", "sink"}
         assert theirs.parts.keys() == {"drift"}
-        assert theirs.gap(ours) < 1e-6
+        assert theirs.max_difference(ours) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["TransformerLens", "nnsight"])
 def test_the_peers_give_the_same_statistics(llama: Subject, name: str) -> None:
     if case(name).missing:
         pytest.skip(f"{case(name).package} is not installed (pip install 'posleak[bench]')")
-    assert found(llama, name).gap(found(llama, "posleak")) < 1e-4
+    assert statistics_of(llama, name).max_difference(statistics_of(llama, "posleak")) < 1e-4
 
 
-def test_a_contestant_that_computes_something_else_stops_the_benchmark(
+def test_a_case_that_computes_something_else_stops_the_benchmark(
     llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(case("eager"), make=lambda subject, plan, ids: case("posleak sink=cut").make(subject, plan, ids))
-    monkeypatch.setattr("benchmarks.contest.CASES", (case("forward"), case("posleak"), wrong))
+    monkeypatch.setattr("benchmarks.runner.CASES", (case("forward"), case("posleak"), wrong))
     with pytest.raises(CheckError, match="posleak") as error:
         bench(llama, lengths=(N,), repeats=1)
     assert "eager, 64 tokens" in str(error.value)
@@ -101,16 +101,16 @@ def test_a_contestant_that_computes_something_else_stops_the_benchmark(
 
 def test_a_missing_pair_is_no_agreement() -> None:
     one = Statistics(np.array([1.0, np.nan]), np.array([0.5]), {})
-    assert one.gap(one) == 0
-    assert one.gap(Statistics(np.array([1.0, 2.0]), np.array([0.5]), {})) == np.inf
-    assert one.gap(Statistics(np.array([1.0, np.nan]), np.array([0.5, 0.5]), {})) == np.inf
-    assert one.gap(Statistics(np.array([1.0, np.nan]), np.array([0.75]), {})) == 0.25
+    assert one.max_difference(one) == 0
+    assert one.max_difference(Statistics(np.array([1.0, 2.0]), np.array([0.5]), {})) == np.inf
+    assert one.max_difference(Statistics(np.array([1.0, np.nan]), np.array([0.5, 0.5]), {})) == np.inf
+    assert one.max_difference(Statistics(np.array([1.0, np.nan]), np.array([0.75]), {})) == 0.25
 
 
-def test_every_round_runs_every_contestant_once_and_turns_their_order() -> None:
+def test_every_round_runs_every_case_once_and_turns_their_order() -> None:
     ran: list[str] = []
     work = {name: (lambda name=name: ran.append(name)) for name in "abc"}
-    seconds = interleaved(work, {"a": 3, "b": 3, "c": 2}, lambda what: None)
+    seconds = interleaved(work, {"a": 3, "b": 3, "c": 2}, lambda status: None)
     assert "".join(ran) == "abc" + "cba" + "ab"
     assert seconds["c"][2] is None
     assert spread(seconds["c"]).n == 2
@@ -136,13 +136,11 @@ def test_the_results_are_a_table_of_cases(llama: Subject) -> None:
     assert rows[1]["planned_mb"] > 0
 
 
-def test_a_contestant_that_cannot_run_says_so_and_the_others_go_on(
-    llama: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measured(**asked: Any) -> dict[str, Any]:
-        return {"error": "needs more memory"} if asked["case"] == "eager" else {"peak_mb": 5.0}
+def test_a_case_that_cannot_run_says_so_and_the_others_go_on(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(**task: Any) -> dict[str, Any]:
+        return {"error": "needs more memory"} if task["case"] == "eager" else {"peak_mb": 5.0}
 
-    monkeypatch.setattr("benchmarks.contest.peak_in_own_process", measured)
+    monkeypatch.setattr("benchmarks.runner.peak_in_own_process", measured)
     reload = {"model": "m", "loading": {}}
     rows = bench(llama, lengths=(N,), names=("posleak", "eager"), repeats=1, reload=reload).as_dict()["cases"]
     by_name = {row["name"]: row for row in rows}
@@ -153,28 +151,28 @@ def test_a_contestant_that_cannot_run_says_so_and_the_others_go_on(
 
 def test_memory_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(str(tmp_path / "llama"))
-    asked = {"case": "posleak", "length": N, "ids": IDS.tolist(), "model": str(tmp_path / "llama"), "loading": {}}
-    assert 0 <= worker.peak_in_own_process(**asked)["peak_mb"] < 500
+    task = {"case": "posleak", "length": N, "ids": IDS.tolist(), "model": str(tmp_path / "llama"), "loading": {}}
+    assert 0 <= worker.peak_in_own_process(**task)["peak_mb"] < 500
     with pytest.raises(CheckError, match="failed") as error:
-        worker.peak_in_own_process(**{**asked, "model": str(tmp_path / "nothing")})
+        worker.peak_in_own_process(**{**task, "model": str(tmp_path / "nothing")})
     assert "posleak" in str(error.value)
 
 
 def test_too_little_memory_is_an_answer_and_other_errors_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(message: str) -> Any:
-        def peak(asked: dict[str, Any]) -> int:
+        def peak(task: dict[str, Any]) -> int:
             raise RuntimeError(message)
 
         return peak
 
     monkeypatch.setattr(worker, "_peak", failing("DefaultCPUAllocator: not enough memory: you tried to allocate"))
-    assert "3.0 GB" in worker.answer({}, 3 * 10**9)["error"]
+    assert "3.0 GB" in worker.run_task({}, 3 * 10**9)["error"]
     monkeypatch.setattr(worker, "_peak", failing("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
-        worker.answer({}, 3 * 10**9)
+        worker.run_task({}, 3 * 10**9)
 
 
-def test_contestants_are_named_or_refused() -> None:
+def test_cases_are_named_or_refused() -> None:
     assert [chosen.name for chosen in chosen_cases(["posleak"])] == ["forward", "posleak"]
     with pytest.raises(InputError, match="did you mean 'eager'"):
         chosen_cases(["eagre"])
@@ -192,12 +190,14 @@ def test_the_page_of_costs_is_made_of_the_results() -> None:
     page = importlib.util.module_from_spec(spec)
     sys.modules["page"] = page
     spec.loader.exec_module(page)
-    assert page.made() == (ROOT / "docs" / "cost.md").read_text(encoding="utf-8"), "run `python benchmarks/page.py`"
+    assert page.generated_page() == (ROOT / "docs" / "cost.md").read_text(encoding="utf-8"), (
+        "run `python benchmarks/page.py`"
+    )
 
 
 def test_the_shortest_prompts_can_be_timed(tmp_path: Path) -> None:
     """The first pass, which warms up, is no longer than the prompt."""
     tiny("llama").save_pretrained(str(tmp_path / "llama"))
     ids = np.full((1, 32), 5).tolist()
-    asked = {"model": str(tmp_path / "llama"), "loading": {}, "length": 32, "ids": ids, "case": "posleak"}
-    assert worker.answer(asked, 2**40)["peak_mb"] >= 0
+    task = {"model": str(tmp_path / "llama"), "loading": {}, "length": 32, "ids": ids, "case": "posleak"}
+    assert worker.run_task(task, 2**40)["peak_mb"] >= 0

@@ -19,15 +19,15 @@ from tools.census import (
     FamilyRow,
     examine_family,
     families,
-    limited,
     page,
     read_page,
+    time_limit,
 )
-from tools.matrix import WORKS, Tried, read_section
+from tools.matrix import WORKS, CommandOutcomes, read_section
 
 SUPPORTED_AT_LEAST = 168
 PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
-WRITTEN, TRIED = read_page(PAGE), read_section(PAGE)
+WRITTEN, OUTCOMES = read_page(PAGE), read_section(PAGE)
 same_version = pytest.mark.skipif(
     f"transformers {transformers.__version__} has" not in PAGE,
     reason="docs/families.md was written with another transformers",
@@ -60,17 +60,16 @@ VARIED = (
 @same_version
 @pytest.mark.parametrize("family", VARIED)
 def test_every_command_ends_in_a_result_or_a_reason(family: str) -> None:
-    found = examine_family(family, commands=True).tried
-    assert found == TRIED[family]
+    assert examine_family(family, commands=True).commands == OUTCOMES[family]
 
 
 @same_version
 def test_the_page_has_every_family_and_of_the_supported_every_command() -> None:
     assert sorted(WRITTEN) == families()
-    assert set(TRIED) == {family for family, row in WRITTEN.items() if row[1] == SUPPORTED}
-    assert {outcomes.outcomes["measure"] for outcomes in TRIED.values()} == {WORKS}
-    assert {outcomes.outcomes["doctor"] for outcomes in TRIED.values()} == {"sound", "by design"}
-    assert sum(outcomes.outcomes["trace"] == WORKS for outcomes in TRIED.values()) > 100
+    assert set(OUTCOMES) == {family for family, row in WRITTEN.items() if row[1] == SUPPORTED}
+    assert {outcomes.outcomes["measure"] for outcomes in OUTCOMES.values()} == {WORKS}
+    assert {outcomes.outcomes["doctor"] for outcomes in OUTCOMES.values()} == {"sound", "by design"}
+    assert sum(outcomes.outcomes["trace"] == WORKS for outcomes in OUTCOMES.values()) > 100
 
 
 def test_the_number_supported_does_not_fall() -> None:
@@ -92,13 +91,14 @@ def test_a_page_is_read_as_it_was_written() -> None:
         FamilyRow("b", "B", NOT_BUILT, why="no timm"),
         FamilyRow("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
     ]
-    tried = Tried("a", {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "origin": WORKS,
-                        "claims": "3 of 9", "doctor": "by design"})  # fmt: skip
-    rows[0] = replace(rows[0], tried=tried)
-    assert read_section(page(rows)) == {"a": tried}
-    found = read_page(page(rows))
-    assert found["a"][:4] == rows[0].key[:4]
-    assert (found["b"], found["c"]) == (rows[1].key, rows[2].key)
+    outcomes = {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "origin": WORKS,
+                "claims": "3 of 9", "doctor": "by design"}  # fmt: skip
+    commands = CommandOutcomes("a", outcomes)
+    rows[0] = replace(rows[0], commands=commands)
+    assert read_section(page(rows)) == {"a": commands}
+    keys = read_page(page(rows))
+    assert keys["a"][:4] == rows[0].key[:4]
+    assert (keys["b"], keys["c"]) == (rows[1].key, rows[2].key)
 
 
 def test_the_page_says_of_every_family_whether_its_origin_can_be_moved() -> None:
@@ -119,5 +119,5 @@ def test_a_large_model_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_family_that_hangs_is_left() -> None:
-    with pytest.raises(TimeoutError, match="longer than 1 s"), limited(1):
+    with pytest.raises(TimeoutError, match="longer than 1 s"), time_limit(1):
         time.sleep(30)

@@ -1,4 +1,4 @@
-"""The documentation is what the program does: its command line page is current, and it names every key of the JSON."""
+"""The documentation agrees with the program: generated pages are current, and every JSON key is documented."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.families import tiny
 from support.runs_tiny import SPEC, subject
 from support.sweep_tiny import SMALL, Here
 from tools import cli_docs, edit_docs
-from tools.api_docs import described
+from tools.api_docs import parse_docstring
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("measure", "trace", "doctor", "models", "claims", "advise", "origin", "sweep", "collect", "bench")
@@ -45,17 +45,17 @@ def test_pages_that_are_made_are_current(module: Any, page: str) -> None:
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^::: (\S+)$", API, flags=re.M)
-"""What the page about Python has a place for."""
+"""Paths that docs/api.md shows."""
 
 
-def found(path: str) -> Any:
-    """What is shown there; of a function or a package that can be called, the function itself."""
+def resolve(path: str) -> Any:
+    """Return the object at a path; of a decorated function, the function itself."""
     module, _, name = path.rpartition(".")
     return inspect.unwrap(getattr(import_module(module), name))
 
 
 FUNCTIONS, CLASSES = (
-    [path for path in SHOWN if is_kind(found(path))] for is_kind in (inspect.isfunction, inspect.isclass)
+    [path for path in SHOWN if is_kind(resolve(path))] for is_kind in (inspect.isfunction, inspect.isclass)
 )
 
 
@@ -66,8 +66,8 @@ def test_the_page_about_python_has_every_public_name_and_a_line_for_each() -> No
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_every_option_of_a_function_has_its_line_and_its_type(path: str) -> None:
-    function = found(path)
-    sentences, options = described(function.__doc__)
+    function = resolve(path)
+    sentences, options = parse_docstring(function.__doc__)
     assert re.match(r"[A-Z].*[^.]*[.]", sentences), "a first sentence"
     parameters = inspect.signature(function).parameters
     assert list(options) == list(parameters), "in the order of the signature"
@@ -76,7 +76,7 @@ def test_every_option_of_a_function_has_its_line_and_its_type(path: str) -> None
 
 @pytest.mark.parametrize("path", CLASSES)
 def test_every_public_member_of_a_class_says_what_it_is(path: str) -> None:
-    for name, function in members(found(path)).items():
+    for name, function in members(resolve(path)).items():
         sentence = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
         assert re.search(r"[.?)](\s|$)", sentence), f"{path}.{name} has no sentence"
         signature = inspect.signature(function)
@@ -86,7 +86,7 @@ def test_every_public_member_of_a_class_says_what_it_is(path: str) -> None:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """The functions behind public properties and methods that the class itself defines."""
+    """Return the functions behind the public properties and methods that the class itself defines."""
     called = {
         name: getattr(each, "fget", None) or getattr(each, "func", None) or getattr(each, "__func__", each)
         for name, each in vars(kind).items()
@@ -102,13 +102,14 @@ def test_aligned_lines_of_a_docstring() -> None:
           goes on;  two: is that
     three, four   are others
     """
-    assert described(text) == (
+    assert parse_docstring(text) == (
         "A sentence.",
         {"one": "is this, and goes on", "two": "is that", "three, four": "are others"},
     )
 
 
 def outputs() -> dict[str, Any]:
+    """Return the JSON of every command, by section of docs/json.md."""
     llama = subject()
     return {
         "measure": measure_output(),
@@ -124,36 +125,36 @@ def outputs() -> dict[str, Any]:
 
 
 def measure_output() -> dict[str, Any]:
-    """With its profile, as the command prints it."""
-    no_text = pytest.warns(PosleakWarning, match="natural text")  # for it has no tokenizer
+    """Return the output of `posleak measure --profile`."""
+    no_text = pytest.warns(PosleakWarning, match="natural text")  # it has no tokenizer
     with TimeProfile() as spent, spent.measuring(llama := subject()), no_text:
         run = pl.measure(llama, metrics="all", loss=True, **SPEC)
     return {**run.as_dict(), "profile": spent.as_dict(run.record.memory.total)}
 
 
 def sweep_outputs() -> dict[str, Any]:
-    """A finished cell, a guess of another, and cells that fail and are left out; and what is collected of them."""
+    """Return the output of `sweep` with finished, failed and estimated cells, and the output of `collect`."""
     with tempfile.TemporaryDirectory() as folder:
         place, root = Path(folder), Path(folder) / "sweep"
         tiny("llama").save_pretrained(place / "mine")
         (place / "broken").mkdir()
-        said = {**SMALL, "models": [str(place / "mine"), str(place / "broken")], "edits": ["none", "window=off"]}
-        found = sweep({"question": "?", **said}, out=root, engine=Here())
+        grid = {**SMALL, "models": [str(place / "mine"), str(place / "broken")], "edits": ["none", "window=off"]}
+        swept = sweep({"question": "?", **grid}, out=root, engine=Here())
         (root / "cells" / "unfinished").mkdir()
         cell = Cell(str(place / "mine"), MeasureSpec(seed=5))
-        cells = [*found.cells, CellStatus(cell, State.open)]
+        cells = [*swept.cells, CellStatus(cell, State.open)]
         guessed = Sweep("more", str(root), cells, guesses={cell.id: Guess(10, 1.0, False)}).as_dict()
         collected = gather_sweep(str(root))
         return {
-            "sweep": plain({**guessed, "balance": found.balance}),
+            "sweep": plain({**guessed, "balance": swept.balance}),
             "collect": plain({**collected.as_dict(), "balance": collected.found.balance}),
         }
 
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(outputs(), allow_nan=False))
-    return found
+    parsed: dict[str, Any] = json.loads(json.dumps(outputs(), allow_nan=False))
+    return parsed
 
 
 @pytest.mark.parametrize("command", SECTIONS)
@@ -170,7 +171,7 @@ def test_the_expansion_of_braces() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "CHANGELOG.md", "LOG.md"])
 def test_links_to_files_lead_somewhere(page: str) -> None:
-    """In the repository; those of the site are tested with it (test_site)."""
+    """Links in the repository; test_site checks the links of the site."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if not target.startswith("http"):
@@ -178,7 +179,7 @@ def test_links_to_files_lead_somewhere(page: str) -> None:
 
 
 def test_the_readme_names_every_command_and_contributing_every_stage() -> None:
-    """And nothing that is not there."""
+    """README.md names no other command."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = {str(command.name) for command in app.registered_commands if not command.hidden}
     assert set(re.findall(r"^\| `posleak (\w+)", readme, flags=re.M)) == commands

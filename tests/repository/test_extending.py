@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md run as they stand there: in Python, on the page of a report, and in a shell."""
+"""The examples of docs/extending.md run as written: in Python, on the page of a report, and in a shell."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ SMALL: dict[str, Any] = {"length": 64, "prompts": 4}
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of the page."""
+    """Return the fenced code blocks of the page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, flags=re.M | re.S)
 
 
-MODULES = {found[1]: block for block in blocks("python") if (found := re.match(r"# (\w+)\.py\n", block))}
+MODULES = {match[1]: block for block in blocks("python") if (match := re.match(r"# (\w+)\.py\n", block))}
 SNIPPETS = [block for block in blocks("python") if block not in MODULES.values()]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The page's modules in a folder that Python imports from; what they registered is gone afterwards."""
-    registry()  # the paper's claims are registered once per process: they must be there before a copy is taken
-    kept = [dict(each) for each in REGISTRIES]
+    """Write the modules of the page into an importable folder; restore the registries afterwards."""
+    registry()  # claims are registered once per process, which must happen before the registries are copied
+    copies = [dict(each) for each in REGISTRIES]
     for name, block in MODULES.items():
         (tmp_path / f"{name}.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     load_plugins.cache_clear()
     yield tmp_path
-    for each, before in zip(REGISTRIES, kept, strict=True):
+    for each, before in zip(REGISTRIES, copies, strict=True):
         each.clear()
         each.update(before)
     for name in MODULES:
@@ -61,13 +61,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The edit, the claim, the input and the meter named as plugins; nobody has imported them."""
+    """Name the edit, the claim, the input and the meter as plugins, without importing them."""
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "my_claim, my_input, my_meter")
     return folder
 
 
-def subject(**more: Any) -> pl.Subject:
-    return pl.Subject.of(tiny("llama", scale=3.0, **more), name="tiny")
+def subject() -> pl.Subject:
+    return pl.Subject.of(tiny("llama", scale=3.0), name="tiny")
 
 
 def power(run: pl.Run, name: str = "total") -> float:
@@ -91,17 +91,17 @@ def test_every_snippet_runs(
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_observer_sees_every_layer_as_the_models_own_attention_does(family: str, folder: Path) -> None:
-    """The second has windows, and learned sink logits, which take weight from the keys."""
+    """gpt_oss has windows, and learned sink logits, which take weight from the keys."""
     model = tiny(family, scale=3.0)
     model.set_attn_implementation("eager")
-    who = pl.Subject.of(model, name="tiny")
-    found = importlib.import_module("my_observer").entropy(who, length=48, prompts=3)
-    ids = torch.from_numpy(prepare(who, "random", length=48, seed=0).batch(range(3)))
+    model_subject = pl.Subject.of(model, name="tiny")
+    entropy = importlib.import_module("my_observer").entropy(model_subject, length=48, prompts=3)
+    ids = torch.from_numpy(prepare(model_subject, "random", length=48, seed=0).batch(range(3)))
     with torch.inference_mode():
         weights = model(ids, output_attentions=True).attentions
     expected = torch.stack([torch.special.entr(a[:, :, 24:]).sum(-1).mean((0, 2)) for a in weights])
-    assert found.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert entropy.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
+    torch.testing.assert_close(entropy, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_meter_leaves_the_distances_of_the_models_own_attention(plugins: Path) -> None:
@@ -149,14 +149,14 @@ def test_the_edit_is_parsed_and_refused_like_any_other(plugins: Path) -> None:
 
 
 def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None:
-    found = pl.claims(subject(), length=64, prompts=16, out=plugins / "run")
-    mine = found.results[-1]
+    claims = pl.claims(subject(), length=64, prompts=16, out=plugins / "run")
+    mine = claims.results[-1]
     assert (mine.number, mine.id) == (100, "softer.mask")
-    assert len(found.results) == len(registry()) > 20
+    assert len(claims.results) == len(registry()) > 20
     assert mine.verdict in (Verdict.SUPPORTED, Verdict.CONTRADICTED)
     assert mine.edited is not None
     after = pl.measure(subject(), length=64, prompts=16, edits="temperature=2")
-    assert mine.effect == pytest.approx(power(after, "mask") / power(found.run, "mask"))
+    assert mine.effect == pytest.approx(power(after, "mask") / power(claims.run, "mask"))
 
     page = pl.report(plugins / "run", plugins / "page.html").read_text(encoding="utf-8")
     assert f"<b>{mine.title}</b>" in section(page, "answer")
@@ -165,7 +165,7 @@ def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None
 
 
 def section(page: str, name: str) -> str:
-    """One section of a report, as HTML."""
+    """Return one section of a report as HTML."""
     return page.split(f'<section data-section="{name}"')[1].split("</section>")[0]
 
 
@@ -174,8 +174,8 @@ def test_the_input_makes_prompts_with_the_frequencies_that_it_names(plugins: Pat
     prompts = prepare(who, "zipf:1", length=64, seed=5)
     ids, allowed = prompts.batch(range(2000)), prompts.vocabulary.allowed
     expected = (weights := 1 / np.arange(1, len(allowed) + 1)) / weights.sum()
-    found = (ids[:, 1:].reshape(-1, 1) == allowed).mean(0)
-    assert (np.abs(found - expected) < 5 * np.sqrt(expected / ids[:, 1:].size)).all()  # standard errors
+    frequencies = (ids[:, 1:].reshape(-1, 1) == allowed).mean(0)
+    assert (np.abs(frequencies - expected) < 5 * np.sqrt(expected / ids[:, 1:].size)).all()  # standard errors
     assert (ids[:, 0] == who.model.config.bos_token_id).all()
     assert np.array_equal(prompts.batch([7])[0], ids[7])
 
@@ -208,7 +208,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: py
 
 
 def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -> None:
-    """In another process, with the plugins named in the environment and nothing else done."""
+    """Commands run in another process; plugins are named by the environment only."""
     (script,) = blocks("sh")
     subject().model.save_pretrained(str(folder / "model"))
     script = script.replace("smollm2-135m", "./model").replace("--length 256 --prompts 8", "--length 64 --prompts 4")

@@ -1,4 +1,4 @@
-"""Damaged files, in a process of its own: memory is limited there, and a crash would be seen here."""
+"""Damaged files are read in a separate process, with limited memory; a crash of it fails the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from support.fuzz import Outcome, fuzz
 
 CASES = 100
-"""Of each kind; `make nightly` runs thousands."""
+"""Number of cases of each kind; `make nightly` runs thousands."""
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("records", 1), ("models", 2)])
@@ -26,6 +26,6 @@ def test_the_test_above_can_fail() -> None:
     def broken() -> None:
         raise KeyError("a traceback")
 
-    found: Outcome = fuzz(iter([("file", broken), ("file", lambda: None)]), 2)
-    assert found.counts == {("file", "finding"): 1, ("file", "read"): 1}
-    assert "KeyError" in found.findings[0]
+    outcome: Outcome = fuzz(iter([("file", broken), ("file", lambda: None)]), 2)
+    assert outcome.counts == {("file", "finding"): 1, ("file", "read"): 1}
+    assert "KeyError" in outcome.findings[0]

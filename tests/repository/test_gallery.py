@@ -1,4 +1,4 @@
-"""Pages with real results are current: what they say is what was kept, and what was kept is measured again here."""
+"""Pages with real results are current: they show the stored numbers, and some of these are measured again."""
 
 from __future__ import annotations
 
@@ -13,88 +13,95 @@ import pytest
 import posleak as pl
 from support.runs_tiny import subject
 from tools import claims_docs, gallery, question
-from tools.made import part
+from tools.markdown import read_part
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PERCENT = re.compile(r"(−?\d+(?:\.\d+)?)%")
 
 
-def kept() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((DOCS / "gallery" / gallery.NUMBERS).read_text(encoding="utf-8"))
-    return found
+def stored_numbers() -> dict[str, Any]:
+    """Return docs/gallery/numbers.json."""
+    numbers: dict[str, Any] = json.loads((DOCS / "gallery" / gallery.NUMBERS).read_text(encoding="utf-8"))
+    return numbers
 
 
 def text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def percents(of: str) -> list[float]:
-    return [float(each.replace("−", "-")) for each in PERCENT.findall(of)]
+def percents(line: str) -> list[float]:
+    """Return the percentages of a line."""
+    return [float(each.replace("−", "-")) for each in PERCENT.findall(line)]
 
 
 def test_every_page_of_the_gallery_is_there_and_the_index_is_current() -> None:
-    assert set(kept()) == {entry.name for entry in gallery.ENTRIES}
-    assert {path.stem for path in (DOCS / "gallery").glob("*.html")} == set(kept())
-    assert text(DOCS / "gallery" / gallery.INDEX) == gallery.index(kept())
+    assert set(stored_numbers()) == {entry.name for entry in gallery.ENTRIES}
+    assert {path.stem for path in (DOCS / "gallery").glob("*.html")} == set(stored_numbers())
+    assert text(DOCS / "gallery" / gallery.INDEX) == gallery.index(stored_numbers())
 
 
 def test_pages_that_show_its_numbers_are_current() -> None:
-    assert text(DOCS / claims_docs.PAGE) == claims_docs.page(kept())
+    assert text(DOCS / claims_docs.PAGE) == claims_docs.page(stored_numbers())
     pictures = text(DOCS / question.PAGE)
-    assert pictures == question.page(pictures, kept()[question.MODEL][question.MODEL])
+    assert pictures == question.page(pictures, stored_numbers()[question.MODEL][question.MODEL])
 
 
 @pytest.mark.parametrize("name", [name for entry in gallery.ENTRIES for name in entry.models if "135m" in name])
-def test_the_page_says_what_was_kept(name: str) -> None:
+def test_the_page_shows_the_stored_numbers(name: str) -> None:
     """The first sentence of the page, and the output that README shows."""
     page = text(DOCS / "gallery" / f"{name}.html")
-    shares = {source: gallery.read(kept()[name][name]["shares"][source]) for source in ("earlier", "here", "origin")}
-    expected = [round(100 * float(end)) for found in shares.values() for end in (found.value, found.low, found.high)]
+    shares = {
+        source: gallery.read_estimate(stored_numbers()[name][name]["shares"][source])
+        for source in ("earlier", "here", "origin")
+    }
+    expected = [round(100 * float(end)) for share in shares.values() for end in (share.value, share.low, share.high)]
     sentence = page.partition('class="sentence"')[2].partition("</p>")[0]
     assert percents(re.sub("<.*?>", "", sentence))[:9] == expected
-    shown = part(text(ROOT / "README.md"), "trace").splitlines()[-2]
+    shown = read_part(text(ROOT / "README.md"), "trace").splitlines()[-2]
     assert shown.startswith("all queries")
     assert percents(shown) == expected
 
 
 def test_the_first_measurement_of_the_start_page_prints_what_it_shows() -> None:
-    shown, now = part(text(DOCS / question.START), "first"), question.output(question.first())
+    shown, now = read_part(text(DOCS / question.START), "first"), question.output(question.first())
     assert re.sub(PERCENT, "", shown) == re.sub(PERCENT, "", now)
-    assert percents(shown) == pytest.approx(percents(now), abs=1.01), "other machines round otherwise"
+    assert percents(shown) == pytest.approx(percents(now), abs=1.01), "rounding differs between machines"
 
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 @pytest.mark.parametrize("model", ["zoo-text-rope", "zoo-backcopy-learned"])
-def test_what_was_kept_is_what_a_measurement_gives(model: str) -> None:
-    said = kept()["zoo"][model]
+def test_the_stored_numbers_are_those_of_a_measurement(model: str) -> None:
+    stored = stored_numbers()["zoo"][model]
     run = pl.measure(model, length=128, prompts=16)
     whole = run.summary.model["all"]
-    for found, now in [
-        (said["leakage"], whole.power["total"]),
-        *((said["shares"][name], whole.share[name]) for name in ("mask", "drift", "sink")),
+    for row, now in [
+        (stored["leakage"], whole.power["total"]),
+        *((stored["shares"][name], whole.share[name]) for name in ("mask", "drift", "sink")),
     ]:
-        before = gallery.read(found)
+        before = gallery.read_estimate(row)
         for end in ("value", "low", "high"):
             assert float(getattr(before, end)) == pytest.approx(float(getattr(now, end)), rel=1e-3, abs=1e-4)
 
 
 def test_figures_of_the_question_are_drawn_from_a_trace() -> None:
     trace = pl.trace(subject(), length=64, prompts=4)
-    made = question.figures(trace)
-    assert set(made) == {path.stem.removeprefix("question-") for path in (DOCS / "images").glob("question-*.png")}
-    lent = question._lent()
-    assert list((lent > 0).sum(1)) == [1] + [question.SMALL] * (question.SMALL - 1), (
+    figures = question.figures(trace)
+    assert set(figures) == {path.stem.removeprefix("question-") for path in (DOCS / "images").glob("question-*.png")}
+    visible = question.borrowed_mask()
+    assert list((visible > 0).sum(1)) == [1] + [question.MASK_TOKENS] * (question.MASK_TOKENS - 1), (
         "all but the first see equally many"
     )
-    assert np.array_equal((lent == 1)[:, question.SMALL :], np.tril(np.ones((question.SMALL, question.SMALL))) > 0)
+    assert np.array_equal(
+        (visible == 1)[:, question.MASK_TOKENS :], np.tril(np.ones((question.MASK_TOKENS, question.MASK_TOKENS))) > 0
+    )
 
 
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 def test_a_page_of_the_gallery_is_made_of_small_models(tmp_path: Path) -> None:
     entry = gallery.Entry("two", ("zoo-backcopy-rope", "zoo-backcopy-learned"), "Two.", length=64)
-    gallery.made(entry, tmp_path / "gallery", tmp_path / "runs")
-    found = json.loads(text(tmp_path / "gallery" / gallery.NUMBERS))["two"]
-    assert set(found["zoo-backcopy-rope"]["shares"]) == {"mask", "drift", "sink", "earlier", "here", "origin"}
-    assert set(found["zoo-backcopy-learned"]["shares"]) == {"mask", "drift", "sink"}, "trace is not defined there"
+    gallery.generate(entry, tmp_path / "gallery", tmp_path / "runs")
+    numbers = json.loads(text(tmp_path / "gallery" / gallery.NUMBERS))["two"]
+    assert set(numbers["zoo-backcopy-rope"]["shares"]) == {"mask", "drift", "sink", "earlier", "here", "origin"}
+    assert set(numbers["zoo-backcopy-learned"]["shares"]) == {"mask", "drift", "sink"}, "trace is not defined there"
     assert (tmp_path / "gallery" / "two.html").stat().st_size < 10**7

@@ -1,5 +1,7 @@
-"""Faults from outside: work killed at many moments, two processes and two threads at one folder. `make faults` runs the
-same for longer (docs/reliability.md has the counts)."""
+"""Faults from outside: killed processes, and two processes or threads that write one folder.
+
+`make faults` runs the same for longer (docs/reliability.md has the counts).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from support.runs_tiny import assert_same_bits, subject
 
 @pytest.mark.parametrize(("work", "rounds"), [("measure", 3), ("trace", 3), ("claims", 2)])
 def test_killed_work_goes_on_to_the_same_bits_and_leaves_nothing(tmp_path: Path, work: str, rounds: int) -> None:
-    found = kill_often(work, rounds, tmp_path)
-    assert found.wrong == []
-    assert found.rounds == rounds
-    assert found.killed >= rounds - 1, "otherwise nothing was tested"
+    series = kill_often(work, rounds, tmp_path)
+    assert series.wrong == []
+    assert series.rounds == rounds
+    assert series.killed >= rounds - 1, "otherwise nothing was tested"
 
 
 @pytest.mark.parametrize(("work", "rounds"), [("measure", 20), ("trace", 2)])
@@ -50,7 +52,7 @@ def test_two_threads_at_one_folder_and_one_model(tmp_path: Path) -> None:
 
 
 def _together(work: Any) -> list[Exception]:
-    """Run it in two threads that start at the same time; what they raised."""
+    """Run a function in two threads that start at the same time; return the exceptions."""
     barrier, failed = threading.Barrier(2), list[Exception]()
 
     def run() -> None:
@@ -77,20 +79,20 @@ def test_a_lock_of_a_process_that_died_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_being_written_says_by_whom(tmp_path: Path) -> None:
-    llama, said = subject(), list[str]()
+    llama, messages = subject(), list[str]()
 
     def other(done: int, of: int) -> None:
         def measure() -> None:
             with pytest.raises(StorageError) as error:
                 pl.measure(llama, out=tmp_path / "run", **SIZE)
-            said.append(str(error.value))
+            messages.append(str(error.value))
 
         thread = threading.Thread(target=measure)
         thread.start()
         thread.join()
 
     pl.measure(llama, out=tmp_path / "run", progress=other, **SIZE)
-    assert said
-    assert "is writing here" in said[0]
-    assert "got: process " in said[0]
-    assert "wait until it is finished and start again, or choose another place with --out" in said[0]
+    assert messages
+    assert "is writing here" in messages[0]
+    assert "got: process " in messages[0]
+    assert "--out" in messages[0]

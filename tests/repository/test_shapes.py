@@ -1,4 +1,4 @@
-"""Shapes in signatures are checked under one flag, in each of the three packages, and cost nothing without it.
+"""Shapes in signatures are checked with one flag, and cost nothing without it.
 
 pytest --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.analyses.origin,beartype.beartype
 """
@@ -29,20 +29,20 @@ WRONG: dict[Callable[..., Any], tuple[Any, ...]] = {
     products: (np.ones((4, 2, 5)), np.ones((4, 1, 5))),  # the cells of x and y differ
     mean_cosine: (torch.ones(2, 3, 4),),  # not the rows of one matrix
 }
-"""Each gives some number if nobody looks."""
+"""Arguments of wrong shape, for which each function returns a number if shapes are not checked."""
 
 each = pytest.mark.parametrize("function", WRONG, ids=lambda function: function.__name__)
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function out of a second copy of its module, loaded by the import hook that the flag installs."""
+    """Return the function of a second copy of its module, loaded with the import hook that the flag installs."""
     name = function.__module__
     hook = install_import_hook(["posleak.probe", "posleak.leakage", "posleak.analyses.origin"], "beartype.beartype")
     with hook:
         spec = hook.hook.find_spec(name, sys.modules[name.rpartition(".")[0]].__path__)
         spec.loader.exec_module(copy := module_from_spec(spec))
-    found: Callable[..., Any] = getattr(copy, function.__name__)
-    return found
+    checked_function: Callable[..., Any] = getattr(copy, function.__name__)
+    return checked_function
 
 
 @each
@@ -54,6 +54,6 @@ def test_a_wrong_shape_is_refused_where_shapes_are_checked(function: Callable[..
 @each
 def test_nothing_is_checked_without_the_flag(function: Callable[..., Any], pytestconfig: pytest.Config) -> None:
     flag = bool(pytestconfig.getoption("jaxtyping_packages"))
-    assert hasattr(function, "__wrapped__") == flag, "without the flag nothing may stand around a function"
+    assert hasattr(function, "__wrapped__") == flag, "functions are not wrapped without the flag"
     if not flag:
         function(*WRONG[function])

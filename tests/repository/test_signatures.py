@@ -1,4 +1,4 @@
-"""posleak's functions, called wrongly from Python: the error names what would fit; called rightly, nothing changes."""
+"""Wrong arguments of public functions raise an error with the nearest name; correct calls are unchanged."""
 
 from __future__ import annotations
 

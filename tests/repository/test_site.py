@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, every link leads somewhere, and nothing is fetched."""
+"""The documentation site builds without warnings, all links work, and nothing is fetched from other hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import posleak
 
 ROOT = Path(__file__).parents[2]
-LEAST = 40
-"""Characters of a page's first paragraph: a page says what it is before anything else."""
+MIN_CHARACTERS = 40
+"""Minimum length of the first paragraph of a page, which states its purpose."""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` does: everything that is wrong is a warning, and every warning an error."""
+    """Build the site as `make docs` does, with warnings as errors."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -32,14 +32,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages(site: Path) -> list[Path]:
-    """Those that were made, without HTML files that are only copied."""
-    found = (path.relative_to(site) for path in sorted(site.rglob("*.html")))
-    return [site / path for path in found if not (ROOT / "docs" / path).exists()]
+    """Return the generated pages, without HTML files that are only copied."""
+    paths = (path.relative_to(site) for path in sorted(site.rglob("*.html")))
+    return [site / path for path in paths if not (ROOT / "docs" / path).exists()]
 
 
 @dataclass
-class Read(HTMLParser):
-    """One page: its anchors, where it leads, what a browser fetches for it, and what follows its title."""
+class PageParser(HTMLParser):
+    """One page: its anchors, links, the addresses that a browser fetches, and what follows its title."""
 
     path: Path
     ids: set[str] = field(default_factory=set)
@@ -54,11 +54,13 @@ class Read(HTMLParser):
         self.feed(self.path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        self.ids |= {given[name] for name in ("id", "name") if name in given}
-        self.links += [given[name] for name in ("href", "src") if name in given]
+        attributes = {name: value or "" for name, value in attrs}
+        self.ids |= {attributes[name] for name in ("id", "name") if name in attributes}
+        self.links += [attributes[name] for name in ("href", "src") if name in attributes]
         if tag != "a":
-            self.fetched += [given[name] for name in ("href", "src", "srcset", "poster", "data") if name in given]
+            self.fetched += [
+                attributes[name] for name in ("href", "src", "srcset", "poster", "data") if name in attributes
+            ]
         if self.after_title and "/p" not in self.after_title:
             self.after_title.append(tag)
 
@@ -73,7 +75,7 @@ class Read(HTMLParser):
             self.first += data
 
 
-read = cache(Read)
+read = cache(PageParser)
 
 
 def test_every_file_of_docs_is_a_page(site: Path) -> None:
@@ -83,27 +85,28 @@ def test_every_file_of_docs_is_a_page(site: Path) -> None:
 
 
 def test_every_page_says_what_it_is_in_its_first_paragraph(site: Path) -> None:
-    found = {str(page.relative_to(site)): read(page) for page in pages(site)}
-    assert {name for name, page in found.items() if len(page.first.strip()) < LEAST} == set()
+    parsed = {str(page.relative_to(site)): read(page) for page in pages(site)}
+    assert {name for name, page in parsed.items() if len(page.first.strip()) < MIN_CHARACTERS} == set()
     before = {"/h1", "p", "/p", "a", "code", "em", "strong", "div"}  # no heading, table, picture or code in between
-    assert {name: tags for name, page in found.items() if (tags := set(page.after_title) - before)} == {}
+    assert {name: tags for name, page in parsed.items() if (tags := set(page.after_title) - before)} == {}
 
 
 def test_every_link_leads_to_a_file_and_to_an_anchor_of_it(site: Path) -> None:
-    made, dead = set(pages(site)), list[str]()
-    for page in made:
+    generated, dead = set(pages(site)), list[str]()
+    for page in generated:
         for link in read(page).links:
             to = urlsplit(link)
             target = (page.parent / unquote(to.path)).resolve() if to.path else page
             if to.scheme not in ("http", "https", "data") and not (
-                target.is_file() and (target not in made or not to.fragment or unquote(to.fragment) in read(target).ids)
+                target.is_file()
+                and (target not in generated or not to.fragment or unquote(to.fragment) in read(target).ids)
             ):
                 dead.append(f"{page.relative_to(site)}: {link}")
     assert dead == []
 
 
 def test_nothing_is_fetched_from_another_host(site: Path) -> None:
-    """Pages, those that are copied too, and their styles. Scripts of our own pages name no address at all."""
+    """Pages, including copied ones, and their styles; scripts of generated pages contain no address."""
     remote = [
         f"{path.relative_to(site)}: {address}"
         for path in sorted(site.rglob("*.html"))
@@ -116,8 +119,8 @@ def test_nothing_is_fetched_from_another_host(site: Path) -> None:
     for style in [*site.rglob("*.css"), *pages(site)]:
         text = style.read_text(encoding="utf-8")
         remote += [
-            f"{style.relative_to(site)}: {found}"
-            for found in re.findall(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", text)
+            f"{style.relative_to(site)}: {address}"
+            for address in re.findall(r"(?:url\(|@import)[\"' ]*(?:https?:)?//", text)
         ]
     assert remote == []
 

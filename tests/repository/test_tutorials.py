@@ -1,6 +1,6 @@
-"""Tutorials: notebooks are their scripts, they run, and every number that they print is the library's.
+"""Tutorials: notebooks agree with their scripts, they run, and the numbers that they print are those of the library.
 
-Run in the lean form as notebooks; outputs that are kept, of the full form, are compared with what else is kept.
+They are run in the lean form. The stored outputs, of the full form, are compared with other stored results.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import posleak as pl
 from posleak.leakage import Estimate
 from posleak.models import Subject
 from posleak.runs.loss import loss_by_prompt
-from tools.gallery import NUMBERS, read
-from tools.tutorials import executed, notebook, printed, scripts
+from tools.gallery import NUMBERS, read_estimate
+from tools.tutorials import execute, notebook, printed_lines, scripts
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "tutorials"
@@ -31,58 +31,59 @@ pytestmark = pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning",
 
 
 def numbers(text: str) -> list[float]:
-    """`31% (20% … 41%)` -> [0.31, 0.2, 0.41]"""
-    found = (each.replace("−", "-") for each in NUMBER.findall(text))
-    return [float(each.rstrip("%")) / (100 if each.endswith("%") else 1) for each in found]
+    """Return the numbers of a text: `31% (20% … 41%)` -> [0.31, 0.2, 0.41]."""
+    texts = (each.replace("−", "-") for each in NUMBER.findall(text))
+    return [float(each.rstrip("%")) / (100 if each.endswith("%") else 1) for each in texts]
 
 
-def shows(line: str, found: Estimate) -> None:
-    """The last three numbers of a line, before its n, are this estimate."""
+def assert_shows(line: str, estimate: Estimate) -> None:
+    """Assert that the last three numbers of a line, before its n, are this estimate."""
     text = line.partition(", n =")[0].replace("nats²", "")
-    near = 0.006 if "%" in text else 1e-6
-    expected = [float(found.value), float(found.low), float(found.high)]
-    assert numbers(text)[-3:] == pytest.approx(expected, rel=6e-2, abs=near), line
+    tolerance = 0.006 if "%" in text else 1e-6
+    expected = [float(estimate.value), float(estimate.low), float(estimate.high)]
+    assert numbers(text)[-3:] == pytest.approx(expected, rel=6e-2, abs=tolerance), line
 
 
-def after(lines: list[str], start: str) -> str:
+def line_with(lines: list[str], start: str) -> str:
+    """Return the first line that starts with a text."""
     return next(line for line in lines if line.startswith(start))
 
 
 @pytest.mark.parametrize("script", scripts(FOLDER), ids=lambda path: path.stem)
 def test_a_notebook_is_its_script_and_has_its_outputs(script: Path) -> None:
-    kept = nbformat.read(script.with_suffix(".ipynb"), as_version=4)  # type: ignore[no-untyped-call]
-    assert [cell.source for cell in kept.cells] == [cell.source for cell in notebook(script).cells]
-    code = [cell for cell in kept.cells if cell.cell_type == "code"]
+    stored = nbformat.read(script.with_suffix(".ipynb"), as_version=4)  # type: ignore[no-untyped-call]
+    assert [cell.source for cell in stored.cells] == [cell.source for cell in notebook(script).cells]
+    code = [cell for cell in stored.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run from top to bottom"
-    assert list(printed(kept))
+    assert list(printed_lines(stored))
     text = script.with_suffix(".ipynb").read_text(encoding="utf-8")
-    assert not re.search(r"/(home|root|tmp|work|Users)/", text), "no path of a machine"
+    assert not re.search(r"/(home|root|tmp|work|Users)/", text), "no local paths"
 
 
-def kept_lines(name: str) -> list[str]:
-    return list(printed(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)))  # type: ignore[no-untyped-call]
+def stored_lines(name: str) -> list[str]:
+    return list(printed_lines(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)))  # type: ignore[no-untyped-call]
 
 
-def test_the_kept_numbers_of_one_model_are_those_of_the_gallery() -> None:
-    """The same measurement, made twice; tests/test_real.py makes it once more."""
-    kept = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]
-    lines = kept_lines("one_model")
-    shows(after(lines, "leakage"), read(kept["leakage"]))
-    for name, share in kept["shares"].items():
-        shows(after(lines, name).replace(" of it", ""), read(share))
+def test_the_stored_numbers_of_one_model_are_those_of_the_gallery() -> None:
+    """Both are the same measurement; tests/real/test_real.py repeats it."""
+    stored = json.loads((DOCS / "gallery" / NUMBERS).read_text(encoding="utf-8"))["smollm2-135m"]["smollm2-135m"]
+    lines = stored_lines("one_model")
+    assert_shows(line_with(lines, "leakage"), read_estimate(stored["leakage"]))
+    for name, share in stored["shares"].items():
+        assert_shows(line_with(lines, name).replace(" of it", ""), read_estimate(share))
 
 
 @pytest.mark.real
 def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
-    lines = list(printed(executed(FOLDER / "one_model.py", lean=True)))
+    lines = list(printed_lines(execute(FOLDER / "one_model.py", lean=True)))
     run, trace = pl.measure(smollm, **LEAN), pl.trace(smollm, **LEAN)
     assert lines[0] == smollm.identity.short()
     whole = run.summary.model["all"]
-    shows(after(lines, "leakage"), whole.power["total"])
+    assert_shows(line_with(lines, "leakage"), whole.power["total"])
     for part in ("mask", "drift", "sink"):
-        shows(after(lines, part).replace(" of it", ""), whole.share[part])
+        assert_shows(line_with(lines, part).replace(" of it", ""), whole.share[part])
     for source in ("earlier", "here", "origin"):
-        shows(after(lines, source), trace.model["all"].share[source])
+        assert_shows(line_with(lines, source), trace.model["all"].share[source])
     top = run.heads.iloc[0]
     curve = run.parts().sel(component="total", layer=int(top.layer), head=int(top["head"])).mean("offset")
     for line in lines:
@@ -95,13 +96,13 @@ def test_one_model_prints_what_the_library_gives(smollm: Subject) -> None:
 
 @pytest.mark.real
 def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
-    lines = list(printed(executed(FOLDER / "settings.py", lean=True)))
-    asked: dict[str, Any] = {"length": 64, "prompts": 6, "inputs": "text:stdlib", "loss": True}
-    base, cut = pl.measure(smollm, **asked), pl.measure(smollm, edits="sink=cut@10-29", **asked)
+    lines = list(printed_lines(execute(FOLDER / "settings.py", lean=True)))
+    options: dict[str, Any] = {"length": 64, "prompts": 6, "inputs": "text:stdlib", "loss": True}
+    base, cut = pl.measure(smollm, **options), pl.measure(smollm, edits="sink=cut@10-29", **options)
     assert base.loss is not None
-    shows(after(lines, "as it is: leakage"), base.summary.model["all"].power["total"])
-    shows(after(lines, "as it is: loss"), base.loss.numbers["all"])
-    place = lines.index(after(lines, "sink=cut@10-29"))
+    assert_shows(line_with(lines, "as it is: leakage"), base.summary.model["all"].power["total"])
+    assert_shows(line_with(lines, "as it is: loss"), base.loss.numbers["all"])
+    place = lines.index(line_with(lines, "sink=cut@10-29"))
     changes = [numbers(line.partition(name)[2]) for line, name in zip(lines[place:], ("leakage", "loss"))]
     powers = [float(run.summary.model["all"].power["total"].value) for run in (cut, base)]
     losses = [loss_by_prompt(run.data, base.record.plan)["all"].mean() for run in (cut, base)]
@@ -111,20 +112,20 @@ def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
 
 
 @pytest.mark.real
-def test_your_own_prints_what_the_library_gives_and_what_was_kept() -> None:
-    lines = list(printed(executed(FOLDER / "your_own.py", lean=True)))
-    kept = kept_lines("your_own")
-    assert len(lines) == len(kept)
-    for line, before in zip(lines, kept):
+def test_your_own_prints_what_the_library_gives_and_what_was_stored() -> None:
+    lines = list(printed_lines(execute(FOLDER / "your_own.py", lean=True)))
+    stored = stored_lines("your_own")
+    assert len(lines) == len(stored)
+    for line, before in zip(lines, stored):
         assert numbers(line) == pytest.approx(numbers(before), rel=5e-2, abs=0.011), "this page has no lean form"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
     )
     run = pl.measure(LlamaForCausalLM(config).eval(), length=64, prompts=16, bos="none")
-    shows(after(lines, "mask").replace(" of the leakage", ""), run.summary.model["all"].share["mask"])
-    found = pl.measure("zoo-text-rope", length=128, prompts=16, seed=0)
-    shows(after(lines, "as it is"), found.summary.model["all"].power["mask"])
-    per_prompt = found.parts(prompts=True).sel(component="total", layer=0).mean(("query", "offset")).values
+    assert_shows(line_with(lines, "mask").replace(" of the leakage", ""), run.summary.model["all"].share["mask"])
+    zoo_run = pl.measure("zoo-text-rope", length=128, prompts=16, seed=0)
+    assert_shows(line_with(lines, "as it is"), zoo_run.summary.model["all"].power["mask"])
+    per_prompt = zoo_run.parts(prompts=True).sel(component="total", layer=0).mean(("query", "offset")).values
     halves = per_prompt[:, :2].mean(1) - per_prompt[:, 2:].mean(1)
-    assert numbers(after(lines, "halves"))[0] == pytest.approx(float(np.mean(halves)), rel=2e-2, abs=2e-3)
+    assert numbers(line_with(lines, "halves"))[0] == pytest.approx(float(np.mean(halves)), rel=2e-2, abs=2e-3)

@@ -1,4 +1,4 @@
-"""The zoo: text collected alike everywhere, variants that differ in one thing, training that resumes to the bit."""
+"""The zoo: reproducible text, variants that differ in one setting, training that resumes to the bit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from posleak.models import load
 from zoo import corpus, training
 from zoo.corpus import ALPHABET, encode, passages, read_text
 from zoo.entropy import entropies
-from zoo.jobs import Job, jobs, train_all, trained
+from zoo.jobs import Job, plan_jobs, train_all, trained
 from zoo.measuring import UNSEEN
 from zoo.recipe import RECIPES
-from zoo.tokens import BackcopyTokens, byte_tokenizer, tokens_for
+from zoo.tokens import BackcopyTokens, character_tokenizer, tokens_for
 from zoo.training import TrainingProgress, read_training, train
 from zoo.variants import STANDARD, VARIANTS, ntk_base, variant_named
 
@@ -45,8 +45,8 @@ def test_a_paragraph_is_kept_once_and_only_if_it_is_plain() -> None:
 
 
 def test_passages_are_about_a_thousand_characters_long() -> None:
-    found = list(passages("\n\n".join(f"{number} " + "x" * 300 for number in range(10)), set()))
-    assert [len(each.split("\n\n")) for each in found] == [4, 4, 2]
+    pieces = list(passages("\n\n".join(f"{number} " + "x" * 300 for number in range(10)), set()))
+    assert [len(each.split("\n\n")) for each in pieces] == [4, 4, 2]
 
 
 def long_text(words: int) -> str:
@@ -55,20 +55,20 @@ def long_text(words: int) -> str:
 
 def test_one_passage_in_twenty_is_held_out_and_never_trained_on(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(long_text(80_000))
-    found = read_text(str(tmp_path / "text.txt"))
-    train, held = ("".join(ALPHABET[token] for token in part) for part in (found.train, found.held_out))
+    text = read_text(str(tmp_path / "text.txt"))
+    train, held = ("".join(ALPHABET[token] for token in part) for part in (text.train, text.held_out))
     assert 0.02 < len(held) / len(train) < 0.09
     assert not set(held.split("\n\n")) & set(train.split("\n\n"))
-    assert np.array_equal(encode(train), found.train)
-    assert found.sha256 == read_text.__wrapped__(str(tmp_path / "text.txt")).sha256
-    shares = np.bincount(found.train) / len(found.train)
-    assert math.isclose(found.unigram_nats, -sum(share * math.log(share) for share in shares if share))
+    assert np.array_equal(encode(train), text.train)
+    assert text.sha256 == read_text.__wrapped__(str(tmp_path / "text.txt")).sha256
+    shares = np.bincount(text.train) / len(text.train)
+    assert math.isclose(text.unigram_nats, -sum(share * math.log(share) for share in shares if share))
 
 
 def test_a_text_without_blank_lines_is_cut_into_pieces(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(" ".join(f"word{number}" for number in range(40_000)))
-    found = read_text(str(tmp_path / "one.txt"))
-    assert 0.02 < len(found.held_out) / len(found.train) < 0.09
+    text = read_text(str(tmp_path / "one.txt"))
+    assert 0.02 < len(text.held_out) / len(text.train) < 0.09
 
 
 def test_a_short_text_is_refused(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_documentation_comes_from_python_and_packages(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_character_is_a_token(bos: bool) -> None:
-    tokenizer = byte_tokenizer(bos=bos)
+    tokenizer = character_tokenizer(bos=bos)
     ids = tokenizer("a\tÄ\n~ €").input_ids
     start = [len(ALPHABET)] if bos else []
     assert ids == start + [ALPHABET.index(each) for each in "a    A?\n~ ?"]
@@ -126,23 +126,23 @@ def test_a_walk_depends_on_seed_and_index_alone_and_begins_with_the_shorter_one(
 
 
 def test_entropies_are_those_of_a_long_walk() -> None:
-    ids, found = walk(1, list(range(400)), 500), entropies()
+    ids, entropy = walk(1, list(range(400)), 500), entropies()
     shares = np.bincount(ids.ravel()) / ids.size
-    assert abs(-(shares * np.log(shares)).sum() - found.unigram) < 0.01
+    assert abs(-(shares * np.log(shares)).sum() - entropy.unigram) < 0.01
     pairs = np.zeros((CHAIN_TOKENS, CHAIN_TOKENS))
     np.add.at(pairs, (ids[:, :-1].ravel(), ids[:, 1:].ravel()), 1)
     ordinary = pairs[CHAIN_TRIGGERS:]
     chances = ordinary / ordinary.sum(1, keepdims=True)
     left_open = -np.where(chances > 0, chances * np.log(np.where(chances > 0, chances, 1)), 0).sum(1)
-    assert abs((ordinary.sum(1) / pairs.sum() * left_open).sum() - found.given) < 0.02
+    assert abs((ordinary.sum(1) / pairs.sum() * left_open).sum() - entropy.conditional) < 0.02
 
 
-def test_the_least_loss_counts_what_nobody_saw() -> None:
-    """Of 3 tokens after BOS: one by itself, one that a trigger may have copied from before, one with all it needs."""
-    found = entropies()
-    with_bos = found.unigram + (found.given + found.ordinary / 5) + found.given
-    assert math.isclose(found.least(4, bos=True), with_bos / 3)
-    assert math.isclose(found.least(3, bos=False), (2 * found.given + found.ordinary / 5) / 2)
+def test_the_lowest_loss_counts_missing_context() -> None:
+    """Three tokens after BOS: one without context, one that may be copied from outside, one with full context."""
+    entropy = entropies()
+    with_bos = entropy.unigram + (entropy.conditional + entropy.ordinary / 5) + entropy.conditional
+    assert math.isclose(entropy.lowest_loss(4, bos=True), with_bos / 3)
+    assert math.isclose(entropy.lowest_loss(3, bos=False), (2 * entropy.conditional + entropy.ordinary / 5) / 2)
 
 
 # Variants
@@ -159,12 +159,12 @@ OFF: dict[str, dict[str, Any]] = {
     "base": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "ntk": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
 }
-"""How to turn a variant's knob back."""
+"""Config fields that undo the setting of each variant."""
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != STANDARD])
-def test_a_variant_differs_in_its_knob_and_in_nothing_else(name: str) -> None:
-    """With the knob turned back it is standard RoPE, from the same first weights: the same logits."""
+def test_a_variant_differs_in_its_setting_and_in_nothing_else(name: str) -> None:
+    """Without its setting a variant is standard RoPE with the same initial weights: the logits are equal."""
     variant = VARIANTS[name]
     standard, model = VARIANTS[STANDARD].build(SMALL, 3), variant.build(SMALL, 3)
     without = replace(variant, changes={**variant.changes, **OFF[name]}).build(SMALL, 3)
@@ -223,13 +223,13 @@ def test_the_rate_warms_up_and_falls_along_a_cosine() -> None:
 def test_training_lowers_the_loss_and_keeps_its_way(tmp_path: Path) -> None:
     recipe = replace(SMALL, steps=120, rate=1e-2, warmup=10)
     seen: list[TrainingProgress] = []
-    found = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", watch=seen.append, threads=1)
-    assert found.finished
-    assert found == read_training(tmp_path / "m")
-    assert [point.step for point in found.held_out] == [0, 16, 32, 64, 120]
-    assert abs(found.held_out[0].loss - math.log(CHAIN_TOKENS + 1)) < 0.2
-    assert found.final_loss < found.data.unigram_nats - 0.4
-    assert [point.step for point in found.curve] == list(range(10, 121, 10))
+    record = train(VARIANTS["rope"], recipe, 0, backcopy(), tmp_path / "m", on_progress=seen.append, threads=1)
+    assert record.finished
+    assert record == read_training(tmp_path / "m")
+    assert [point.step for point in record.held_out] == [0, 16, 32, 64, 120]
+    assert abs(record.held_out[0].loss - math.log(CHAIN_TOKENS + 1)) < 0.2
+    assert record.final_loss < record.data.unigram_nats - 0.4
+    assert [point.step for point in record.curve] == list(range(10, 121, 10))
     assert (seen[-1].step, seen[-1].steps, seen[-1].left) == (120, 120, 0)
     assert not (tmp_path / "m" / training.RESUME).exists()
     subject = load(tmp_path / "m")
@@ -241,34 +241,34 @@ class Stopped(Exception):
 
 
 def stop_at(step: int) -> Any:
-    def watch(reached: TrainingProgress) -> None:
-        if reached.step >= step:
+    def on_progress(progress: TrainingProgress) -> None:
+        if progress.step >= step:
             raise Stopped
 
-    return watch
+    return on_progress
 
 
 @pytest.mark.parametrize("name", ["rope", "sink-logit"])
 def test_interrupted_training_ends_with_the_same_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     whole = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "whole", threads=1)
     for step in (10, 20, 30):
         with pytest.raises(Stopped):
-            train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", watch=stop_at(step), threads=1)
+            train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", on_progress=stop_at(step), threads=1)
     assert (tmp_path / "parts" / training.RESUME).exists()
     parts = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", threads=1)
     assert (parts.curve, parts.held_out) == (whole.curve, whole.held_out)
     for folder in (".", "checkpoint-32"):
         one, other = (load(tmp_path / each / folder).identity.weights_sha256 for each in ("whole", "parts"))
         assert one == other
-    again = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", watch=stop_at(0), threads=1)
+    again = train(VARIANTS[name], SMALL, 1, backcopy(), tmp_path / "parts", on_progress=stop_at(0), threads=1)
     assert again == parts, "what is finished is read back"
 
 
 def test_the_test_above_can_fail(tmp_path: Path) -> None:
-    """Another seed, another thread of data: other weights."""
+    """Another seed gives other weights."""
     one, other = (tmp_path / str(seed) for seed in (1, 2))
     for seed, folder in ((1, one), (2, other)):
         train(VARIANTS["rope"], replace(SMALL, steps=2), seed, backcopy(), folder, threads=1)
@@ -276,29 +276,29 @@ def test_the_test_above_can_fail(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_ahead_of_the_state_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may die between the two files: then the record has a point too many."""
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    """If a process dies between writing the two files, the record has one point too many."""
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     folder, state = tmp_path / "m", tmp_path / "m" / training.RESUME
     whole = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "whole", threads=1)
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     early = state.read_bytes()
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(40), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(40), threads=1)
     record = read_training(folder)
     assert record is not None
     assert record.curve[-1].step == 30
     state.write_bytes(early)
-    found = train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, threads=1)
-    assert (found.curve, found.held_out) == (whole.curve, whole.held_out)
+    resumed = train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, threads=1)
+    assert (resumed.curve, resumed.held_out) == (whole.curve, whole.held_out)
     assert load(folder).identity.weights_sha256 == load(tmp_path / "whole").identity.weights_sha256
 
 
 def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     folder = tmp_path / "m"
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     state = folder / training.RESUME
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(RunError, match="delete this file"):
@@ -306,12 +306,12 @@ def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
 
 
 def test_going_on_with_other_threads_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "KEEP", 0.0)
+    monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     with pytest.raises(Stopped):
-        train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", watch=stop_at(20), threads=1)
+        train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", on_progress=stop_at(20), threads=1)
     with pytest.warns(PosleakWarning, match="number of threads"):
-        found = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", threads=2)
-    assert found.threads == 2
+        record = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", threads=2)
+    assert record.threads == 2
 
 
 def test_training_that_diverges_is_stopped(tmp_path: Path) -> None:
@@ -334,25 +334,25 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
 
 def test_jobs_have_folders_of_their_own() -> None:
     own = RECIPES["text"].steps
-    names = [job.name for job in jobs(["rope", "nope", "rope"], seeds=(0, 1))]
+    names = [job.name for job in plan_jobs(["rope", "nope", "rope"], seeds=(0, 1))]
     assert names == ["rope-0", "rope-1", "nope-0", "nope-1"]
-    assert [job.name for job in jobs(["rope"], steps=200)] == ["rope-0-200"]
+    assert [job.name for job in plan_jobs(["rope"], steps=200)] == ["rope-0-200"]
     for seed in (-1, 2**32):
         with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed}"):
-            jobs(["rope"], seeds=[seed])
-    assert [job.name for job in jobs(["rope"], steps=own)] == ["rope-0"]
-    assert len(jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)
+            plan_jobs(["rope"], seeds=[seed])
+    assert [job.name for job in plan_jobs(["rope"], steps=own)] == ["rope-0"]
+    assert len(plan_jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)
     with pytest.raises(InputError, match="step"):
-        jobs(["rope"], steps=0)
+        plan_jobs(["rope"], steps=0)
     with pytest.raises(InputError, match="backcopy"):
-        jobs(["rope"], data=["backopy"])
+        plan_jobs(["rope"], data=["backopy"])
 
 
 def test_a_model_that_somebody_else_trains_is_left_to_them(tmp_path: Path) -> None:
-    wanted = [Job(VARIANTS[name], replace(SMALL, steps=2), 0) for name in ("rope", "nope")]
-    busy = wanted[0].folder(tmp_path)
+    jobs = [Job(VARIANTS[name], replace(SMALL, steps=2), 0) for name in ("rope", "nope")]
+    busy = jobs[0].folder(tmp_path)
     busy.mkdir(parents=True)
-    said: list[tuple[str, bool]] = []
+    finished: list[tuple[str, bool]] = []
     import threading
 
     inside, done = threading.Event(), threading.Event()
@@ -365,16 +365,18 @@ def test_a_model_that_somebody_else_trains_is_left_to_them(tmp_path: Path) -> No
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait(60)
-    found = train_all(wanted, tmp_path, done=lambda job, made: said.append((job.variant.name, made is not None)))
+    records = train_all(
+        jobs, tmp_path, on_finished=lambda job, record: finished.append((job.variant.name, record is not None))
+    )
     done.set()
     thread.join()
-    assert said == [("rope", False), ("nope", True)]
-    assert [each.variant for each in found] == ["nope"]
+    assert finished == [("rope", False), ("nope", True)]
+    assert [each.variant for each in records] == ["nope"]
     assert [record.variant for _, record in trained(tmp_path)] == ["nope"]
 
 
 def test_measured_prompts_are_none_of_training() -> None:
-    """Prompts of the task are drawn as batches are: they must have other seeds."""
+    """Prompts of the task are drawn like training batches, so that they need other seeds."""
     tokens, recipe = tokens_for(RECIPES["backcopy"]), RECIPES["backcopy"]
     trained_on = tokens.batch(0, 0, recipe.batch, recipe.context)
     measured = backcopy().body.rows(UNSEEN, list(range(recipe.batch)), recipe.context)

@@ -29,12 +29,12 @@ from .worker import peak_in_own_process
 LENGTHS = (1024, 2048, 4096, 8192)
 REPEATS, PEER_REPEATS = 5, 3
 PEERS_UP_TO = 2048
-"""Time and memory of eager attention grow with the square of the length."""
+"""Longest prompt for peers: time and memory of eager attention grow with the square of the length."""
 
-AGREE = 1e-2
-"""Largest allowed difference of a peer in nats. SmolLM2 in float32 has 5e-5 by the order of sums; a wrong row, nats."""
+MAX_DIFFERENCE = 1e-2
+"""Largest allowed difference of a peer in nats. Rounding gives 5e-5 for SmolLM2 in float32; a wrong row gives nats."""
 
-TOO_LARGE = 0.7
+MAX_MEMORY_SHARE = 0.7
 """Cases that need more than this share of the free memory are not timed together with the others."""
 
 
@@ -100,7 +100,7 @@ def bench(
     batch: int = 1,
     seed: int = 0,
     max_memory: str | int | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda status: None,
 ) -> Benchmark:
     """Measure time and memory of the cases.
 
@@ -115,18 +115,18 @@ def bench(
         cases = [case for case in chosen if length <= peers_up_to or not _is_extra(case)]
         refused = refusals(subject, cases, batch, length, limit)
         ids = prepare(subject, "random", bos="auto", length=length, seed=seed).batch(range(batch))
-        results += Heat(subject, ids, cases, repeats, reload, progress, refused, limit).results()
+        results += LengthBenchmark(subject, ids, cases, repeats, reload, progress, refused, limit).results()
     return Benchmark(subject.identity, results)
 
 
 def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, limit: int | None) -> dict[str, str]:
     """Return the cases that do not fit into memory together with those before them, and the reasons."""
-    refused, kept, running = dict[str, str](), 0, 0
+    refused, persistent, running = dict[str, str](), 0, 0
     for case in cases:
         need = case.needs(subject, batch, length)
         try:
             require_room(
-                subject, MemoryPlan(max(running, need.running), 0, kept + need.kept), limit, what=case.name,
+                subject, MemoryPlan(max(running, need.running), 0, persistent + need.persistent), limit, what=case.name,
                 of=f"{describe_prompts(batch, length)}, together with the other cases", remedy="use a shorter --length",
             )  # fmt: skip
         except InputError as error:
@@ -134,20 +134,23 @@ def refusals(subject: Subject, cases: Sequence[Case], batch: int, length: int, l
                 raise
             refused[case.name] = f"{error.what}: {error.got}, {error.expected}"
         else:
-            kept, running = kept + need.kept, max(running, need.running)
+            persistent, running = persistent + need.persistent, max(running, need.running)
     return refused
 
 
 def _is_extra(case: Case) -> bool:
+    """Return whether a case is left out for long prompts."""
     return case.name not in (FORWARD, POSLEAK, ONCE)
 
 
 def chosen_cases(names: Sequence[str]) -> list[Case]:
     """Return the named cases, or all whose packages are installed; always with the plain forward pass."""
-    known = [case.name for case in CASES]
+    all_names = [case.name for case in CASES]
     for name in names:
-        if name not in known:
-            raise InputError("unknown case", got=name, expected=", ".join(known), remedy=did_you_mean(name, known))
+        if name not in all_names:
+            raise InputError(
+                "unknown case", got=name, expected=", ".join(all_names), remedy=did_you_mean(name, all_names)
+            )
     bases = {FORWARD, *(case.base for case in CASES if case.name in names)}
     chosen = [case for case in CASES if case.name in bases or (case.name in names if names else not case.missing)]
     if any(case.is_peer for case in chosen) and POSLEAK not in [case.name for case in chosen]:
@@ -161,8 +164,8 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
 
 
 @dataclass
-class Heat:
-    """All cases at one length, on ids [B, T].
+class LengthBenchmark:
+    """Benchmark of all cases at one length, on ids [B, T].
 
     refused   reasons of the cases that do not fit into memory;  limit: memory limit of a process in bytes
     """
@@ -177,6 +180,7 @@ class Heat:
     limit: int | None = None
 
     def results(self) -> list[BenchResult]:
+        """Measure memory, check agreement, then measure time."""
         memory = {case.name: self._memory(case) for case in self.cases}
         if "error" in memory[FORWARD]:
             raise InputError(
@@ -185,16 +189,16 @@ class Heat:
             )  # fmt: skip
         able = [case for case in self.cases if "error" not in memory[case.name]]
         runners = {case.name: case.make(self.subject, default_plan(self.ids.shape[1]), self.ids) for case in able}
-        found = {}
+        statistics = {}
         for name, run in runners.items():
-            self._say(f"{name}: first pass, not timed")
-            found[name] = run(self.ids)
-        agreement = {case.name: self._agreement(case, found) for case in self.cases}
+            self._report(f"{name}: first pass, not timed")
+            statistics[name] = run(self.ids)
+        agreement = {case.name: self._agreement(case, statistics) for case in self.cases}
         times = self._times(runners)
         return [self._result(case, times, memory[case.name], agreement[case.name]) for case in self.cases]
 
-    def _say(self, what: str) -> None:
-        self.progress(f"{self.ids.shape[1]} tokens, {what}")
+    def _report(self, status: str) -> None:
+        self.progress(f"{self.ids.shape[1]} tokens, {status}")
 
     def _memory(self, case: Case) -> dict[str, Any]:
         """Return the peak memory in a separate process, and an error if it is too large for timing."""
@@ -202,33 +206,34 @@ class Heat:
             return {"error": self.refused[case.name]}
         if self.reload is None or case.name == ONCE:
             return {}
-        self._say(f"{case.name}: memory")
-        found = peak_in_own_process(
+        self._report(f"{case.name}: memory")
+        memory = peak_in_own_process(
             case=case.name, length=self.ids.shape[1], ids=self.ids.tolist(), limit=self.limit, **self.reload
         )
-        if found.get("peak_mb", 0) * 1e6 > TOO_LARGE * available_bytes():
-            found["error"] = "fits into memory alone, but not together with the other cases: not timed"
-        return found
+        if memory.get("peak_mb", 0) * 1e6 > MAX_MEMORY_SHARE * available_bytes():
+            memory["error"] = "not timed: fits into memory alone, but not together with the other cases"
+        return memory
 
-    def _agreement(self, case: Case, found: dict[str, Statistics | None]) -> float | None:
+    def _agreement(self, case: Case, statistics: dict[str, Statistics | None]) -> float | None:
         """Return the largest difference of a peer from posleak in nats; raise CheckError if it exceeds rounding."""
-        theirs, ours = found.get(case.name), found.get(POSLEAK)
+        theirs, ours = statistics.get(case.name), statistics.get(POSLEAK)
         if not case.is_peer or theirs is None or ours is None:
             return None
-        if not (gap := theirs.gap(ours)) <= AGREE:
+        if not (difference := theirs.max_difference(ours)) <= MAX_DIFFERENCE:
             raise CheckError(
-                "a peer computes other values than posleak, so that the times cannot be compared",
+                "the results of a peer differ from those of posleak, so that times cannot be compared",
                 where=f"{case.name}, {self.ids.shape[1]} tokens",
-                got=f"{gap:.3g} nats",
-                expected=f"at most {AGREE}",
+                got=f"{difference:.3g} nats",
+                expected=f"at most {MAX_DIFFERENCE}",
             )
-        return gap
+        return difference
 
     def _times(self, runners: dict[str, Runner]) -> dict[str, list[float | None]]:
+        """Return the seconds of every case by round."""
         peers = {case.name for case in self.cases if case.is_peer}
         repeats = {name: min(self.repeats, PEER_REPEATS) if name in peers else self.repeats for name in runners}
         work = {name: (lambda run=run: run(self.ids)) for name, run in runners.items()}
-        return interleaved(work, repeats, self._say)
+        return interleaved(work, repeats, self._report)
 
     def _result(
         self, case: Case, times: dict[str, list[float | None]], memory: dict[str, Any], agreement: float | None
@@ -236,18 +241,18 @@ class Heat:
         batch, length, name = *self.ids.shape, case.name
         spec = MeasureSpec(length=length, prompts=batch, batch=batch)
         planned = memory_plan(self.subject, spec).total / 1e6 if name == POSLEAK else None
-        other = case.base != FORWARD and name in times and case.base in times
+        has_base = case.base != FORWARD and name in times and case.base in times
         return BenchResult(
             name, length, batch,
             spread(times[name]) if name in times else None,
             ratios(times[name], times[FORWARD]) if name in times else None,
             memory.get("peak_mb"), planned, agreement, memory.get("error"), case.base,
-            ratios(times[name], times[case.base]) if other else None,
+            ratios(times[name], times[case.base]) if has_base else None,
         )  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine."""
+    """Return a description of the machine."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
