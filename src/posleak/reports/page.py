@@ -223,11 +223,14 @@ def _curves(view: RunView, most: int) -> dict[str, Any]:
         cells = _ends(estimate, -2)  # [L, H, 3, X]
         return packed(cells.reshape(total.size, *cells.shape[2:])[chosen], "<f4")
 
+    mean, power = (
+        {name: pack(x) for (quantity, name), x in curves.by_query.items() if quantity == kind}
+        for kind in ("mean", "power")
+    )
     return {
-        "queries": curves.queries, "offsets": curves.offsets, "at": at.reshape(total.shape).tolist(),
-        "mean": {name: pack(estimate) for name, estimate in curves.mean.items()},
-        "power": {name: pack(estimate) for name, estimate in curves.power.items()},
-        "attention": pack(curves.attention), "early": pack(curves.early), "late": pack(curves.late),
+        "queries": curves.queries, "offsets": curves.offsets, "at": at.reshape(total.shape).tolist(), "mean": mean,
+        "power": power, "attention": pack(curves.by_query["attention_0", None]),
+        "early": pack(curves.by_offset["early"]), "late": pack(curves.by_offset["reference"]),
     }  # fmt: skip
 
 
