@@ -173,7 +173,7 @@ def collect_command(
 
     with working("collecting"):
         gathered = gather_sweep(folder, page)
-        collected = gathered.found
+        collected = gathered.collected
         balances = collected.balance if balance or markdown else None
     _warn("not shown", [(each.label, each.why) for each in collected.omitted])
     _warn("failed, not shown", [(error.cell.details, error.what) for error in collected.failed])

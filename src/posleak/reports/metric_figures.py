@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float64
 
 from posleak.leakage import Estimate
-from posleak.metrics.agreement import LEAKAGE, Agreement
+from posleak.metrics.agreement import LEAKAGE, Agreement, RankAgreement
 from posleak.metrics.catalogue import BY_ID, Looks
 from posleak.metrics.table import FRAMES, FrameVerdict
 from posleak.show import numbers
@@ -49,7 +49,7 @@ CURVES = (
 )
 
 
-def metric_figures(view: RunView) -> dict[str, Figure]:
+def of_run(view: RunView) -> dict[str, Figure]:
     """Return the figures of the section by name; none without metrics."""
     if view.related is None:
         return {}
@@ -77,9 +77,9 @@ def label(name: str) -> str:
     return BY_ID[name].label if name in BY_ID else name
 
 
-def unit_of(unit: str) -> str:
-    """Return the text behind a value: empty for plain numbers; shares are in percent already."""
-    return "" if unit == "1" else unit.removeprefix("share").strip()
+def rho_interval(cell: RankAgreement) -> str:
+    """Return the interval of ρ, such as `(0.63 … 0.85)`, or `(no interval)`."""
+    return numbers.interval(cell) or "(no interval)"
 
 
 def grouped(rows: Sequence[str]) -> list[str | Looks]:
@@ -142,15 +142,9 @@ def _cell_text(ranking: Agreement, row: str | Looks, column: str) -> str:
     if not isinstance(row, str):
         return ""
     cell = ranking.cell(ranking.rows.index(row), column)
-    value = "not defined" if np.isnan(cell.rho) else f"ρ = {numbers.number(cell.rho)} {interval(cell.low, cell.high)}"
+    value = "not defined" if np.isnan(cell.rho) else f"ρ = {numbers.number(cell.rho)} {rho_interval(cell)}"
     title, other = (BY_ID[name].title if name in BY_ID else name for name in (row, column))
     return escaped(f"{title} · {other}: {value}, n = {ranking.n} {ranking.over}")
-
-
-def interval(low: float, high: float) -> str:
-    """Return `(0.63 … 0.85)`, or `(no interval)`."""
-    missing = np.isnan(low) or np.isnan(high)
-    return "(no interval)" if missing else f"({numbers.number(low)} … {numbers.number(high)})"
 
 
 def frames(types: Sequence[FrameVerdict], view: RunView) -> Figure:

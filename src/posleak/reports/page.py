@@ -28,23 +28,22 @@ from posleak.papers import by_paper
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
+from posleak.sweeps.work import error_line
 from posleak.typed import plain
 
-from .compare import Comparison, column_groups, comparison, legend, row_name, row_pieces, rows_with
+from . import metric_figures
+from .compare import Comparison, comparison
 from .figures import comparison_figures, every_part, lent_to, run_figures
-from .gather import Refused, RunLike, gather, reason, require_some
-from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
+from .gather import Refused, RunLike, gather, require_some
 from .view import RunView, run_facts
 
 MOST_CURVES = 640
 """Number of heads per page that have curves, so that the page stays below 10 MB."""
 
 TEMPLATE_NAMES = {
-    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION,
-    "times": SINK_RATIO, "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of,
-    "grouped": grouped, "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of,
-    "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "rows_with": rows_with,
-    "column_groups": column_groups, "legend": legend, "by_paper": by_paper, "version": __version__,
+    "words": words, "numbers": numbers, "metric_figures": metric_figures, "lent_to": lent_to, "run_facts": run_facts,
+    "by_paper": by_paper, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
+    "level": f"{100 * LEVEL:.0f}", "version": __version__,
 }  # fmt: skip
 
 
@@ -61,7 +60,7 @@ class PageRun:
     def of(cls, view: RunView, index: int, most_curves: int) -> PageRun:
         """Render a run; if its other results make that fail, render it without them and with a note."""
         try:
-            figures = run_figures(view) | metric_figures(view)
+            figures = run_figures(view) | metric_figures.of_run(view)
             article, method = (
                 Markup(environment().get_template(name).render(view=view, run=index))
                 for name in ("article.html.j2", "method_run.html.j2")
@@ -70,7 +69,7 @@ class PageRun:
         except Exception as error:
             if view.alone is view:
                 raise
-            note = f"all other results of the folder are left out: {reason(error)}"
+            note = f"all other results of the folder are left out: {error_line(error)}"
             return cls.of(replace(view.alone, notes=(*view.notes, note)), index, most_curves)
 
 
@@ -90,7 +89,7 @@ class Page:
             try:
                 runs.append(PageRun.of(view, len(runs), MOST_CURVES // len(views)))
             except Exception as error:
-                left_out.append(Refused(str(view.run.path or view.label), reason(error)))
+                left_out.append(Refused(str(view.run.path or view.label), error_line(error)))
         require_some(runs, left_out, 1, "a report")
         several = len(runs) > 1
         return cls(runs, comparison([run.view for run in runs], left_out) if several else None, left_out)
@@ -118,10 +117,9 @@ class Written:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak report --json` (docs/report.md)."""
-        refused = [{"run": run.name, "reason": run.reason} for run in self.refused]
         return {
             "page": str(self.page), "bytes": self.page.stat().st_size, "assets": [str(path) for path in self.assets],
-            "shown": self.shown, "partial": self.partial, "refused": refused,
+            "shown": self.shown, "partial": self.partial, "refused": [run.as_dict() for run in self.refused],
         }  # fmt: skip
 
 
