@@ -141,7 +141,8 @@ def write_report(runs: Iterable[RunLike], out: str | Path, assets: str | Path | 
     if assets is not None:
         from .assets import write_assets  # imports matplotlib
 
-        written = write_assets(page.views, page.comparison, Path(assets))
+        page_figures = [run.data["figures"] for run in page.runs]
+        written = write_assets(page.views, page_figures, page.comparison, Path(assets))
     partial = [view.label for view in page.views if view.partial]
     return Written(path, written, [view.label for view in page.views], partial, page.refused)
 
