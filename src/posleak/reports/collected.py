@@ -64,17 +64,15 @@ class PlottedQuantity:
     def title(self) -> str:
         component = self.component.replace("_", " ")
         leakage = "leakage" if component == "total" else component
-        queries = ", early queries" if self.queries == "early" else ""
-        if self.quantity == "power":
-            return ("leakage" if component == "total" else f"power, {component}") + queries
-        if self.quantity == "share":
-            return f"share {SHARES.get(self.component, self.component)}{queries}"
-        if self.quantity == RATIO:
-            return f"{leakage}, ratio to the run without edits{queries}"
-        if self.quantity == "loss":
-            return "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt"
-        others = {"stabilisation": "stabilisation by the sink", "slope": "slope of the residual"}
-        return (others | {"attention": "attention to position 0"}).get(self.quantity, component) + queries
+        titles = {
+            "power": "leakage" if component == "total" else f"power, {component}",
+            "share": f"share {SHARES.get(self.component, self.component)}",
+            RATIO: f"{leakage}, ratio to the run without edits",
+            "loss": "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt",
+            "stabilisation": "stabilisation by the sink", "slope": "slope of the residual",
+            "attention": "attention to position 0",
+        }  # fmt: skip
+        return titles.get(self.quantity, component) + (", early queries" if self.queries == "early" else "")
 
     @property
     def rank(self) -> tuple[bool, int, int, str]:
@@ -204,7 +202,7 @@ def collect(folder: str | Path, page: str | Path | None = None) -> pd.DataFrame:
 
 
 def _ordered(values: list[Any]) -> list[Any]:
-    """Numbers in increasing order, other values as they are; None last."""
+    """Sort numbers; keep the order of other values; put None last."""
     present = [value for value in values if value is not None]
     ordered = sorted(present) if all(isinstance(value, int) for value in present) else present
     return [*ordered, *([None] if None in values else [])]

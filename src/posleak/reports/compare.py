@@ -181,18 +181,18 @@ def facts(view: RunView) -> dict[str, Any]:
 
 
 def _quantities(view: RunView, queries: str) -> dict[str, Sampled]:
-    """Every quantity that a run has, with its replicates."""
+    """Return every quantity that a run has, with its replicates."""
     run, jackknife = view.run, Jackknife(view.run.prompts)
     products = run.products[queries].averaged((0, 1))
     power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
-    made = {name: power[name] for name in ("total", "residual")}
-    made |= _shares(products, (*PARTS, SCALING), jackknife)
-    made["stabilisation"] = power["mask_without_sink"].over(power["mask"])
+    quantities = {name: power[name] for name in ("total", "residual")}
+    quantities |= _shares(products, (*PARTS, SCALING), jackknife)
+    quantities["stabilisation"] = power["mask_without_sink"].over(power["mask"])
     if queries == "all":
-        made["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
+        quantities["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
     if view.trace is not None:
-        made |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
-    return made | ({LEFT: power[LEFT]} if LEFT in power else {})
+        quantities |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
+    return quantities | ({LEFT: power[LEFT]} if LEFT in power else {})
 
 
 def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> dict[str, Sampled]:
@@ -201,7 +201,7 @@ def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> d
 
 
 def _differing(views: Sequence[RunView]) -> list[str]:
-    """Settings that differ between the runs, since powers depend on them."""
+    """Return the settings that differ between the runs, since powers depend on them."""
     specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
     settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
     return [
@@ -220,9 +220,9 @@ def as_table(compared: Comparison) -> RenderableType:
             table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=QUERY_TITLES[queries] + suffix)
             for row in (row for row in compared.rows_with(columns) if row.queries == queries):
                 label = Text(compared.name(row), style="" if row.minus is None else "italic")
-                pieces = [row.texts(name) for name in columns]
-                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in pieces]
-                table.add_row(label, *(terminal.TableCell(*each, below=True) for each in short))
+                texts = [row.texts(name) for name in columns]
+                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in texts]
+                table.add_row(label, *(terminal.TableCell(*cell, below=True) for cell in short))
             tables.append(table)
     return Group(*tables, *(prose(note, style="dim") for note in compared.all_notes))
 

@@ -141,7 +141,7 @@ def lent_to(steps: Ladder) -> list[str]:
 
 
 def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
-    """Values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
+    """Map values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
     value = estimate.value
     top = float(np.nanmax([*value.flat, 1e-12]))
     ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if (tick := m * 10.0**k) <= top][-5:]]
@@ -156,7 +156,7 @@ def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: st
 
 
 def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> go.Scatter:
-    """A short vertical line at x in each row y."""
+    """Draw a short vertical line at x in each row y."""
     return go.Scatter(
         x=[end for at in x for end in (at, at, None)], y=[end for at in y for end in (at - 0.5, at + 0.5, None)],
         mode="lines", line={"color": "var(--ink)", "width": 3}, name=name, text=[t for t in texts for _ in range(3)],
@@ -274,7 +274,7 @@ def forest_rows(view: RunView) -> list[tuple[float, Kept]]:
 
 
 def _forest_trace(name: str, kept: Sequence[Kept], y: Sequence[float], least: float) -> go.Scatter:
-    """Values below `least` are drawn at the edge of the log axis, as triangles."""
+    """Draw the ratios of one component; values below `least` are triangles at the edge of the log axis."""
     colour = f"var(--{kept[0].component})"
     symbol = SYMBOLS.get(kept[0].component, "circle") + ("" if kept[0].queries == "early" else "-open")
     value, low, high = (np.array([getattr(each.ratio, end) for each in kept]) for end in ("value", "low", "high"))
@@ -335,9 +335,9 @@ def banded(
     """Yield the band of the intervals and the line; markers are open where the interval contains `no_effect`."""
     value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value), dtype=float) if x is None else x
-    there = np.isfinite(low) & np.isfinite(high)
+    defined = np.isfinite(low) & np.isfinite(high)
     yield go.Scatter(
-        x=[*x[there].tolist(), *x[there][::-1].tolist()], y=[*high[there].tolist(), *low[there][::-1].tolist()],
+        x=[*x[defined], *x[defined][::-1]], y=[*high[defined], *low[defined][::-1]],
         fill="toself", fillcolor=colour.replace(")", "-band)"), line={"width": 0}, hoverinfo="skip",
         showlegend=False, legendgroup=name, mode="lines",
     )  # fmt: skip
@@ -352,6 +352,7 @@ def banded(
 
 
 def line(y: Array, name: str, colour: str, **style: Any) -> go.Scatter:
+    """Draw values by depth, without an interval."""
     return go.Scatter(
         x=list(range(len(y))), y=y.tolist(), name=name, mode="lines", line={"color": colour, **style},
         hovertemplate=f"{name} %{{x}}: %{{y:.3g}}{NO_TRACE_NAME}",
@@ -380,6 +381,6 @@ def finished(figure: go.Figure, x: str, y: str, log_y: bool = False, **layout: A
     figure.update_layout(xaxis_title_text=x, yaxis_title_text=y)
     if log_y:
         figure.update_yaxes(type="log", dtick=1)
-    made: Figure = plain(figure.to_plotly_json())
-    made["layout"].pop("template", None)
-    return made
+    fields: Figure = plain(figure.to_plotly_json())
+    fields["layout"].pop("template", None)
+    return fields

@@ -50,8 +50,8 @@ def gather(
     only_traces  of the other results of a folder, read the trace only
     """
     views, refused = list[RunView](), list[Refused]()
-    for given in runs:
-        trace, source = (given, given.ordinary) if isinstance(given, Trace) else (None, given)
+    for run in runs:
+        trace, source = (run, run.ordinary) if isinstance(run, Trace) else (None, run)
         try:
             if not isinstance(source, Run):
                 source = Run.load_partial(source) if unfinished else Run.load(source)
@@ -99,7 +99,7 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
 
 
 def _with_metrics(run: Run) -> Run:
-    """The run with the metrics that `posleak claims` measured on the same prompts in a folder below it."""
+    """Return the run with the metrics that `posleak claims` measured on the same prompts in a folder below it."""
     folder = condition_folder(run.path or Path(), METRICS)
     if not is_finished(folder):
         return run

@@ -96,17 +96,17 @@ def agreement_map(ranking: Agreement, columns: Sequence[str]) -> Figure:
     lines = grouped(ranking.rows)
     at = [ranking.columns.index(name) for name in columns]
     rho, low, high = (np.full((len(lines), len(columns)), np.nan) for _ in range(3))
-    there = np.zeros(rho.shape, dtype=bool)
+    filled = np.zeros(rho.shape, dtype=bool)
     for y, metric in enumerate(lines):
         if isinstance(metric, str):
-            row, there[y] = ranking.rows.index(metric), True
+            row, filled[y] = ranking.rows.index(metric), True
             rho[y], low[y], high[y] = ranking.rho[row, at], ranking.low[row, at], ranking.high[row, at]
     hover = [[_cell_text(ranking, metric, name) for name in columns] for metric in lines]
     clear = (low > 0) | (high < 0)
     kinds: list[tuple[Bool[np.ndarray, "rows columns"], float, str | list[list[str]]]] = [
-        (clear & there, 1.0, [[f"{x:.2f}".replace("-", "−").replace("0.", ".") for x in row] for row in rho.tolist()]),
+        (clear & filled, 1.0, [[f"{x:.2f}".replace("-", "−").replace("0.", ".") for x in row] for row in rho.tolist()]),
         (~clear & np.isfinite(rho), 0.45, NOT_SIGNIFICANT),
-        (there & ~np.isfinite(rho), 1.0, UNDEFINED),
+        (filled & ~np.isfinite(rho), 1.0, UNDEFINED),
     ]
     drawn = [(cells, opacity, text) for cells, opacity, text in kinds if cells.any()]
     figure = go.Figure([_cells(np.nan_to_num(rho), *kind, hover, k == 0) for k, kind in enumerate(drawn)])
@@ -126,7 +126,7 @@ def _cells(
     rho: Float64[np.ndarray, "rows columns"], shown: Bool[np.ndarray, "rows columns"], opacity: float,
     text: str | list[list[str]], hover: list[list[str]], scale: bool,
 ) -> go.Heatmap:  # fmt: skip
-    """One trace for all cells of one appearance; the first trace shows the scale."""
+    """Return one trace for all cells of one appearance; the first trace shows the scale."""
     marks = np.where(shown, np.array(text), "").tolist()
     return go.Heatmap(
         z=np.where(shown, rho, np.nan).tolist(), zmin=-1, zmax=1, xgap=1, ygap=1, opacity=opacity, hoverongaps=False,

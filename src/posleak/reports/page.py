@@ -181,13 +181,13 @@ def script_json(value: Any) -> Markup:
 @cache
 def environment() -> jinja2.Environment:
     """Return the package's templates: every value is escaped, and an unknown name is an error."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("posleak.reports"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.tests["nan"] = lambda value: math.isnan(value)
-    made.globals |= TEMPLATE_NAMES
-    return made
+    templates.tests["nan"] = lambda value: math.isnan(value)
+    templates.globals |= TEMPLATE_NAMES
+    return templates
 
 
 def static(name: str) -> Markup:
@@ -195,7 +195,7 @@ def static(name: str) -> Markup:
 
 
 def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
-    """Return everything but the figures; `most_curves` heads have curves, those with the largest total power."""
+    """Return the data of a run except its figures; only the `most_curves` heads with the largest power have curves."""
     data: dict[str, Any] = {
         "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
         "names": view.summary.layer_names, "windows": view.record.calibration.windows,
@@ -211,7 +211,7 @@ def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
 
 
 def _curves(view: RunView, most: int) -> dict[str, Any]:
-    """float32; `at[layer][head]` is the index of a head in the arrays, or −1."""
+    """Return the curves of some heads as float32; `at[layer][head]` is the index of a head in the arrays, or −1."""
     curves, total = view.curves, view.summary.heads["all"].power["total"].value
     order = np.argsort(-np.where(np.isfinite(total), total, -np.inf), axis=None, kind="stable")
     chosen = np.sort(order[view.existing.flat[order]][:most])
@@ -234,7 +234,7 @@ def _curves(view: RunView, most: int) -> dict[str, Any]:
 
 
 def _origin(view: RunView) -> dict[str, Any] | None:
-    """The portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per sink-reading head."""
+    """Return the portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per head."""
     if view.origin is None:
         return None
     arrays, portrait, readers = view.origin.arrays, view.origin.record.portrait, view.readers

@@ -206,8 +206,8 @@ class RunView:
         if spec.inputs == GIVEN or own:
             inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
             texts = ", ".join(edit.text if edit in own else repr(edit.text) for edit in edits)
-            given = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
-            return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(given + ['by_layer=True'] * by_layer)})"
+            arguments = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
+            return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(arguments + ['by_layer=True'] * by_layer)})"
         line = ["posleak", verb, run.name, "--inputs", spec.inputs]
         line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         line += [word for edit in edits for word in ("--edit", edit.text)]
