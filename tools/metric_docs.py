@@ -19,6 +19,7 @@ from posleak.files import write_atomically
 from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
 from posleak.metrics.table import MetricRow
+from posleak.reports import metric_figures
 from posleak.reports.assets import agreement_figure
 from posleak.reports.gather import gather
 from posleak.reports.related import RelatedMetrics
@@ -138,7 +139,7 @@ def make(page: Path, runs: Sequence[Path]) -> None:
         for name, maker in {"results": results, "agreement": agreement, "seen": seen}.items():
             text = replaced(text, name, maker(found))
         for shown in found:
-            figure = agreement_figure(_related(shown).agreements, shown.label)
+            figure = agreement_figure(_related(shown).agreements, metric_figures.of_run(shown), shown.label)
             write_atomically(page.parent / IMAGES / picture_name(shown), partial(write, figure, "png"))
     write_atomically(page, lambda path: path.write_text(text, encoding="utf-8"))
 

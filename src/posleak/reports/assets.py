@@ -29,8 +29,9 @@ from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import WIDTH, as_text, drawn, write
 
-from . import figures as on_page, metric_figures
-from .compare import Comparison
+from . import metric_figures
+from .figures import Figure as PageFigure
+from .page import Page
 from .tables import tables
 from .view import RunView
 
@@ -45,17 +46,14 @@ TABLES: dict[str, Callable[[pa.Table, Path], None]] = {
 }  # fmt: skip
 
 
-def write_assets(
-    views: Sequence[RunView], page_figures: Sequence[Mapping[str, on_page.Figure]], compared: Comparison | None,
-    folder: Path,
-) -> list[Path]:  # fmt: skip
+def write_assets(page: Page, folder: Path) -> list[Path]:
     """Write all figures and tables, and return their paths; remove temporary files of a killed process."""
     remove_leftovers(folder, lambda name: name.endswith((*FIGURES, *TABLES)))
     written = list[Path]()
-    for name, rows in tables(views, compared).items():
+    for name, rows in tables(page.views, page.comparison).items():
         table = pa.Table.from_pylist(rows)
         written += [_write(folder / f"{name}.{suffix}", partial(save, table)) for suffix, save in TABLES.items()]
-    for name, figure in figures(views, page_figures):
+    for name, figure in figures(page):
         written += [_write(folder / f"{name}.{suffix}", partial(write, figure, suffix)) for suffix in FIGURES]
     return written
 
@@ -69,22 +67,18 @@ def _write(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
-def figures(
-    views: Sequence[RunView], page_figures: Sequence[Mapping[str, on_page.Figure]]
-) -> Iterator[tuple[str, Figure]]:
-    """Yield names and figures; with several runs a name ends with the run's index and label.
-
-    page_figures: the figures of each run on the page, by name
-    """
-    for k, (view, of_run) in enumerate(zip(views, page_figures, strict=True)):
-        suffix = f"-{k + 1}-{slug(view.label)}" if len(views) > 1 else ""
-        for name, figure in _run_figures(view, of_run):
+def figures(page: Page) -> Iterator[tuple[str, Figure]]:
+    """Yield names and figures; with several runs a name ends with the run's index and label."""
+    for k, run in enumerate(page.runs):
+        suffix = f"-{k + 1}-{slug(run.view.label)}" if len(page.runs) > 1 else ""
+        for name, figure in _run_figures(run.view, run.data["figures"]):
             yield f"{name}{suffix}", figure
-    if len(views) > 1:
-        yield "balance", printed({"all queries": on_page.balance(views)}, 0.8 + 0.5 * len(views))
+    if "balance-all" in page.comparison_figures:
+        height = 0.8 + 0.5 * len(page.runs)
+        yield "balance", printed({"all queries": page.comparison_figures["balance-all"]}, height)
 
 
-def _run_figures(view: RunView, of_page: Mapping[str, on_page.Figure]) -> Iterator[tuple[str, Figure]]:
+def _run_figures(view: RunView, of_page: Mapping[str, PageFigure]) -> Iterator[tuple[str, Figure]]:
     layers, summary, trace, title = len(view.summary.layer_names), view.summary, view.trace, view.title
     power, attention = summary.layers["all"], summary.layer_sink_attention
     yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, summary.places, title))
@@ -102,7 +96,7 @@ def _run_figures(view: RunView, of_page: Mapping[str, on_page.Figure]) -> Iterat
         yield "edits", printed({title: of_page["edits"]}, 0.8 + 0.42 * len(view.edited))
     if view.related is not None:
         if view.related.agreements:
-            yield "agreement", agreement_figure(view.related.agreements, title)
+            yield "agreement", agreement_figure(view.related.agreements, of_page, title)
         if view.related.metrics.frames:
             yield "frames", printed({title: of_page["frames"]}, 2.0)
         if curves := metric_figures.curves_of(view.related.metrics.depths):
@@ -110,18 +104,18 @@ def _run_figures(view: RunView, of_page: Mapping[str, on_page.Figure]) -> Iterat
             yield "states", printed(states, 1.7 * ((len(curves) + 1) // 2), columns=2)
 
 
-def agreement_figure(agreements: Mapping[str, Agreement], title: str) -> Figure:
+def agreement_figure(agreements: Mapping[str, Agreement], of_page: Mapping[str, PageFigure], title: str) -> Figure:
     """Map ρ of each metric with the powers of the leakage, over heads and over layers, one below the other."""
-    maps, rows = dict[str, on_page.Figure](), list[int]()
-    for over, ranking in agreements.items():
-        name = f"{title}: Spearman's ρ over {ranking.n} {over}"
-        maps[name] = metric_figures.agreement_map(ranking, metric_figures.leakage_of(ranking))
-        rows.append(len(metric_figures.grouped(ranking.rows)))
+    maps = {
+        f"{title}: Spearman's ρ over {ranking.n} {over}": of_page[f"agreement-{over}"]
+        for over, ranking in agreements.items()
+    }
+    rows = [len(metric_figures.grouped(ranking.rows)) for ranking in agreements.values()]
     return printed(maps, sum(0.9 + 0.16 * count for count in rows), height_ratios=[count + 3 for count in rows])
 
 
 def printed(
-    panels: Mapping[str, on_page.Figure], height: float, columns: int = 1, height_ratios: Sequence[float] | None = None
+    panels: Mapping[str, PageFigure], height: float, columns: int = 1, height_ratios: Sequence[float] | None = None
 ) -> Figure:
     """Draw figures of the page, given by their titles, as the panels of one figure."""
 
@@ -139,7 +133,7 @@ def printed(
     return drawn(draw, (WIDTH, height))
 
 
-def _panel(axes: Axes, panel: on_page.Figure) -> None:
+def _panel(axes: Axes, panel: PageFigure) -> None:
     """Draw the traces of a plotly figure, its lines at no effect, and its axes."""
     below: Any = 0.0
     for trace in panel["data"]:
@@ -192,7 +186,7 @@ def _map(axes: Axes, trace: Mapping[str, Any]) -> None:
     )  # fmt: skip
     if "texttemplate" in trace:
         for (row, column), text in np.ndenumerate(np.array(trace["text"])):
-            axes.text(x[column], y[row], text, ha="center", va="center", fontsize=6)
+            axes.text(float(x[column]), float(y[row]), text, ha="center", va="center", fontsize=6)
     if trace.get("showscale", True):
         scale = trace["colorbar"]
         bar = axes.figure.colorbar(image, ax=axes, label=scale["title"]["text"], pad=0.02)

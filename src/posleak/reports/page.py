@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from posleak.typed import plain
 
 from . import metric_figures
 from .compare import Comparison, comparison
-from .figures import comparison_figures, every_part, lent_to, run_figures
+from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .gather import Refused, RunLike, gather, require_some
 from .view import RunView, run_facts
 
@@ -98,10 +98,14 @@ class Page:
     def views(self) -> list[RunView]:
         return [run.view for run in self.runs]
 
+    @cached_property
+    def comparison_figures(self) -> dict[str, Figure]:
+        """Figures that compare the runs; empty for one run."""
+        return {} if self.comparison is None else comparison_figures(self.views)
+
     def html(self) -> str:
         """Return the page."""
-        views, runs = self.views, [run.data for run in self.runs]
-        data = {"runs": runs, "compared": {} if self.comparison is None else comparison_figures(views)}
+        views, data = self.views, {"runs": [run.data for run in self.runs], "compared": self.comparison_figures}
         return rendered("page.html.j2", data, "page.js", page=self, views=views, all_parts=every_part(views))
 
 
@@ -141,8 +145,7 @@ def write_report(runs: Iterable[RunLike], out: str | Path, assets: str | Path | 
     if assets is not None:
         from .assets import write_assets  # imports matplotlib
 
-        page_figures = [run.data["figures"] for run in page.runs]
-        written = write_assets(page.views, page_figures, page.comparison, Path(assets))
+        written = write_assets(page, Path(assets))
     partial = [view.label for view in page.views if view.partial]
     return Written(path, written, [view.label for view in page.views], partial, page.refused)
 
@@ -197,7 +200,7 @@ def static(name: str) -> Markup:
 def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
     """Return the data of a run except its figures; only the `most_curves` heads with the largest power have curves."""
     data: dict[str, Any] = {
-        "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
+        "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
         "names": view.summary.layer_names, "windows": view.record.calibration.windows,
         "curves": _curves(view, most_curves), "origin": _origin(view),
     }  # fmt: skip
@@ -237,13 +240,13 @@ def _origin(view: RunView) -> dict[str, Any] | None:
     """Return the portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per head."""
     if view.origin is None:
         return None
-    arrays, portrait, readers = view.origin.arrays, view.origin.record.portrait, view.readers
+    arrays, portrait = view.origin.arrays, view.origin.record.portrait
     cosine = arrays["cosine"].values
-    matrices = packed(np.concatenate([cosine.mean(0, keepdims=True), cosine]), "<f4") if readers else None
+    matrices = packed(np.concatenate([cosine.mean(0, keepdims=True), cosine]), "<f4") if view.readers else None
     return {
-        "tokens": view.first_tokens, "picture": packed(np.moveaxis(arrays["picture"].values, 1, 0), "<f4"),
-        "depths": int(arrays.sizes["depth"]), "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]),
-        "readers": readers, "explained": portrait.explained, "among": portrait.among,
+        "picture": packed(np.moveaxis(arrays["picture"].values, 1, 0), "<f4"), "depths": int(arrays.sizes["depth"]),
+        "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]), "explained": portrait.explained,
+        "among": portrait.among,
     }  # fmt: skip
 
 

@@ -153,8 +153,8 @@ def _of_metrics(related: RelatedMetrics) -> NamedRows:
         yield "metric_depths", LabelledEstimate(estimate, {"array": name}).cells("depth")
     for call, frame in enumerate(metrics.frames):
         for quantity, share in {**frame.shares, "margin": frame.margin}.items():
-            labels = {"call": call, "kind": frame.kind, "clear": frame.clear, "quantity": quantity, "unit": "share"}
-            yield "frames", [LabelledEstimate(share, labels)]
+            verdict = {"call": call, "kind": frame.kind, "clear": frame.clear}
+            yield "frames", [LabelledEstimate(share, verdict | {"quantity": quantity, "unit": "share"})]
     for over, ranking in related.agreements.items():
         for row, metric in enumerate(ranking.rows):
             for name in ranking.columns:

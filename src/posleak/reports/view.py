@@ -241,7 +241,7 @@ def _layer_curves(layer: xr.Dataset, parts: tuple[str, ...]) -> tuple[dict[Any, 
     """
     jackknife = Jackknife(layer.sizes["prompt"])
     x = {name: component(layer, name).values for name in ("total", *parts)}  # [B, 1, H, Q, D]
-    by_query = {("attention_0", None): jackknife.mean(layer["attention_0"].values).estimate}
+    by_query: dict[Any, Estimate] = {("attention_0", None): jackknife.mean(layer["attention_0"].values).estimate}
     by_query |= {("mean", name): jackknife.mean(nan_mean(x[name], -1)).estimate for name in x}
     by_query |= {("power", name): jackknife.inner(products(x[name], x[name])).estimate for name in x}
     s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
