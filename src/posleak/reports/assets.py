@@ -180,9 +180,10 @@ def _map(axes: Axes, trace: Mapping[str, Any]) -> None:
     """Draw a map, its texts and its scale."""
     z, ramp = np.array(trace["z"], dtype=float), [_colour(colour) for _, colour in trace["colorscale"]]
     x, y = (np.array(trace.get(name, range(count)), dtype=float) for name, count in zip("xy", z.shape[::-1]))
+    edges = [[at[0] - 0.5, *(at[1:] + at[:-1]) / 2, at[-1] + 0.5] for at in (x, y)]
     image = axes.pcolormesh(
-        x, y, z, cmap=LinearSegmentedColormap.from_list("", ramp), vmin=trace["zmin"], vmax=trace["zmax"],
-        alpha=trace.get("opacity"), shading="nearest",
+        *edges, z, cmap=LinearSegmentedColormap.from_list("", ramp), vmin=trace["zmin"], vmax=trace["zmax"],
+        alpha=trace.get("opacity"),
     )  # fmt: skip
     if "texttemplate" in trace:
         for (row, column), text in np.ndenumerate(np.array(trace["text"])):
@@ -201,7 +202,7 @@ def _axis(axes: Axes, name: str, settings: Mapping[str, Any]) -> None:
         axis.set_ticks(settings["tickvals"], labels=[_text(text) for text in settings.get("ticktext", ())] or None)
         axis.set_ticks([], minor=True)
     elif settings["title"]["text"].startswith(("layer", "position", "depth")):
-        axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1))
     if "tickformat" in settings:
         axis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     if "range" in settings:
