@@ -19,6 +19,7 @@ from posleak.files import write_atomically
 from posleak.metrics.agreement import MetricAlignment, alignments, can_see_mask
 from posleak.metrics.catalogue import BY_ID, CATALOGUE, Looks, Metric
 from posleak.metrics.table import MetricRow
+from posleak.reports import metric_figures
 from posleak.reports.assets import agreement_figure
 from posleak.reports.gather import gather
 from posleak.reports.related import RelatedMetrics
@@ -139,7 +140,7 @@ def update_page(page: Path, folders: Sequence[Path]) -> None:
         for name, section in {"results": results, "agreement": agreement, "seen": seen}.items():
             text = replace_part(text, name, section(runs))
         for run in runs:
-            figure = agreement_figure(_related(run).agreements, run.label)
+            figure = agreement_figure(_related(run).agreements, metric_figures.of_run(run), run.label)
             write_atomically(page.parent / IMAGES / picture_name(run), partial(write, figure, "png"))
     write_atomically(page, lambda path: path.write_text(text, encoding="utf-8"))
 

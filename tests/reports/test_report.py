@@ -507,11 +507,14 @@ def test_every_result_of_a_report_is_computed_once(tmp_path: Path, monkeypatch: 
     count("posleak.reports.view", "curves")
     count("posleak.reports.related", "agreements")
     count("posleak.reports.page", "comparison")
+    count("posleak.reports.page", "comparison_figures")
+    count("posleak.reports.metric_figures", "of_run")
     count("posleak.reports.page", "run_figures")
     loaded, real_load = Counter[Path](), Run.load.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(Run, "load", classmethod(lambda cls, path: loaded.update([Path(path)]) or real_load(cls, path)))
     pl.report(folders, tmp_path / "page.html", assets=tmp_path / "assets")
-    assert counts == {"curves": 2, "agreements": 1, "comparison": 1, "run_figures": 2}
+    once = {"agreements": 1, "comparison": 1, "comparison_figures": 1}
+    assert counts == once | {"curves": 2, "run_figures": 2, "of_run": 2}
     borrowed = [folder / "conditions" / "context-borrowed" for folder in folders]
     assert loaded == Counter([*folders, *borrowed])
 

@@ -326,9 +326,10 @@ def test_every_number_is_the_parquets(chromium: Any, page: Path, run: Path) -> N
 
 def test_curves_and_depth_are_the_runs(page: Path, run: Path) -> None:
     data, stored = embedded(page)["runs"][0], Run.load(run)
-    depth = {trace["name"]: trace for trace in data["figures"]["depth-all"]["data"] if "name" in trace}
-    for name, trace in depth.items():
-        np.testing.assert_array_equal(trace["y"], stored.summary.layers["all"].power[name].value)
+    lines = [trace for trace in data["figures"]["both-all"]["data"] if "name" in trace and trace.get("yaxis") == "y2"]
+    assert {trace["name"] for trace in lines} == {"total", "mask", "drift", "sink"}
+    for trace in lines:
+        np.testing.assert_array_equal(trace["y"], stored.summary.layers["all"].power[trace["name"]].value)
     layers, heads, queries = (stored.data.sizes[axis] for axis in ("layer", "head", "query"))
     mean = np.frombuffer(base64.b64decode(data["curves"]["mean"]["mask"]), dtype="<f4").reshape(
         layers, heads, 3, queries

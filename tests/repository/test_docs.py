@@ -147,7 +147,7 @@ def sweep_outputs() -> dict[str, Any]:
         collected = gather_sweep(str(root))
         return {
             "sweep": plain({**guessed, "balance": swept.balance}),
-            "collect": plain({**collected.as_dict(), "balance": collected.found.balance}),
+            "collect": plain({**collected.as_dict(), "balance": collected.collected.balance}),
         }
 
 

@@ -15,7 +15,7 @@ from posleak.show.lines import prose
 from posleak.show.terminal import cell as number, share, table
 from posleak.text import format_bytes
 
-from .app import app, emit, err, out, present, spoken_warnings, tell, working
+from .app import app, emit, err, out, spoken_warnings, tell, working
 from .failures import FAILED
 from .options import Json, MaxMemory, named
 from .progress import board_view
@@ -115,7 +115,11 @@ def sweep_command(
 
     if dry_run:
         plan = planned_sweep(manifest, models or (), root, verify=verify, length=length, prompts=prompts, seed=seed)
-        present(plan, plan_table, as_json)
+        if as_json:
+            emit(plan)
+        else:
+            for item in plan_table(plan):
+                out.print(item)
         return
     with spoken_warnings(), _progress(as_json) as on_progress:
         result = sweep(
@@ -157,7 +161,7 @@ def collect_command(
 
     with working("collecting"):
         gathered = gather_sweep(folder, page)
-        collected = gathered.found
+        collected = gathered.collected
         balances = collected.balance if balance or markdown else None
     _warn("not shown", [(each.label, each.why) for each in collected.omitted])
     _warn("failed, not shown", [(error.cell.details, error.what) for error in collected.failed])

@@ -5,7 +5,6 @@ The reader chooses on the page what is drawn; every number and interval is compu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from posleak.show import numbers
 from posleak.signatures import checked
 from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
 from posleak.sweeps.storage import Storage
+from posleak.typed import plain
 
 from .page import rendered
 
@@ -64,17 +64,15 @@ class PlottedQuantity:
     def title(self) -> str:
         component = self.component.replace("_", " ")
         leakage = "leakage" if component == "total" else component
-        queries = ", early queries" if self.queries == "early" else ""
-        if self.quantity == "power":
-            return ("leakage" if component == "total" else f"power, {component}") + queries
-        if self.quantity == "share":
-            return f"share {SHARES.get(self.component, self.component)}{queries}"
-        if self.quantity == RATIO:
-            return f"{leakage}, ratio to the run without edits{queries}"
-        if self.quantity == "loss":
-            return "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt"
-        others = {"stabilisation": "stabilisation by the sink", "slope": "slope of the residual"}
-        return (others | {"attention": "attention to position 0"}).get(self.quantity, component) + queries
+        titles = {
+            "power": "leakage" if component == "total" else f"power, {component}",
+            "share": f"share {SHARES.get(self.component, self.component)}",
+            RATIO: f"{leakage}, ratio to the run without edits",
+            "loss": "next-token loss" if component == "all" else f"next-token loss, {component} of the prompt",
+            "stabilisation": "stabilisation by the sink", "slope": "slope of the residual",
+            "attention": "attention to position 0",
+        }  # fmt: skip
+        return titles.get(self.quantity, component) + (", early queries" if self.queries == "early" else "")
 
     @property
     def rank(self) -> tuple[bool, int, int, str]:
@@ -110,13 +108,13 @@ class CollectedPoint:
 class CollectedPage:
     """The page of the collected cells of a sweep."""
 
-    found: Collected
+    collected: Collected
 
     @cached_property
     def points(self) -> list[CollectedPoint]:
         """Points in the order of the cells; checkpoints of one series share their model and differ in the step."""
         points = list[CollectedPoint]()
-        for _, group in self.found.pooled.groupby([*KNOBS, "series", STEP], sort=False, dropna=False):
+        for _, group in self.collected.pooled.groupby([*KNOBS, "series", STEP], sort=False, dropna=False):
             rows = group.to_dict("records")
             first = rows[0]
             settings = {name: first[name] for name in KNOBS}
@@ -142,27 +140,28 @@ class CollectedPage:
     def columns(self) -> list[PlottedQuantity]:
         """Quantities of the table."""
         shares = [f"all/share/{name}" for name in (*PARTS, *SOURCES)]
-        ratios = [f"all/{RATIO}/total", f"all/{RATIO}/residual"]
-        by_key = {quantity.key: quantity for quantity in self.quantities}
-        wanted = ["all/power/total", *shares, "reference/attention/position 0", *ratios]
-        return [by_key[key] for key in wanted if key in by_key]
+        wanted = ["all/power/total", *shares, "reference/attention/position 0", f"all/{RATIO}/total",
+                  f"all/{RATIO}/residual"]  # fmt: skip
+        return sorted((q for q in self.quantities if q.key in wanted), key=lambda quantity: wanted.index(quantity.key))
 
     def data(self) -> dict[str, Any]:
         """Return what the page's script reads; a number is [value, low, high, n], null where it is not defined."""
-        return {
+        points = [
+            {"knobs": {name: point.settings[name] for name in self.varied}, "seeds": point.seeds,
+             "numbers": {q.key: [x.value, x.low, x.high, x.n] for q, x in point.numbers.items()}}
+            for point in self.points
+        ]  # fmt: skip
+        data: dict[str, Any] = plain({
             "knobs": {name: {"title": SETTINGS[name], "values": values} for name, values in self.varied.items()},
             "quantities": [{"key": q.key, "title": q.title, "axis": q.axis, "unit": q.unit} for q in self.quantities],
-            "points": [
-                {"knobs": {name: point.settings[name] for name in self.varied}, "seeds": point.seeds,
-                 "numbers": {quantity.key: _plain(number) for quantity, number in point.numbers.items()}}
-                for point in self.points
-            ],
-        }  # fmt: skip
+            "points": points,
+        })  # fmt: skip
+        return data
 
     def html(self) -> str:
         """Return the page."""
         return rendered(
-            "collected.html.j2", self.data(), "collected.js", page=self, found=self.found, settings=SETTINGS,
+            "collected.html.j2", self.data(), "collected.js", page=self, collected=self.collected, settings=SETTINGS,
             table=TABLE_FILE, most_rows=MOST_ROWS,
         )  # fmt: skip
 
@@ -171,25 +170,22 @@ class CollectedPage:
 class Gathered:
     """The collected cells of a sweep, and the paths of their table and page."""
 
-    found: Collected
+    collected: Collected
     table: str
     page: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak collect --json` (docs/json.md)."""
-        return {**self.found.as_dict(), "table": self.table, "page": self.page}
+        return {**self.collected.as_dict(), "table": self.table, "page": self.page}
 
 
 def gather_sweep(folder: str, page: str | None = None) -> Gathered:
     """Write the table of a sweep into its folder, and the page into its folder or to the path `page`."""
-    found, storage = collected(folder), Storage(folder)
-    storage.write(TABLE_FILE, found.parquet())
-    text = CollectedPage(found).html().encode()
-    if page is None:
-        storage.write(PAGE_FILE, text)
-    else:
-        Storage(str(Path(page).parent)).write(Path(page).name, text)
-    return Gathered(found, storage.path(TABLE_FILE), storage.path(PAGE_FILE) if page is None else str(Path(page)))
+    cells, storage = collected(folder), Storage(folder)
+    storage.write(TABLE_FILE, cells.parquet())
+    place, name = (storage, PAGE_FILE) if page is None else (Storage(str(Path(page).parent)), Path(page).name)
+    place.write(name, CollectedPage(cells).html().encode())
+    return Gathered(cells, storage.path(TABLE_FILE), storage.path(PAGE_FILE) if page is None else str(Path(page)))
 
 
 @checked
@@ -202,16 +198,11 @@ def collect(folder: str | Path, page: str | Path | None = None) -> pd.DataFrame:
     folder      the sweep's `out`: a folder, or an address such as s3://bucket/sweep
     page        path of the page; None: collected.html in the sweep's folder
     """
-    return gather_sweep(str(folder), None if page is None else str(page)).found.table
-
-
-def _plain(estimate: Estimate) -> list[float | int | None]:
-    ends = [float(estimate.value), float(estimate.low), float(estimate.high)]
-    return [*(None if math.isnan(end) else end for end in ends), estimate.n]
+    return gather_sweep(str(folder), None if page is None else str(page)).collected.table
 
 
 def _ordered(values: list[Any]) -> list[Any]:
-    """Numbers in increasing order, other values as they are; None last."""
+    """Sort numbers; keep the order of other values; put None last."""
     present = [value for value in values if value is not None]
     ordered = sorted(present) if all(isinstance(value, int) for value in present) else present
     return [*ordered, *([None] if None in values else [])]

@@ -8,7 +8,7 @@ Markdown or as LaTeX.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,16 +38,29 @@ QUANTITIES = ALWAYS | {SCALING: "share", **dict.fromkeys(SOURCES, "share"), LEFT
 """Quantities and their units. Parts and sources are shares of the total. `sink_attention` is the mean attention of the
 reference queries to position 0, not defined for early queries. Sources need a trace, `left` a borrowed context."""
 
+TITLES = {"sink_attention": "attention to 0"}
+"""Titles of columns that differ from the names of their quantities."""
+
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """The quantities of a run, or their differences from another run (`minus`), by name."""
+    """The quantities of a run by name, or their differences from the run `minus`; runs are indices of the labels."""
 
     run: int
     queries: str
     cells: dict[str, Estimate]
     minus: int | None = None
     paired: bool | None = None
+
+    def texts(self, name: str) -> tuple[str, str]:
+        """Return a value, signed and starred in a difference, and its interval."""
+        if name not in self.cells:
+            return numbers.NAN, ""
+        cell, unit, difference = self.cells[name], QUANTITIES[name], self.minus is not None
+        unit = "" if difference and unit == "times" else unit
+        sign = "+" if difference and cell.value > 0 else ""
+        star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
+        return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,10 +83,43 @@ class Comparison:
         present = {name for row in self.rows for name in row.cells}
         return {name: unit for name, unit in QUANTITIES.items() if name in ALWAYS or name in present}
 
+    @property
+    def titles(self) -> dict[str, str]:
+        """Titles of the columns by the names of their quantities."""
+        texts = {name: TITLES.get(name, name) for name in self.units}
+        return {name: f"{text}, nats²" if QUANTITIES[name] == "nats²" else text for name, text in texts.items()}
+
+    @property
+    def column_groups(self) -> dict[str, dict[str, str]]:
+        """Titles of the columns of two tables, by the ends of the tables' titles: what each run has, and sources."""
+        own = {name: title for name, title in self.titles.items() if name not in SOURCES}
+        by_source = {name: title for name, title in self.titles.items() if name in SOURCES}
+        return {"": own} | ({", by source": by_source} if by_source else {})
+
+    @property
+    def legend(self) -> str:
+        """Explanation of the columns and marks."""
+        shares = [name for name, unit in self.units.items() if unit == "share" and name not in TITLES]
+        return (
+            f"{', '.join(shares)}: shares of the total; 95% jackknife intervals over prompts; – not defined; "
+            "* the difference is significant: its interval does not contain 0"
+        )
+
+    @property
+    def all_notes(self) -> list[str]:
+        """The legend, the notes, and the reasons of refused runs."""
+        refused = (f"not compared: {run.name}: {run.reason}" for run in self.refused)
+        return [self.legend, *self.notes, *refused]
+
+    def rows_with(self, columns: Collection[str]) -> list[ComparisonRow]:
+        """Return the rows that have a value in at least one column."""
+        return [row for row in self.rows if any(name in row.cells for name in columns)]
+
     def name(self, row: ComparisonRow) -> str:
-        """Return the label of a row: `B`, or `B − A`."""
-        own = self.labels[row.run]
-        return own if row.minus is None else f"{own} − {self.labels[row.minus]}"
+        """Return the label of a row: `B`, or `B − A (paired)`."""
+        if row.minus is None:
+            return self.labels[row.run]
+        return f"{self.labels[row.run]} − {self.labels[row.minus]} ({'paired' if row.paired else 'unpaired'})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak compare --json` (docs/report.md)."""
@@ -82,11 +128,10 @@ class Comparison:
              "queries": row.queries, "paired": row.paired, **row.cells}
             for row in self.rows
         ]  # fmt: skip
-        refused = [{"run": run.name, "reason": run.reason} for run in self.refused]
-        made: dict[str, Any] = plain(
-            {"runs": self.facts, "units": self.units, "rows": rows, "refused": refused, "notes": self.notes}
+        fields: dict[str, Any] = plain(
+            {"runs": self.facts, "units": self.units, "rows": rows, "refused": self.refused, "notes": self.notes}
         )
-        return made
+        return fields
 
 
 @checked
@@ -136,18 +181,18 @@ def facts(view: RunView) -> dict[str, Any]:
 
 
 def _quantities(view: RunView, queries: str) -> dict[str, Sampled]:
-    """Every quantity that a run has, with its replicates."""
+    """Return every quantity that a run has, with its replicates."""
     run, jackknife = view.run, Jackknife(view.run.prompts)
     products = run.products[queries].averaged((0, 1))
     power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
-    made = {name: power[name] for name in ("total", "residual")}
-    made |= _shares(products, (*PARTS, SCALING), jackknife)
-    made["stabilisation"] = power["mask_without_sink"].over(power["mask"])
+    quantities = {name: power[name] for name in ("total", "residual")}
+    quantities |= _shares(products, (*PARTS, SCALING), jackknife)
+    quantities["stabilisation"] = power["mask_without_sink"].over(power["mask"])
     if queries == "all":
-        made["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
+        quantities["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
     if view.trace is not None:
-        made |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
-    return made | ({LEFT: power[LEFT]} if LEFT in power else {})
+        quantities |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
+    return quantities | ({LEFT: power[LEFT]} if LEFT in power else {})
 
 
 def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> dict[str, Sampled]:
@@ -156,7 +201,7 @@ def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> d
 
 
 def _differing(views: Sequence[RunView]) -> list[str]:
-    """Settings that differ between the runs, since powers depend on them."""
+    """Return the settings that differ between the runs, since powers depend on them."""
     specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
     settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
     return [
@@ -166,100 +211,48 @@ def _differing(views: Sequence[RunView]) -> list[str]:
     ]
 
 
-TITLES = {"sink_attention": "attention to 0"}
-
-
 def as_table(compared: Comparison) -> RenderableType:
     """Return terminal tables of all and of early queries, those of sources apart; intervals are below their values."""
     tables = list[RenderableType]()
     for queries in QUERIES:
-        for suffix, columns in column_groups(compared).items():
+        for suffix, columns in compared.column_groups.items():
             heads = [title.replace(", ", "\n") for title in columns.values()]
             table = terminal.table(["run", *heads], right=heads, wrap=["run"], title=QUERY_TITLES[queries] + suffix)
-            for row in (row for row in rows_with(compared, columns) if row.queries == queries):
-                label = Text(row_name(compared, row), style="" if row.minus is None else "italic")
-                pieces = [row_pieces(row, name) for name in columns]
-                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in pieces]
-                table.add_row(label, *(terminal.TableCell(*each, below=True) for each in short))
+            for row in (row for row in compared.rows_with(columns) if row.queries == queries):
+                label = Text(compared.name(row), style="" if row.minus is None else "italic")
+                texts = [row.texts(name) for name in columns]
+                short = [(Text(value), interval.strip("()").replace(" … ", "…")) for value, interval in texts]
+                table.add_row(label, *(terminal.TableCell(*cell, below=True) for cell in short))
             tables.append(table)
-    return Group(*tables, *(prose(note, style="dim") for note in _notes(compared)))
+    return Group(*tables, *(prose(note, style="dim") for note in compared.all_notes))
 
 
 def markdown(compared: Comparison) -> str:
     """Return one GitHub-flavoured Markdown table."""
-    columns = titles(compared)
+    columns = compared.titles
     lines = ["| run | queries | " + " | ".join(columns.values()) + " |", "|---|---|" + "---:|" * len(columns)]
     for row in compared.rows:
-        cells = (" ".join(piece for piece in row_pieces(row, name) if piece) for name in columns)
-        lines.append(f"| {_escape_markdown(row_name(compared, row))} | {row.queries} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"{_escape_markdown(note)}  " for note in _notes(compared))]) + "\n"
+        cells = (" ".join(piece for piece in row.texts(name) if piece) for name in columns)
+        lines.append(f"| {_escape_markdown(compared.name(row))} | {row.queries} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{_escape_markdown(note)}  " for note in compared.all_notes)]) + "\n"
 
 
 def latex(compared: Comparison) -> str:
     """Return one booktabs table, with intervals in small type."""
-    columns, queries = titles(compared), ""
+    columns, queries = compared.titles, ""
     heads = " & ".join(escape_latex(title) for title in columns.values())
     lines = [r"\begin{tabular}{ll" + "r" * len(columns) + "}", r"\toprule", rf"run & queries & {heads} \\"]
     for row in compared.rows:
         lines += [r"\midrule"] if row.queries != queries else []
         queries = row.queries
-        pieces = [[escape_latex(piece) for piece in row_pieces(row, name)] for name in columns]
+        pieces = [[escape_latex(piece) for piece in row.texts(name)] for name in columns]
         cells = " & ".join(value + (rf" {{\scriptsize {interval}}}" if interval else "") for value, interval in pieces)
-        lines.append(rf"{escape_latex(row_name(compared, row))} & {queries} & {cells} \\")
-    notes = (f"% {' '.join(note.split())}" for note in _notes(compared))
+        lines.append(rf"{escape_latex(compared.name(row))} & {queries} & {cells} \\")
+    notes = (f"% {' '.join(note.split())}" for note in compared.all_notes)
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {"markdown": markdown, "latex": latex}
-
-
-def titles(compared: Comparison) -> dict[str, str]:
-    """Return the titles of the columns by the names of their quantities."""
-    texts = {name: TITLES.get(name, name) for name in compared.units}
-    return {name: f"{text}, nats²" if QUANTITIES[name] == "nats²" else text for name, text in texts.items()}
-
-
-def column_groups(compared: Comparison) -> dict[str, dict[str, str]]:
-    """Return the columns of two tables, by the ends of their titles: what each run has, and the sources if any."""
-    own, by_source = dict[str, str](), dict[str, str]()
-    for name, title in titles(compared).items():
-        (by_source if name in SOURCES else own)[name] = title
-    return {"": own} | ({", by source": by_source} if by_source else {})
-
-
-def rows_with(compared: Comparison, columns: Collection[str]) -> list[ComparisonRow]:
-    """Return the rows that have a value in at least one column."""
-    return [row for row in compared.rows if any(name in row.cells for name in columns)]
-
-
-def legend(compared: Comparison) -> str:
-    """Return the explanation of the columns and marks."""
-    shares = [name for name, unit in compared.units.items() if unit == "share" and name not in TITLES]
-    return (
-        f"{', '.join(shares)}: shares of the total; 95% jackknife intervals over prompts; – not defined; "
-        "* the difference is significant: its interval does not contain 0"
-    )
-
-
-def _notes(compared: Comparison) -> Iterator[str]:
-    yield from (legend(compared), *compared.notes)
-    yield from (f"not compared: {run.name}: {run.reason}" for run in compared.refused)
-
-
-def row_name(compared: Comparison, row: ComparisonRow) -> str:
-    """Return the label of a row, and whether a difference is paired."""
-    return compared.name(row) + {True: " (paired)", False: " (unpaired)", None: ""}[row.paired]
-
-
-def row_pieces(row: ComparisonRow, name: str) -> tuple[str, str]:
-    """Return a value, signed and starred in a difference, and its interval."""
-    if name not in row.cells:
-        return numbers.NAN, ""
-    cell, unit, difference = row.cells[name], QUANTITIES[name], row.minus is not None
-    unit = "" if difference and unit == "times" else unit
-    sign = "+" if difference and cell.value > 0 else ""
-    star = "*" if difference and (cell.low > 0 or cell.high < 0) else ""
-    return f"{sign}{numbers.shown(cell.value, unit)}{star}", numbers.interval(cell, unit)
 
 
 def _escape_markdown(text: str) -> str:

@@ -42,13 +42,15 @@ SYMBOLS = {"residual": "diamond", "total": "square"}
 
 def run_figures(view: RunView) -> dict[str, Figure]:
     """Return the figures of one run by name; those without data are left out."""
-    figures = {f"depth-{queries}": depth(view, queries) for queries in ("all", "early")}
-    figures |= {f"stabilisation-{queries}": stabilisation(view, queries) for queries in ("all", "early")}
-    figures |= {"sink-attention": sink_attention(view), "sink-profile": sink_profile(view)}
-    if view.trace is not None:
-        figures |= {f"both-{queries}": both(view, view.trace, queries) for queries in ("all", "early")}
-        if view.trace.ladder is not None:
-            figures["ladder"] = ladder(view.trace.ladder, view)
+    figures = {"sink-attention": sink_attention(view), "sink-profile": sink_profile(view)}
+    for queries in ("all", "early"):
+        figures[f"stabilisation-{queries}"] = stabilisation(view, queries)
+        if view.trace is None:
+            figures[f"depth-{queries}"] = depth(view, queries)
+        else:
+            figures[f"both-{queries}"] = both(view, view.trace, queries)
+    if view.trace is not None and view.trace.ladder is not None:
+        figures["ladder"] = ladder(view.trace.ladder, view)
     if view.origin is not None:
         origin = view.origin.record
         figures |= {"norm": norm(origin), "alike": alike(origin), "readers": readers(origin)}
@@ -63,7 +65,7 @@ def run_figures(view: RunView) -> dict[str, Figure]:
 def comparison_figures(views: Sequence[RunView]) -> dict[str, Figure]:
     """Return the figures that compare several runs."""
     trends = {f"overlay-{name}": overlay(views, name) for name in ("total", *every_part(views))}
-    return {"balance-all": balance(views, "all"), "balance-early": balance(views, "early"), **trends}
+    return {"balance-all": balance(views), **trends}
 
 
 def every_part(views: Sequence[RunView]) -> tuple[str, ...]:
@@ -139,7 +141,7 @@ def lent_to(steps: Ladder) -> list[str]:
 
 
 def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
-    """Values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
+    """Map values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
     value = estimate.value
     top = float(np.nanmax([*value.flat, 1e-12]))
     ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if (tick := m * 10.0**k) <= top][-5:]]
@@ -154,7 +156,7 @@ def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: st
 
 
 def _edges(x: list[float], y: Sequence[float], texts: list[str], name: str) -> go.Scatter:
-    """A short vertical line at x in each row y."""
+    """Draw a short vertical line at x in each row y."""
     return go.Scatter(
         x=[end for at in x for end in (at, at, None)], y=[end for at in y for end in (at - 0.5, at + 0.5, None)],
         mode="lines", line={"color": "var(--ink)", "width": 3}, name=name, text=[t for t in texts for _ in range(3)],
@@ -203,12 +205,9 @@ def alike(origin: Origin) -> Figure:
 def readers(origin: Origin) -> Figure:
     """Draw the number of sink-reading heads of each attention call, with intervals."""
     calls = origin.reading.calls
-    counts = [call.readers for call in calls]
     bars = go.Bar(
-        x=[call.layer for call in calls], y=[float(count.value) for count in counts], marker={"color": "var(--sink)"},
-        error_y={"array": [abs(float(count.high - count.value)) for count in counts],
-                 "arrayminus": [abs(float(count.low - count.value)) for count in counts],
-                 "color": "var(--ink)", "thickness": 1, "width": 2},
+        x=[call.layer for call in calls], y=[call.readers.value for call in calls], marker={"color": "var(--sink)"},
+        error_y=_error_bars([call.readers for call in calls], "var(--ink)", thickness=1, width=2),
         hovertemplate=f"layer %{{x}}: %{{y}} heads{NO_TRACE_NAME}",
     )  # fmt: skip
     return finished(go.Figure(bars), "layer", "sink-reading heads")
@@ -275,7 +274,7 @@ def forest_rows(view: RunView) -> list[tuple[float, Kept]]:
 
 
 def _forest_trace(name: str, kept: Sequence[Kept], y: Sequence[float], least: float) -> go.Scatter:
-    """Values below `least` are drawn at the edge of the log axis, as triangles."""
+    """Draw the ratios of one component; values below `least` are triangles at the edge of the log axis."""
     colour = f"var(--{kept[0].component})"
     symbol = SYMBOLS.get(kept[0].component, "circle") + ("" if kept[0].queries == "early" else "-open")
     value, low, high = (np.array([getattr(each.ratio, end) for each in kept]) for end in ("value", "low", "high"))
@@ -300,19 +299,16 @@ def overlay(views: Sequence[RunView], name: str) -> Figure:
     return finished(figure, "relative depth", "power, nats²", title={"text": name})
 
 
-def balance(views: Sequence[RunView], queries: str) -> Figure:
-    """Draw the shares of the parts of each run, with intervals."""
-    shares, figure = [view.summary.model[queries].share for view in views], go.Figure()
+def balance(views: Sequence[RunView]) -> Figure:
+    """Draw the shares of the parts of each run, all queries, with intervals."""
+    shares, figure = [view.summary.model["all"].share for view in views], go.Figure()
     for rank, name in enumerate(every_part(views)):
         defined = [(k, s[name]) for k, s in enumerate(shares) if name in s and not math.isnan(s[name].value)]
-        up = [float(np.nan_to_num(abs(share.high - share.value))) for _, share in defined]
-        down = [float(np.nan_to_num(abs(share.low - share.value))) for _, share in defined]
-        colour = f"var(--{name})"
         figure.add_scatter(
-            x=[float(share.value) for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined],
-            name=name, mode="markers", marker={"color": colour, "size": 10},
+            x=[share.value for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined], name=name,
+            mode="markers", marker={"color": f"var(--{name})", "size": 10, "symbol": "circle"},
             hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
-            error_x={"array": up, "arrayminus": down, "color": colour, "thickness": 2, "width": 0},
+            error_x=_error_bars([share for _, share in defined], f"var(--{name})", thickness=2, width=0),
         )  # fmt: skip
     labels = [
         escaped(view.label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
@@ -325,6 +321,13 @@ def balance(views: Sequence[RunView], queries: str) -> Figure:
     )  # fmt: skip
 
 
+def _error_bars(estimates: Iterable[Estimate], colour: str, **style: float) -> dict[str, Any]:
+    """Return plotly's error bars of the intervals; a value without an interval has none."""
+    ends = np.array([[abs(x.low - x.value), abs(x.high - x.value)] for x in estimates]).reshape(-1, 2)
+    down, up = np.nan_to_num(ends).T.tolist()
+    return {"array": up, "arrayminus": down, "color": colour, **style}
+
+
 def banded(
     estimate: Estimate, name: str, colour: str, *, x: Array | None = None, dash: str = "solid", marks: bool = True,
     no_effect: float = 0.0,
@@ -332,9 +335,9 @@ def banded(
     """Yield the band of the intervals and the line; markers are open where the interval contains `no_effect`."""
     value, low, high = estimate.value, estimate.low, estimate.high
     x = np.arange(len(value), dtype=float) if x is None else x
-    there = np.isfinite(low) & np.isfinite(high)
+    defined = np.isfinite(low) & np.isfinite(high)
     yield go.Scatter(
-        x=[*x[there].tolist(), *x[there][::-1].tolist()], y=[*high[there].tolist(), *low[there][::-1].tolist()],
+        x=[*x[defined], *x[defined][::-1]], y=[*high[defined], *low[defined][::-1]],
         fill="toself", fillcolor=colour.replace(")", "-band)"), line={"width": 0}, hoverinfo="skip",
         showlegend=False, legendgroup=name, mode="lines",
     )  # fmt: skip
@@ -349,6 +352,7 @@ def banded(
 
 
 def line(y: Array, name: str, colour: str, **style: Any) -> go.Scatter:
+    """Draw values by depth, without an interval."""
     return go.Scatter(
         x=list(range(len(y))), y=y.tolist(), name=name, mode="lines", line={"color": colour, **style},
         hovertemplate=f"{name} %{{x}}: %{{y:.3g}}{NO_TRACE_NAME}",
@@ -377,6 +381,6 @@ def finished(figure: go.Figure, x: str, y: str, log_y: bool = False, **layout: A
     figure.update_layout(xaxis_title_text=x, yaxis_title_text=y)
     if log_y:
         figure.update_yaxes(type="log", dtick=1)
-    made: Figure = plain(figure.to_plotly_json())
-    made["layout"].pop("template", None)
-    return made
+    fields: Figure = plain(figure.to_plotly_json())
+    fields["layout"].pop("template", None)
+    return fields

@@ -12,12 +12,12 @@ from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin, read_origin
 from posleak.analyses.trace.trace import Trace
-from posleak.errors import PosleakError, RunError
+from posleak.errors import RunError
 from posleak.files import read_json
 from posleak.runs.conditions import METRICS, condition_folder
 from posleak.runs.record import is_finished
 from posleak.runs.run import Run
-from posleak.text import one_line
+from posleak.sweeps.work import error_line
 
 from .view import RunView
 
@@ -37,6 +37,9 @@ class Refused:
     name: str
     reason: str
 
+    def as_dict(self) -> dict[str, str]:
+        return {"run": self.name, "reason": self.reason}
+
 
 def gather(
     runs: Iterable[RunLike], *, unfinished: bool = True, only_traces: bool = False
@@ -47,15 +50,15 @@ def gather(
     only_traces  of the other results of a folder, read the trace only
     """
     views, refused = list[RunView](), list[Refused]()
-    for given in runs:
-        trace, source = (given, given.ordinary) if isinstance(given, Trace) else (None, given)
+    for run in runs:
+        trace, source = (run, run.ordinary) if isinstance(run, Trace) else (None, run)
         try:
             if not isinstance(source, Run):
                 source = Run.load_partial(source) if unfinished else Run.load(source)
             views.append(_read(source, trace, only_traces))
         except Exception as error:  # a damaged file can raise anything; the other runs are still shown
             name = source.path or source.name if isinstance(source, Run) else source
-            refused.append(Refused(str(name), reason(error)))
+            refused.append(Refused(str(name), error_line(error)))
     return _labelled(views), refused
 
 
@@ -70,14 +73,6 @@ def require_some(runs: Sequence[object], refused: Sequence[Refused], least: int,
         )  # fmt: skip
 
 
-def reason(error: Exception) -> str:
-    """Return an error as one line: what, got and the remedy."""
-    if not isinstance(error, PosleakError):
-        return f"it cannot be shown: {one_line(error)}"
-    parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
-    return "; ".join(part for part in parts if part)
-
-
 def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
     """Read the other results of the run's folder; a note says which of them are damaged or unfinished."""
     if run.path is None:
@@ -88,7 +83,7 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
         try:
             return reader()
         except Exception as error:  # as above
-            notes.append(f"{name} is left out: {reason(error)}")
+            notes.append(f"{name} is left out: {error_line(error)}")
             return None
 
     if finished and run.metrics is None and not only_traces:
@@ -104,7 +99,7 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
 
 
 def _with_metrics(run: Run) -> Run:
-    """The run with the metrics that `posleak claims` measured on the same prompts in a folder below it."""
+    """Return the run with the metrics that `posleak claims` measured on the same prompts in a folder below it."""
     folder = condition_folder(run.path or Path(), METRICS)
     if not is_finished(folder):
         return run

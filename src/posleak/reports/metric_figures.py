@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from jaxtyping import Bool, Float64
 
 from posleak.leakage import Estimate
-from posleak.metrics.agreement import LEAKAGE, Agreement
+from posleak.metrics.agreement import LEAKAGE, Agreement, RankAgreement
 from posleak.metrics.catalogue import BY_ID, Looks
 from posleak.metrics.table import FRAMES, FrameVerdict
 from posleak.show import numbers
@@ -49,7 +49,7 @@ CURVES = (
 )
 
 
-def metric_figures(view: RunView) -> dict[str, Figure]:
+def of_run(view: RunView) -> dict[str, Figure]:
     """Return the figures of the section by name; none without metrics."""
     if view.related is None:
         return {}
@@ -77,9 +77,9 @@ def label(name: str) -> str:
     return BY_ID[name].label if name in BY_ID else name
 
 
-def unit_of(unit: str) -> str:
-    """Return the text behind a value: empty for plain numbers; shares are in percent already."""
-    return "" if unit == "1" else unit.removeprefix("share").strip()
+def rho_interval(cell: RankAgreement) -> str:
+    """Return the interval of ρ, such as `(0.63 … 0.85)`, or `(no interval)`."""
+    return numbers.interval(cell) or "(no interval)"
 
 
 def grouped(rows: Sequence[str]) -> list[str | Looks]:
@@ -96,17 +96,17 @@ def agreement_map(ranking: Agreement, columns: Sequence[str]) -> Figure:
     lines = grouped(ranking.rows)
     at = [ranking.columns.index(name) for name in columns]
     rho, low, high = (np.full((len(lines), len(columns)), np.nan) for _ in range(3))
-    there = np.zeros(rho.shape, dtype=bool)
+    filled = np.zeros(rho.shape, dtype=bool)
     for y, metric in enumerate(lines):
         if isinstance(metric, str):
-            row, there[y] = ranking.rows.index(metric), True
+            row, filled[y] = ranking.rows.index(metric), True
             rho[y], low[y], high[y] = ranking.rho[row, at], ranking.low[row, at], ranking.high[row, at]
     hover = [[_cell_text(ranking, metric, name) for name in columns] for metric in lines]
     clear = (low > 0) | (high < 0)
     kinds: list[tuple[Bool[np.ndarray, "rows columns"], float, str | list[list[str]]]] = [
-        (clear & there, 1.0, [[f"{x:.2f}".replace("-", "−").replace("0.", ".") for x in row] for row in rho.tolist()]),
+        (clear & filled, 1.0, [[f"{x:.2f}".replace("-", "−").replace("0.", ".") for x in row] for row in rho.tolist()]),
         (~clear & np.isfinite(rho), 0.45, NOT_SIGNIFICANT),
-        (there & ~np.isfinite(rho), 1.0, UNDEFINED),
+        (filled & ~np.isfinite(rho), 1.0, UNDEFINED),
     ]
     drawn = [(cells, opacity, text) for cells, opacity, text in kinds if cells.any()]
     figure = go.Figure([_cells(np.nan_to_num(rho), *kind, hover, k == 0) for k, kind in enumerate(drawn)])
@@ -126,7 +126,7 @@ def _cells(
     rho: Float64[np.ndarray, "rows columns"], shown: Bool[np.ndarray, "rows columns"], opacity: float,
     text: str | list[list[str]], hover: list[list[str]], scale: bool,
 ) -> go.Heatmap:  # fmt: skip
-    """One trace for all cells of one appearance; the first trace shows the scale."""
+    """Return one trace for all cells of one appearance; the first trace shows the scale."""
     marks = np.where(shown, np.array(text), "").tolist()
     return go.Heatmap(
         z=np.where(shown, rho, np.nan).tolist(), zmin=-1, zmax=1, xgap=1, ygap=1, opacity=opacity, hoverongaps=False,
@@ -142,15 +142,9 @@ def _cell_text(ranking: Agreement, row: str | Looks, column: str) -> str:
     if not isinstance(row, str):
         return ""
     cell = ranking.cell(ranking.rows.index(row), column)
-    value = "not defined" if np.isnan(cell.rho) else f"ρ = {numbers.number(cell.rho)} {interval(cell.low, cell.high)}"
+    value = "not defined" if np.isnan(cell.rho) else f"ρ = {numbers.number(cell.rho)} {rho_interval(cell)}"
     title, other = (BY_ID[name].title if name in BY_ID else name for name in (row, column))
     return escaped(f"{title} · {other}: {value}, n = {ranking.n} {ranking.over}")
-
-
-def interval(low: float, high: float) -> str:
-    """Return `(0.63 … 0.85)`, or `(no interval)`."""
-    missing = np.isnan(low) or np.isnan(high)
-    return "(no interval)" if missing else f"({numbers.number(low)} … {numbers.number(high)})"
 
 
 def frames(types: Sequence[FrameVerdict], view: RunView) -> Figure:

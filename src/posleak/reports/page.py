@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,22 @@ from posleak.papers import by_paper
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
+from posleak.sweeps.work import error_line
 from posleak.typed import plain
 
-from .compare import Comparison, column_groups, comparison, legend, row_name, row_pieces, rows_with
-from .figures import comparison_figures, every_part, lent_to, run_figures
-from .gather import Refused, RunLike, gather, reason, require_some
-from .metric_figures import FRAME_NAMES, curves_of, grouped, interval, label, leakage_of, metric_figures, unit_of
+from . import metric_figures
+from .compare import Comparison, comparison
+from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
+from .gather import Refused, RunLike, gather, require_some
 from .view import RunView, run_facts
 
 MOST_CURVES = 640
 """Number of heads per page that have curves, so that the page stays below 10 MB."""
 
 TEMPLATE_NAMES = {
-    "words": words, "numbers": numbers, "lent_to": lent_to, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION,
-    "times": SINK_RATIO, "level": f"{100 * LEVEL:.0f}", "frame_names": FRAME_NAMES, "curves_of": curves_of,
-    "grouped": grouped, "label": label, "leakage_of": leakage_of, "rho_interval": interval, "unit_of": unit_of,
-    "run_facts": run_facts, "row_name": row_name, "row_pieces": row_pieces, "rows_with": rows_with,
-    "column_groups": column_groups, "legend": legend, "by_paper": by_paper, "version": __version__,
+    "words": words, "numbers": numbers, "metric_figures": metric_figures, "lent_to": lent_to, "run_facts": run_facts,
+    "by_paper": by_paper, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
+    "level": f"{100 * LEVEL:.0f}", "version": __version__,
 }  # fmt: skip
 
 
@@ -61,7 +60,7 @@ class PageRun:
     def of(cls, view: RunView, index: int, most_curves: int) -> PageRun:
         """Render a run; if its other results make that fail, render it without them and with a note."""
         try:
-            figures = run_figures(view) | metric_figures(view)
+            figures = run_figures(view) | metric_figures.of_run(view)
             article, method = (
                 Markup(environment().get_template(name).render(view=view, run=index))
                 for name in ("article.html.j2", "method_run.html.j2")
@@ -70,7 +69,7 @@ class PageRun:
         except Exception as error:
             if view.alone is view:
                 raise
-            note = f"all other results of the folder are left out: {reason(error)}"
+            note = f"all other results of the folder are left out: {error_line(error)}"
             return cls.of(replace(view.alone, notes=(*view.notes, note)), index, most_curves)
 
 
@@ -90,7 +89,7 @@ class Page:
             try:
                 runs.append(PageRun.of(view, len(runs), MOST_CURVES // len(views)))
             except Exception as error:
-                left_out.append(Refused(str(view.run.path or view.label), reason(error)))
+                left_out.append(Refused(str(view.run.path or view.label), error_line(error)))
         require_some(runs, left_out, 1, "a report")
         several = len(runs) > 1
         return cls(runs, comparison([run.view for run in runs], left_out) if several else None, left_out)
@@ -99,10 +98,14 @@ class Page:
     def views(self) -> list[RunView]:
         return [run.view for run in self.runs]
 
+    @cached_property
+    def comparison_figures(self) -> dict[str, Figure]:
+        """Figures that compare the runs; empty for one run."""
+        return {} if self.comparison is None else comparison_figures(self.views)
+
     def html(self) -> str:
         """Return the page."""
-        views, runs = self.views, [run.data for run in self.runs]
-        data = {"runs": runs, "compared": {} if self.comparison is None else comparison_figures(views)}
+        views, data = self.views, {"runs": [run.data for run in self.runs], "compared": self.comparison_figures}
         return rendered("page.html.j2", data, "page.js", page=self, views=views, all_parts=every_part(views))
 
 
@@ -118,10 +121,9 @@ class Written:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak report --json` (docs/report.md)."""
-        refused = [{"run": run.name, "reason": run.reason} for run in self.refused]
         return {
             "page": str(self.page), "bytes": self.page.stat().st_size, "assets": [str(path) for path in self.assets],
-            "shown": self.shown, "partial": self.partial, "refused": refused,
+            "shown": self.shown, "partial": self.partial, "refused": [run.as_dict() for run in self.refused],
         }  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def write_report(runs: Iterable[RunLike], out: str | Path, assets: str | Path | 
     if assets is not None:
         from .assets import write_assets  # imports matplotlib
 
-        written = write_assets(page.views, page.comparison, Path(assets))
+        written = write_assets(page, Path(assets))
     partial = [view.label for view in page.views if view.partial]
     return Written(path, written, [view.label for view in page.views], partial, page.refused)
 
@@ -182,13 +184,13 @@ def script_json(value: Any) -> Markup:
 @cache
 def environment() -> jinja2.Environment:
     """Return the package's templates: every value is escaped, and an unknown name is an error."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("posleak.reports"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.tests["nan"] = lambda value: math.isnan(value)
-    made.globals |= TEMPLATE_NAMES
-    return made
+    templates.tests["nan"] = lambda value: math.isnan(value)
+    templates.globals |= TEMPLATE_NAMES
+    return templates
 
 
 def static(name: str) -> Markup:
@@ -196,9 +198,9 @@ def static(name: str) -> Markup:
 
 
 def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
-    """Return everything but the figures; `most_curves` heads have curves, those with the largest total power."""
+    """Return the data of a run except its figures; only the `most_curves` heads with the largest power have curves."""
     data: dict[str, Any] = {
-        "label": view.label, "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
+        "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
         "names": view.summary.layer_names, "windows": view.record.calibration.windows,
         "curves": _curves(view, most_curves), "origin": _origin(view),
     }  # fmt: skip
@@ -212,7 +214,7 @@ def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
 
 
 def _curves(view: RunView, most: int) -> dict[str, Any]:
-    """float32; `at[layer][head]` is the index of a head in the arrays, or −1."""
+    """Return the curves of some heads as float32; `at[layer][head]` is the index of a head in the arrays, or −1."""
     curves, total = view.curves, view.summary.heads["all"].power["total"].value
     order = np.argsort(-np.where(np.isfinite(total), total, -np.inf), axis=None, kind="stable")
     chosen = np.sort(order[view.existing.flat[order]][:most])
@@ -223,25 +225,28 @@ def _curves(view: RunView, most: int) -> dict[str, Any]:
         cells = _ends(estimate, -2)  # [L, H, 3, X]
         return packed(cells.reshape(total.size, *cells.shape[2:])[chosen], "<f4")
 
+    mean, power = (
+        {name: pack(x) for (quantity, name), x in curves.by_query.items() if quantity == kind}
+        for kind in ("mean", "power")
+    )
     return {
-        "queries": curves.queries, "offsets": curves.offsets, "at": at.reshape(total.shape).tolist(),
-        "mean": {name: pack(estimate) for name, estimate in curves.mean.items()},
-        "power": {name: pack(estimate) for name, estimate in curves.power.items()},
-        "attention": pack(curves.attention), "early": pack(curves.early), "late": pack(curves.late),
+        "queries": curves.queries, "offsets": curves.offsets, "at": at.reshape(total.shape).tolist(), "mean": mean,
+        "power": power, "attention": pack(curves.by_query["attention_0", None]),
+        "early": pack(curves.by_offset["early"]), "late": pack(curves.by_offset["reference"]),
     }  # fmt: skip
 
 
 def _origin(view: RunView) -> dict[str, Any] | None:
-    """The portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per sink-reading head."""
+    """Return the portrait [J, token, 2], and cosines of fingerprints: their mean, then one matrix per head."""
     if view.origin is None:
         return None
-    arrays, portrait, readers = view.origin.arrays, view.origin.record.portrait, view.readers
+    arrays, portrait = view.origin.arrays, view.origin.record.portrait
     cosine = arrays["cosine"].values
-    matrices = packed(np.concatenate([cosine.mean(0, keepdims=True), cosine]), "<f4") if readers else None
+    matrices = packed(np.concatenate([cosine.mean(0, keepdims=True), cosine]), "<f4") if view.readers else None
     return {
-        "tokens": view.first_tokens, "picture": packed(np.moveaxis(arrays["picture"].values, 1, 0), "<f4"),
-        "depths": int(arrays.sizes["depth"]), "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]),
-        "readers": readers, "explained": portrait.explained, "among": portrait.among,
+        "picture": packed(np.moveaxis(arrays["picture"].values, 1, 0), "<f4"), "depths": int(arrays.sizes["depth"]),
+        "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]), "explained": portrait.explained,
+        "among": portrait.among,
     }  # fmt: skip
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from posleak.analyses.trace.trace import SOURCES, Trace
+from posleak.arrays import Array
 from posleak.axes import LAYER, PROMPT
-from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife
+from posleak.leakage import MIN_PROMPTS, Jackknife
 from posleak.metrics.agreement import LEAKAGE, Agreement, Family, MetricAlignment, agreement, alignments
 from posleak.metrics.catalogue import BY_ID, Level, Looks
 from posleak.metrics.table import MetricRow, Metrics
 from posleak.runs.run import Run
 
-Values = dict[str, NDArray[np.float64]]
+Values = dict[str, Array]
 
 TWICE = ("sink_rate_repeated",)
 """Metrics computed from the array of another metric: they would rank the same heads a second time."""
@@ -48,9 +47,9 @@ class RelatedMetrics:
     @property
     def families(self) -> list[tuple[str, list[MetricAlignment]]]:
         """Ranked metrics by what they agree with most; strongest agreement first."""
-        every = [seen for ranking in self.agreements.values() for seen in alignments(ranking)]
-        every.sort(key=lambda seen: -abs(seen.most.rho) if seen.most is not None else 0.0)
-        return [(family.value, [seen for seen in every if seen.family is family]) for family in Family]
+        aligned = [metric for ranking in self.agreements.values() for metric in alignments(ranking)]
+        aligned.sort(key=lambda metric: -abs(metric.most.rho) if metric.most is not None else 0.0)
+        return [(family.value, [metric for metric in aligned if metric.family is family]) for family in Family]
 
 
 def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
@@ -75,7 +74,7 @@ def agreements(run: Run, trace: Trace | None = None) -> dict[str, Agreement]:
 
 
 def _half(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, Values]]:
-    """Metrics and powers, by head and by layer, of every second prompt."""
+    """Compute metrics and powers, by head and by layer, of every second prompt."""
     some = Run(run.record, run.data.isel({PROMPT: slice(first, None, 2)}))
     prompts, metrics, products = Jackknife(some.prompts), some.metrics, dict(some.products["all"].own)
     assert metrics is not None, "a run with metrics has them for every prompt"
@@ -85,7 +84,7 @@ def _half(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, Valu
     powers = {name: products[name] for name in LEAKAGE if name in products}
     return {
         "metrics": {
-            "heads": {name: _values(cells) for name, cells in metrics.heads.items() if name not in TWICE},
+            "heads": {name: cells.value for name, cells in metrics.heads.items() if name not in TWICE},
             "layers": _of_layers(metrics, some.data[LAYER].values.tolist()),
         },
         "leakage": {
@@ -96,18 +95,14 @@ def _half(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, Valu
 
 
 def _of_layers(metrics: Metrics, layer_ids: list[int]) -> Values:
-    """Metrics of layers, and of the states that layers read: layer ℓ reads those of depth ℓ."""
-    layers = {name: _values(cells) for name, cells in metrics.layers.items() if BY_ID[name].level is Level.LAYER}
-    states = {name: _values(metrics.depths[name]) for name in STATES if name in metrics.depths}
+    """Return metrics of layers, and of the states that layers read: layer ℓ reads those of depth ℓ."""
+    layers = {name: cells.value for name, cells in metrics.layers.items() if BY_ID[name].level is Level.LAYER}
+    states = {name: metrics.depths[name].value for name in STATES if name in metrics.depths}
     return layers | {name: x[layer_ids] for name, x in states.items() if max(layer_ids) < len(x)}
 
 
-def _values(cells: Estimate) -> NDArray[np.float64]:
-    return np.asarray(cells.value, dtype=np.float64)
-
-
-def _defined(metrics: Mapping[str, NDArray[np.float64]], total: NDArray[np.float64]) -> Values:
-    """Metrics with a value for at least half of the ranked heads or layers, ordered by what they look at.
+def _defined(metrics: Values, total: Array) -> Values:
+    """Return metrics with a value for at least half of the ranked heads or layers, ordered by what they look at.
 
     A head is ranked only if it has all values, so a metric with few of them would remove the others.
     """

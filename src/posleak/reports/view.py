@@ -16,7 +16,7 @@ from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin
 from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.arrays import Array
-from posleak.axes import EARLY, HEAD, LAYER, LEFT, PARTS, PROMPT, SCALING
+from posleak.axes import EARLY, HEAD, LAYER, LEFT, PROMPT
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, Jackknife, Summary, component
 from posleak.leakage.power import products
@@ -26,6 +26,7 @@ from posleak.runs.record import Record
 from posleak.runs.run import Run
 from posleak.runs.spec import GIVEN
 from posleak.show.numbers import estimate
+from posleak.show.terminal import parts_of
 
 from .related import RelatedMetrics
 
@@ -47,21 +48,19 @@ class SinkProfile:
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of every head, with intervals over prompts: by query [L, H, Q] and by offset [L, H, D].
+    """Curves of every head, with intervals over prompts.
 
-    mean         expectation over prompts, averaged over offsets, of each component; parts add up to the total
-    power        unbiased power of each component, averaged over offsets; nothing cancels
-    attention    a_i0 by query
-    early, late  mean logit by offset, over the queries before EARLY and over the reference queries
+    by_query     by (quantity, component), at the positions `queries` [L, H, Q]
+                 mean: expectation over prompts, averaged over offsets; parts add up to the total
+                 power: unbiased power, averaged over offsets; nothing cancels
+                 attention_0: attention a_i0 to position 0, without a component
+    by_offset    mean logit at `offsets` [L, H, D], over the early queries (before EARLY) and over the reference queries
     """
 
     queries: list[int]
     offsets: list[int]
-    mean: dict[str, Estimate]
-    power: dict[str, Estimate]
-    attention: Estimate
-    early: Estimate
-    late: Estimate
+    by_query: dict[tuple[str, str | None], Estimate]
+    by_offset: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class RunView:
     @property
     def parts(self) -> tuple[str, ...]:
         """Mask, drift and sink, and scaling if the model scales its queries by position."""
-        return (*PARTS, SCALING) if SCALING in self.run.data else PARTS
+        return parts_of(self.summary.model["all"])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -207,8 +206,8 @@ class RunView:
         if spec.inputs == GIVEN or own:
             inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
             texts = ", ".join(edit.text if edit in own else repr(edit.text) for edit in edits)
-            given = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
-            return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(given + ['by_layer=True'] * by_layer)})"
+            arguments = [f"{name}={value!r}" for name, value in options.items()] + [f"edits=[{texts}]"] * bool(edits)
+            return f"posleak.{verb}({run.name!r}, {inputs}, {', '.join(arguments + ['by_layer=True'] * by_layer)})"
         line = ["posleak", verb, run.name, "--inputs", spec.inputs]
         line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         line += [word for edit in edits for word in ("--edit", edit.text)]
@@ -228,27 +227,27 @@ def run_facts(run: Run) -> list[str]:
 
 def curves(data: xr.Dataset, parts: tuple[str, ...]) -> Curves:
     """Compute the curves of all heads, one layer at a time to limit memory."""
-    jackknife = Jackknife(data.sizes["prompt"])
-    layers = [_layer(data.isel({LAYER: [layer]}), parts, jackknife) for layer in range(data.sizes[LAYER])]
-    joined = {key: Estimate.concatenate([layer[key] for layer in layers]) for key in layers[0]}
-    mean, power = ({name: joined[kind, name] for name in ("total", *parts)} for kind in ("mean", "power"))
-    others = (joined[name, ""] for name in ("attention", "early", "late"))
-    return Curves(data["query"].values.tolist(), data["offset"].values.tolist(), mean, power, *others)
+    layers = [_layer_curves(data.isel({LAYER: [layer]}), parts) for layer in range(data.sizes[LAYER])]
+    by_query, by_offset = (
+        {key: Estimate.concatenate([layer[key] for layer in some]) for key in some[0]} for some in zip(*layers)
+    )
+    return Curves(data["query"].values.tolist(), data["offset"].values.tolist(), by_query, by_offset)
 
 
-def _layer(layer: xr.Dataset, parts: tuple[str, ...], jackknife: Jackknife) -> dict[tuple[str, str], Estimate]:
-    """Estimates by kind and component; logits s_i(δ) = drift + renormalisation + logit of queries that have the key."""
-    found = {}
-    for name in ("total", *parts):
-        x = component(layer, name).values  # [B, 1, H, Q, D]
-        found["mean", name] = jackknife.mean(nan_mean(x, -1)).estimate
-        found["power", name] = jackknife.inner(products(x, x)).estimate
-    found["attention", ""] = jackknife.mean(layer["attention_0"].values).estimate
+def _layer_curves(layer: xr.Dataset, parts: tuple[str, ...]) -> tuple[dict[Any, Estimate], dict[Any, Estimate]]:
+    """Return `by_query` and `by_offset` of one layer.
+
+    Logits of queries that have the key at offset δ: s_i(δ) = drift + renormalisation + logit.
+    """
+    jackknife = Jackknife(layer.sizes["prompt"])
+    x = {name: component(layer, name).values for name in ("total", *parts)}  # [B, 1, H, Q, D]
+    by_query: dict[Any, Estimate] = {("attention_0", None): jackknife.mean(layer["attention_0"].values).estimate}
+    by_query |= {("mean", name): jackknife.mean(nan_mean(x[name], -1)).estimate for name in x}
+    by_query |= {("power", name): jackknife.inner(products(x[name], x[name])).estimate for name in x}
     s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
     s = s.transpose("prompt", "layer", "head", "query", "offset").sel(query=layer["query"] < EARLY)
-    found["early", ""] = jackknife.mean(nan_mean(s.values, -2)).estimate
-    found["late", ""] = jackknife.mean(layer["logit"].values).estimate
-    return found
+    early, reference = jackknife.mean(nan_mean(s.values, -2)), jackknife.mean(layer["logit"].values)
+    return by_query, {"early": early.estimate, "reference": reference.estimate}
 
 
 def nan_mean(x: Array, axis: int) -> Array:

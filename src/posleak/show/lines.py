@@ -97,7 +97,7 @@ def _paragraphs(text: str) -> Iterator[Span]:
 
 
 def _lines(text: str, start: int, end: int, width: int, indent: int) -> Iterator[Span]:
-    """Spans of the lines, without the spaces at breaks."""
+    """Yield the spans of the lines, without the spaces at breaks."""
     begin, last = start, start
     for a, b in _fitting(text, _pieces(text, start, end), width - indent):
         room = width if begin == start else width - indent
@@ -109,7 +109,7 @@ def _lines(text: str, start: int, end: int, width: int, indent: int) -> Iterator
 
 
 def _fitting(text: str, pieces: list[Span], width: int) -> Iterator[Span]:
-    """Pieces that fit the width: too wide ones are cut into words, and words into fragments."""
+    """Yield pieces that fit the width: too wide ones are cut into words, and words into fragments."""
     for a, b in pieces:
         if cell_len(text[a:b]) <= width:
             yield a, b
@@ -131,7 +131,7 @@ def _cut(text: str, start: int, end: int, width: int) -> Iterator[Span]:
 
 
 def _pieces(text: str, start: int, end: int) -> list[Span]:
-    """Spans of the words of one line; words that must not be separated form one piece."""
+    """Return the spans of the words of one line; words that must not be separated form one piece."""
     pieces, before, closed = list[Span](), "", start
     for word in _WORD.finditer(text, start, end):
         interval = _INTERVAL.match(text, word.start(), end)
@@ -144,7 +144,7 @@ def _pieces(text: str, start: int, end: int) -> list[Span]:
 
 
 def _together(one: str, other: str, interval: bool) -> bool:
-    """Whether two words must stay together: name and number, number and interval or unit, ends of a range."""
+    """Return whether two words must stay together: name and number, number and interval or unit, ends of a range."""
     number = one[-1] in "0123456789%" and _NUMBER.match(one) is not None
     if _NUMBER.match(other):
         return one in _BETWEEN or (not number and (one[-1].isalnum() or one[-1] == ":"))

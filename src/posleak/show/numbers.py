@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
+    from posleak.metrics.agreement import RankAgreement
 
 NAN = "–"
 
@@ -50,45 +51,49 @@ def shown(value: Any, unit: str = "") -> str:
     return f"×{number(value)}" if unit == "times" and not math.isnan(value) else number(value)
 
 
-def interval(found: Estimate, unit: str = "") -> str:
+def interval(estimate: Estimate | RankAgreement, unit: str = "") -> str:
     """Return `(20% … 41%)`, or an empty string if there is no interval."""
-    if math.isnan(found.low) or math.isnan(found.high):
+    if math.isnan(estimate.low) or math.isnan(estimate.high):
         return ""
-    return f"({shown(found.low, unit)} … {shown(found.high, unit)})"
+    return f"({shown(estimate.low, unit)} … {shown(estimate.high, unit)})"
 
 
-def estimate(found: Estimate, unit: str = "") -> str:
+def estimate(estimate: Estimate, unit: str = "") -> str:
     """Return a value with its interval: `0.31 (0.2 … 0.41)`, or `31% (20% … 41%)`.
 
-    found       the estimate
+    estimate    a value with its interval
     unit        "share": in percent; "times": with ×
     """
-    return f"{shown(found.value, unit)} {interval(found, unit)}".strip()
+    return f"{shown(estimate.value, unit)} {interval(estimate, unit)}".strip()
 
 
-def formatted(found: Estimate, form: str) -> str:
-    """Return value and interval in a given format, such as `0.31 (0.20…0.41)`."""
-    if math.isnan(found.value):
+def formatted(estimate: Estimate, form: str) -> str:
+    """Return value and interval in a format such as `.2f`: `0.31 (0.20…0.41)`."""
+    if math.isnan(estimate.value):
         return NAN
-    if math.isnan(found.low):
-        return format(found.value, form)
-    return f"{found.value:{form}} ({found.low:{form}}…{found.high:{form}})"
+    if math.isnan(estimate.low):
+        return format(estimate.value, form)
+    return f"{estimate.value:{form}} ({estimate.low:{form}}…{estimate.high:{form}})"
+
+
+def unit_label(unit: str) -> str:
+    """Return the text after a value: empty for plain numbers and factors; shares are in percent already."""
+    return "" if unit in ("1", "times") else unit.removeprefix("share").strip()
 
 
 REMOVED = "share removed"
 """The unit of 1 − power after / power before."""
 
 
-def effect(found: Estimate, unit: str) -> tuple[str, str]:
+def effect(estimate: Estimate, unit: str) -> tuple[str, str]:
     """Return the effect of a claim in two pieces, the value and the rest: `39%` and `(22% … 50%) removed`.
 
     A power that more than doubled is given as a factor, since `−1839% removed` is hard to read.
     """
-    if unit == REMOVED and found.value < -1:
-        ratio = 1 - found
+    if unit == REMOVED and estimate.value < -1:
+        ratio = 1 - estimate
         return f"grew {number(ratio.value)}", f"{interval(ratio)} times".strip()
-    label = unit.removeprefix("share").strip() if unit.startswith("share") else "" if unit == "times" else unit
-    return shown(found.value, unit), f"{interval(found, unit)} {label}".strip()
+    return shown(estimate.value, unit), f"{interval(estimate, unit)} {unit_label(unit)}".strip()
 
 
 def _minus(text: str) -> str:

@@ -60,9 +60,9 @@ class Picture:
 
     def _repr_html_(self) -> str:
         """Return the figure as SVG."""
-        made = io.BytesIO()
-        write(self.figure, "svg", made)
-        text = made.getvalue().decode()
+        stream = io.BytesIO()
+        write(self.figure, "svg", stream)
+        text = stream.getvalue().decode()
         return text[text.index("<svg") :]
 
     def __repr__(self) -> str:
@@ -110,12 +110,12 @@ def both(figure: Figure, sources: Powers, parts: Powers, x: Array, title: str) -
     below.set(xlabel="layer", ylabel="by part, nats²")
 
 
-def powers(axes: Axes, found: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
+def powers(axes: Axes, estimates: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
     """Draw several components by layer."""
     for name in names:
-        band(axes, found[name], LIGHT[name], x, name)
+        band(axes, estimates[name], LIGHT[name], x, name)
     axes.axhline(0, color=LINE, linewidth=0.5)
-    axes.set(ylim=power_range(found, names))
+    axes.set(ylim=power_range(estimates, names))
     axes.legend(ncols=5, loc="upper right")
 
 
@@ -145,13 +145,12 @@ def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]],
     """
     axes = figure.subplots()
     groups = list(dict.fromkeys(group for _, group, _, _ in points))
-    there = [(loss, leakage) for _, _, leakage, loss in points]
+    pairs = [(loss, leakage) for _, _, leakage, loss in points]
     for scale, of in ((axes.set_xscale, 0), (axes.set_yscale, 1)):
-        sizes = [abs(float(pair[of].value)) for pair in there if pair[of].value != 0]
+        sizes = [abs(float(pair[of].value)) for pair in pairs if pair[of].value != 0]
         scale("symlog", linthresh=float(np.median(sizes)) if sizes else 1.0, linscale=1.5)
     for number, (name, group, leakage, loss) in enumerate(points, start=1):
-        ends = [[abs(float(found.value - end)) for end in (found.low, found.high)] for found in (loss, leakage)]
-        x, y = (np.nan_to_num(np.array([each])).T for each in ends)
+        x, y = (np.nan_to_num([[abs(e.value - e.low)], [abs(e.value - e.high)]]) for e in (loss, leakage))
         axes.errorbar(
             float(loss.value), float(leakage.value), xerr=x, yerr=y, fmt="o", markersize=3.5, elinewidth=0.8,
             color=LIGHT[f"run-{groups.index(group) % 6}"], label=as_text(f"{number}  {name}"),
@@ -161,7 +160,7 @@ def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]],
     axes.set(xlabel="change of loss, nats per token", ylabel="change of leakage, nats²", title=as_text(title))
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.0, fontsize=7)
     figure.draw_without_rendering()  # fixes the positions of the axes
-    number_points(axes, [(float(loss.value), float(leakage.value)) for loss, leakage in there])
+    number_points(axes, [(float(loss.value), float(leakage.value)) for loss, leakage in pairs])
 
 
 def number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
@@ -69,8 +69,8 @@ class FittedTable:
     rows: list[tuple[TableCell, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str | Text | TableCell) -> None:
-        found = [each if isinstance(each, TableCell) else TableCell(literal(each)) for each in cells]
-        self.rows.append(tuple(replace(each, text=literal(each.text)) for each in found))
+        row = (cell if isinstance(cell, TableCell) else TableCell(literal(cell)) for cell in cells)
+        self.rows.append(tuple(replace(cell, text=literal(cell.text)) for cell in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -89,46 +89,44 @@ class FittedTable:
         return self.gap * (len(self.columns) - 1)
 
     def _most(self, intervals: bool) -> list[int]:
-        """Widths of the columns if there is room."""
-        wide = [max(longest_line(each.name), self._need(at, intervals)) for at, each in enumerate(self.columns)]
+        """Return the widths of the columns if there is room."""
+        wide = [max(longest_line(column.name), self._need(at, intervals)) for at, column in enumerate(self.columns)]
         return [min(own, column.most or own) for own, column in zip(wide, self.columns, strict=True)]
 
     def _least(self, intervals: bool) -> list[int]:
-        """Minimal widths of the columns; their names may be broken."""
+        """Return the minimal widths of the columns; their names may be broken."""
         return [
-            max(longest_piece(each.name), self._need(at, intervals, broken=each.wraps), min(NARROW, most) * each.wraps)
-            for at, (each, most) in enumerate(zip(self.columns, self._most(intervals), strict=True))
+            max(longest_piece(own.name), self._need(at, intervals, broken=own.wraps), min(NARROW, most) * own.wraps)
+            for at, (own, most) in enumerate(zip(self.columns, self._most(intervals), strict=True))
         ]
 
     def _need(self, at: int, intervals: bool, broken: bool = False) -> int:
-        """Width that the cells of a column need."""
+        """Return the width that the cells of a column need."""
         room = longest_piece if broken else longest_line
         return max((room(row[at].shown(intervals).plain) for row in self.rows), default=0)
 
     def _widths(self, width: int, intervals: bool) -> list[int] | None:
-        """Widths that fit, reducing the widest column first; None if no widths do."""
-        found, least = self._most(intervals), self._least(intervals)
-        found = [max(pair) for pair in zip(found, least, strict=True)]
-        while sum(found) + self._gaps > width:
-            room = [own - narrow for own, narrow in zip(found, least, strict=True)]
+        """Return widths that fit, reducing the widest column first; None if no widths do."""
+        least = self._least(intervals)
+        widths = [max(pair) for pair in zip(self._most(intervals), least, strict=True)]
+        while sum(widths) + self._gaps > width:
+            room = [own - narrow for own, narrow in zip(widths, least, strict=True)]
             if not any(room):
                 return None
-            found[max(range(len(found)), key=lambda at: (room[at] > 0, found[at]))] -= 1
-        return found
+            widths[max(range(len(widths)), key=lambda at: (room[at] > 0, widths[at]))] -= 1
+        return widths
 
     def _drawn(self, widths: list[int], intervals: bool) -> Table:
         named = any(column.name for column in self.columns)
-        made = Table(
-            box=None, pad_edge=False, padding=(0, self.gap, 0, 0), show_header=named, header_style="bold"
-        )  # fmt: skip
+        table = Table(box=None, pad_edge=False, padding=(0, self.gap, 0, 0), show_header=named, header_style="bold")
         for column, width in zip(self.columns, widths, strict=True):
-            made.add_column(prose(column.name), justify="right" if column.right else "left", width=width)
+            table.add_column(prose(column.name), justify="right" if column.right else "left", width=width)
         for row in self.rows:
-            made.add_row(*(Prose(cell.shown(intervals)) for cell in row))
-        return made
+            table.add_row(*(Prose(cell.shown(intervals)) for cell in row))
+        return table
 
     def _turned(self) -> Iterator[RenderableType]:
-        """Each row as a block: its first cells, then one line for each other cell."""
+        """Yield each row as a block: its first cells, then one line for each other cell."""
         names = [column.name.replace("\n", ", ") for column in self.columns]
         first = next((at for at, name in enumerate(names) if name), 0)
         longest = max([len(name) for name in names[first + 1 :] if len(name) <= NARROW], default=0)
@@ -181,21 +179,21 @@ def parts_of(numbers: Decomposition) -> tuple[str, ...]:
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
-def cell(found: Estimate, component: str = "") -> TableCell:
+def cell(estimate: Estimate, component: str = "") -> TableCell:
     """Return value and interval; a dash if the value is not defined."""
     style = "" if component == "total" else LIGHT.get(component, "")
-    return _cell(found, lambda value: short(value).rjust(4), f"{short(found.low)}–{short(found.high)}", style)
+    return _cell(estimate, short(estimate.value).rjust(4), f"{short(estimate.low)}–{short(estimate.high)}", style)
 
 
-def share(found: Estimate) -> TableCell:
+def share(estimate: Estimate) -> TableCell:
     """Return a share and its interval in percent; a dash if the share is not defined."""
-    return _cell(found, percent, f"{percent(found.low)}…{percent(found.high)}")
+    return _cell(estimate, percent(estimate.value), f"{percent(estimate.low)}…{percent(estimate.high)}")
 
 
-def _cell(found: Estimate, form: Callable[[Any], str], interval: str, style: str = "") -> TableCell:
-    if math.isnan(found.value):
+def _cell(estimate: Estimate, value: str, interval: str, style: str = "") -> TableCell:
+    if math.isnan(estimate.value):
         return TableCell(Text(NAN, style="dim"))
-    return TableCell(Text(form(found.value), style=style), "" if math.isnan(found.low) else interval)
+    return TableCell(Text(value, style=style), "" if math.isnan(estimate.low) else interval)
 
 
 def share_bar(shares: dict[str, float]) -> Text:
@@ -218,10 +216,8 @@ def share_bar(shares: dict[str, float]) -> Text:
 def spark(values: Iterable[float], low: float | None = None, high: float | None = None) -> str:
     """Return one block character per value; NaN and infinity are dots."""
     numbers = [float(value) for value in values]
-    there = [value for value in numbers if math.isfinite(value)] or [0.0]
-    bottom, top = min(there) if low is None else low, max(there) if high is None else high
+    finite = [value for value in numbers if math.isfinite(value)] or [0.0]
+    bottom, top = min(finite) if low is None else low, max(finite) if high is None else high
     scale = (len(BLOCKS) - 1) / ((top - bottom) or 1.0)
-    blocks = [
-        round(scale * (min(max(value, bottom), top) - bottom)) if math.isfinite(value) else None for value in numbers
-    ]
-    return "".join("·" if block is None else BLOCKS[block] for block in blocks)
+    levels = (scale * (min(max(value, bottom), top) - bottom) for value in numbers)
+    return "".join(BLOCKS[round(level)] if math.isfinite(x) else "·" for x, level in zip(numbers, levels))

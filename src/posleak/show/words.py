@@ -76,9 +76,9 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
 def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:
     """Return a heading, and a bar and a row of shares with intervals for early and for all queries."""
     rows = "".join(
-        f"<tr><td style='text-align:left'>{queries}</td>{_cells(found.share)}"
-        f"<td>{number(found.power['total'].value)} nats²</td></tr>"
-        for queries, found in numbers.items()
+        f"<tr><td style='text-align:left'>{queries}</td>{_cells(decomposition.share)}"
+        f"<td>{number(decomposition.power['total'].value)} nats²</td></tr>"
+        for queries, decomposition in numbers.items()
     )
     return (
         f"<div><b>{escape(visible(name))}</b>: shares of position leakage<br>"
@@ -87,9 +87,9 @@ def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decompos
 
 
 def _cells(shares: Mapping[str, Estimate]) -> str:
-    """A bar of the positive shares, and each share."""
-    found = {name: shares[name] for name in GLYPHS if name in shares}
-    sizes = {name: 0.0 if math.isnan(share.value) else max(float(share.value), 0.0) for name, share in found.items()}
+    """Return a bar of the positive shares, and each share, as cells of an HTML table."""
+    shares = {name: shares[name] for name in GLYPHS if name in shares}
+    sizes = {name: 0.0 if math.isnan(share.value) else max(float(share.value), 0.0) for name, share in shares.items()}
     whole = sum(sizes.values()) or 1.0
     bar = "".join(
         f"<span style='display:inline-block;height:12px;width:{120 * size / whole:.0f}px;"
@@ -99,7 +99,7 @@ def _cells(shares: Mapping[str, Estimate]) -> str:
     texts = (
         f"{name} n.s." if math.isnan(share.value)
         else f"{name} <b>{percent(share.value)}</b> <small>{interval(share, 'share')}</small>"
-        for name, share in found.items()
+        for name, share in shares.items()
     )  # fmt: skip
     cells = "".join(f"<td style='text-align:left'>{text}</td>" for text in texts)
     return f"<td><span style='white-space:nowrap;font-size:0'>{bar}</span></td>{cells}"

@@ -104,5 +104,5 @@ const COMMON = (() => {
     setTheme(remembered() || (scheme.matches ? "dark" : "light"));
     drawAll();
   };
-  return { DATA, ROOT, $, $$, make, unpack, show, percent, missing, css, draw, follow };
+  return { DATA, ROOT, $, $$, make, unpack, show, percent, missing, draw, follow };
 })();

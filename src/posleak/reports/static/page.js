@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { DATA, ROOT, $, $$, make, unpack, show, percent, missing, css, draw, follow } = COMMON;
+  const { DATA, ROOT, $, $$, make, unpack, show, percent, missing, draw, follow } = COMMON;
 
   /* state: the selected run, head and component; the fragment of the address stores it */
   const state = { run: 0, head: null, component: "total", quantity: "power", queries: "all" };
@@ -173,10 +173,8 @@
     const run = current(), panel = $(".headpanel", article()), [layer, head] = state.head, c = run.curves;
     $(".headname", panel).textContent = `Layer ${run.names[layer]}, head ${head}` + (run.windows[layer] ? ` (window ${run.windows[layer]})` : "");
     headRow($(".headrow", panel), run, layer, head);
-    const at = c.at[layer][head], note = $(".head-absent", panel), plots = $$(".plot", panel);
-    note.hidden = at >= 0 && c.early !== null;
-    note.textContent = at < 0 ? "This page has no curves of this head. To limit its size, only heads with the largest total power have curves; results.nc in the run’s folder has all of them."
-      : "This run has no logits. Measure it again to see them by offset.";
+    const at = c.at[layer][head], plots = $$(".plot", panel);
+    $(".head-absent", panel).hidden = at >= 0;
     plots.forEach((plot) => { plot.parentElement.hidden = at < 0 && plot.parentElement.tagName === "FIGURE"; });
     if (at < 0) { plots.forEach((plot) => Plotly.purge(plot)); return; }
     const kind = $('[data-switch="curve"] input:checked', panel).value, n = c.queries.length, d = c.offsets.length;
@@ -190,7 +188,6 @@
       data: band(c.queries, series(c.attention, at, n), "attention", "--sink"),
       layout: { showlegend: false, xaxis: logx("query i"), yaxis: { range: [0, 1.02] }, margin: { l: 40, r: 8, t: 8, b: 38 }, ...beyond(run, layer, run.windows[layer]) },
     });
-    if (c.early === null) { Plotly.purge($(".head-logits", panel)); return; }
     const x = c.offsets.map((o) => o + 1), shown = c.offsets.filter((o) => o < 2 || Number.isInteger(Math.log2(o)));
     draw($(".head-logits", panel), {
       data: [...band(x, series(c.late, at, d), "late", "--total"), ...band(x, series(c.early, at, d), "early", "--drift")],

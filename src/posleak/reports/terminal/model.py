@@ -97,7 +97,7 @@ def _readers(origin: Origin) -> Text:
         text.append(f"\na_i0 varies over i by {formatted(reading.mean['spread'], '.2f')} (standard deviation); ")
         text.append(f"\n{formatted(reading.mean['positional'], '.0%')} of that variance is the same in every prompt")
     if reading.space != "output":
-        text.append("\nW_O was not origin: measured on value vectors", style="yellow")
+        text.append("\nW_O was not found: measured on value vectors", style="yellow")
     return text
 
 
