@@ -1,8 +1,9 @@
-"""What every test stands on: one seed, and no more threads than the machine can spare."""
+"""Fixtures of all tests: a fixed seed, one thread, and the models and the run that many files read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,13 @@ import torch
 
 if TYPE_CHECKING:
     from posleak.models import Subject
+    from posleak.runs.run import Run
 
 torch.set_num_threads(1)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
 )  # processes that tests start import `support`
-os.environ.pop("COLUMNS", None)  # the width of whoever started the tests, which workers of pytest-xdist are told
+os.environ.pop("COLUMNS", None)  # pytest-xdist passes the width of the terminal to its workers
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +27,46 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
+def llama() -> Iterator[Subject]:
+    """A tiny Llama with three layers of three heads, shared by all tests: none of them may change it."""
+    from support.families import subject
+
+    shared = subject()
+    config, weights = shared.model.config.to_json_string(), state(shared.model)
+    yield shared
+    assert shared.model.config.to_json_string() == config, "a test changed the shared model's config"
+    now = state(shared.model)
+    assert now.keys() == weights.keys(), "a test changed the shared model's modules"
+    assert all(torch.equal(now[name], weights[name]) for name in now), "a test changed the shared model's weights"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in shared.model.modules())
+    assert not shared.model.training
+
+
+@pytest.fixture(scope="session")
+def run(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """The measurement SPEC of `llama` in a folder, shared by all tests: none of them may write to the folder."""
+    import posleak as pl
+    from support.runs_tiny import SPEC
+
+    folder = tmp_path_factory.mktemp("shared") / "run"
+    measured = pl.measure(llama, out=folder, **SPEC)
+    files, arrays = contents(folder), measured.data.copy(deep=True)
+    yield measured
+    assert contents(folder) == files, "a test changed the shared folder"
+    assert measured.data.identical(arrays), "a test changed the shared run's arrays"
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="session")
 def smollm() -> Subject:
-    """A real model, fetched once; for tests that are marked `real`."""
+    """A real model, downloaded once, for tests that are marked `real`."""
     import posleak as pl
 
     return pl.load("smollm2-135m")
@@ -34,7 +74,7 @@ def smollm() -> Subject:
 
 @pytest.fixture(scope="session")
 def gemma() -> Subject:
-    """Another one, with sliding windows."""
+    """A real model with sliding windows, downloaded once, for tests that are marked `real`."""
     import posleak as pl
 
     return pl.load("gemma3-270m")

@@ -28,11 +28,6 @@ from support.runs_tiny import assert_same_bits, counted_passes, sealed
 
 
 @pytest.fixture(scope="module")
-def llama() -> Subject:
-    return Subject.of(tiny("llama"), name="tiny-llama")
-
-
-@pytest.fixture(scope="module")
 def folder(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("claims") / "run"
     claims(llama, out=place, length=48, prompts=4)

@@ -116,11 +116,6 @@ def test_groups_have_the_headings_of_their_papers() -> None:
 # -- a folder, one paper after the other ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    return Subject.of(tiny("llama"), name="tiny-llama")
-
-
 def lab_at(subject: Subject, folder: Path | None = None) -> Lab:
     """Its metrics are planted."""
     lab = Lab(subject, MeasureSpec(length=48, prompts=4), folder)

@@ -17,20 +17,21 @@ from posleak.models import Subject
 from posleak.runs import loop, prepared
 from posleak.runs.placements import placements_of
 from posleak.runs.run import Run
-from support.runs_tiny import assert_same_bits, counted_passes, subject
+from support.families import subject
+from support.runs_tiny import assert_same_bits, counted_passes
 
 ASKED: dict[str, Any] = {"length": 48, "prompts": 6, "seed": 2}
 
 
 @pytest.fixture(scope="module")
-def llama() -> Subject:
+def soft_llama() -> Subject:
     return subject(scale=3.0)
 
 
 @pytest.fixture(scope="module")
-def folder(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(soft_llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("trace") / "run"
-    pl.trace(llama, out=place, by_layer=True, **ASKED)
+    pl.trace(soft_llama, out=place, by_layer=True, **ASKED)
     return place
 
 
@@ -58,8 +59,8 @@ def test_sources_add_up_to_the_total_and_their_shares_to_one(found: Trace) -> No
     assert found.heads["all"].power["here"].value.shape == (3, 3)
 
 
-def test_the_total_is_the_one_of_an_ordinary_measurement(found: Trace, llama: Subject) -> None:
-    run = pl.measure(llama, **ASKED)
+def test_the_total_is_the_one_of_an_ordinary_measurement(found: Trace, soft_llama: Subject) -> None:
+    run = pl.measure(soft_llama, **ASKED)
     assert_same_bits(Run(found.ordinary.record, found.ordinary.data), Run(run.record, run.data))
     assert np.array_equal(found.layers["all"].power["total"].value, run.summary.layers["all"].power["total"].value)
 
@@ -110,30 +111,30 @@ def test_the_rungs_of_the_ladder(layers: Sequence[int], expected: list[int]) -> 
     assert rungs(layers) == expected
 
 
-def test_what_is_there_is_not_measured_again(folder: Path, found: Trace, llama: Subject) -> None:
-    with counted_passes(llama.model) as passes:
-        again = pl.trace(llama, out=folder, by_layer=True, **ASKED)
+def test_what_is_there_is_not_measured_again(folder: Path, found: Trace, soft_llama: Subject) -> None:
+    with counted_passes(soft_llama.model) as passes:
+        again = pl.trace(soft_llama, out=folder, by_layer=True, **ASKED)
     assert passes == []
     assert_same_bits(again.borrowed, found.borrowed)
     assert again.as_dict() == found.as_dict()
 
 
-def test_a_folder_without_a_borrowed_pass_has_no_trace(llama: Subject, tmp_path: Path) -> None:
-    pl.measure(llama, out=tmp_path / "run", **ASKED)
+def test_a_folder_without_a_borrowed_pass_has_no_trace(soft_llama: Subject, tmp_path: Path) -> None:
+    pl.measure(soft_llama, out=tmp_path / "run", **ASKED)
     assert Trace.load(tmp_path / "run") is None
-    added = pl.trace(llama, out=tmp_path / "run", **ASKED)
+    added = pl.trace(soft_llama, out=tmp_path / "run", **ASKED)
     assert added.ladder is None
     loaded = Trace.load(tmp_path / "run")
     assert loaded is not None
     assert loaded.as_dict() == added.as_dict()
 
 
-def test_another_trace_in_the_folder_is_refused(folder: Path, llama: Subject) -> None:
+def test_another_trace_in_the_folder_is_refused(folder: Path, soft_llama: Subject) -> None:
     with pytest.raises(RunError, match="the folder holds another measurement"):
-        pl.trace(llama, out=folder, **{**ASKED, "seed": 3})
+        pl.trace(soft_llama, out=folder, **{**ASKED, "seed": 3})
 
 
-def test_placements_are_read_once_per_run(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_are_read_once_per_run(soft_llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once without and once with a donor; runs that borrow up to some layer use those of the borrowed run."""
     lengths = list[int]()
 
@@ -143,7 +144,7 @@ def test_placements_are_read_once_per_run(llama: Subject, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(prepared, "placements_of", counted)
     monkeypatch.setattr(loop, "placements_of", counted)
-    pl.trace(llama, by_layer=True, **ASKED)
+    pl.trace(soft_llama, by_layer=True, **ASKED)
     assert lengths == [48 + 64 + 48, 48]
 
 

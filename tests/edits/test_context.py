@@ -20,7 +20,7 @@ from posleak.leakage import component
 from posleak.models import Subject
 from posleak.probe import Call, attach, relative_difference
 from support.families import VOCAB, WINDOW, tiny
-from support.inputs_subject import byte_tokenizer, subject as reader
+from support.inputs_subject import byte_tokenizer, stub_subject
 from tools.shrink import tiny_model
 
 N, DONOR_MARGIN, BOS = 40, 64, 1
@@ -37,7 +37,7 @@ LLAMA4: dict[str, Any] = {
 
 
 def prompts(inputs: Any = "random", *, seed: int = 0, **more: Any) -> Prompts:
-    return prepare(reader(vocab_size=VOCAB), inputs, length=N, seed=seed, **more)
+    return prepare(stub_subject(vocab_size=VOCAB), inputs, length=N, seed=seed, **more)
 
 
 # Donors
@@ -97,7 +97,7 @@ def test_text_has_donors_from_the_same_text(tmp_path: Path) -> None:
     book, tokenizer = tmp_path / "book.txt", byte_tokenizer()
     words = np.random.default_rng(0).integers(10, 99, 2000)
     book.write_text(" ".join(f"w{word}" for word in words))
-    found = prepare(reader(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
+    found = prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
     ids = found.batch(range(4))
     assert ids.shape == (4, START + N)
     text = book.read_text()
@@ -107,7 +107,7 @@ def test_text_has_donors_from_the_same_text(tmp_path: Path) -> None:
         assert tokenizer.decode(row[START - 20 : START + 20]) not in text, "two places"
     book.write_text(text[:110])
     with pytest.raises(InputError, match=rf"too short[\s\S]*{START} tokens"):
-        prepare(reader(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
+        prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
 
 
 # Who sees what

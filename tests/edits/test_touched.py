@@ -16,16 +16,10 @@ from posleak.models import Subject
 from posleak.probe import Call, Edit
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from support.runs_tiny import subject
+from support.families import subject
 from tools.shrink import tiny_model
 
 SPEC: dict[str, Any] = {"length": 64, "prompts": 4}
-
-
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    """Three layers of three heads."""
-    return subject()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from transformers import Gemma3Config, PreTrainedConfig
 
 from posleak.errors import InputError
 from posleak.inputs import prepare
-from support import inputs_subject as tiny
+from support import inputs_subject as stubs
 
-ADDS = tiny.subject(tiny.word_tokenizer(prepend="<s>"))
-ADDS_NONE = tiny.subject(tiny.word_tokenizer())
-NO_TOKENIZER = tiny.subject()
+ADDS = stubs.stub_subject(stubs.word_tokenizer(prepend="<s>"))
+ADDS_NONE = stubs.stub_subject(stubs.word_tokenizer())
+NO_TOKENIZER = stubs.stub_subject()
 
 
 def configured(config: PreTrainedConfig) -> Any:
@@ -54,7 +54,7 @@ def test_without_a_tokenizer_ids_still_work() -> None:
 
 
 def test_a_config_that_names_no_bos_or_several() -> None:
-    assert first(tiny.subject(bos_token_id=None), "auto") == (None, None)
+    assert first(stubs.stub_subject(bos_token_id=None), "auto") == (None, None)
     assert first(configured(PreTrainedConfig.from_dict({"vocab_size": 9, "bos_token_id": [6, 7]})), "auto") == (6, None)
     assert first(configured(PreTrainedConfig.from_dict({"vocab_size": 9})), "auto") == (None, None)
 
@@ -83,7 +83,7 @@ def test_policies_that_need_a_tokenizer(bos: str) -> None:
 
 
 def test_a_tokenizer_that_prepends_two_is_refused() -> None:
-    subject = tiny.subject(tiny.word_tokenizer(prepend="<pad> <s>"))
+    subject = stubs.stub_subject(stubs.word_tokenizer(prepend="<pad> <s>"))
     with pytest.raises(InputError, match=r"prepends.*(.|\n)*--bos TOKEN"):
         first(subject, "tokenizer")
 

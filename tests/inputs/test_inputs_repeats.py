@@ -15,9 +15,8 @@ from posleak.inputs import prepare, repeat_notes
 from posleak.inputs.corpus import CropBody
 from posleak.inputs.prompts import overlap
 from posleak.models import Subject
-from support.families import tiny
+from support.families import subject, tiny
 from support.inputs_subject import byte_tokenizer
-from support.runs_tiny import subject
 
 SENTENCES = " ".join(f"Word {n} of the library is not in its place, and {n * n} others are." for n in range(4000))
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings, strategies as st
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.inputs.corpus import DROPPED_TOKENS, docstrings, library_files, standard_library_text
-from support import inputs_subject as tiny
+from support import inputs_subject as stubs
 
-WORDS = tiny.subject(tiny.word_tokenizer())
-BYTES = tiny.subject(tiny.byte_tokenizer())
+WORDS = stubs.stub_subject(stubs.word_tokenizer())
+BYTES = stubs.stub_subject(stubs.byte_tokenizer())
 W0 = 9
 """Id of `w0`; `w1`, `w2`, … follow."""
 SIGNS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -28,7 +28,7 @@ SIGNS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 def book(tmp_path: Path) -> Path:
     """w0 w1 … w399: the ids tell where a crop came from."""
     file = tmp_path / "book.txt"
-    file.write_text(" ".join(tiny.WORDS), encoding="utf-8")
+    file.write_text(" ".join(stubs.WORDS), encoding="utf-8")
     return file
 
 
@@ -84,8 +84,8 @@ def test_the_first_character_is_never_read(tmp_path: Path) -> None:
 
 
 def test_line_ends_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "unix.txt").write_bytes(" \n".join(tiny.WORDS).encode())
-    (tmp_path / "dos.txt").write_bytes(" \r\n".join(tiny.WORDS).encode())
+    (tmp_path / "unix.txt").write_bytes(" \n".join(stubs.WORDS).encode())
+    (tmp_path / "dos.txt").write_bytes(" \r\n".join(stubs.WORDS).encode())
     one, two = (prepare(WORDS, f"text:{tmp_path / name}.txt", length=20, seed=0) for name in ("unix", "dos"))
     assert np.array_equal(one.batch(range(5)), two.batch(range(5)))
     assert one.describe().text_sha256 == two.describe().text_sha256
@@ -104,7 +104,7 @@ def test_special_tokens_spelled_out_are_left_out(
 
 def test_folders_are_read_in_order_and_by_length(tmp_path: Path, book: Path) -> None:
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "short.md").write_text(" ".join(tiny.WORDS[100::-1]), encoding="utf-8")
+    (tmp_path / "sub" / "short.md").write_text(" ".join(stubs.WORDS[100::-1]), encoding="utf-8")
     (tmp_path / "tiny.py").write_text("w1 w2 w3", encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\xff\xd8")
     (tmp_path / ".hidden.txt").write_bytes(b"\xff\xd8")
@@ -124,11 +124,11 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text(" ".join(tiny.WORDS[:45]), encoding="utf-8")
+    (tmp_path / "long.txt").write_text(" ".join(stubs.WORDS[:45]), encoding="utf-8")
     with pytest.raises(InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"):
         prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
     (tmp_path / "long.txt").unlink()
-    (tmp_path / "a.txt").write_text(" ".join(tiny.WORDS[:30]), encoding="utf-8")
+    (tmp_path / "a.txt").write_text(" ".join(stubs.WORDS[:30]), encoding="utf-8")
     usable = 30 - 2 * DROPPED_TOKENS
     with pytest.raises(InputError, match=f"got: {usable} tokens\n.*40 tokens.*\n.*longer text$"):
         prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)  # 22 tokens could not be measured either
@@ -146,7 +146,7 @@ def test_an_empty_text(tmp_path: Path) -> None:
 
 def test_a_crop_may_fill_a_slice_of_long_words(tmp_path: Path) -> None:
     gap = " " * 50  # fewer tokens than the first slice expects
-    (tmp_path / "a.txt").write_text(gap.join(tiny.WORDS), encoding="utf-8")
+    (tmp_path / "a.txt").write_text(gap.join(stubs.WORDS), encoding="utf-8")
     ids = prepare(WORDS, f"text:{tmp_path / 'a.txt'}", bos="none", length=60, seed=0).batch(range(20))
     assert (np.diff(ids, axis=1) == 1).all()
 
@@ -164,7 +164,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_text_without_a_tokenizer() -> None:
     with pytest.raises(InputError, match=r"tokenizer(.|\n)*--inputs random"):
-        prepare(tiny.subject(), "text:stdlib", length=4, seed=0)
+        prepare(stubs.stub_subject(), "text:stdlib", length=4, seed=0)
 
 
 def test_the_standard_library_is_the_same_twice() -> None:

@@ -16,14 +16,14 @@ from posleak.errors import InputError
 from posleak.inputs import ConstantToken, InputFacts, RandomTokens, Source, TextCrops, parse, prepare
 from posleak.inputs.bodies import draw
 from posleak.typed import from_json, plain
-from support import inputs_subject as tiny
+from support import inputs_subject as stubs
 
 WORDS_0_0 = [0xA30FEBCFD9C2825F, 0x4510BDF882D9D721, 0x0A7D3DA94ECDE8B8, 0x043B27B61342F01D, 0xD0327A782CDE513B]
 """The first raw words of PCG64(SeedSequence([0, 0])): numpy promises that these never change."""
 
-PLAIN = tiny.subject()
+PLAIN = stubs.stub_subject()
 """32 rows, no tokenizer, BOS 1 and EOS 2: 30 allowed ids, 0, 3, 4, …, 31."""
-SPELLED = tiny.subject(tiny.word_tokenizer())
+SPELLED = stubs.stub_subject(stubs.word_tokenizer())
 
 
 def test_golden_draws_by_the_documented_formula() -> None:
@@ -71,10 +71,10 @@ def test_special_tokens_never_appear(seed: int, index: int, length: int) -> None
 
 
 def test_what_counts_as_special() -> None:
-    tokenizer = tiny.word_tokenizer()
+    tokenizer = stubs.word_tokenizer()
     tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
     tokenizer.add_tokens(["plain"])
-    subject = tiny.subject(tokenizer, vocab_size=len(tokenizer) + 9, eos_token_id=[2, 7], pad_token_id=8)
+    subject = stubs.stub_subject(tokenizer, vocab_size=len(tokenizer) + 9, eos_token_id=[2, 7], pad_token_id=8)
     vocabulary = prepare(subject, length=2, seed=0).vocabulary
     absent = sorted(set(range(vocabulary.size)) - set(vocabulary.allowed.tolist()))
     tool = tokenizer.convert_tokens_to_ids("<|tool|>")
@@ -85,7 +85,7 @@ def test_what_counts_as_special() -> None:
 
 
 def test_a_smaller_embedding_than_the_tokenizer_bounds_the_ids() -> None:
-    prompts = prepare(tiny.subject(tiny.word_tokenizer(), vocab_size=20), bos="none", length=500, seed=0)
+    prompts = prepare(stubs.stub_subject(stubs.word_tokenizer(), vocab_size=20), bos="none", length=500, seed=0)
     assert prompts.ids(0).max() == 19
 
 

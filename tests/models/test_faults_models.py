@@ -32,9 +32,9 @@ from posleak.models.sources import snapshot_folder
 from posleak.runs.spec import parse_bytes
 from posleak.show.terminal import spark
 from posleak.sweeps.manifest import manifest, read_manifest
-from support.families import tiny as family
-from support.inputs_subject import subject, word_tokenizer
-from support.models_tiny import edit_config, save, tiny
+from support.families import tiny
+from support.inputs_subject import stub_subject, word_tokenizer
+from support.models_tiny import edit_config, save, small_model
 
 # -- windows ---------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ WINDOWS = [
 def test_a_window_without_keys_is_refused_by_name(
     tmp_path: Path, kind: str, sizes: dict[str, Any], key: str, value: int
 ) -> None:
-    model = tiny(kind, **sizes)
+    model = small_model(kind, **sizes)
     folder = save(model, tmp_path / "model")
     edit_config(folder, **{key: value})
     (folder / "model.safetensors").write_bytes(b"never read")
@@ -61,7 +61,7 @@ def test_a_window_without_keys_is_refused_by_name(
 
 
 def test_a_window_that_no_layer_uses_may_be_anything() -> None:
-    model = tiny("Qwen2", use_sliding_window=False)
+    model = small_model("Qwen2", use_sliding_window=False)
     model.config.sliding_window = -1
     assert Subject.of(model).identity.spans == []
 
@@ -83,7 +83,7 @@ COMMANDS: dict[str, Callable[[Subject, Path], object]] = {
 
 
 def vocabulary(size: int, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> Subject:
-    return Subject.of(tiny(vocab_size=size, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad))
+    return Subject.of(small_model(vocab_size=size, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -112,7 +112,7 @@ def test_three_ordinary_tokens_are_enough(tmp_path: Path, command: str) -> None:
 
 def zeroed(kind: str, *parts: str) -> Subject:
     """A model whose parameters with these parts of names are zero."""
-    model = family(kind)
+    model = tiny(kind)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in parts):
@@ -158,7 +158,7 @@ def test_what_a_zero_state_leaves_undefined_is_said() -> None:
 
 @pytest.mark.parametrize("target", ["../../elsewhere", "../refs", "nested/../..", "absolute", ".", "linked", ""])
 def test_a_snapshot_is_in_the_hub_cache(tmp_path: Path, target: str) -> None:
-    save(tiny(), tmp_path / "elsewhere")
+    save(small_model(), tmp_path / "elsewhere")
     cache = tmp_path / "models--org--name"
     shutil.copytree(tmp_path / "elsewhere", cache / "snapshots" / "abc")
     shutil.copytree(tmp_path / "elsewhere", cache / "refs" / "nested")
@@ -174,7 +174,7 @@ def test_a_snapshot_is_in_the_hub_cache(tmp_path: Path, target: str) -> None:
 
 def test_files_of_a_snapshot_may_be_links_to_blobs(tmp_path: Path) -> None:
     folder = tmp_path / "models--org--name" / "snapshots" / "abc"
-    save(tiny(), tmp_path / "models--org--name" / "blobs")
+    save(small_model(), tmp_path / "models--org--name" / "blobs")
     folder.mkdir(parents=True)
     for blob in (tmp_path / "models--org--name" / "blobs").iterdir():
         (folder / blob.name).symlink_to(Path("../../blobs") / blob.name)
@@ -215,7 +215,7 @@ def test_an_amount_of_memory_is_a_finite_number(amount: Any) -> None:
 
 
 def test_a_key_that_the_model_does_not_use_may_be_anything() -> None:
-    pl.measure(Subject.of(family("bloom", intermediate_size="x")), **SMALL)
+    pl.measure(Subject.of(tiny("bloom", intermediate_size="x")), **SMALL)
 
 
 # -- files that are refused unread -----------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_gguf_file_is_hashed_only_after_its_header_was_read(
 
 
 def test_python_without_docstrings_is_named(tmp_path: Path) -> None:
-    folder = save(tiny(), tmp_path / "model")
+    folder = save(small_model(), tmp_path / "model")
     code = f"import posleak as pl\ntry: pl.load({str(folder)!r})\nexcept Exception as error: print(error)"
     said = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONOPTIMIZE": "2"}, capture_output=True, text=True
@@ -245,7 +245,7 @@ def test_python_without_docstrings_is_named(tmp_path: Path) -> None:
 
 
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_named(tmp_path: Path) -> None:
-    folder = save(tiny(tie_word_embeddings=False), tmp_path / "model")
+    folder = save(small_model(tie_word_embeddings=False), tmp_path / "model")
     edit_config(folder, tie_word_embeddings=True)
     with pytest.warns(PosleakWarning, match=r"lm_head.weight to model.embed_tokens.weight.*tie_word_embeddings"):
         tied = load(folder)
@@ -264,7 +264,7 @@ WRITES = "{% for a in range(1000) %}{{ 'w1 ' * 1000 }}{% endfor %}"
 
 @pytest.mark.parametrize(("template", "limit", "most"), [(LOOPS, "SECONDS", 0.02), (WRITES, "CHARACTERS", 10_000)])
 def test_a_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: str, limit: str, most: float) -> None:
-    who = subject(word_tokenizer())
+    who = stub_subject(word_tokenizer())
     who.tokenizer.chat_template = template
     monkeypatch.setattr(given, f"TEMPLATE_{limit}", most)
     before = sys.gettrace()
@@ -275,7 +275,7 @@ def test_a_chat_template_is_stopped(monkeypatch: pytest.MonkeyPatch, template: s
 
 
 def test_a_debugger_keeps_its_trace_function() -> None:
-    who, before = subject(word_tokenizer()), sys.gettrace()
+    who, before = stub_subject(word_tokenizer()), sys.gettrace()
     who.tokenizer.chat_template = "{{ messages[0].content }}"
 
     def debugger(frame: FrameType, event: str, value: object) -> None:
@@ -298,7 +298,7 @@ def with_nul() -> PreTrainedTokenizerFast:
 
 
 def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -> None:
-    who = Subject.of(tiny(), with_nul())
+    who = Subject.of(small_model(), with_nul())
     run = pl.measure(who, **SMALL, out=tmp_path / "run")
     assert run.record.inputs.bos_token == r"w\x001"
     for _ in range(2):  # as well as on the next start
@@ -312,5 +312,5 @@ def test_control_characters_of_tokens_are_spelled_out_in_files(tmp_path: Path) -
 def test_a_window_of_no_keys_is_seen_when_it_is_measured() -> None:
     """Families that do not use the key may state 0; one that does hides every key, and has no attention."""
     with pytest.raises(CheckError, match="NaN or infinity"):
-        pl.measure(tiny("Mistral", sliding_window=0), length=32, prompts=4)
-    assert pl.Subject.of(tiny("Llama", sliding_window=0)).identity.windows == (None, None, None)
+        pl.measure(small_model("Mistral", sliding_window=0), length=32, prompts=4)
+    assert pl.Subject.of(small_model("Llama", sliding_window=0)).identity.windows == (None, None, None)

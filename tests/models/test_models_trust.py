@@ -40,21 +40,21 @@ from posleak.models.sources import _licence
 from posleak.models.subject import _to_stderr
 from posleak.typed import from_json, plain
 from support.inputs_subject import byte_tokenizer
-from support.models_tiny import WORDS, edit_config, logits, save, tiny, write_gguf
+from support.models_tiny import WORDS, edit_config, logits, save, small_model, write_gguf
 
 ROOT = Path(posleak.__file__).parent
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save(tiny(), tmp_path / "model")
+    return save(small_model(), tmp_path / "model")
 
 
 @pytest.fixture
 def spoken(tmp_path: Path) -> Path:
     """A model with a tokenizer."""
     words = byte_tokenizer()
-    saved = save(tiny(vocab_size=len(words)), tmp_path / "spoken")
+    saved = save(small_model(vocab_size=len(words)), tmp_path / "spoken")
     words.save_pretrained(str(saved))
     return saved
 
@@ -67,7 +67,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def gguf(tmp_path: Path) -> Path:
     (tmp_path / "gguf").mkdir()
-    return write_gguf(tiny(), tmp_path / "gguf" / "tiny.gguf", WORDS)
+    return write_gguf(small_model(), tmp_path / "gguf" / "tiny.gguf", WORDS)
 
 
 def quietly(path: Path, cache: Path, **options: Any) -> Subject:
@@ -180,7 +180,7 @@ def sharded(folder: Path, place: str = "part") -> Path:
 def test_weights_in_a_subfolder_are_part_of_the_hash(folder: Path, cache: Path) -> None:
     sharded(folder)
     first = load(folder, cache=cache)
-    assert torch.equal(logits(first.model), logits(tiny()))
+    assert torch.equal(logits(first.model), logits(small_model()))
     flip_last_byte(folder / "part" / "b.safetensors")
     assert load(folder, cache=cache).identity.weights_sha256 != first.identity.weights_sha256
 
@@ -213,10 +213,10 @@ def test_files_that_the_index_misses_are_named(folder: Path, cache: Path) -> Non
 
 
 def test_pickles_beside_another_safetensors_file_are_hashed(folder: Path, cache: Path) -> None:
-    torch.save(tiny().state_dict(), folder / "pytorch_model.bin")
+    torch.save(small_model().state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").rename(folder / "adapter.safetensors")
     first = load(folder, allow_pickle=True, cache=cache).identity.weights_sha256
-    torch.save({**tiny().state_dict(), "model.norm.weight": torch.zeros(24)}, folder / "pytorch_model.bin")
+    torch.save({**small_model().state_dict(), "model.norm.weight": torch.zeros(24)}, folder / "pytorch_model.bin")
     assert load(folder, allow_pickle=True, cache=cache).identity.weights_sha256 != first
 
 
@@ -236,7 +236,7 @@ def test_tokenizer_is_part_of_the_identity(spoken: Path, folder: Path, cache: Pa
 
 
 def test_tokenizer_object_is_part_of_the_identity() -> None:
-    words, model = byte_tokenizer(), tiny(vocab_size=300)
+    words, model = byte_tokenizer(), small_model(vocab_size=300)
     first = Subject.of(model, words).identity.tokenizer_sha256
     assert first == Subject.of(model, byte_tokenizer()).identity.tokenizer_sha256
     words.add_tokens(["<new>"])
@@ -400,7 +400,7 @@ def test_kernels_that_a_config_names_are_not_used(key: str, value: object, folde
     edit_config(folder, **{key: value})
     subject = load(folder, cache=cache)
     assert subject.model.config._attn_implementation == "sdpa"
-    assert torch.equal(logits(subject.model), logits(tiny()))
+    assert torch.equal(logits(subject.model), logits(small_model()))
 
 
 def test_configs_inside_a_config_are_disarmed_too() -> None:
@@ -562,7 +562,7 @@ def odd_folder(tmp_path: Path) -> Path:
 
 def test_folder_whose_name_is_no_utf8(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ModelError, match=r"name is not UTF-8[\s\S]*rename the folder"):
-        load(save(tiny(), odd_folder(tmp_path)), cache=cache)
+        load(save(small_model(), odd_folder(tmp_path)), cache=cache)
 
 
 def test_gguf_file_whose_name_is_no_utf8(tmp_path: Path, gguf: Path, cache: Path) -> None:
@@ -575,7 +575,7 @@ def test_gguf_file_whose_name_is_no_utf8(tmp_path: Path, gguf: Path, cache: Path
     assert record.name == r"t\xfe.gguf"
 
 
-@pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2), tiny])
+@pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2), small_model])
 def test_objects_that_are_no_models(model: Any) -> None:
     with pytest.raises(ModelError, match=r"PreTrainedModel[\s\S]*posleak\.load") as caught:
         Subject.of(model)
@@ -584,11 +584,11 @@ def test_objects_that_are_no_models(model: Any) -> None:
 
 def test_object_that_is_no_tokenizer() -> None:
     with pytest.raises(ModelError, match=r"str gpt2|'gpt2'[\s\S]*PreTrainedTokenizerBase"):
-        Subject.of(tiny(), "gpt2")  # type: ignore[arg-type]
+        Subject.of(small_model(), "gpt2")  # type: ignore[arg-type]
 
 
 def test_model_that_cannot_be_described() -> None:
-    model = tiny()
+    model = small_model()
     vars(model.config)["vocab_size"] = "many"
     with pytest.raises(ModelError, match=r"cannot be described[\s\S]*ValueError"):
         Subject.of(model, name="me")
@@ -695,18 +695,18 @@ def ctrl() -> transformers.PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (tiny, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
-        (tiny, {"num_hidden_layers": 1500}, "more layers than the weight files have tensors"),
-        (tiny, {"layer_types": ["full_attention"] * 1500, "num_hidden_layers": 1500}, "more layers than"),
-        (tiny, {"layer_types": ["full_attention"] * 10**6}, "items of layer_types = 1000000"),
-        (tiny, {"notes": "x" * 40_000_000}, r"config\.json is too large"),
-        (tiny, {"eos_token_id": [1] * 10**6}, "items of eos_token_id = 1000000"),
-        (tiny, {"num_labels": 10**9}, "num_labels"),
-        (tiny, {"vocab_size": 10**9}, "a larger model than its files hold"),
-        (tiny, {"vocab_size": 10**7}, "a larger model than its files hold"),
-        (tiny, {"vocab_size": 10**18}, "no model can be built|a larger model"),
-        (tiny, {"intermediate_size": 10**9}, "a larger model than its files hold"),
-        (tiny, {"head_dim": 10**9}, "a larger model than its files hold"),
+        (small_model, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
+        (small_model, {"num_hidden_layers": 1500}, "more layers than the weight files have tensors"),
+        (small_model, {"layer_types": ["full_attention"] * 1500, "num_hidden_layers": 1500}, "more layers than"),
+        (small_model, {"layer_types": ["full_attention"] * 10**6}, "items of layer_types = 1000000"),
+        (small_model, {"notes": "x" * 40_000_000}, r"config\.json is too large"),
+        (small_model, {"eos_token_id": [1] * 10**6}, "items of eos_token_id = 1000000"),
+        (small_model, {"num_labels": 10**9}, "num_labels"),
+        (small_model, {"vocab_size": 10**9}, "a larger model than its files hold"),
+        (small_model, {"vocab_size": 10**7}, "a larger model than its files hold"),
+        (small_model, {"vocab_size": 10**18}, "no model can be built|a larger model"),
+        (small_model, {"intermediate_size": 10**9}, "a larger model than its files hold"),
+        (small_model, {"head_dim": 10**9}, "a larger model than its files hold"),
         (gpt2, {"n_positions": 10**9}, "a larger model than its files hold"),
         (gpt2, {"n_positions": 10**6}, r"wpe\.weight \(64, 24\) for \(1000000, 24\)"),
         (gpt_neo, {"max_position_embeddings": 10**5}, "huge tables"),
@@ -814,7 +814,7 @@ def test_gguf_header_says_what_the_file_holds(gguf: Path) -> None:
     assert header.fields["general.architecture"] == "llama"
     assert header.fields["tokenizer.ggml.tokens"] == 97
     assert {tensor.name: tensor.shape for tensor in header.tensors}["token_embd.weight"] == (24, 97)
-    assert sum(tensor.elements for tensor in header.tensors) == sum(p.numel() for p in tiny().parameters())
+    assert sum(tensor.elements for tensor in header.tensors) == sum(p.numel() for p in small_model().parameters())
 
 
 def safetensors_bytes(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -911,7 +911,7 @@ def test_lock_is_held_by_one_at_a_time(cache: Path) -> None:
 def test_messages_and_names_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _to_stderr("title \x1b]0;x\x07 of a model")
     assert "\x1b" not in capsys.readouterr().err
-    subject = Subject.of(tiny(), name="a\x1b[2Jb\nc\udcff")
+    subject = Subject.of(small_model(), name="a\x1b[2Jb\nc\udcff")
     for text in (subject.identity.short(), repr(subject)):
         assert "\x1b" not in text
         assert "\n" not in text

@@ -24,7 +24,7 @@ from posleak.runs.loop import Passes
 from posleak.runs.measure import measure
 from support.families import VOCAB, tiny
 from support.made_up import made_up
-from support.models_tiny import save, tiny as small
+from support.models_tiny import save, small_model
 from tools.shrink import tiny_model
 
 N, B = 64, 5
@@ -230,7 +230,7 @@ def test_a_measurement_that_is_broken_off_leaves_the_model_alone() -> None:
 
 def test_checkpoints_come_in_the_order_of_training(tmp_path: Path) -> None:
     for step in (900, 1000, 50):
-        save(small(), tmp_path / f"checkpoint-{step}")
+        save(small_model(), tmp_path / f"checkpoint-{step}")
     (tmp_path / "logs").mkdir()
     (tmp_path / "run-7").mkdir()  # no model in it
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-50", "checkpoint-900", "checkpoint-1000"]
@@ -241,8 +241,8 @@ def test_a_folder_without_checkpoints_says_what_was_expected(tmp_path: Path) -> 
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ModelError, match=r"no checkpoints[\s\S]*checkpoint-100"):
             checkpoints(place)
-    save(small(), tmp_path / "step-3")
-    save(small(), tmp_path / "checkpoint-3")
+    save(small_model(), tmp_path / "step-3")
+    save(small_model(), tmp_path / "checkpoint-3")
     with pytest.raises(ModelError, match=r"same step[\s\S]*checkpoint-3 and step-3"):
         checkpoints(tmp_path)
 
@@ -251,7 +251,7 @@ def test_revisions_of_a_hub_cache_are_different_models(tmp_path: Path) -> None:
     repo, commits = tmp_path / "models--some-org--tiny", {"main": "a" * 40, "step100": "b" * 40}
     (repo / "refs").mkdir(parents=True)
     for layers, (name, commit) in enumerate(commits.items(), start=1):
-        save(small(num_hidden_layers=layers), repo / "snapshots" / commit)
+        save(small_model(num_hidden_layers=layers), repo / "snapshots" / commit)
         (repo / "refs" / name).write_text(commit)
     for layers, (name, commit) in enumerate(commits.items(), start=1):
         for revision in (name, commit):
@@ -264,7 +264,7 @@ def test_revisions_of_a_hub_cache_are_different_models(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
-    folder = save(small(num_hidden_layers=2), tmp_path / "my@model")
+    folder = save(small_model(num_hidden_layers=2), tmp_path / "my@model")
     assert load(folder, cache=tmp_path / "cache").identity.layers == 2, "a sign in a path is part of the path"
     for name, options in ((f"{folder}@v1", {}), (str(folder), {"revision": "v1"}), ("zoo-text-rope@v1", {})):
         with pytest.raises(ModelError, match="has no revisions"):

@@ -20,7 +20,7 @@ from posleak.reports.gather import gather
 from posleak.reports.tables import tables
 from posleak.reports.terminal.run import run_tables, trace_layers
 from posleak.runs.run import Run
-from support.runs_tiny import subject
+from support.families import subject
 from tools.shrink import tiny_model
 
 SPEC: dict[str, Any] = {"length": 48, "prompts": 4}

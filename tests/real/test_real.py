@@ -29,7 +29,7 @@ def traced(smollm: Subject) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def run(traced: Trace) -> Run:
+def ordinary(traced: Trace) -> Run:
     return traced.ordinary
 
 
@@ -43,20 +43,20 @@ def layers(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_parts_add_up(run: Run) -> None:
-    assert run.as_dict()["remainder"] < 1e-9
+def test_the_parts_add_up(ordinary: Run) -> None:
+    assert ordinary.as_dict()["remainder"] < 1e-9
 
 
-def test_the_first_layer_has_no_residual_and_a_late_one_has(run: Run) -> None:
-    first, late = layers(run)[0], layers(run)[18]
+def test_the_first_layer_has_no_residual_and_a_late_one_has(ordinary: Run) -> None:
+    first, late = layers(ordinary)[0], layers(ordinary)[18]
     assert first["ci"]["residual"][0] < 0 < first["ci"]["residual"][1]
     assert first["ci"]["mask"][0] > 1, "but it has the mask's"
     assert late["ci"]["residual"][0] > 0.5
     assert late["ci"]["residual"][0] > late["ci"]["mask"][1]
 
 
-def test_the_sink_stabilises_the_mask(run: Run) -> None:
-    late = layers(run)[18]
+def test_the_sink_stabilises_the_mask(ordinary: Run) -> None:
+    late = layers(ordinary)[18]
     assert late["sink_attention"] > 0.3
     assert late["ci"]["mask_without_sink"][0] > 10 * late["ci"]["mask"][1]
 
@@ -72,11 +72,11 @@ def test_one_token_repeated_leaks_through_the_mask_alone(smollm: Subject, dtype:
     assert max(layer["mask"] for layer in layers(found)) > 0.1
 
 
-def test_a_wide_sink_looks_like_a_drift_through_a_narrow_origin(smollm: Subject, run: Run) -> None:
+def test_a_wide_sink_looks_like_a_drift_through_a_narrow_origin(smollm: Subject, ordinary: Run) -> None:
     """Positions 1 to 3 are sinks of layer 3 too. With an origin of one token drift and sink nearly cancel there."""
     with pytest.warns(PosleakWarning, match="the origin of 1 token is too narrow in layers .*3"):
         narrow = pl.measure(smollm, length=256, prompts=16, seed=0, origin=1)
-    through, wide = layers(narrow)[3], layers(run)[3]
+    through, wide = layers(narrow)[3], layers(ordinary)[3]
     assert min(through["drift"], through["sink"]) > 2
     assert through["residual"] < through["drift"] / 2
     assert max(wide["drift"], wide["sink"]) < 3

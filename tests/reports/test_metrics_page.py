@@ -31,7 +31,8 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show import numbers
-from support.report_tiny import HOSTILE, NAME, browser, measured, opened, subject
+from support.families import subject
+from support.report_tiny import HOSTILE, NAME, browser, measured, opened
 from tools import metric_docs
 from tools.markdown import read_part
 
@@ -56,7 +57,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path) -> Run:
+def metrics_run(folder: Path) -> Run:
     """Loaded anew, since tests plant numbers in it."""
     return Run.load(folder)
 
@@ -79,22 +80,22 @@ def test_the_section_is_there_only_if_a_run_has_metrics(folder: Path, plain: Pat
     assert both.count('data-go="metrics"') == 1
 
 
-def test_the_table_has_the_runs_numbers(run: Run) -> None:
-    found, _ = gather([run])
+def test_the_table_has_the_runs_numbers(metrics_run: Run) -> None:
+    found, _ = gather([metrics_run])
     shown = section(Page.of(found).html())
-    assert run.metrics is not None
-    assert len(run.metrics.rows) > 30
-    for row in run.metrics.rows:
+    assert metrics_run.metrics is not None
+    assert len(metrics_run.metrics.rows) > 30
+    for row in metrics_run.metrics.rows:
         line = words(shown.partition(f'data-metric="{row.metric.id}"')[2].partition("</tr>")[0])
         value, ends = numbers.shown(row.value.value, row.metric.unit), numbers.interval(row.value, row.metric.unit)
         for text in (value, ends, str(row.value.n), row.metric.definition, row.metric.source, row.metric.published):
             assert text in line, (row.metric.id, text)
 
 
-def test_frames_and_states_have_the_runs_numbers(run: Run) -> None:
-    (shown,), _ = gather([run])
+def test_frames_and_states_have_the_runs_numbers(metrics_run: Run) -> None:
+    (shown,), _ = gather([metrics_run])
     page = Page.of([shown])
-    figures, metrics = page.runs[0].data["figures"], run.metrics
+    figures, metrics = page.runs[0].data["figures"], metrics_run.metrics
     assert metrics is not None
     bars = {trace["name"]: trace for trace in figures["frames"]["data"]}
     for name, kind in (("centralized", "centralized"), ("none", "no_frame")):
@@ -127,14 +128,14 @@ def test_the_maps_and_their_tables_have_the_agreement(folder: Path) -> None:
                 assert np.isnan(cells[y]).all()
 
 
-def test_every_text_of_a_metric_is_escaped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_text_of_a_metric_is_escaped(metrics_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     strange = replace(
         BY_ID["entropy_position"], title=HOSTILE, definition=HOSTILE, source=HOSTILE, blind=HOSTILE, published=HOSTILE
     )
     listed = tuple(strange if each.id == strange.id else each for each in CATALOGUE)
     monkeypatch.setattr(table, "CATALOGUE", listed)
     monkeypatch.setitem(BY_ID, strange.id, strange)
-    found, _ = gather([run])
+    found, _ = gather([metrics_run])
     page = Page.of(found).html()
     assert HOSTILE not in page
     assert section(page).count(html.escape(HOSTILE)) == 7
@@ -142,13 +143,13 @@ def test_every_text_of_a_metric_is_escaped(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_metrics_that_cannot_be_shown_do_not_take_the_run_away(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    metrics_run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def broken(*_: Any) -> None:
         raise ValueError("no such depth")
 
     monkeypatch.setattr(related, "agreement", broken)
-    pl.report(run, tmp_path / "page.html", assets=tmp_path / "a")
+    pl.report(metrics_run, tmp_path / "page.html", assets=tmp_path / "a")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert section(page) == ""
     assert "ValueError: no such depth" in words(page)
@@ -187,10 +188,10 @@ def planted(run: Run, **heads: Any) -> Run:
     return Run(run.record, run.data.assign(arrays), run.path)
 
 
-def test_a_metric_that_is_the_mask_agrees_with_it(run: Run) -> None:
+def test_a_metric_that_is_the_mask_agrees_with_it(metrics_run: Run) -> None:
     """As far as two halves of the prompts agree about the mask."""
-    mask = run.summary.heads["all"].power["mask"].value
-    found = agreements(planted(run, entropy_position=mask**3, entropy_spectrum=-mask))["heads"]
+    mask = metrics_run.summary.heads["all"].power["mask"].value
+    found = agreements(planted(metrics_run, entropy_position=mask**3, entropy_spectrum=-mask))["heads"]
     at = found.columns.index("mask")
     up, down = (found.rows.index(name) for name in ("entropy_position", "entropy_spectrum"))
     assert found.rho[up, at] > 0.6
@@ -204,9 +205,9 @@ def test_a_metric_that_is_the_mask_agrees_with_it(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["delta_r2", "shift_own"])
-def test_what_cannot_see_the_mask_is_never_said_to_see_it(name: str, run: Run) -> None:
-    mask = run.summary.heads["all"].power["mask"].value
-    found = {each.metric: each for each in alignments(agreements(planted(run, **{name: mask}))["heads"])}[name]
+def test_what_cannot_see_the_mask_is_never_said_to_see_it(name: str, metrics_run: Run) -> None:
+    mask = metrics_run.summary.heads["all"].power["mask"].value
+    found = {each.metric: each for each in alignments(agreements(planted(metrics_run, **{name: mask}))["heads"])}[name]
     assert not found.sees_mask
     assert found.family is not Family.MASK
     assert Family.MASK not in found.strongest
@@ -230,27 +231,27 @@ def test_agreement_is_scipys_and_its_interval_leaves_out_layers() -> None:
     assert found.high[0, at] == pytest.approx(np.tanh(np.arctanh(expected) + reach))
 
 
-def test_what_has_nothing_to_rank_is_left_out(run: Run) -> None:
-    shape = run.summary.heads["all"].power["total"].value.shape
-    found = agreements(planted(run, selectivity=np.full(shape, np.nan)))
+def test_what_has_nothing_to_rank_is_left_out(metrics_run: Run) -> None:
+    shape = metrics_run.summary.heads["all"].power["total"].value.shape
+    found = agreements(planted(metrics_run, selectivity=np.full(shape, np.nan)))
     assert not set(TWICE) & {*found["heads"].rows, *found["layers"].rows}
-    assert run.metrics is not None
-    assert set(TWICE) <= set(run.metrics.heads)
+    assert metrics_run.metrics is not None
+    assert set(TWICE) <= set(metrics_run.metrics.heads)
     assert "selectivity" not in found["heads"].rows
     assert found["heads"].n == LAYERS * HEADS
     assert set(STATES) < set(found["layers"].rows)
 
 
-def test_states_are_compared_with_the_layer_that_reads_them(run: Run) -> None:
+def test_states_are_compared_with_the_layer_that_reads_them(metrics_run: Run) -> None:
     """Planted: what is at depth d is what layer d has."""
     values = np.array([3.0, 1.0, 5.0, 0.0, 4.0, 2.0])[:LAYERS]
-    with_layers = planted(run, fiedler=values, probe_error=np.append(values, 9.0))
+    with_layers = planted(metrics_run, fiedler=values, probe_error=np.append(values, 9.0))
     found = agreements(with_layers)["layers"]
     assert found.rho[found.rows.index("probe_error"), found.columns.index("fiedler")] == pytest.approx(1.0)
 
 
-def test_rows_are_grouped_by_what_they_look_at(run: Run) -> None:
-    for found in agreements(run).values():
+def test_rows_are_grouped_by_what_they_look_at(metrics_run: Run) -> None:
+    for found in agreements(metrics_run).values():
         order = [BY_ID[name].looks for name in found.rows]
         assert order == sorted(order, key=list(Looks).index)
     assert grouped(("toeplitz", "star")) == [Looks.LOGITS, "toeplitz", Looks.ATTENTION, "star"]

@@ -27,9 +27,9 @@ from posleak.leakage import by_head
 from posleak.probe import Call, Edit
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from support.families import tiny
-from support.inputs_subject import byte_tokenizer, subject as reader, word_tokenizer
-from support.runs_tiny import assert_same_bits, files, subject
+from support.families import subject, tiny
+from support.inputs_subject import byte_tokenizer, stub_subject, word_tokenizer
+from support.runs_tiny import assert_same_bits, files
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 5, "batch": 2, "seed": 3}
 LAYERS, BATCHES = 3, 3
@@ -47,12 +47,7 @@ def given() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def llama() -> pl.Subject:
-    return subject()
-
-
-@pytest.fixture(scope="module")
-def run(llama: pl.Subject) -> Run:
+def unsaved_run(llama: pl.Subject) -> Run:
     return pl.measure(llama, **SMALL)
 
 
@@ -60,13 +55,13 @@ def run(llama: pl.Subject) -> Run:
 
 
 def test_a_model_in_memory_and_a_name_are_subjects(
-    run: Run, llama: pl.Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unsaved_run: Run, llama: pl.Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("POSLEAK_CACHE", str(tmp_path / "cache"))
-    assert_same_bits(pl.measure(llama.model, **SMALL), run)
-    llama.model.save_pretrained(str(tmp_path / "model"))
+    assert_same_bits(pl.measure(llama.model, **SMALL), unsaved_run)
+    tiny("llama").save_pretrained(str(tmp_path / "model"))  # saving changes the config
     for name in (tmp_path / "model", str(tmp_path / "model")):
-        assert_same_bits(pl.measure(name, **SMALL), run)
+        assert_same_bits(pl.measure(name, **SMALL), unsaved_run)
     assert pl.doctor(llama.model, short=True).ok
     assert pl.origin(llama.model, length=48, prompts=3, tokens=20).prompts == 3
 
@@ -146,11 +141,11 @@ def test_prompts_that_cannot_be_meant_are_refused_with_the_remedy(
 def test_the_name_of_a_file_is_not_read_as_a_text(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("w1 w2")
     with pytest.raises(InputError, match="file name"):
-        read_given(reader(word_tokenizer()), str(tmp_path / "book.txt"))
+        read_given(stub_subject(word_tokenizer()), str(tmp_path / "book.txt"))
 
 
 def test_texts_are_read_after_one_bos() -> None:
-    who = reader(word_tokenizer(prepend="<s>"))
+    who = stub_subject(word_tokenizer(prepend="<s>"))
     found = read_given(who, ["w0 w1 w2", "<s> w3 w4"], length=3)
     assert (found.kind, found.table.tolist()) == ("texts", [[1, 9, 10], [1, 12, 13]])
     prompts = prepare(who, found, length=3, seed=0)
@@ -166,7 +161,7 @@ def test_texts_are_read_after_one_bos() -> None:
 
 
 def test_words_of_sources_inside_a_list_are_texts() -> None:
-    assert read_given(reader(word_tokenizer()), ["random"], bos="none").kind == "texts"
+    assert read_given(stub_subject(word_tokenizer()), ["random"], bos="none").kind == "texts"
 
 
 TEMPLATE = (
@@ -176,7 +171,7 @@ TEMPLATE = (
 
 
 def test_chats_are_written_by_the_template_alone() -> None:
-    who = reader(word_tokenizer(prepend="<s>"))
+    who = stub_subject(word_tokenizer(prepend="<s>"))
     chat = [{"role": "w7", "content": "w0 w1"}, {"role": "w8", "content": "w2"}]
     with pytest.raises(InputError, match=r"the tokenizer has none\n  remedy: set tokenizer\.chat_template"):
         read_given(who, chat)
@@ -207,12 +202,12 @@ def test_texts_are_measured_as_their_ids_are() -> None:
 
 def test_the_warning_counts_the_places_that_are_alike() -> None:
     table = np.array([[1, 5, 6, 7], [2, 5, 8, 7], [3, 5, 6, 7]])
-    prompts = prepare(reader(), GivenPrompts.of_ids(table), length=4, seed=0)
+    prompts = prepare(stub_subject(), GivenPrompts.of_ids(table), length=4, seed=0)
     assert "2 of the 3 positions" in str(prompts.caution)
-    assert prepare(reader(), "random", length=4, seed=0).caution is None
-    other = prepare(reader(), table[:, ::-1], length=4, seed=0)
+    assert prepare(stub_subject(), "random", length=4, seed=0).caution is None
+    other = prepare(stub_subject(), table[:, ::-1], length=4, seed=0)
     assert (prompts.policy, other.policy) == ("none", 7)
-    assert prepare(reader(), "random", length=4, seed=0).policy == "auto"
+    assert prepare(stub_subject(), "random", length=4, seed=0).policy == "auto"
 
 
 def test_given_prompts_are_traced_and_tested_as_they_stand(llama: pl.Subject) -> None:
@@ -327,9 +322,9 @@ def test_an_own_edit_that_shows_the_future_is_refused(llama: pl.Subject) -> None
         pl.measure(llama, **SMALL, edits=future)
 
 
-def test_observers_see_every_call_of_every_batch_after_edits(llama: pl.Subject, run: Run) -> None:
+def test_observers_see_every_call_of_every_batch_after_edits(llama: pl.Subject, unsaved_run: Run) -> None:
     plain, edited = Seen(), Seen()
-    assert_same_bits(pl.measure(llama, **SMALL, observers=plain), run)
+    assert_same_bits(pl.measure(llama, **SMALL, observers=plain), unsaved_run)
     pl.measure(llama, **SMALL, edits=Halved(), observers=[edited])
     order = [(layer, size) for size in (2, 2, 1) for layer in range(LAYERS)]
     assert [call[:2] for call in plain.calls] == [call[:2] for call in edited.calls] == order
@@ -352,35 +347,35 @@ def test_observers_are_not_passed_by(llama: pl.Subject, tmp_path: Path) -> None:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_saved_as_out_writes_it(run: Run, llama: pl.Subject, tmp_path: Path) -> None:
-    saved = run.save(tmp_path / "saved")
+def test_a_run_is_saved_as_out_writes_it(unsaved_run: Run, llama: pl.Subject, tmp_path: Path) -> None:
+    saved = unsaved_run.save(tmp_path / "saved")
     written = pl.measure(llama, **SMALL, out=tmp_path / "out")
     assert files(tmp_path / "saved") == files(tmp_path / "out")
     assert_same_bits(saved, written)
     assert saved.record.files.keys() == written.record.files.keys()
     loaded = Run.load(tmp_path / "saved")
-    assert_same_bits(loaded, run)
+    assert_same_bits(loaded, unsaved_run)
     assert loaded.record == replace(written.record, created=loaded.record.created, finished=loaded.record.finished,
                                     files=loaded.record.files)  # fmt: skip
-    assert run.path is None
+    assert unsaved_run.path is None
     assert pl.measure(llama, **SMALL, out=tmp_path / "saved").path == tmp_path / "saved"
 
 
-def test_an_occupied_folder_is_refused(run: Run, tmp_path: Path) -> None:
-    run.save(tmp_path / "run")
+def test_an_occupied_folder_is_refused(unsaved_run: Run, tmp_path: Path) -> None:
+    unsaved_run.save(tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()
     with pytest.raises(RunError, match="the folder has a run already"):
-        run.save(tmp_path / "run")
+        unsaved_run.save(tmp_path / "run")
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.nc").write_text("mine")
     with pytest.raises(RunError, match=r"no run\.json[\s\S]*results\.nc"):
-        run.save(tmp_path / "other")
+        unsaved_run.save(tmp_path / "other")
     assert (tmp_path / "other" / "results.nc").read_text() == "mine"
 
 
-def test_heads_are_ranked_by_unbiased_power(run: Run, tmp_path: Path) -> None:
-    table, power = run.heads, run.summary.heads["all"].power
+def test_heads_are_ranked_by_unbiased_power(unsaved_run: Run, tmp_path: Path) -> None:
+    table, power = unsaved_run.heads, unsaved_run.summary.heads["all"].power
     assert len(table) == power["total"].value.size
     assert (np.diff(table["total"]) <= 0).all()
     for row in table.itertuples():
@@ -388,25 +383,25 @@ def test_heads_are_ranked_by_unbiased_power(run: Run, tmp_path: Path) -> None:
             cell = power[name][row.layer, row.head]
             found = (getattr(row, name), getattr(row, f"{name}_low"), getattr(row, f"{name}_high"))
             assert found == (cell.value, cell.low, cell.high)
-        assert row.sink_attention == run.summary.sink_attention[row.layer, row.head].value
+        assert row.sink_attention == unsaved_run.summary.sink_attention[row.layer, row.head].value
         assert row.n == SMALL["prompts"]
-    run.save(tmp_path / "run")
+    unsaved_run.save(tmp_path / "run")
     stored = pq.read_table(tmp_path / "run" / "heads.parquet").to_pandas()
     chosen = stored[(stored["component"] == "total") & (stored["quantity"] == "power") & (stored["queries"] == "all")]
     assert sorted(chosen["value"], reverse=True) == table["total"].tolist()
     assert table.attrs["units"]["total"] == "nats²"
 
 
-def test_heads_that_do_not_exist_have_no_row(run: Run) -> None:
-    profile = replace(run.summary.profile, value=run.summary.profile.value.copy())
+def test_heads_that_do_not_exist_have_no_row(unsaved_run: Run) -> None:
+    profile = replace(unsaved_run.summary.profile, value=unsaved_run.summary.profile.value.copy())
     profile.value[1, 2] = np.nan  # as in a layer with two heads beside layers with three
-    found = by_head(replace(run.summary, profile=profile))
-    assert len(found) == len(run.heads) - 1
+    found = by_head(replace(unsaved_run.summary, profile=profile))
+    assert len(found) == len(unsaved_run.heads) - 1
     assert not ((found["layer"] == 1) & (found["head"] == 2)).any()
 
 
-def test_split_keeps_the_noise_or_the_prompts(run: Run) -> None:
-    parts, each = pl.split(run), pl.split(run, prompts=True)
+def test_split_keeps_the_noise_or_the_prompts(unsaved_run: Run) -> None:
+    parts, each = pl.split(unsaved_run), pl.split(unsaved_run, prompts=True)
     assert each.dims == ("component", "prompt", "layer", "head", "query", "offset")
     assert np.array_equal(each.mean("prompt").values, parts.values, equal_nan=True)
     errors = each.values.std(axis=1, ddof=1) / SMALL["prompts"] ** 0.5
@@ -418,8 +413,8 @@ def test_split_keeps_the_noise_or_the_prompts(run: Run) -> None:
     assert np.isnan(pl.split(one)["se"]).all()
 
 
-def test_pictures_are_shown_and_saved(run: Run, tmp_path: Path) -> None:
-    picture = run.plot()
+def test_pictures_are_shown_and_saved(unsaved_run: Run, tmp_path: Path) -> None:
+    picture = unsaved_run.plot()
     shown = picture._repr_html_()
     assert shown.startswith("<svg")
     assert all(name in shown for name in ("tiny-llama", "mask", "drift", "sink", "attention to position 0"))
@@ -429,19 +424,20 @@ def test_pictures_are_shown_and_saved(run: Run, tmp_path: Path) -> None:
         picture.save(tmp_path / "a.txt")
 
 
-def test_results_print_themselves_in_a_line(run: Run, llama: pl.Subject, tmp_path: Path) -> None:
-    low, high = (float(getattr(run.summary.model["all"].power["total"], end)) for end in ("low", "high"))
-    assert repr(run).startswith("Run(tiny-llama: 5 prompts of 48 tokens, random; total ")
+def test_results_print_themselves_in_a_line(unsaved_run: Run, llama: pl.Subject, tmp_path: Path) -> None:
+    low, high = (float(getattr(unsaved_run.summary.model["all"].power["total"], end)) for end in ("low", "high"))
+    assert repr(unsaved_run).startswith("Run(tiny-llama: 5 prompts of 48 tokens, random; total ")
     assert low < high
-    assert "…" in repr(run)
-    assert repr(run).endswith(" nats²; in memory)")
-    assert repr(run.save(tmp_path / "here")).endswith(f"{tmp_path / 'here'})")
+    assert "…" in repr(unsaved_run)
+    assert repr(unsaved_run).endswith(" nats²; in memory)")
+    assert repr(unsaved_run.save(tmp_path / "here")).endswith(f"{tmp_path / 'here'})")
     traced = pl.trace(llama, length=48, prompts=4)
     assert "earlier " in repr(traced)
     assert traced.plot()._repr_html_().count("by source") == 1
-    found = [run, traced, pl.doctor(llama, short=True), pl.origin(llama, length=48, prompts=3, tokens=20), llama]
-    found += [run.plot(), ClaimsRun(run, ()), pl.compare([run, run])]
-    for each in found:
+    results = [unsaved_run, traced, llama, pl.doctor(llama, short=True)]
+    results.append(pl.origin(llama, length=48, prompts=3, tokens=20))
+    results += [unsaved_run.plot(), ClaimsRun(unsaved_run, ()), pl.compare([unsaved_run, unsaved_run])]
+    for each in results:
         assert "\n" not in repr(each)
         assert len(repr(each)) < 250
         assert repr(each).startswith(f"{type(each).__name__}(")

@@ -42,8 +42,8 @@ from posleak.runs.spec import MeasureSpec
 from posleak.show.colours import power_range
 from posleak.show.numbers import effect, estimate, interval, number, percent
 from posleak.show.words import lead
-from support.families import tiny
-from support.report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, subject, traced
+from support.families import subject, tiny
+from support.report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced
 from support.runs_tiny import sealed
 
 

@@ -33,13 +33,13 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hostile_run(tmp_path_factory.mktemp("page") / "run")
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> Path:
-    return pl.report(run, run.parent / "page.html")
+def page(hostile_folder: Path) -> Path:
+    return pl.report(hostile_folder, hostile_folder.parent / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +183,11 @@ def test_the_map_of_heads_shows_sources_too(chromium: Any, traced_page: Path, tr
     assert opened(chromium, traced_page, "#component=sink&quantity=share").errors == []
 
 
-def test_every_claim_has_its_verdict(chromium: Any, page: Path, run: Path) -> None:
+def test_every_claim_has_its_verdict(chromium: Any, page: Path, hostile_folder: Path) -> None:
     seen = opened(chromium, page).page
-    assert seen.locator(".verdicts li").count() == len(json.loads((run / "claims.json").read_text())["claims"])
+    assert seen.locator(".verdicts li").count() == len(
+        json.loads((hostile_folder / "claims.json").read_text())["claims"]
+    )
 
 
 def test_a_head_is_chosen_by_click_and_by_keyboard(chromium: Any, page: Path) -> None:
@@ -302,12 +304,12 @@ def test_text_is_readable_in_light_and_dark(chromium: Any, page: Path, scheme: s
     assert luminance(seen.evaluate(colour.format("backgroundColor"), "body")) > 0.5 or scheme == "light"
 
 
-def test_every_number_is_the_parquets(chromium: Any, page: Path, run: Path) -> None:
+def test_every_number_is_the_parquets(chromium: Any, page: Path, hostile_folder: Path) -> None:
     heads = embedded(page)["runs"][0]["heads"]
     layers, count = heads["shape"]
     numbers = np.frombuffer(base64.b64decode(heads["numbers"]), dtype="<f8").reshape(-1, layers, count, 3)
     columns = [tuple(column) for column in heads["columns"]]
-    rows = pq.read_table(run / "heads.parquet").to_pylist()
+    rows = pq.read_table(hostile_folder / "heads.parquet").to_pylist()
     assert len(rows) == sum(column[2] not in SOURCES for column in columns) * layers * count
     for row in rows:
         at = columns.index((row["queries"], row["quantity"], row["component"]))
@@ -324,8 +326,8 @@ def test_every_number_is_the_parquets(chromium: Any, page: Path, run: Path) -> N
             assert value == pytest.approx(row["value"], rel=0.06)
 
 
-def test_curves_and_depth_are_the_runs(page: Path, run: Path) -> None:
-    data, stored = embedded(page)["runs"][0], Run.load(run)
+def test_curves_and_depth_are_the_runs(page: Path, hostile_folder: Path) -> None:
+    data, stored = embedded(page)["runs"][0], Run.load(hostile_folder)
     lines = [trace for trace in data["figures"]["both-all"]["data"] if "name" in trace and trace.get("yaxis") == "y2"]
     assert {trace["name"] for trace in lines} == {"total", "mask", "drift", "sink"}
     for trace in lines:
@@ -340,8 +342,8 @@ def test_curves_and_depth_are_the_runs(page: Path, run: Path) -> None:
     np.testing.assert_allclose(mean[:, :, 0], expected.values, rtol=1e-5)
 
 
-def test_logits_of_the_head_panel_are_the_runs(page: Path, run: Path) -> None:
-    data, stored = embedded(page)["runs"][0], Run.load(run).data
+def test_logits_of_the_head_panel_are_the_runs(page: Path, hostile_folder: Path) -> None:
+    data, stored = embedded(page)["runs"][0], Run.load(hostile_folder).data
     shape = stored.sizes["layer"], stored.sizes["head"], 3, stored.sizes["offset"]
     late, early = (
         np.frombuffer(base64.b64decode(data["curves"][name]), dtype="<f4").reshape(shape)[:, :, 0]

@@ -56,16 +56,16 @@ WIDE, WIDTHS = 200, (120, 80, 60, 40, 30)
 
 
 @cache
-def subject() -> Subject:
+def sink_subject() -> Subject:
     return Subject.of(with_sink(), name="tiny [bold]sink")
 
 
 @cache
 def source() -> Trace:
-    return traced(Conditions(subject(), MeasureSpec(length=64, prompts=8)), by_layer=True)
+    return traced(Conditions(sink_subject(), MeasureSpec(length=64, prompts=8)), by_layer=True)
 
 
-def run() -> Run:
+def ordinary_run() -> Run:
     return source().ordinary
 
 
@@ -76,7 +76,8 @@ def of_claims() -> list[RenderableType]:
     chosen = {paper: zip(registry(paper), found, strict=False) for paper in ("position", "sinks")}
     results = {paper: [ClaimResult.about(*each) for each in some] for paper, some in chosen.items()}
     several = tuple(result for some in results.values() for result in some)
-    return [item for some in (tuple(results["position"]), several) for item in claims_tables(ClaimsRun(run(), some))]
+    selections = (tuple(results["position"]), several)
+    return [item for some in selections for item in claims_tables(ClaimsRun(ordinary_run(), some))]
 
 
 def of_doctor() -> list[RenderableType]:
@@ -85,7 +86,7 @@ def of_doctor() -> list[RenderableType]:
         Check("law.L2", math.nan, 0.05, "nats", "one token everywhere leaks through the mask only"),
         Check("floor.bfloat16", 0.0123, None, "nats²", "power that rounding alone makes"),
     )
-    return list(doctor_tables(Diagnosis("tiny-llama", 96, 12, run().record.calibration, checks)))
+    return list(doctor_tables(Diagnosis("tiny-llama", 96, 12, ordinary_run().record.calibration, checks)))
 
 
 def of_balance() -> list[RenderableType]:
@@ -94,7 +95,7 @@ def of_balance() -> list[RenderableType]:
         MeasureSpec(edits=parse_edits("window=16"), length=64),
     )
     removed = {"residual, all": Estimate(np.asarray(0.123), np.asarray(-0.456), np.asarray(0.789), 8)}
-    balance = Balance.of(run())
+    balance = Balance.of(ordinary_run())
     rows = [
         BalanceRow(cell, "run", "float32", None, balance, {}),
         BalanceRow(replace(cell, spec=spec), "run", "float32", None, balance, removed),
@@ -124,7 +125,7 @@ def of_bench() -> list[RenderableType]:
         Timed("transformer-lens", 8192, 1, error="not enough memory: it needs 34.5 GB, the machine has 15.9 GB free"),
     ]
     machine = {"processor": "a processor with 2 cores at 2.40 GHz", "threads": 2}
-    return [bench_table(Benchmark(run().record.identity, results, machine))]
+    return [bench_table(Benchmark(ordinary_run().record.identity, results, machine))]
 
 
 def of_profile() -> list[RenderableType]:
@@ -137,21 +138,21 @@ def of_profile() -> list[RenderableType]:
 
 
 def of_advice() -> list[RenderableType]:
-    found = advise(subject(), "random", groups=["rope", "scale"], edits="shift=0", length=64, prompts=4)
+    found = advise(sink_subject(), "random", groups=["rope", "scale"], edits="shift=0", length=64, prompts=4)
     return list(advice_tables(found))
 
 
 KINDS: dict[str, Callable[[], list[RenderableType]]] = {
-    "measure": lambda: list(run_tables(run())),
+    "measure": lambda: list(run_tables(ordinary_run())),
     "trace": lambda: list(trace_tables(source())),
     "claims": of_claims,
-    "origin": lambda: list(origin_tables(origin(subject(), length=64, prompts=4, tokens=40))),
+    "origin": lambda: list(origin_tables(origin(sink_subject(), length=64, prompts=4, tokens=40))),
     "doctor": of_doctor,
     "models": lambda: list(models_tables(builtin.list_models())),
     "advise": of_advice,
     "balance": of_balance,
     "sweep": of_sweep,
-    "compare": lambda: [as_table(compare([run(), source().borrowed]))],
+    "compare": lambda: [as_table(compare([ordinary_run(), source().borrowed]))],
     "bench": of_bench,
     "profile": of_profile,
 }

@@ -40,7 +40,7 @@ IDS = np.random.default_rng(3).integers(3, 101, (2, N))
 
 
 @pytest.fixture(scope="module")
-def llama() -> Subject:
+def soft_llama() -> Subject:
     """Contestants multiply in another order, and very sharp logits would make much of it."""
     return Subject.of(tiny("llama", scale=3), byte_tokenizer(), name="tiny-llama")
 
@@ -61,7 +61,7 @@ def test_eager_attention_gives_the_same_statistics(family: str) -> None:
     assert llama.model.config._attn_implementation == "sdpa"
 
 
-def test_scores_give_the_total_and_drift(llama: Subject) -> None:
+def test_scores_give_the_total_and_drift(soft_llama: Subject) -> None:
     """Of rows as TransformerLens caches them: hidden keys at the dtype's lowest number, windows included."""
     windowed = Subject.of(tiny("gemma3_text", scale=3), name="gemma")
     scores: list[Tensor] = []
@@ -72,7 +72,7 @@ def test_scores_give_the_total_and_drift(llama: Subject) -> None:
             lowest = torch.finfo(torch.float32).min
             scores.append(call.logits(rows).masked_fill(~call.visibility.rows(rows), lowest))
 
-    for subject in (llama, windowed):
+    for subject in (soft_llama, windowed):
         scores.clear()
         with attach(subject.model, [Look()]) as probe:
             probe.forward(torch.from_numpy(IDS))
@@ -83,19 +83,19 @@ def test_scores_give_the_total_and_drift(llama: Subject) -> None:
 
 
 @pytest.mark.parametrize("name", ["TransformerLens", "nnsight"])
-def test_the_peers_give_the_same_statistics(llama: Subject, name: str) -> None:
+def test_the_peers_give_the_same_statistics(soft_llama: Subject, name: str) -> None:
     if case(name).missing:
         pytest.skip(f"{case(name).package} is not installed (pip install 'posleak[bench]')")
-    assert statistics_of(llama, name).max_difference(statistics_of(llama, "posleak")) < 1e-4
+    assert statistics_of(soft_llama, name).max_difference(statistics_of(soft_llama, "posleak")) < 1e-4
 
 
 def test_a_case_that_computes_something_else_stops_the_benchmark(
-    llama: Subject, monkeypatch: pytest.MonkeyPatch
+    soft_llama: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = replace(case("eager"), make=lambda subject, plan, ids: case("posleak sink=cut").make(subject, plan, ids))
     monkeypatch.setattr("benchmarks.runner.CASES", (case("forward"), case("posleak"), wrong))
     with pytest.raises(CheckError, match="posleak") as error:
-        bench(llama, lengths=(N,), repeats=1)
+        bench(soft_llama, lengths=(N,), repeats=1)
     assert "eager, 64 tokens" in str(error.value)
 
 
@@ -122,8 +122,8 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert ratios([4.0, None, 9.0], [1.0, 5.0, 3.0]) == Spread(3.5, 3, 4, 2)
 
 
-def test_the_results_are_a_table_of_cases(llama: Subject) -> None:
-    rows = bench(llama, lengths=(N, 96), names=("posleak", "eager"), repeats=2, peers_up_to=N).as_dict()["cases"]
+def test_the_results_are_a_table_of_cases(soft_llama: Subject) -> None:
+    rows = bench(soft_llama, lengths=(N, 96), names=("posleak", "eager"), repeats=2, peers_up_to=N).as_dict()["cases"]
     assert [(row["name"], row["length"]) for row in rows] == [
         ("forward", N), ("posleak", N), ("eager", N), ("forward", 96), ("posleak", 96),
     ]  # fmt: skip
@@ -136,13 +136,13 @@ def test_the_results_are_a_table_of_cases(llama: Subject) -> None:
     assert rows[1]["planned_mb"] > 0
 
 
-def test_a_case_that_cannot_run_says_so_and_the_others_go_on(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_cannot_run_does_not_stop_the_others(soft_llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(**task: Any) -> dict[str, Any]:
         return {"error": "needs more memory"} if task["case"] == "eager" else {"peak_mb": 5.0}
 
     monkeypatch.setattr("benchmarks.runner.peak_in_own_process", measured)
     reload = {"model": "m", "loading": {}}
-    rows = bench(llama, lengths=(N,), names=("posleak", "eager"), repeats=1, reload=reload).as_dict()["cases"]
+    rows = bench(soft_llama, lengths=(N,), names=("posleak", "eager"), repeats=1, reload=reload).as_dict()["cases"]
     by_name = {row["name"]: row for row in rows}
     assert by_name["eager"]["seconds"] is None
     assert by_name["eager"]["error"] == "needs more memory"

@@ -27,8 +27,8 @@ from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.typed import plain
 from support.documented import FREE, documented, expanded, produced
-from support.families import tiny
-from support.runs_tiny import SPEC, subject
+from support.families import subject, tiny
+from support.runs_tiny import SPEC
 from support.sweep_tiny import SMALL, Here
 from tools import cli_docs, edit_docs
 from tools.api_docs import parse_docstring

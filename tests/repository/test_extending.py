@@ -24,7 +24,7 @@ from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.metrics import catalogue
 from posleak.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, load_plugins
-from support.families import tiny
+from support.families import subject, tiny
 from support.runs_tiny import assert_same_bits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -66,8 +66,8 @@ def plugins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def subject() -> pl.Subject:
-    return pl.Subject.of(tiny("llama", scale=3.0), name="tiny")
+def soft_llama() -> pl.Subject:
+    return subject(name="tiny", scale=3.0)
 
 
 def power(run: pl.Run, name: str = "total") -> float:
@@ -84,7 +84,7 @@ def test_the_page_has_one_short_module_of_each_kind() -> None:
 def test_every_snippet_runs(
     snippet: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pl, "load", lambda name: subject())
+    monkeypatch.setattr(pl, "load", lambda name: soft_llama())
     exec(snippet, {})
     assert capsys.readouterr().out
 
@@ -122,18 +122,18 @@ def test_the_meter_leaves_the_distances_of_the_models_own_attention(plugins: Pat
 
 
 def test_the_edit_changes_the_numbers_as_weaker_queries_do(plugins: Path) -> None:
-    weaker = subject()
+    weaker = soft_llama()
     for name, parameter in weaker.model.named_parameters():
         if "q_proj" in name:
             parameter.mul_(0.5)
-    edited = pl.measure(subject(), **SMALL, edits=["temperature=2"])
+    edited = pl.measure(soft_llama(), **SMALL, edits=["temperature=2"])
     assert edited.record.spec.edit_texts == ("temperature=2.0",)
     assert power(edited) == pytest.approx(power(pl.measure(weaker, **SMALL)), rel=1e-5)
-    assert abs(power(edited) / power(pl.measure(subject(), **SMALL)) - 1) > 0.05
+    assert abs(power(edited) / power(pl.measure(soft_llama(), **SMALL)) - 1) > 0.05
 
 
 def test_the_edits_neutral_value_changes_no_bit(plugins: Path) -> None:
-    plain, neutral = (pl.measure(subject(), **SMALL, edits=texts) for texts in ((), ("temperature=1",)))
+    plain, neutral = (pl.measure(soft_llama(), **SMALL, edits=texts) for texts in ((), ("temperature=1",)))
     assert_same_bits(plain, neutral)
 
 
@@ -149,13 +149,13 @@ def test_the_edit_is_parsed_and_refused_like_any_other(plugins: Path) -> None:
 
 
 def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None:
-    claims = pl.claims(subject(), length=64, prompts=16, out=plugins / "run")
+    claims = pl.claims(soft_llama(), length=64, prompts=16, out=plugins / "run")
     mine = claims.results[-1]
     assert (mine.number, mine.id) == (100, "softer.mask")
     assert len(claims.results) == len(registry()) > 20
     assert mine.verdict in (Verdict.SUPPORTED, Verdict.CONTRADICTED)
     assert mine.edited is not None
-    after = pl.measure(subject(), length=64, prompts=16, edits="temperature=2")
+    after = pl.measure(soft_llama(), length=64, prompts=16, edits="temperature=2")
     assert mine.effect == pytest.approx(power(after, "mask") / power(claims.run, "mask"))
 
     page = pl.report(plugins / "run", plugins / "page.html").read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def section(page: str, name: str) -> str:
 
 
 def test_the_input_makes_prompts_with_the_frequencies_that_it_names(plugins: Path) -> None:
-    who = subject()
+    who = soft_llama()
     prompts = prepare(who, "zipf:1", length=64, seed=5)
     ids, allowed = prompts.batch(range(2000)), prompts.vocabulary.allowed
     expected = (weights := 1 / np.arange(1, len(allowed) + 1)) / weights.sum()
@@ -210,7 +210,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(folder: Path, monkeypatch: py
 def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path, folder: Path) -> None:
     """Commands run in another process; plugins are named by the environment only."""
     (script,) = blocks("sh")
-    subject().model.save_pretrained(str(folder / "model"))
+    soft_llama().model.save_pretrained(str(folder / "model"))
     script = script.replace("smollm2-135m", "./model").replace("--length 256 --prompts 8", "--length 64 --prompts 4")
     place = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": place, "POSLEAK_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from support.runs_tiny import subject
+from support.families import subject
 from tools import claims_docs, gallery, question
 from tools.markdown import read_part
 

@@ -14,8 +14,9 @@ import pytest
 import posleak as pl
 from posleak.errors import StorageError
 from posleak.models import Subject
+from support.families import subject
 from support.kills import REFUSED, SIZE, contents, differences, kill_often, two_at_once
-from support.runs_tiny import assert_same_bits, subject
+from support.runs_tiny import assert_same_bits
 
 
 @pytest.mark.parametrize(("work", "rounds"), [("measure", 3), ("trace", 3), ("claims", 2)])

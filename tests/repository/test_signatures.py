@@ -15,7 +15,8 @@ import pytest
 import posleak as pl
 from posleak.errors import InputError
 from posleak.signatures import ArgumentError, checked
-from support.runs_tiny import SPEC, subject
+from support.families import subject
+from support.runs_tiny import SPEC
 
 MISSPELT = {
     "measure": ("lenght", "length"),

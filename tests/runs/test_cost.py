@@ -25,8 +25,8 @@ from posleak.probe.rows import Frame, scaled_weights
 from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
 from posleak.runs.spec import MeasureSpec, parse_bytes
 from posleak.stopwatch import Stopwatch, stage
-from support.families import FAMILIES, tiny
-from support.runs_tiny import counted_passes, subject
+from support.families import FAMILIES, subject, tiny
+from support.runs_tiny import counted_passes
 
 N = 64
 PLAN = default_plan(N)

@@ -41,7 +41,7 @@ from posleak.sweeps.storage import CELLS_FOLDER
 from posleak.sweeps.sweep import sweep
 from posleak.typed import from_json
 from support.families import tiny
-from support.runs_tiny import SPEC, assert_same_bits, files as listed, subject
+from support.runs_tiny import SPEC, assert_same_bits, files as listed
 from support.sweep_tiny import SMALL, Here, tiny_models
 
 FIRST, SECOND = range(2), range(2, 4)
@@ -50,20 +50,10 @@ NOBODY = 65534
 as_root = pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root makes devices and becomes nobody")
 
 
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    return subject()
-
-
-@pytest.fixture(scope="module")
-def whole(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return pl.measure(llama, out=tmp_path_factory.mktemp("runs") / "whole", **SPEC)
-
-
 @pytest.fixture
-def finished(whole: Run, tmp_path: Path) -> Path:
-    assert whole.path is not None
-    return Path(shutil.copytree(whole.path, tmp_path / "finished"))
+def finished(run: Run, tmp_path: Path) -> Path:
+    assert run.path is not None
+    return Path(shutil.copytree(run.path, tmp_path / "finished"))
 
 
 @pytest.fixture
@@ -145,7 +135,7 @@ def without_seal(folder: Path, chunk: Chunk, digest: str) -> None:
     ],
 )
 def test_a_batch_that_does_not_belong_there_is_refused_and_can_be_dropped(
-    interrupted: Path, whole: Run, llama: Subject, damage: Callable[..., None], got: str, expected: str
+    interrupted: Path, run: Run, llama: Subject, damage: Callable[..., None], got: str, expected: str
 ) -> None:
     digest, place = read_record(interrupted).digest, batch_path(interrupted, SECOND)
     chunk = read_batch(interrupted, SECOND, digest)
@@ -159,7 +149,7 @@ def test_a_batch_that_does_not_belong_there_is_refused_and_can_be_dropped(
         assert expected in str(error.value.expected)
         assert "delete this file" in str(error.value.remedy)
     place.unlink()
-    assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), whole)
+    assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), run)
 
 
 @pytest.mark.parametrize("name", ["mask", "drift", "logit", "profile", "remainder"])
@@ -198,9 +188,9 @@ def test_numbers_that_a_model_gives_as_nan_are_refused_before_they_are_written(
     assert listed(tmp_path / "run") == ["run.json"]
 
 
-def test_a_remainder_that_is_nan_in_one_layer_is_not_passed_over(whole: Run) -> None:
-    chunk: Chunk = {str(name): array.values for name, array in whole.data.data_vars.items()}
-    plan = whole.record.plan
+def test_a_remainder_that_is_nan_in_one_layer_is_not_passed_over(run: Run) -> None:
+    chunk: Chunk = {str(name): array.values for name, array in run.data.data_vars.items()}
+    plan = run.record.plan
     both = [{**chunk, "remainder": np.array(x)} for x in (0.0, np.nan)]
     assert np.isnan(pl.leakage.assemble(both, plan).attrs["remainder"])
 
@@ -345,17 +335,17 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_a_resealed_results_file_is_named(finished: Path, llama: Subject, whole: Run, kind: str) -> None:
+def test_a_resealed_results_file_is_named(finished: Path, llama: Subject, run: Run, kind: str) -> None:
     reseal(finished, GARBAGE[kind])
     for read in readers(finished, llama):
         with pytest.raises(RunError) as error:
             read()
         assert error.value.where == str(finished / "results.nc")
         assert "--fresh" in str(error.value.remedy)
-    assert whole.path is not None
+    assert run.path is not None
     with pytest.raises(RunError, match=r"results\.nc"):
-        compare([whole.path, finished])
-    assert_same_bits(pl.measure(llama, out=finished, fresh=True, **SPEC), whole)
+        compare([run.path, finished])
+    assert_same_bits(pl.measure(llama, out=finished, fresh=True, **SPEC), run)
 
 
 def test_a_run_with_fewer_prompts_than_its_record_is_refused(finished: Path) -> None:
@@ -482,30 +472,30 @@ def test_a_record_larger_than_any_is_not_read(finished: Path) -> None:
 
 
 def test_a_lock_that_a_dead_process_left_is_removed_when_the_run_is_read_back(
-    finished: Path, llama: Subject, whole: Run
+    finished: Path, llama: Subject, run: Run
 ) -> None:
     (finished / ".lock").write_text("process 1 on a machine that is gone")
-    assert_same_bits(pl.measure(llama, out=finished, **SPEC), whole)
+    assert_same_bits(pl.measure(llama, out=finished, **SPEC), run)
     assert listed(finished) == ["heads.parquet", "results.nc", "run.json"]
 
 
-def test_a_lock_that_somebody_holds_stays_and_the_run_is_read(finished: Path, llama: Subject, whole: Run) -> None:
+def test_a_lock_that_somebody_holds_stays_and_the_run_is_read(finished: Path, llama: Subject, run: Run) -> None:
     with files.sole_writer(finished):
         read: Any = within(60, lambda: pl.measure(llama, out=finished, **SPEC))
-        assert_same_bits(read, whole)
+        assert_same_bits(read, run)
         assert (finished / ".lock").exists()
 
 
 @as_root
-def test_a_folder_that_may_not_be_written_is_read_in_spite_of_a_lock(whole: Run, llama: Subject) -> None:
-    assert whole.path is not None
+def test_a_folder_that_may_not_be_written_is_read_in_spite_of_a_lock(run: Run, llama: Subject) -> None:
+    assert run.path is not None
     with tempfile.TemporaryDirectory() as open_to_all:
         os.chmod(open_to_all, 0o755)
-        folder = Path(shutil.copytree(whole.path, Path(open_to_all) / "run"))
+        folder = Path(shutil.copytree(run.path, Path(open_to_all) / "run"))
         (folder / ".lock").write_text("process 1")
         with nobody():
             read = pl.measure(llama, out=folder, **SPEC)
-        assert_same_bits(read, whole)
+        assert_same_bits(read, run)
         assert (folder / ".lock").exists()
 
 
@@ -540,12 +530,12 @@ def ends(found: Estimate) -> list[Any]:
     return [found.value, found.low, found.high]
 
 
-def test_an_estimate_of_one_cell_holds_floats(whole: Run) -> None:
-    total = whole.summary.model["all"].power["total"]
-    several = whole.summary.layers["all"].power["total"]
+def test_an_estimate_of_one_cell_holds_floats(run: Run) -> None:
+    total = run.summary.model["all"].power["total"]
+    several = run.summary.layers["all"].power["total"]
     drawn = Jackknife(5).mean(np.random.default_rng(0).normal(size=5)).estimate
     single = {
-        "model": total, "layer": several[1], "head": whole.summary.heads["all"].power["mask"][0, 1], "minus": 1 - total,
+        "model": total, "layer": several[1], "head": run.summary.heads["all"].power["mask"][0, 1], "minus": 1 - total,
         "over": total / 2, "mean": Estimate.average([total, drawn]), "difference": total.minus_independent(drawn),
         "widened": total.widened(drawn), "jackknife": drawn, "few": Jackknife(2).mean(np.array([1.0, 2.0])).estimate,
         "read": from_json(Estimate, '{"value": 1.5, "low": null, "high": 2, "n": 3}'),

@@ -32,7 +32,7 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
-from support.models_tiny import save, tiny
+from support.models_tiny import save, small_model
 
 SHORT: dict[str, Any] = {"length": 32, "prompts": 4}
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -100,7 +100,7 @@ def test_a_model_that_is_changed_back_is_the_same_again(tmp_path: Path) -> None:
 
 
 def test_an_object_in_memory_is_identified_at_every_measurement(tmp_path: Path) -> None:
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     first = pl.measure(subject, **SHORT, out=tmp_path / "run")
     scaled(subject.model)
     with pytest.raises(RunError, match="weights_sha256"):
@@ -111,7 +111,7 @@ def test_an_object_in_memory_is_identified_at_every_measurement(tmp_path: Path) 
 
 
 def test_a_changed_config_is_another_model_and_is_checked_again() -> None:
-    subject = pl.Subject.of(tiny("Mistral", sliding_window=64))
+    subject = pl.Subject.of(small_model("Mistral", sliding_window=64))
     subject.model.config.sliding_window = 8
     with pytest.warns(PosleakWarning, match="beyond the model's context") as caught:
         run = pl.measure(subject, length=136, prompts=4)
@@ -120,7 +120,7 @@ def test_a_changed_config_is_another_model_and_is_checked_again() -> None:
 
 
 def test_a_run_that_has_no_fingerprint_is_not_believed(tmp_path: Path) -> None:
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     run = pl.measure(subject, **SHORT, out=tmp_path / "run")
     earlier = dataclasses.replace(run.record, identity=dataclasses.replace(run.record.identity, fingerprint=None))
     earlier.write(tmp_path / "run")
@@ -159,7 +159,7 @@ def test_code_around_the_weights_is_part_of_the_identity(
     change: Callable[[torch.nn.Module, pytest.MonkeyPatch], None], said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     before = pl.measure(subject, **SHORT, out=tmp_path / "run")
     change(subject.model, monkeypatch)
     with pytest.raises(RunError, match=said) as caught:
@@ -187,7 +187,7 @@ def only_long(forward: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("offloaded", ["", "before", "after"])
 def test_a_replaced_method_is_listed_although_it_looks_like_the_models_own(offloaded: str, tmp_path: Path) -> None:
     """`functools.wraps` copies the name of the module, and accelerate replaces methods itself."""
-    model = tiny()
+    model = small_model()
     if offloaded == "before":
         accelerate.cpu_offload(model, execution_device="cpu")
     before = pl.measure(model, **SHORT, out=tmp_path / "run")
@@ -208,7 +208,7 @@ class Masking(torch.nn.Module):
 
 
 def test_hidden_tokens_do_not_blind_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
+    model = small_model()
     model.lm_head = torch.nn.Sequential(model.lm_head, Masking())
     before = pl.measure(model, **SHORT, out=tmp_path / "run")
     assert pl.measure(model, **SHORT, out=tmp_path / "run").record == before.record
@@ -219,20 +219,20 @@ def test_hidden_tokens_do_not_blind_the_fingerprint(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("head", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "LlamaModel"])
 def test_models_without_logits_at_each_position_have_a_fingerprint_of_states(head: str) -> None:
-    model = getattr(transformers, head)(tiny().config)
+    model = getattr(transformers, head)(small_model().config)
     found = pl.measure(model, **SHORT).record.identity.fingerprint
     assert found is not None
     assert len(found) == 17
 
 
 def test_a_resized_vocabulary_is_that_of_the_model_as_it_is() -> None:
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     subject.model.resize_token_embeddings(50)
     assert pl.measure(subject, **SHORT).record.identity.vocab == 50
 
 
 def test_settings_of_outputs_are_no_part_of_the_identity(tmp_path: Path) -> None:
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     before = pl.measure(subject, **SHORT, out=tmp_path / "run")
     subject.model.config.use_cache = False  # as before training
     assert pl.measure(subject, **SHORT, out=tmp_path / "run").record == before.record
@@ -240,7 +240,7 @@ def test_settings_of_outputs_are_no_part_of_the_identity(tmp_path: Path) -> None
 
 def test_a_long_pass_of_a_dynamic_rotation_is_no_change(tmp_path: Path) -> None:
     rotation = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    subject = pl.Subject.of(tiny(rope_parameters=rotation, max_position_embeddings=48))
+    subject = pl.Subject.of(small_model(rope_parameters=rotation, max_position_embeddings=48))
     before = pl.measure(subject, **SHORT, out=tmp_path / "run")
     subject.model(torch.arange(3, 93)[None])
     assert pl.measure(subject, **SHORT, out=tmp_path / "run").record == before.record
@@ -248,7 +248,7 @@ def test_a_long_pass_of_a_dynamic_rotation_is_no_change(tmp_path: Path) -> None:
 
 def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = tiny()
+    model = small_model()
     plain = total(pl.measure(model, **SHORT))
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     model.eval()
@@ -266,7 +266,7 @@ def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path) -> Non
 
 def test_fingerprints_agree_up_to_rounding_and_no_further(tmp_path: Path) -> None:
     """A hook that changes nothing but the last bits changes the identity by its name only."""
-    subject = identified(pl.Subject.of(tiny()))
+    subject = identified(pl.Subject.of(small_model()))
     tolerance = PARITY.of(torch.float32)
     for factor, agrees in ((1 + tolerance / 20, True), (1 + 20 * tolerance, False)):
         handle = subject.model.lm_head.register_forward_hook(lambda module, args, out, f=factor: out * f)
@@ -279,7 +279,7 @@ def test_fingerprints_agree_up_to_rounding_and_no_further(tmp_path: Path) -> Non
 
 
 def test_a_model_that_changes_while_it_is_measured_is_marked(tmp_path: Path) -> None:
-    model = tiny()
+    model = small_model()
     weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
 
     class Spoiler:
@@ -308,7 +308,7 @@ class Growing(torch.nn.Module):
 
 @pytest.mark.parametrize("step", [0.0, 0.002])
 def test_a_model_whose_modules_have_a_state_is_marked_if_the_state_changes_its_output(step: float) -> None:
-    model = tiny()
+    model = small_model()
     model.get_submodule("model.layers.1.mlp").act_fn = Growing(step)
     passes = list[int]()
     model.lm_head.register_forward_hook(lambda module, args, out: passes.append(len(out)))
@@ -322,7 +322,7 @@ def test_a_model_whose_modules_have_a_state_is_marked_if_the_state_changes_its_o
 
 
 def test_a_model_whose_output_is_random_is_refused() -> None:
-    model = tiny()
+    model = small_model()
     model.get_submodule("model.layers.1.mlp").register_forward_hook(
         lambda module, args, out: torch.nn.functional.dropout(out, 0.5, training=True)
     )
@@ -332,7 +332,7 @@ def test_a_model_whose_output_is_random_is_refused() -> None:
 
 @pytest.mark.parametrize("change", ["config", "global hook", "tensor"])
 def test_changes_of_config_hooks_and_plain_tensors_during_a_measurement_are_marked(change: str) -> None:
-    model = tiny("Mistral", sliding_window=4)
+    model = small_model("Mistral", sliding_window=4)
     scale = torch.ones(())
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.scale = scale
@@ -354,7 +354,7 @@ def test_changes_of_config_hooks_and_plain_tensors_during_a_measurement_are_mark
 
 
 def test_batches_of_a_model_that_changed_before_an_error_are_not_resumed(tmp_path: Path) -> None:
-    model = tiny()
+    model = small_model()
     weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
     expected, kept = total(pl.measure(model, **SHORT, batch=1)), weight.detach().clone()
 
@@ -370,7 +370,7 @@ def test_batches_of_a_model_that_changed_before_an_error_are_not_resumed(tmp_pat
 
 
 def test_a_buffer_that_counts_passes_does_not_keep_a_model_from_being_traced() -> None:
-    model = tiny()
+    model = small_model()
     passes = torch.zeros(())
     model.register_buffer("passes", passes)
 
@@ -383,7 +383,7 @@ def test_a_buffer_that_counts_passes_does_not_keep_a_model_from_being_traced() -
 
 
 def test_conditions_of_a_model_that_has_changed_are_not_compared(tmp_path: Path) -> None:
-    subject = pl.Subject.of(tiny())
+    subject = pl.Subject.of(small_model())
     conditions = Conditions(subject, MeasureSpec(**SHORT))
     conditions.run()
     scaled(subject.model)
@@ -437,7 +437,7 @@ class Drawing(torch.nn.Module):
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.filterwarnings("ignore::posleak.errors.PosleakWarning")
 def test_modes_gradients_and_random_state_are_given_back(work: str) -> None:
-    model = tiny(attention_dropout=0.1).train()
+    model = small_model(attention_dropout=0.1).train()
     model.get_submodule("model.layers.1").eval()
     model.get_parameter("model.embed_tokens.weight").requires_grad_(False)
     model.get_submodule("model.layers.0.mlp").act_fn = torch.nn.Sequential(torch.nn.SiLU(), Drawing())
@@ -448,7 +448,7 @@ def test_modes_gradients_and_random_state_are_given_back(work: str) -> None:
 
 def test_other_threads_get_each_random_number_once() -> None:
     """The random state belongs to all threads: restoring it would repeat what they draw meanwhile."""
-    drawn, done, models = list[float](), threading.Event(), [tiny() for _ in range(3)]
+    drawn, done, models = list[float](), threading.Event(), [small_model() for _ in range(3)]
 
     def draw() -> None:
         while not done.is_set():
@@ -464,7 +464,7 @@ def test_other_threads_get_each_random_number_once() -> None:
 
 
 def test_numbers_of_a_model_in_train_mode_are_those_of_its_eval_mode() -> None:
-    model = tiny("Phi", hidden_size=32, head_dim=8, resid_pdrop=0.5, embd_pdrop=0.5)
+    model = small_model("Phi", hidden_size=32, head_dim=8, resid_pdrop=0.5, embd_pdrop=0.5)
     expected = total(pl.measure(model.eval(), **SHORT))
     assert total(pl.measure(model.train(), **SHORT)) == expected
     assert model.training
@@ -474,7 +474,7 @@ def test_numbers_of_a_model_in_train_mode_are_those_of_its_eval_mode() -> None:
 
 
 def test_offloaded_weights_are_read_where_they_are(tmp_path: Path) -> None:
-    model = tiny(**WIDE)
+    model = small_model(**WIDE)
     expected = pl.measure(model, **SHORT)
     places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     layers = {f"model.layers.{layer}": place for layer, place in enumerate(["cpu", "disk", "disk"])}
@@ -492,7 +492,7 @@ def test_offloaded_weights_are_read_where_they_are(tmp_path: Path) -> None:
 
 
 def test_buffers_of_every_kind_are_hashed() -> None:
-    model = tiny()
+    model = small_model()
     plain = hashing.model_sha256(model)
     model.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
     model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex64).conj(), persistent=False)
@@ -501,7 +501,7 @@ def test_buffers_of_every_kind_are_hashed() -> None:
 
 def test_weights_that_are_nowhere_are_refused() -> None:
     with torch.device("meta"):
-        model = tiny()
+        model = small_model()
     with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight.*not in memory"):
         pl.Subject.of(model)
 
@@ -510,7 +510,7 @@ def test_weights_that_are_nowhere_are_refused() -> None:
 def four_bits(tmp_path: Path) -> Any:
     """A real 4-bit model of bitsandbytes."""
     pytest.importorskip("bitsandbytes")
-    save(tiny(**WIDE), tmp_path / "m")
+    save(small_model(**WIDE), tmp_path / "m")
     packing = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     return transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path / "m"), quantization_config=packing, dtype=torch.float32
@@ -538,7 +538,7 @@ def test_scales_of_packed_weights_are_part_of_the_identity(four_bits: Any) -> No
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
 def test_eager_quantisation_of_torch_is_served() -> None:
-    model = torch.ao.quantization.quantize_dynamic(tiny(**WIDE), {torch.nn.Linear}, dtype=torch.qint8)
+    model = torch.ao.quantization.quantize_dynamic(small_model(**WIDE), {torch.nn.Linear}, dtype=torch.qint8)
     run = pl.measure(model, **SHORT)
     assert run.record.changed is None
     assert pl.measure(model, **SHORT).record.identity == run.record.identity
@@ -553,9 +553,9 @@ MEASURE_TORCHAO = """
 import json, sys
 sys.path.append(sys.argv[1])
 import torch, posleak as pl
-from support.models_tiny import tiny
+from support.models_tiny import small_model
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
-model = tiny(hidden_size=64, intermediate_size=128, head_dim=16)
+model = small_model(hidden_size=64, intermediate_size=128, head_dim=16)
 plain = pl.measure(model, length=32, prompts=4)
 quantize_(model, Int8WeightOnlyConfig())
 subject = pl.Subject.of(model)
@@ -580,7 +580,7 @@ def test_packed_weights_of_torchao_are_served() -> None:
 
 
 def test_sharded_models_are_refused_by_name(tmp_path: Path) -> None:
-    model = tiny()
+    model = small_model()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -588,7 +588,7 @@ def test_sharded_models_are_refused_by_name(tmp_path: Path) -> None:
             pl.measure(model, **SHORT)
     finally:
         dist.destroy_process_group()
-    whole = tiny()
+    whole = small_model()
     vars(whole)["_tp_size"] = 2
     with pytest.raises(UnsupportedError, match="tensor parallel over 2 processes"):
         pl.measure(whole, **SHORT)
@@ -599,7 +599,7 @@ def test_sharded_models_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_that_is_changed_through_a_memory_map_is_hashed_again(tmp_path: Path) -> None:
     """While a mapped page is dirty, further writes to it change no time stamp."""
-    weights, cache = save(tiny(), tmp_path / "m") / "model.safetensors", tmp_path / "cache"
+    weights, cache = save(small_model(), tmp_path / "m") / "model.safetensors", tmp_path / "cache"
     with weights.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
         pages[-5] ^= 1
         first = hashing.file_sha256(weights, cache)
@@ -611,7 +611,7 @@ def test_remembered_hashes_are_not_believed_of_files_that_load_as_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems change no time stamp at all when a file is written through a memory map."""
-    folder, cache = save(tiny(), tmp_path / "m"), tmp_path / "cache"
+    folder, cache = save(small_model(), tmp_path / "m"), tmp_path / "cache"
     kept = hashing._record_of
     monkeypatch.setattr(hashing, "_record_of", lambda path, cache: kept(path.parent / "config.json", cache))
     first = pl.load(folder, cache=cache).identity
@@ -628,7 +628,7 @@ def test_remembered_hashes_are_not_believed_of_files_that_load_as_other_weights(
 
 
 def test_a_loss_that_is_not_a_number_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    model = tiny(tie_word_embeddings=False)
+    model = small_model(tie_word_embeddings=False)
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(CheckError, match=r"logits are not finite[\s\S]*without --loss"):
         pl.measure(model, **SHORT, loss=True, out=tmp_path / "run")

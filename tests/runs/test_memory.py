@@ -30,14 +30,10 @@ from posleak.runs.memory import LIBRARY_BYTES, MemoryPlan, memory_plan, require_
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.sweep import sweep
-from support.runs_tiny import counted_passes, subject
+from support.families import subject
+from support.runs_tiny import counted_passes
 
 WIDE = {"hidden_size": 120, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 8}
-
-
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    return subject()
 
 
 def in_own_process(*work: str, model: str = "llama", limit: int | None = None, **asked: Any) -> list[dict[str, Any]]:

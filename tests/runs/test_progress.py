@@ -15,7 +15,8 @@ from posleak.runs.prepared import PreparedRun
 from posleak.runs.progress import Progress
 from posleak.runs.spec import MeasureSpec
 from posleak.show.lines import PlainConsole
-from support.runs_tiny import SPEC, assert_same_bits, subject
+from support.families import subject
+from support.runs_tiny import SPEC, assert_same_bits
 
 
 def watched(folder: Path | None = None) -> list[Progress]:

@@ -23,18 +23,9 @@ from posleak.probe.fingerprint import identified
 from posleak.runs.notes import result_notes
 from posleak.runs.run import Run
 from posleak.typed import plain
+from support.families import subject
 from support.inputs_subject import byte_tokenizer
-from support.runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, subject
-
-
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    return subject()
-
-
-@pytest.fixture(scope="module")
-def run(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return pl.measure(llama, out=tmp_path_factory.mktemp("runs") / "run", **SPEC)
+from support.runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files
 
 
 def test_a_run_is_a_record_a_dataset_and_a_table(run: Run) -> None:

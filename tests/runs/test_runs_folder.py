@@ -22,21 +22,10 @@ from posleak.files import remove
 from posleak.models import Subject
 from posleak.runs import folder as folder_module
 from posleak.runs.run import Run
-from support.families import tiny
+from support.families import subject, tiny
 from support.inputs_subject import byte_tokenizer
 from support.models_tiny import edit_config
-from support.runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, full_batches, sealed, subject
-
-
-@pytest.fixture(scope="module")
-def llama() -> Subject:
-    return subject()
-
-
-@pytest.fixture(scope="module")
-def whole(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An uninterrupted run."""
-    return pl.measure(llama, out=tmp_path_factory.mktemp("runs") / "whole", **SPEC)
+from support.runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files, full_batches, sealed
 
 
 @pytest.fixture
@@ -67,7 +56,7 @@ def test_an_interrupted_run_keeps_what_is_finished(interrupted: Path) -> None:
 
 
 def test_it_resumes_at_the_first_unfinished_prompt_with_the_same_bits(
-    interrupted: Path, whole: Run, llama: Subject
+    interrupted: Path, run: Run, llama: Subject
 ) -> None:
     created, done = json.loads((interrupted / "run.json").read_text())["created"], []
     with counted_passes(llama.model) as passes:
@@ -75,10 +64,10 @@ def test_it_resumes_at_the_first_unfinished_prompt_with_the_same_bits(
     assert passes[-2:] == [2, 1], "the two batches that were missing"
     assert full_batches(passes) == 1, "and no other"
     assert done == [(2, 7), (4, 7), (6, 7), (7, 7)]
-    assert_same_bits(resumed, whole)
+    assert_same_bits(resumed, run)
     assert files(interrupted) == ["heads.parquet", "results.nc", "run.json"]
     assert resumed.record.created == created
-    assert resumed.record.digest == whole.record.digest
+    assert resumed.record.digest == run.record.digest
 
 
 def test_kill_nine_in_the_middle_then_start_again(tmp_path: Path) -> None:
@@ -205,7 +194,7 @@ def test_fresh_leaves_what_is_not_its_own(interrupted: Path, llama: Subject) -> 
 
 
 def test_killed_while_it_removes_a_run_it_can_be_started_again(
-    finished: Path, llama: Subject, whole: Run, monkeypatch: pytest.MonkeyPatch
+    finished: Path, llama: Subject, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every file that `--fresh` removes."""
     real = remove
@@ -220,15 +209,15 @@ def test_killed_while_it_removes_a_run_it_can_be_started_again(
             patch.setattr(folder_module, "remove", stop)
             with pytest.raises(KeyboardInterrupt):
                 pl.measure(llama, out=finished, fresh=True, **SPEC)
-        assert_same_bits(pl.measure(llama, out=finished, **SPEC), whole)
+        assert_same_bits(pl.measure(llama, out=finished, **SPEC), run)
 
 
-def test_batches_beside_a_finished_run_are_removed(finished: Path, llama: Subject, whole: Run) -> None:
+def test_batches_beside_a_finished_run_are_removed(finished: Path, llama: Subject, run: Run) -> None:
     """A process killed between its last two steps leaves them."""
     (finished / "batches").mkdir()
     (finished / "batches" / "000000-000001.npz").write_bytes(b"")
     (finished / ".heads.parquet.0123abcd.tmp").write_bytes(b"")
-    assert_same_bits(pl.measure(llama, out=finished, **SPEC), whole)
+    assert_same_bits(pl.measure(llama, out=finished, **SPEC), run)
     assert files(finished) == ["heads.parquet", "results.nc", "run.json"]
 
 
@@ -249,7 +238,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip, empty])
 def test_a_damaged_part_is_named_and_can_be_dropped(
-    interrupted: Path, whole: Run, llama: Subject, damage: object
+    interrupted: Path, run: Run, llama: Subject, damage: object
 ) -> None:
     assert callable(damage)
     part = interrupted / "batches" / "000002-000003.npz"
@@ -260,7 +249,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
     assert "delete this file and start again" in str(error.value)
     part.unlink()
     with counted_passes(llama.model) as passes:
-        assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), whole)
+        assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), run)
     assert passes[-3:] == [2, 2, 1]
 
 
@@ -366,12 +355,12 @@ def test_the_obstacle_is_named_and_not_what_lies_behind_it(tmp_path: Path, llama
         pl.measure(llama, out=tmp_path / "run", **SPEC)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, whole: Run) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, run: Run) -> None:
     """Reading back a finished run needs no writing; all else says what stands against it."""
     with disk_of(8192, tmp_path / "disk") as disk:
         pl.measure(llama, out=disk / "run", **SPEC)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), whole)
+        assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), run)
         for more in ({"out": disk / "run", "fresh": True}, {"out": disk / "new"}):
             with pytest.raises(StorageError, match="Read-only file system") as error:
                 pl.measure(llama, **more, **SPEC)
@@ -396,10 +385,10 @@ def disk_of(kilobytes: int, place: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.4, 1), (1.2, BATCHES)], ids=["at a part", "at the results"])
 def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
-    tmp_path: Path, llama: Subject, whole: Run, share: float, kept: int
+    tmp_path: Path, llama: Subject, run: Run, share: float, kept: int
 ) -> None:
     """`share` of what all parts need together: too little for the second, or enough for all but not for the results."""
-    parts = sum(variable.nbytes for variable in whole.data.data_vars.values()) // 1024
+    parts = sum(variable.nbytes for variable in run.data.data_vars.values()) // 1024
     with disk_of(int(share * parts), tmp_path / "disk") as disk:
         with pytest.raises(StorageError) as error:
             pl.measure(llama, out=disk / "run", **SPEC)
@@ -412,11 +401,11 @@ def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
         assert len(left) == 1 + kept, "nothing half-written"
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         with counted_passes(llama.model) as passes:
-            assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), whole)
+            assert_same_bits(pl.measure(llama, out=disk / "run", **SPEC), run)
         assert full_batches(passes) == max(0, BATCHES - 1 - kept)
 
 
-def test_no_file_may_grow(tmp_path: Path, llama: Subject, whole: Run) -> None:
+def test_no_file_may_grow(tmp_path: Path, llama: Subject, run: Run) -> None:
     """The same without root: the system refuses to let any file pass 20 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -426,4 +415,4 @@ def test_no_file_may_grow(tmp_path: Path, llama: Subject, whole: Run) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files(tmp_path / "run") == ["run.json"]
-    assert_same_bits(pl.measure(llama, out=tmp_path / "run", **SPEC), whole)
+    assert_same_bits(pl.measure(llama, out=tmp_path / "run", **SPEC), run)

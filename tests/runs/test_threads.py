@@ -27,8 +27,8 @@ from posleak.models import Subject
 from posleak.models.hold import _holds, exclusive
 from posleak.probe import Call, attach, backbone, calibrate, default_plan
 from posleak.runs.loop import Passes
-from support.families import tiny
-from support.runs_tiny import assert_same_bits, subject
+from support.families import subject, tiny
+from support.runs_tiny import assert_same_bits
 
 ASKED: dict[str, Any] = {"length": 48, "prompts": 4, "batch": 2, "seed": 3}
 N = 48

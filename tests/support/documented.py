@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SAME = {"identity", "inputs", "calibration"}
-"""Objects that every command prints alike, documented once."""
+"""Objects that are the same for every command and documented once."""
 
 FREE: dict[str, set[str]] = {
     "measure": {"identity.rotary", "metrics.frames[]", "metrics.layers", "metrics.depths"},
@@ -41,11 +41,11 @@ FREE: dict[str, set[str]] = {
         "tables[].incomparable",
     },
 }
-"""Objects whose keys are the model's own, or that the page describes in words."""
+"""Objects whose keys depend on the model, or that the page describes in prose."""
 
 
 def documented(command: str) -> set[str]:
-    """The keys in the tables of one section of docs/json.md, braces written out."""
+    """Return the keys in the tables of one section of docs/json.md, with braces expanded."""
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
     section = re.split(rf"^## {command}$", page, flags=re.M)[1].split("\n## ")[0]
     keys = re.findall(r"^\| `([^`]+)` \|", section, flags=re.M)
@@ -62,7 +62,7 @@ _PIECES = re.compile(r"\{[^}]*\}|[^{]+")
 
 
 def produced(value: Any, free: set[str], path: str = "") -> Iterator[str]:
-    """Paths of all values that are no objects; a list of plain values counts as one value."""
+    """Return the paths of all values that are not objects; a list of scalars is one value."""
     if isinstance(value, dict) and path not in free:
         for key, item in value.items():
             yield from produced(item, free, f"{path}.{key}" if path else key)

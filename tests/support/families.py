@@ -1,4 +1,4 @@
-"""Tiny random models of many families: two or three layers, axis sizes different primes where the architecture allows.
+"""Tiny random models of many families: two or three layers, and axis sizes that are different primes where possible.
 
 Queries and keys are scaled up, so that attention is far from uniform and a dropped term shows.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from posleak.models import Subject
 
 VOCAB = 101
 WINDOW = 13
@@ -59,13 +61,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 DERIVED = {"falcon": ("head_dim",)}
-"""Sizes that a family's config works out for itself."""
+"""Sizes that a family's config computes itself."""
 
 
 def tiny(
     family: str, *, seed: int = 0, scale: float = 12.0, dtype: torch.dtype = torch.float32, **more: Any
 ) -> PreTrainedModel:
-    """A random model of this family with sharpened attention, in evaluation mode."""
+    """Return a random model of this family with sharpened attention, in evaluation mode."""
     torch.manual_seed(seed)
     sizes = {name: size for name, size in BASE.items() if name not in DERIVED.get(family, ())}
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **more})
@@ -79,3 +81,8 @@ def tiny(
             if name.endswith("sinks"):
                 parameter.normal_(1.0, 1.0)
     return model.eval().requires_grad_(False)
+
+
+def subject(family: str = "llama", name: str | None = None, **changes: Any) -> Subject:
+    """Return a `tiny` model as a Subject; its name is "tiny-<family>" unless another is given."""
+    return Subject.of(tiny(family, **changes), name=name or f"tiny-{family}")

@@ -1,8 +1,8 @@
-"""Damaged and hostile files, many of them: `PYTHONPATH=tests python -m support.fuzz --cases 1000 --seed 0`.
+"""Read many damaged and hostile files: `PYTHONPATH=tests python -m support.fuzz --cases 1000 --seed 0`.
 
-Every case is one file with a few random changes, read by the code that a user's command would call. It may be read, or
-refused with one of posleak's own errors. Anything else is a finding: another exception, more than ten seconds, or more
-memory than 3 GB above the start, which the system refuses. `make fuzz` runs it for longer.
+Every case is one file with a few random changes, read by the function that a command would call. The function
+may return or raise a PosleakError. Findings are other exceptions, more than ten seconds of CPU time, and more than 3 GB
+above the memory at the start, which the system refuses to allocate. `make fuzz` runs more cases.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from support.mutate import mutated_bytes, mutated_json
 from support.runs_tiny import sealed
 
 SECONDS, MEMORY = 10, 3 * 10**9
-"""Limits of one case: CPU time of the process, so that other work on the machine does not count; address space."""
+"""Limits of one case: CPU time, which does not depend on other work on the machine, and address space."""
 
 CONDITION = "conditions/context-borrowed/run.json"
 
 Case = tuple[str, Callable[[], object]]
-"""What is damaged, and the reading of it."""
+"""The kind of file, and a function that reads it."""
 
 
 class HungError(BaseException):
-    """A case took too long; no code catches this by accident."""
+    """Raised when a case takes too long. It is not an Exception, so that no code catches it."""
 
 
 @dataclass
 class Outcome:
-    """How often each kind of file was read and refused, the longest case, and what should not have happened."""
+    """Counts of files read and rejected by kind, the slowest case, and the findings."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     slowest: tuple[float, str] = (0.0, "")
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def fuzz(cases: Iterator[Case], number: int) -> Outcome:
-    """Take `number` cases."""
+    """Run `number` cases."""
     found = Outcome()
     signal.signal(signal.SIGPROF, _hung)
     for name, read in (next(cases) for _ in range(number)):
@@ -106,7 +106,7 @@ def _hung(*_: Any) -> NoReturn:
 
 
 def record_cases(rng: random.Random, place: Path) -> Iterator[Case]:
-    """run.json, claims.json, origin.json and doctor.json of a folder that `claims` wrote, one of them damaged."""
+    """Damage one of run.json, claims.json, origin.json and doctor.json in a folder that `claims` wrote."""
     llama, good, bad = Subject.of(tiny("llama"), name="tiny-llama"), place / "good", place / "bad"
     pl.claims(llama, out=good, length=48, prompts=4)
     (good / "doctor.json").write_text(json.dumps(plain(pl.doctor(llama, short=True, length=48, prompts=4))))
@@ -132,7 +132,7 @@ def _count() -> Iterator[int]:
 
 
 def _readers(name: str, folder: Path) -> list[Callable[[], object]]:
-    """What reads this file of a folder."""
+    """Return the functions that read this file of a folder."""
     readers: dict[str, list[Callable[[], object]]] = {
         "run.json": [lambda: Run.load_partial(folder), lambda: Run.load(folder)],
         "claims.json": [lambda: read_findings(folder, Run.load(folder).record.digest)],
@@ -144,7 +144,7 @@ def _readers(name: str, folder: Path) -> list[Callable[[], object]]:
 
 
 def _read_record(bad: Path, good: Path, name: str, changed: bytes, content: bytes, whole: bool) -> None:
-    """Readers may refuse; a page of the damaged folder and a good one must always be made (`whole`)."""
+    """Readers may raise; a report of the damaged folder and a good one must always be written (`whole`)."""
     (bad / name).write_bytes(changed)
     try:
         if whole:
@@ -156,7 +156,7 @@ def _read_record(bad: Path, good: Path, name: str, changed: bytes, content: byte
 
 
 def sources(rng: random.Random, place: Path, only: str | None = None) -> list[Iterator[Case]]:
-    """Records, and models' files; or one of the two."""
+    """Return cases of records, of model files, or of both."""
     from support.fuzz_models import cases as model_cases
 
     made = {"records": record_cases, "models": model_cases}
@@ -166,7 +166,7 @@ def sources(rng: random.Random, place: Path, only: str | None = None) -> list[It
 
 
 def limit_memory() -> None:
-    """Past this much more than now, the system refuses."""
+    """Limit the address space to this much more than the process has now."""
     limit = psutil.Process().memory_info().vms + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

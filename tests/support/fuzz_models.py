@@ -1,7 +1,7 @@
-"""Damaged and lying model files, made at random: whatever they are, `load` gives a model or says what is wrong.
+"""Random damaged and inconsistent model files: `load` returns a model or raises a PosleakError.
 
-`cases` makes cases for each kind of file in turn: a copy of a tiny model in which one file was changed. Its thunk
-loads it. It may return, or raise a PosleakError; anything else, and taking long or much memory, is a finding.
+`cases` makes cases for each kind of file in turn: a copy of a tiny model in which one file was changed. Its
+function loads it. Other exceptions, long times and much memory are findings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from posleak.models import load
 from support.inputs_subject import byte_tokenizer
-from support.models_tiny import WORDS, save, tiny, write_gguf
+from support.models_tiny import WORDS, save, small_model, write_gguf
 from support.mutate import EXTREMES, mutated_bytes, mutated_json
 
 Mutate = Callable[[random.Random, bytes], bytes]
@@ -29,7 +29,7 @@ GGUF_KEYS = [
 
 
 def cases(rng: random.Random, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Cases without end: (the kind of file, a function that loads it). A case's files are removed after it."""
+    """Yield endless cases: the kind of file, and a function that loads it. The files of a case are removed after it."""
     base = _base(folder)
     for target in itertools.cycle(TARGETS):
         kind, name, mutators = TARGETS[target]
@@ -50,15 +50,15 @@ def _load(model: Path, cache: Path) -> object:
 
 
 def _base(folder: Path) -> Path:
-    """The models as they were before anything was changed, made once."""
+    """Return the undamaged models, which are made once."""
     base = folder / "base"
     if not base.exists():
         made = folder / "being-made"
         words = byte_tokenizer()
-        words.save_pretrained(str(save(tiny(vocab_size=len(words)), made / "llama")))
-        save(tiny("Gemma3", sliding_window=7), made / "gemma3")
+        words.save_pretrained(str(save(small_model(vocab_size=len(words)), made / "llama")))
+        save(small_model("Gemma3", sliding_window=7), made / "gemma3")
         (made / "gguf").mkdir()
-        write_gguf(tiny(), made / "gguf" / "tiny.gguf", WORDS)
+        write_gguf(small_model(), made / "gguf" / "tiny.gguf", WORDS)
         made.rename(base)
     return base
 
@@ -93,7 +93,7 @@ def _safetensors_length(rng: random.Random, data: bytes) -> bytes:
 
 
 def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
-    """Change the header's JSON, and let the length before it be true."""
+    """Change the JSON of the header and update the length before it."""
     (length,) = struct.unpack("<Q", data[:8])
     header = rng.choice([mutated_json, mutated_json, mutated_bytes])(rng, data[8 : 8 + length])
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
@@ -107,4 +107,4 @@ TARGETS: dict[str, tuple[str, str, list[Mutate]]] = {
     "gguf": ("gguf", "tiny.gguf", [mutated_bytes, _gguf_count, _gguf_anywhere, _gguf_value]),
     "safetensors": ("llama", "model.safetensors", [mutated_bytes, _safetensors_length, _safetensors_header]),
 }
-"""By the name of the kind: which model, which file of it, and how it may be changed."""
+"""For each kind: the model, its file, and the function that changes it."""

@@ -1,4 +1,4 @@
-"""Tiny real subjects for the tests of the inputs: a Llama with one small layer, and tokenizers built on the spot."""
+"""Stub subjects for the tests of inputs: a Llama with one small layer, and tokenizers built in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(vocab_size: int = 32, **config: Any) -> Any:
 
 
 def word_tokenizer(prepend: str = "") -> Any:
-    """One token per word: ids 0-3 special, then the words of the probe, then w0, w1, …"""
+    """Return a tokenizer with one token per word: ids 0-3 are special, then the words of the probe, then w0, w1, …"""
     vocabulary = {word: number for number, word in enumerate(SPECIAL + PROBE_WORDS + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -42,7 +42,7 @@ def word_tokenizer(prepend: str = "") -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Byte-level BPE, which spells any text; `<|end|>` is special."""
+    """Return a byte-level BPE tokenizer, which encodes any text; `<|end|>` is special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,6 +54,7 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
-def subject(tokenizer: Any = None, vocab_size: int | None = None, **config: Any) -> Any:
+def stub_subject(tokenizer: Any = None, vocab_size: int | None = None, **config: Any) -> Any:
+    """Return an object with the two attributes of a Subject that inputs read."""
     rows = vocab_size or (32 if tokenizer is None else len(tokenizer))
     return SimpleNamespace(model=model(rows, **config), tokenizer=tokenizer)

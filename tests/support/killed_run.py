@@ -1,6 +1,6 @@
-"""Work in a process of its own, to be killed: `python -m support.killed_run measure|claims MODEL_FOLDER OUT SECONDS`.
+"""Work in a process that a test kills: `python -m support.killed_run measure|claims MODEL_FOLDER OUT SECONDS`.
 
-It prints a line after every step and then sleeps, so that whoever reads the lines can choose the moment.
+It prints a line after every step and then sleeps, so that the test can choose the step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Work that is killed at many moments and started again: `PYTHONPATH=tests python -m support.kills claims=40 trace=20`.
+"""Kill work at many moments and resume it: `PYTHONPATH=tests python -m support.kills claims=40 trace=20`.
 
-Every round has a folder of its own. A child process works into it and is killed with SIGKILL at a moment of its own,
-spread over the course of the work; a second child goes on. The folder must then hold what an undisturbed one holds, to
-the last bit, and nothing else. Children are forked from one process that has loaded torch and the model, so that a
-round costs little more than the work.
+Each round has its own folder. A child process writes to it and is killed with SIGKILL; the moments are spread over the
+duration of the work. A second child resumes. The folder must then equal that of an uninterrupted run, bit by bit.
+Children are forked from one process that has loaded torch and the model, so that a round costs little more than its
+work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.runs_tiny import files
 Work = Callable[[Subject, Path], object]
 SIZE: dict[str, Any] = {"length": 48, "prompts": 4}
 REFUSED = 3
-"""Exit status of a child that was refused because another one writes into its folder."""
+"""Exit status of a child that failed because another one writes to its folder."""
 
 WORK: dict[str, Work] = {
     "measure": lambda subject, folder: pl.measure(subject, out=folder, batch=1, **SIZE),
@@ -39,12 +39,12 @@ WORK: dict[str, Work] = {
     "claims": lambda subject, folder: pl.claims(subject, out=folder, **SIZE),
 }
 TIMES = ("created", "finished", "sha256")
-"""What may differ between two records of the same run: when they were made, and the seal over that."""
+"""Fields that may differ between two records of the same run: times, and the checksum that covers them."""
 
 
 @dataclass
 class Outcome:
-    """Of all rounds: how many were killed in time, after which share of the work, and what went wrong."""
+    """Of all rounds: how many were killed before their end, after which share of the work, and the findings."""
 
     rounds: int = 0
     killed: int = 0
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def kill_often(work: str, rounds: int, place: Path) -> Outcome:
-    """Rounds of one kind of work, killed after shares 1/(rounds+1), 2/(rounds+1), … of the time that it takes."""
+    """Kill work of one kind after shares 1/(rounds+1), 2/(rounds+1), … of its duration."""
     subject = Subject.of(tiny("llama"), name="tiny-llama")
     whole = place / "whole"
     start = time.monotonic()
@@ -74,7 +74,7 @@ def kill_often(work: str, rounds: int, place: Path) -> Outcome:
 
 
 def two_at_once(work: str, rounds: int, place: Path) -> tuple[list[tuple[int, int]], list[str]]:
-    """Two processes start the same work in the same folder, `rounds` times; their exit statuses, and what is wrong."""
+    """Start the same work in the same folder in two processes, `rounds` times; return exit statuses and findings."""
     subject = Subject.of(tiny("llama"), name="tiny-llama")
     assert _child(work, subject, place / "whole").wait() == 0
     expected, statuses, wrong = contents(place / "whole"), list[tuple[int, int]](), list[str]()
@@ -94,7 +94,7 @@ class _Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> bool:
-        """Kill it, and say whether it was still at work."""
+        """Kill the child and return whether it was still running."""
         os.kill(self.pid, signal.SIGKILL)
         return self.wait() == -signal.SIGKILL
 
@@ -116,7 +116,7 @@ def _child(work: str, subject: Subject, folder: Path) -> _Forked:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Every file of a folder, by name: records without their times, everything else as bytes."""
+    """Return all files of a folder by name: records without their times, other files as bytes."""
     return {name: _content(folder / name) for name in files(folder)}
 
 
@@ -127,7 +127,7 @@ def _content(path: Path) -> Any:
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
-    """In words, what is missing, left over or other than it should be."""
+    """Describe files that are missing, unexpected or different."""
     yield from (f"{name} is missing" for name in sorted(expected.keys() - found.keys()))
     yield from (f"{name} is left over" for name in sorted(found.keys() - expected.keys()))
     for name in sorted(expected.keys() & found.keys()):

@@ -1,4 +1,4 @@
-"""A family that transformers has never heard of: own config, own attention module, only the attention interface shared.
+"""A family unknown to transformers: only the attention interface is shared, config and attention module are its own.
 
 Heads of an odd width and order (values first), its own scaling, rotation of half the dimensions in interleaved pairs;
 with `alibi` no rotation, but a bias by distance.
@@ -67,7 +67,7 @@ class Mixing(nn.Module):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Half of the dimensions rotated, in neighbouring pairs."""
+    """Rotate half of the dimensions, in neighbouring pairs."""
     half = x.shape[-1] // 2
     pairs = torch.view_as_complex(x[..., :half].reshape(*x.shape[:-1], -1, 2).float().contiguous())
     moved = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
@@ -115,7 +115,7 @@ class MadeUpModel(PreTrainedModel):
 
 
 def made_up(**sizes: Any) -> MadeUpModel:
-    """A seeded random model with sharp attention."""
+    """Return a random model with a fixed seed and sharp attention."""
     torch.manual_seed(0)
     model = MadeUpModel(MadeUpConfig(**sizes))
     with torch.no_grad():

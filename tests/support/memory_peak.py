@@ -1,4 +1,4 @@
-"""A program that tests run in a process of its own: planned and peak memory of some work on a tiny or a real model.
+"""A program that tests run in a separate process: planned and peak memory of some work on a tiny or a real model.
 
     python -m support.memory_peak '{"work": ["measure"], "model": "llama", "more": {}, "asked": {}, "limit": null}'
 
@@ -28,7 +28,7 @@ from support.families import tiny
 
 WORK: dict[str, Callable[..., Any]] = {"measure": pl.measure, "origin": origin, "doctor": doctor}
 PLANS: list[MemoryPlan] = []
-"""What the guard was asked about."""
+"""The plans that were checked against the free memory."""
 
 
 def watched(guard: Callable[..., None]) -> Callable[..., None]:

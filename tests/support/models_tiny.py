@@ -1,4 +1,4 @@
-"""Tiny random models, real ones, for the tests of stage 1. Each axis has its own size, so that none can be mixed up."""
+"""Small models with default initialisation for the tests of loading, and GGUF files. All axes differ in size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SIZES: dict[str, Any] = {
 }
 
 WORDS = ["h", "e", "t", "he", "the", *(f"w{number}" for number in range(92))]
-"""Tokens for `write_gguf`, one for each of the vocabulary."""
+"""A vocabulary for `write_gguf`."""
 
 
-def tiny(kind: str = "Llama", **changes: Any) -> PreTrainedModel:
-    """A seeded random model of a family, by the prefix of its classes in transformers."""
+def small_model(kind: str = "Llama", **changes: Any) -> PreTrainedModel:
+    """Return a random model with seed 0; `kind` is the prefix of its classes in transformers."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config" if kind != "Gemma3" else "Gemma3TextConfig")(**{**SIZES, **changes})
     model: PreTrainedModel = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -39,7 +39,7 @@ def tiny(kind: str = "Llama", **changes: Any) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Save in Hugging Face's layout, without a tokenizer."""
+    """Save the model in the layout of Hugging Face, without a tokenizer."""
     model.save_pretrained(str(folder))
     return folder
 
@@ -51,7 +51,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits on one fixed prompt; the 2-D mask is always passed."""
+    """Return the logits of one fixed prompt; the 2-D mask is always passed."""
     ids = torch.arange(1, 30).unsqueeze(0)
     with torch.no_grad():
         out: torch.Tensor = model(ids, attention_mask=torch.ones_like(ids)).logits
@@ -59,7 +59,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _permute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp stores rotary pairs interleaved; transformers stores them as halves."""
+    """Reorder rows: llama.cpp stores rotary pairs interleaved; transformers stores them as halves."""
     paired = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return paired.swapaxes(1, 2).reshape(weight.shape)
 
@@ -86,7 +86,7 @@ def _gguf_name(name: str) -> str:
 
 
 def write_gguf(model: PreTrainedModel, path: Path, words: list[str] | None = None, **metadata: Any) -> Path:
-    """A llama as llama.cpp would write it, in F32; `words` are its tokens, `metadata` adds keys of `llama.*`."""
+    """Write a Llama as llama.cpp does, in F32; `words` is its vocabulary, `metadata` adds keys below `llama.`."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)

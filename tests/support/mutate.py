@@ -1,4 +1,4 @@
-"""Mutations of files, for fuzzing: bytes of any file, and values of JSON. Everything comes from one random.Random."""
+"""Mutations of files for fuzzing: bytes of any file, and values of JSON. All randomness is from one random.Random."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STRANGE: list[Any] = [
 
 
 def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    """One to eight changes: bits flipped, bytes put in, taken out or repeated, the end cut off."""
+    """Make one to eight changes: flip bits, insert, remove or repeat bytes, or truncate."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
         if not found:
@@ -38,7 +38,7 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutated_json(rng: random.Random, data: bytes, seal: Callable[[dict[str, Any]], str] | None = None) -> bytes:
-    """One to three values changed, removed, repeated or nested; with `seal`, sealed again as a deceiver would.
+    """Change, remove, repeat or nest one to three values; with `seal`, update the checksum as a forger would.
 
     Sometimes all of it is put into more brackets than any reader can follow.
     """
@@ -54,7 +54,7 @@ def mutated_json(rng: random.Random, data: bytes, seal: Callable[[dict[str, Any]
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
-    """The same value with one place in it changed; every level is as likely as the next."""
+    """Return the value with one place in it changed; all levels are equally likely."""
     if isinstance(value, dict | list) and value and rng.random() < 0.8:
         key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""What the tests of the report share: small run folders of every kind, and a browser that may not reach the network."""
+"""Helpers for the tests of reports: small run folders of every kind, and a browser without access to the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posleak.analyses.claims.examination import claims
 from posleak.analyses.trace.trace import trace
 from posleak.models import Subject
 from posleak.runs.measure import measure
-from support.families import VOCAB, tiny
+from support.families import VOCAB, subject, tiny
 
 HOSTILE = "<script>window.pwned=1</script>"
 NAME = f"tiny </script>{HOSTILE}<b>&amp;"
@@ -27,7 +27,7 @@ ARGS = [
 
 
 def hostile_tokenizer() -> Any:
-    """One token per word; every token is a script, and would be run where it is not escaped."""
+    """Return a tokenizer whose tokens are scripts, which a browser runs wherever they are not escaped."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -37,12 +37,8 @@ def hostile_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def subject(family: str = "llama", name: str | None = None, **more: Any) -> Subject:
-    return Subject.of(tiny(family, **more), name=name or f"tiny-{family}")
-
-
 def with_sink() -> Any:
-    """A tiny model whose first layer reads its BOS: queries lean on the channel that turns least, and its key too."""
+    """Return a tiny model with a sink: in layer 0, queries and the key of BOS are large in the slowest channel."""
     model: Any = tiny("llama", scale=2.0, attention_bias=True)
     slowest = 4  # of the ten channels of a head; the last of the five frequencies
     with torch.no_grad():
@@ -53,29 +49,29 @@ def with_sink() -> Any:
 
 
 def hostile_run(folder: Path) -> Path:
-    """Claims on a model with a sink, whose name and tokens are scripts."""
+    """Test claims on a model with a sink whose name and tokens are scripts; return the folder."""
     claims(Subject.of(with_sink(), hostile_tokenizer(), name=NAME), out=folder, length=64, prompts=4)
     return folder
 
 
 def traced(folder: Path) -> Path:
-    """A trace of a model with a sink, whose name and tokens are scripts, with contexts lent up to some layers."""
+    """Trace a model with a sink whose name and tokens are scripts, by layer; return the folder."""
     trace(
         Subject.of(with_sink(), hostile_tokenizer(), name=NAME), out=folder, length=64, prompts=PROMPTS, by_layer=True
     )
     return folder
 
 
-def measured(folder: Path, family: str = "llama", **asked: Any) -> Path:
-    """A measurement; `layers`, `heads` change the model's shape."""
-    shape = {"num_hidden_layers": asked.pop("layers", 3), "num_attention_heads": asked.pop("heads", 3)}
-    measure(subject(family, **shape), out=folder, **{"length": 64, "prompts": PROMPTS, **asked})
+def measured(folder: Path, family: str = "llama", **options: Any) -> Path:
+    """Measure a tiny model and return the folder; `layers` and `heads` are those of the model."""
+    shape = {"num_hidden_layers": options.pop("layers", 3), "num_attention_heads": options.pop("heads", 3)}
+    measure(subject(family, **shape), out=folder, **{"length": 64, "prompts": PROMPTS, **options})
     return folder
 
 
 @dataclass
 class Opened:
-    """A page in the browser, and what it did that it should not."""
+    """A page in the browser, with the forbidden requests and the errors that it caused."""
 
     page: Any
     requests: list[str] = field(default_factory=list)
@@ -95,20 +91,20 @@ def browser() -> Iterator[Any]:
 
 
 def opened(chromium: Any, path: Path, fragment: str = "", width: int = 1280, scheme: str = "light") -> Opened:
-    """The page after it has drawn itself; every request but that for the file is refused and recorded."""
+    """Open the page and wait until it is drawn; requests other than for files are aborted and recorded."""
     context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    found = Opened(context.new_page())
+    result = Opened(context.new_page())
 
     def refuse(route: Any) -> None:
         if route.request.url.startswith("file:"):
             route.continue_()
         else:
-            found.requests.append(route.request.url)
+            result.requests.append(route.request.url)
             route.abort()
 
-    found.page.route("**/*", refuse)
-    found.page.on("console", lambda message: found.errors.extend([message.text] if message.type == "error" else []))
-    found.page.on("pageerror", lambda error: found.errors.append(str(error)))
-    found.page.goto(path.as_uri() + fragment)
-    found.page.wait_for_function("document.documentElement.dataset.ready === 'true'")
-    return found
+    result.page.route("**/*", refuse)
+    result.page.on("console", lambda message: result.errors.extend([message.text] if message.type == "error" else []))
+    result.page.on("pageerror", lambda error: result.errors.append(str(error)))
+    result.page.goto(path.as_uri() + fragment)
+    result.page.wait_for_function("document.documentElement.dataset.ready === 'true'")
+    return result

@@ -1,4 +1,4 @@
-"""What the tests of runs share: one small measurement, a count of forward passes, and equality to the last bit."""
+"""Helpers for the tests of runs: a small measurement, a counter of forward passes, and comparison to the last bit."""
 
 from __future__ import annotations
 
@@ -16,19 +16,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from posleak.models import Subject
 from posleak.probe import backbone
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS
 from posleak.runs.run import Run
-from support.families import tiny
 
 SPEC: dict[str, Any] = {"length": 64, "prompts": 7, "batch": 2, "seed": 3}
 BATCHES = 4
-"""Of 2, 2, 2 and 1 prompts."""
-
-
-def subject(family: str = "llama", **more: Any) -> Subject:
-    return Subject.of(tiny(family, **more), name=f"tiny-{family}")
+"""Number of batches of SPEC: they have 2, 2, 2 and 1 prompts."""
 
 
 @contextmanager
@@ -53,17 +47,17 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[int]]:
 
 
 def full_batches(passes: list[int]) -> int:
-    """How many of the passes were whole batches of the measurement; what is checked before it goes one by one."""
+    """Count the passes with full batches; checks before the measurement pass one prompt at a time."""
     return passes.count(SPEC["batch"])
 
 
 def bits(array: NDArray[Any]) -> bytes:
-    """The array's own bytes: NaN equals NaN, and 0 does not equal −0."""
+    """Return the bytes of the array, so that NaN equals NaN and 0 does not equal −0."""
     return np.ascontiguousarray(array).tobytes()
 
 
 def assert_same_bits(one: Run, other: Run) -> None:
-    """Every array, label and attribute of two runs is identical; and so are the tables on disk, where there are any."""
+    """Assert that arrays, labels and attributes of two runs are identical, and their tables if both are on disk."""
     assert list(one.data.variables) == list(other.data.variables)
     for name, variable in one.data.variables.items():
         assert variable.dims == other.data[name].dims
@@ -78,11 +72,12 @@ def assert_same_bits(one: Run, other: Run) -> None:
 
 
 def sealed(fields: dict[str, Any]) -> str:
-    """A JSON file with a seal that fits, as somebody would make it who wants to deceive."""
+    """Return the text of a JSON file with a valid checksum, as a forger would write it."""
     content = {name: value for name, value in fields.items() if name != "sha256"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return json.dumps({**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}, indent=2)
 
 
 def files(folder: Path) -> list[str]:
+    """Return the relative paths of all files below the folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What the tests of sweeps share: tiny models as folders, manifests, and a sweep in a process of its own."""
+"""Helpers for the tests of sweeps: folders of tiny models, manifests, and sweeps in a separate process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.families import tiny
 
 SMALL: dict[str, Any] = {"length": 48, "prompts": 4, "resources": {"cpus": 1}}
 SLOW: dict[str, Any] = {"length": 64, "prompts": 120, "batch": 1, "resources": {"cpus": 1}}
-"""A cell that takes some seconds, batch by batch."""
+"""A cell with many batches, which takes some seconds."""
 
 
 def tiny_models(root: Path, *names: str) -> list[str]:
-    """Folders of tiny models that differ in their weights."""
+    """Save tiny models with different weights and return their folders."""
     made = []
     for number, name in enumerate(names):
         model = tiny("llama", num_hidden_layers=2, scale=1.0 + number)
@@ -40,7 +40,7 @@ def written(path: Path, **said: Any) -> Path:
 
 
 def started(manifest: Path, root: Path, *options: str) -> subprocess.Popen[str]:
-    """`posleak sweep` in a process of its own."""
+    """Start `posleak sweep` in a separate process."""
     command = [sys.executable, "-m", "posleak", "sweep", str(manifest), "--out", str(root), "--json", *options]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -50,12 +50,12 @@ def started(manifest: Path, root: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def _with_ctrl_c() -> None:
-    """A shell that starts something in the background lets it ignore Ctrl-C, and all that it starts in turn."""
+    """Restore SIGINT, which processes in the background of a shell ignore, with all their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
-    """What the sweep printed when it ended."""
+    """Wait for the sweep and return the JSON that it printed."""
     output, errors = process.communicate(timeout=900)
     assert process.returncode == status, errors[-3000:] + output[-2000:]
     found: dict[str, Any] = json.loads(output)
@@ -63,8 +63,10 @@ def ended(process: subprocess.Popen[str], status: int = 0) -> dict[str, Any]:
 
 
 def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> tuple[int, Path]:
-    """The process that is at work in a cell which has written some batches, and the cell's folder. `not_by`: a process
-    that is dead, whose lock may be there still."""
+    """Wait for a cell with at least this many batches; return its process and its folder.
+
+    not_by      id of a dead process whose lock file may still exist
+    """
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         for lock in root.glob("cells/*/.lock"):
@@ -76,11 +78,11 @@ def worker_at_work(root: Path, batches: int = 2, not_by: int | None = None) -> t
             if found is not None and int(found[1]) != not_by and written >= batches:
                 return int(found[1]), lock.parent
         time.sleep(0.02)
-    raise AssertionError("no worker came to work")
+    raise AssertionError("no cell was started")
 
 
 def numbers(root: Path) -> dict[str, bytes]:
-    """Every file that holds numbers, by its name below the root."""
+    """Return the bytes of all files with results, by their path below the root."""
     found = {}
     for path in sorted(root.glob("cells/**/*")):
         if path.is_file() and path.suffix in (".nc", ".parquet", ".npz"):
@@ -93,7 +95,7 @@ def states(found: dict[str, Any]) -> list[str]:
 
 
 class Here:
-    """An engine in this process: what a user would write to add one."""
+    """An engine in this process, written as a plugin would be."""
 
     def __init__(self, **options: Any) -> None:
         self.worker = Worker(threads=1, **options)
