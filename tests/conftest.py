@@ -29,16 +29,12 @@ def _seeded() -> None:
 @pytest.fixture(scope="session")
 def llama() -> Iterator[Subject]:
     """A tiny Llama with three layers of three heads, shared by all tests: none of them may change it."""
+    from posleak.probe.fingerprint import changed, identified
     from support.families import subject
 
-    shared = subject()
-    config, weights = shared.model.config.to_json_string(), state(shared.model)
+    shared = identified(subject())  # hashes weights and config, and lists hooks
     yield shared
-    assert shared.model.config.to_json_string() == config, "a test changed the shared model's config"
-    now = state(shared.model)
-    assert now.keys() == weights.keys(), "a test changed the shared model's modules"
-    assert all(torch.equal(now[name], weights[name]) for name in now), "a test changed the shared model's weights"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in shared.model.modules())
+    assert changed(shared) is None, "a test changed the shared model"
     assert not shared.model.training
 
 
@@ -54,10 +50,6 @@ def run(llama: Subject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     yield measured
     assert contents(folder) == files, "a test changed the shared folder"
     assert measured.data.identical(arrays), "a test changed the shared run's arrays"
-
-
-def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
