@@ -23,6 +23,7 @@ from posleak.models import Subject
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import plain
+from support.errors import raises
 from support.families import tiny
 from support.runs_tiny import assert_same_bits, counted_passes, sealed
 
@@ -101,16 +102,14 @@ def test_changed_findings_are_refused(folder: Path, llama: Subject, tmp_path: Pa
     place = Path(shutil.copytree(folder, tmp_path / "run"))
     text = (place / "claims.json").read_text()
     (place / "claims.json").write_text(text.replace('"n": 4', '"n": 400'))
-    with pytest.raises(RunError, match="the file was changed or damaged after it was written") as error:
+    with raises(RunError, where=place / "claims.json", got="sha256", expected="sha256", remedy="`posleak claims`"):
         claims(llama, out=place, length=48, prompts=4)
-    assert str(error.value).startswith(str(place / "claims.json"))
-    assert "delete it and start `posleak claims` again" in str(error.value)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_files_of_somebody_else_are_in_the_way(llama: Subject, tmp_path: Path, fresh: bool) -> None:
     (tmp_path / "claims.json").write_text('{"claims": "of my insurance"}')
-    with pytest.raises(RunError, match=r"no run\.json, but has files that a run would overwrite"):
+    with raises(RunError, where=tmp_path, what="no run.json", got="claims.json", remedy="--out"):
         claims(llama, out=tmp_path, length=48, prompts=4, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["claims.json"]
 
@@ -120,7 +119,7 @@ def test_fresh_does_not_remove_findings_that_posleak_did_not_write(
 ) -> None:  # fmt: skip
     place = Path(shutil.copytree(folder, tmp_path / "run"))
     (place / "claims.json").write_text('{"claims": "of my insurance"}')
-    with pytest.raises(StorageError, match="a file that posleak did not write is in the way"):
+    with raises(StorageError, where=place / "claims.json", what="did not write", remedy="move it away"):
         claims(llama, out=place, length=48, prompts=4, fresh=True)
     assert Run.load(place).record.finished is not None, "nothing was removed"
 

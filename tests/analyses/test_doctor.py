@@ -134,7 +134,7 @@ def test_floors_give_the_weights_back() -> None:
 def test_floors_of_a_model_without_position_ids_are_not_measured() -> None:
     found = doctor(Subject.of(tiny_model("bart"), name="bart"), length=48, prompts=4)
     assert math.isnan(check(found, "floor bfloat16").value)
-    assert "takes no position ids" in check(found, "floor bfloat16").why
+    assert "position ids" in check(found, "floor bfloat16").why
 
 
 def test_learned_positions_break_the_laws_that_say_so() -> None:
@@ -189,7 +189,7 @@ def test_law_ten_is_judged_by_keys_and_says_where_they_stay() -> None:
     assert 0 < found.value < found.bound
     stays = laws.moved_keys(SharedPasses(tiny("gpt2"), _plan(), _ids(), _ids(constant=True)))
     assert stays.bound is None
-    assert "in 3 of 3 layers the origin" in stays.why
+    assert "3 of 3 layers" in stays.why
 
 
 def test_law_seven_sees_a_mask_that_is_off() -> None:

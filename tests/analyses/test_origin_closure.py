@@ -13,6 +13,7 @@ from posleak.analyses.origin.states import Closure, alone, closure, require_one_
 from posleak.errors import UnsupportedError
 from posleak.probe import Call, Edit, attach, backbone, relative_difference
 from posleak.typed import plain
+from support.errors import raises
 from support.families import FAMILIES, VOCAB, tiny
 from tools.shrink import tiny_model
 
@@ -113,7 +114,9 @@ def test_several_streams_stand_side_by_side_at_every_depth(family: str) -> None:
 def test_a_last_state_of_another_width_is_refused_by_name() -> None:
     """As it is where the model mixes its streams outside of any module."""
     x = (torch.zeros(2, 1, 30), torch.zeros(2, 1, 7))
-    with pytest.raises(UnsupportedError, match="different widths at different depths") as refused:
+    with raises(
+        UnsupportedError, where="LlamaForCausalLM", got="7, 30", remedy=("`posleak measure`", "`posleak trace`")
+    ) as refused:
         require_one_width(x, tiny("llama"))
     assert refused.value.got == "widths 7, 30"
     assert require_one_width(x[:1], tiny("llama")) == x[:1]

@@ -17,6 +17,7 @@ from posleak.models import Subject
 from posleak.runs import loop, prepared
 from posleak.runs.placements import placements_of
 from posleak.runs.run import Run
+from support.errors import raises
 from support.families import subject
 from support.runs_tiny import assert_same_bits, counted_passes
 
@@ -130,7 +131,7 @@ def test_a_folder_without_a_borrowed_pass_has_no_trace(soft_llama: Subject, tmp_
 
 
 def test_another_trace_in_the_folder_is_refused(folder: Path, soft_llama: Subject) -> None:
-    with pytest.raises(RunError, match="the folder holds another measurement"):
+    with raises(RunError, where=folder, got=("seed", 2, 3), remedy="--fresh"):
         pl.trace(soft_llama, out=folder, **{**ASKED, "seed": 3})
 
 
@@ -150,5 +151,5 @@ def test_placements_are_read_once_per_run(soft_llama: Subject, monkeypatch: pyte
 
 def test_an_unsupported_model_is_rejected_before_anything_is_measured() -> None:
     learned = subject("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=256)
-    with pytest.raises(UnsupportedError, match="a borrowed context is not defined"):
+    with raises(UnsupportedError, where="GPT2LMHeadModel", what="borrowed", remedy="`posleak measure`"):
         pl.trace(learned, progress=lambda line: pytest.fail(line), **ASKED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -178,11 +179,12 @@ def test_measure_prints_a_table_that_a_person_can_read(posleak: Posleak, models:
     header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["layer", "total"])
     assert [line.split()[0] for line in lines[header + 1 : header + 4]] == ["0", "1", "2"]
     assert lines[header].split() == ["layer", "total", "mask", "drift", "sink", "shares", "at", "0"]
-    assert "4 prompts of 48 tokens · random · seed 0 · token 1 in every prompt, by BOS policy 'auto'" in said.out
+    (inputs,) = (line for line in lines if "seed 0" in line)
+    assert all(part in inputs for part in ("4 prompts", "48 tokens", "random", "token 1", "'auto'"))
     assert any(line.startswith("early queries") and "n=4" in line for line in lines)
     assert any(line.startswith("stabilisation") and "all ×" in line and "n=4" in line for line in lines)
-    assert "heads by the width of their sink, in tokens" in said.out
-    assert "95% jackknife intervals" in said.out
+    assert any("heads" in line and "sink" in line and "tokens" in line for line in lines)
+    assert "95%" in said.out
     assert lines[-1].startswith("remainder ")
     assert " nats · run " in lines[-1]
     assert max(map(len, lines[:-1])) <= 120
@@ -196,7 +198,7 @@ def test_trace_ends_with_the_answer_and_reads_back_what_it_has(posleak: Posleak,
     header = next(line for line in lines if line.startswith("layer"))
     assert header.split()[:5] == ["layer", "total", "earlier", "here", "origin"]
     assert [line.split()[0] for line in lines if line.startswith(("early queries", "all queries"))] == ["early", "all"]
-    assert "lent up to layer" in said.out
+    assert any("up to layer" in line for line in lines)
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*"))
     found = json.loads(posleak("trace", *asked, "--json").out)
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*")) == before
@@ -225,8 +227,7 @@ def test_measure_resumes_and_refuses_by_folder(posleak: Posleak, models: Path, t
     assert posleak("measure", models / "llama", *SMALL, "--out", "here").status == 0
     said = posleak("measure", models / "llama", *SMALL, "--out", "here", "--seed", "1")
     assert said.status == 2
-    assert "the folder holds another measurement" in said.err
-    assert "--fresh" in said.err
+    assert all(part in said.err for part in ("here", "seed 0", "1", "--out", "--fresh"))
     assert posleak("measure", models / "llama", *SMALL, "--out", "here", "--seed", "1", "--fresh").status == 0
     assert json.loads((tmp_path / "here" / "run.json").read_text())["spec"]["seed"] == 1
 
@@ -335,8 +336,8 @@ def test_an_empty_path_is_not_the_current_folder(
     forbid_loading(monkeypatch)
     said = posleak(command, *(["run"] if command in ("report", "sweep") else []), option, empty)
     assert said.status == 2
-    assert f"Invalid value for '{option}'" in said.err
-    assert "it is empty" in said.err
+    assert f"'{option}'" in said.err
+    assert "empty" in said.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -350,7 +351,7 @@ def test_an_empty_name_of_a_run_or_model_is_refused(
     forbid_loading(monkeypatch)
     said = posleak(*arguments)
     assert said.status == 2
-    assert "it is empty" in said.err
+    assert "empty" in said.err
 
 
 class Loaded(Exception):
@@ -453,7 +454,7 @@ def test_a_warning_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
 def test_doctor_passes_with_status_0(posleak: Posleak, models: Path) -> None:
     said = posleak("doctor", models / "llama")
     assert said.status == 0
-    assert "can be measured here" in said.out
+    assert "can be measured" in said.out
     assert "✗" not in said.out
 
 
@@ -479,8 +480,8 @@ def test_doctor_ends_with_status_1_where_a_check_fails_without_a_cause(
     )
     said = posleak("doctor", models / "gpt2")  # which breaks other laws on purpose
     assert said.status == 1
-    assert "would be wrong" in said.out
-    assert "no cause in the model is known: L7 closure" in one_line(said.out)
+    assert "wrong" in said.out
+    assert re.search(r"no cause.*: L7 closure", one_line(said.out))
     assert any(line.startswith("✗  L7 closure") for line in said.out.splitlines())
     assert any(line.startswith("!  L5 shift") for line in said.out.splitlines())
 
@@ -492,8 +493,8 @@ def one_line(text: str) -> str:
 def test_a_bos_outside_the_vocabulary(posleak: Posleak, models: Path) -> None:
     said = posleak("measure", models / "strange", *SMALL)
     assert said.status == 2
-    assert "outside the model's vocabulary" in said.err
-    assert "remedy: use --bos none" in said.err
+    assert "vocabulary" in said.err
+    assert "--bos none" in said.err
     said = posleak("doctor", models / "strange", "--length", "48")
     assert said.status == 0
     note = one_line(said.out).partition("note: ")[2]

@@ -11,6 +11,7 @@ from transformers import Gemma3Config, PreTrainedConfig
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from support import inputs_subject as stubs
+from support.errors import raises
 
 ADDS = stubs.stub_subject(stubs.word_tokenizer(prepend="<s>"))
 ADDS_NONE = stubs.stub_subject(stubs.word_tokenizer())
@@ -78,29 +79,29 @@ def test_results_say_which_token_stood_there() -> None:
 
 @pytest.mark.parametrize("bos", ["tokenizer", "<s>"])
 def test_policies_that_need_a_tokenizer(bos: str) -> None:
-    with pytest.raises(InputError, match=r"needs a tokenizer.*\n.*\n.*\n.*--bos 1"):
+    with raises(InputError, where="bos", what="tokenizer", got=repr(bos), remedy=("--bos 1", "--bos auto")):
         first(NO_TOKENIZER, bos)
 
 
 def test_a_tokenizer_that_prepends_two_is_refused() -> None:
     subject = stubs.stub_subject(stubs.word_tokenizer(prepend="<pad> <s>"))
-    with pytest.raises(InputError, match=r"prepends.*(.|\n)*--bos TOKEN"):
+    with raises(InputError, where="'tokenizer'", got="[3, 1, 4", remedy="--bos TOKEN"):
         first(subject, "tokenizer")
 
 
 @pytest.mark.parametrize(
-    ("bos", "message"),
+    ("bos", "fields"),
     [
-        ("atuo", "did you mean 'auto'"),
-        ("<S>", "did you mean '<s>'"),
-        ("W7", "did you mean 'w7'"),
-        ("zebra", "auto | tokenizer | none".replace("|", r"\|")),
-        ("", "not a BOS policy"),
-        (True, "not a BOS policy"),
-        (409, "the BOS token .*outside.*\n.*got: .*409\n.*expected: 0 to 408"),
-        ("-1", "got: .*-1"),
+        ("atuo", {"where": "bos", "remedy": "'auto'"}),
+        ("<S>", {"where": "bos", "remedy": "'<s>'"}),
+        ("W7", {"where": "bos", "remedy": "'w7'"}),
+        ("zebra", {"where": "bos", "expected": "auto | tokenizer | none"}),
+        ("", {"what": "policy", "got": "''"}),
+        (True, {"what": "policy", "got": "True"}),
+        (409, {"what": "BOS token", "got": 409, "expected": "0 to 408"}),
+        ("-1", {"what": "BOS token", "got": -1}),
     ],
 )
-def test_first_tokens_that_are_none(bos: str | int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_invalid_first_tokens(bos: str | int, fields: dict[str, object]) -> None:
+    with raises(InputError, **fields):
         first(ADDS, bos)

@@ -15,6 +15,7 @@ from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.inputs.corpus import DROPPED_TOKENS, docstrings, library_files, standard_library_text
 from support import inputs_subject as stubs
+from support.errors import raises
 
 WORDS = stubs.stub_subject(stubs.word_tokenizer())
 BYTES = stubs.stub_subject(stubs.byte_tokenizer())
@@ -125,22 +126,23 @@ def test_the_hash_is_that_of_the_file(book: Path) -> None:
 
 def test_a_text_too_short_says_how_short(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(" ".join(stubs.WORDS[:45]), encoding="utf-8")
-    with pytest.raises(InputError, match=r"got: 37 tokens\n.*60 tokens.*\n.*longer text, or use --length 37 or less"):
+    with raises(InputError, what="short", got="37 tokens", expected="60 tokens", remedy="--length 37"):
         prepare(WORDS, f"text:{tmp_path / 'long.txt'}", length=60, seed=0)
     (tmp_path / "long.txt").unlink()
     (tmp_path / "a.txt").write_text(" ".join(stubs.WORDS[:30]), encoding="utf-8")
     usable = 30 - 2 * DROPPED_TOKENS
-    with pytest.raises(InputError, match=f"got: {usable} tokens\n.*40 tokens.*\n.*longer text$"):
-        prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)  # 22 tokens could not be measured either
+    with raises(InputError, what="short", got=f"{usable} tokens", expected="40 tokens", remedy="longer text") as caught:
+        prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=40, seed=0)
+    assert "--length" not in str(caught.value.remedy), "22 tokens could not be measured either"
     prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=usable, seed=0).batch(range(50))
     (tmp_path / "b.txt").write_text("w1 w2", encoding="utf-8")
-    with pytest.raises(InputError, match=r"longest of 2 documents.*\n.*\n.*join the files"):
+    with raises(InputError, what="short", got=("22 tokens", "2 documents"), expected="40 tokens", remedy="join"):
         prepare(WORDS, f"text:{tmp_path}", length=40, seed=0)
 
 
 def test_an_empty_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    with pytest.raises(InputError, match="got: 0 tokens"):
+    with raises(InputError, what="short", got="0 tokens", expected=4):
         prepare(WORDS, f"text:{tmp_path / 'a.txt'}", length=4, seed=0)
 
 
@@ -153,17 +155,17 @@ def test_a_crop_may_fill_a_slice_of_long_words(tmp_path: Path) -> None:
 
 def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin\.txt.*UTF-8.*\n  got: byte 0xf6 at .*2"):
+    with raises(InputError, where="latin.txt", got=("0xf6", 2), expected="UTF-8"):
         prepare(WORDS, f"text:{tmp_path}", length=4, seed=0)
-    with pytest.raises(InputError, match=r"got: .*missing\n"):
+    with raises(InputError, got=tmp_path / "missing", remedy="text:stdlib"):
         prepare(WORDS, f"text:{tmp_path / 'missing'}", length=4, seed=0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"got: .*empty\n.*\.txt"):
+    with raises(InputError, got=tmp_path / "empty", expected=".txt"):
         prepare(WORDS, f"text:{tmp_path / 'empty'}", length=4, seed=0)
 
 
 def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(InputError, match=r"tokenizer(.|\n)*--inputs random"):
+    with raises(InputError, what="tokenizer", got="text:stdlib", remedy="--inputs random"):
         prepare(stubs.stub_subject(), "text:stdlib", length=4, seed=0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from posleak.errors import CheckError, UnsupportedError
 from posleak.leakage import Parts, narrow_layers, sink_width, split
 from posleak.probe import Plan, default_plan, reduce_rows
+from support.errors import raises
 
 N = 67
 PLANS = {m: default_plan(N, origin=m) for m in (1, 4)}
@@ -412,14 +413,15 @@ def test_layers_whose_sink_goes_on_behind_the_origin_are_named_with_a_width_that
 def test_seeing_the_future_is_refused_by_name() -> None:
     plan = PLANS[4]
     seen = torch.ones(len(plan.rows), N, dtype=torch.bool)
-    with pytest.raises(UnsupportedError, match="later keys"):
+    with raises(UnsupportedError, where="query 5", what="later keys"):
         reduce_rows(torch.zeros(1, 1, len(plan.rows), N), seen, plan)
 
 
 @widths
 def test_a_gap_in_sight_is_refused_by_name(plan: Plan) -> None:
     i, j = torch.tensor(plan.rows)[:, None], torch.arange(N)
-    with pytest.raises(UnsupportedError, match="gap"):
+    first = next(row for row in plan.rows if row > plan.origin + 1)  # sees a key after the origin on both sides
+    with raises(UnsupportedError, where=f"query {first}", what="gaps"):
         reduce_rows(torch.zeros(1, 1, len(plan.rows), N), (j <= i) & ((i - j) != 1), plan)
 
 
@@ -428,5 +430,5 @@ def test_nan_logits_name_the_heads() -> None:
     s = torch.zeros(2, 5, len(plan.rows), N)
     s[1, 3, 0, 0] = torch.nan
     i, j = torch.tensor(plan.rows)[:, None], torch.arange(N)
-    with pytest.raises(CheckError, match=r"heads \[3\], prompts \[1\]"):
+    with raises(CheckError, got=("heads [3]", "prompts [1]"), remedy="--dtype float32"):
         reduce_rows(s, j <= i, plan)

@@ -14,6 +14,7 @@ import transformers
 from posleak.errors import ModelError
 from posleak.models import Identity, Subject, hashing, load
 from posleak.typed import from_json, plain
+from support.errors import raises
 from support.models_tiny import save, small_model
 
 
@@ -96,7 +97,7 @@ def test_hash_of_an_object_sees_one_changed_weight_and_every_dtype() -> None:
 def test_hash_refuses_weights_that_are_elsewhere() -> None:
     with torch.device("meta"):
         model = small_model()
-    with pytest.raises(ModelError, match="not in memory"):
+    with raises(ModelError, where="model.embed_tokens.weight", got="meta"):
         Subject.of(model)
 
 

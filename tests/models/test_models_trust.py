@@ -39,6 +39,7 @@ from posleak.models import (
 from posleak.models.sources import _licence
 from posleak.models.subject import _to_stderr
 from posleak.typed import from_json, plain
+from support.errors import raises
 from support.inputs_subject import byte_tokenizer
 from support.models_tiny import WORDS, edit_config, logits, save, small_model, write_gguf
 
@@ -104,7 +105,7 @@ def test_one_changed_digit_in_a_converted_model_is_refused_by_name(name: str, gg
     quietly(gguf, cache)
     flip_last_byte(made / name)
     for source in (gguf, made):
-        with pytest.raises(ModelError, match=r"not what conversion wrote[\s\S]*delete the folder") as caught:
+        with raises(ModelError, where=made / name, what="conversion", remedy=made) as caught:
             quietly(source, cache)
         assert caught.value.where == str(made / name)
 
@@ -112,7 +113,7 @@ def test_one_changed_digit_in_a_converted_model_is_refused_by_name(name: str, gg
 def test_another_rope_base_in_the_cache_gives_no_other_numbers(gguf: Path, cache: Path) -> None:
     config = converted(gguf, cache) / "config.json"
     config.write_text(config.read_text().replace("10000.0", "20000.0"))
-    with pytest.raises(ModelError, match=r"config\.json: a file of a converted model"):
+    with raises(ModelError, where=config, what="conversion", remedy=config.parent):
         quietly(gguf, cache)
 
 
@@ -127,7 +128,7 @@ def test_converted_folder_with_other_files_is_refused_and_not_made_again(damage:
     else:
         (made / "added_tokens.json").write_text("{}")
     for _ in range(2):
-        with pytest.raises(ModelError, match=rf"delete the folder {made}"):
+        with raises(ModelError, where=made, remedy=f"delete the folder {made}"):
             quietly(gguf, cache)
 
 
@@ -140,7 +141,7 @@ def test_manifest_is_sealed_and_lists_every_file(gguf: Path, cache: Path) -> Non
     text = (made / caching.MANIFEST_FILE).read_text()
     (made / caching.MANIFEST_FILE).write_text(text.replace('"gguf"', '"hub"'))
     assert caching.read_manifest(made) is None
-    with pytest.raises(ModelError, match=r"posleak\.json is damaged"):
+    with raises(ModelError, where=made, what=caching.MANIFEST_FILE):
         load(made, cache=cache)
     assert quietly(gguf, cache).identity.source == "gguf"  # converted again
 
@@ -198,17 +199,17 @@ def test_index_decides_which_weights_are_hashed(folder: Path, cache: Path) -> No
 def test_index_that_leaves_the_folder_is_refused(name: str, folder: Path, cache: Path) -> None:
     index = sharded(folder)
     index.write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ModelError, match="outside the model's folder"):
+    with raises(ModelError, where="model.safetensors.index.json", what="outside", expected="relative"):
         load(folder, cache=cache)
 
 
 def test_files_that_the_index_misses_are_named(folder: Path, cache: Path) -> None:
     index = sharded(folder)
     (folder / "part" / "b.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"missing[\s\S]*part/b\.safetensors"):
+    with raises(ModelError, where=index, got="part/b.safetensors"):
         load(folder, cache=cache)
     index.write_text('{"weight_map": [1, 2]}')
-    with pytest.raises(ModelError, match=r"index of the weights cannot be read"):
+    with raises(ModelError, where=index, got="bytes", expected="weight_map"):
         load(folder, cache=cache)
 
 
@@ -223,7 +224,7 @@ def test_pickles_beside_another_safetensors_file_are_hashed(folder: Path, cache:
 def test_distributed_checkpoint_beside_the_weights_is_refused(folder: Path, cache: Path) -> None:
     weights = folder / "model.safetensors"
     (folder / "shard-00000-model-00001-of-00001.safetensors").write_bytes(weights.read_bytes())
-    with pytest.raises(ModelError, match="distributed checkpoint"):
+    with raises(ModelError, where=folder, what="distributed", remedy="save_pretrained"):
         load(folder, cache=cache)
 
 
@@ -416,14 +417,14 @@ def test_configs_inside_a_config_are_disarmed_too() -> None:
 
 def test_adapter_other_weights_and_foreign_code_are_refused(folder: Path, cache: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
-    with pytest.raises(ModelError, match=r"an adapter[\s\S]*merge"):
+    with raises(ModelError, where=folder / "adapter_config.json", remedy="merge_and_unload"):
         load(folder, cache=cache)
     (folder / "adapter_config.json").unlink()
     edit_config(folder, transformers_weights="other.safetensors")
-    with pytest.raises(ModelError, match=r"transformers_weights[\s\S]*other\.safetensors"):
+    with raises(ModelError, where=folder / "config.json", got=("transformers_weights", "other.safetensors")):
         load(folder, cache=cache)
     edit_config(folder, transformers_weights=None, auto_map={"AutoModelForCausalLM": "else/where--modeling.M"})
-    with pytest.raises(ModelError, match=r"another repository[\s\S]*else/where--modeling\.M"):
+    with raises(ModelError, where=folder / "config.json", got="else/where--modeling.M"):
         load(folder, cache=cache, trust_remote_code=True)
     assert load(folder, cache=cache).identity.model_class == "LlamaForCausalLM"
 
@@ -433,10 +434,12 @@ def test_quantised_weights_that_need_kernels_need_trust(
 ) -> None:
     edit_config(folder, quantization_config={"quant_method": "fp8"})
     monkeypatch.setattr("transformers.utils.import_utils.is_kernels_available", lambda *_: True)
-    with pytest.raises(ModelError, match=r"compiled code from a hub[\s\S]*'fp8'[\s\S]*--trust-remote-code"):
+    with raises(
+        ModelError, where=folder / "config.json", what="compiled code", got="'fp8'", remedy="--trust-remote-code"
+    ):
         load(folder, cache=cache)
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ModelError, match="ImportError"):  # the package that it needs is named
+    with raises(ModelError, where=folder, got="ImportError"):  # the package that it needs is named
         load(folder, cache=cache)
 
 
@@ -497,7 +500,7 @@ def test_damaged_tokenizer_file_is_named(spoken: Path, cache: Path) -> None:
     whole = words.read_text()
     for damaged in (whole.replace('"vocab"', '"vocap"'), whole[:-20], whole.replace('"BPE"', '"BPF"')):
         words.write_text(damaged)
-        with pytest.raises(ModelError, match="tokenizer files that cannot be read") as caught:
+        with raises(ModelError, where=words, what="tokenizer") as caught:
             load(spoken, cache=cache)
         assert caught.value.where == str(words)
 
@@ -525,7 +528,7 @@ def test_odd_configs_load_or_are_refused_in_words(change: dict[str, Any], folder
 def test_damaged_pickle_is_refused_in_words(content: bytes, folder: Path, cache: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ModelError, match="cannot load the model"):
+    with raises(ModelError, where=folder, what="transformers", remedy="again"):
         load(folder, cache=cache, allow_pickle=True)
 
 
@@ -534,7 +537,7 @@ def test_gguf_whose_metadata_contradicts_its_tensors(gguf: Path, cache: Path) ->
     for key, value in ((b"llama.feed_forward_length", 41), (b"llama.attention.head_count_kv", 4)):
         place = data.index(key) + len(key) + 4
         gguf.write_bytes(data[:place] + struct.pack("<I", value) + data[place + 4 :])
-        with pytest.raises(ModelError, match=str(gguf)):
+        with raises(ModelError, where=gguf):
             quietly(gguf, cache)
     assert list((cache / "unfinished").iterdir()) == []
 
@@ -549,7 +552,7 @@ def test_names_that_no_file_can_have(name: str, cache: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", None, 5, b"x"])
 def test_what_is_no_name(name: Any, cache: Path) -> None:
-    with pytest.raises(ModelError, match="not the name of a model"):
+    with raises(ModelError, where="load", got=repr(name), remedy="Subject.of"):
         load(name, cache=cache)
 
 
@@ -561,7 +564,7 @@ def odd_folder(tmp_path: Path) -> Path:
 
 
 def test_folder_whose_name_is_no_utf8(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"name is not UTF-8[\s\S]*rename the folder"):
+    with raises(ModelError, what="UTF-8", remedy="rename the folder"):
         load(save(small_model(), odd_folder(tmp_path)), cache=cache)
 
 
@@ -577,20 +580,21 @@ def test_gguf_file_whose_name_is_no_utf8(tmp_path: Path, gguf: Path, cache: Path
 
 @pytest.mark.parametrize("model", [None, "gpt2", torch.nn.Linear(2, 2), small_model])
 def test_objects_that_are_no_models(model: Any) -> None:
-    with pytest.raises(ModelError, match=r"PreTrainedModel[\s\S]*posleak\.load") as caught:
+    with raises(
+        ModelError, where="Subject.of", got=type(model).__name__, expected="PreTrainedModel", remedy="posleak.load"
+    ):
         Subject.of(model)
-    assert type(model).__name__ in str(caught.value)
 
 
 def test_object_that_is_no_tokenizer() -> None:
-    with pytest.raises(ModelError, match=r"str gpt2|'gpt2'[\s\S]*PreTrainedTokenizerBase"):
+    with raises(ModelError, where="Subject.of", got="str 'gpt2'", expected="PreTrainedTokenizerBase"):
         Subject.of(small_model(), "gpt2")  # type: ignore[arg-type]
 
 
 def test_model_that_cannot_be_described() -> None:
     model = small_model()
     vars(model.config)["vocab_size"] = "many"
-    with pytest.raises(ModelError, match=r"cannot be described[\s\S]*ValueError"):
+    with raises(ModelError, where="me", got="ValueError"):
         Subject.of(model, name="me")
 
 
@@ -613,7 +617,10 @@ def test_border_names_the_class_and_the_place(error: BaseException) -> None:
      torch.OutOfMemoryError("CUDA out of memory."), Exception("Cannot allocate memory (os error 12)")],
 )  # fmt: skip
 def test_border_knows_when_memory_ran_out(error: Exception) -> None:
-    with pytest.raises(TooLargeError, match="memory ran out"), translate_errors("it broke", "a", "mend it"):
+    with (
+        raises(TooLargeError, what="memory", remedy=("bfloat16", "device_map='auto'")),
+        translate_errors("it broke", "a", "mend it"),
+    ):
         raise error
 
 
@@ -626,21 +633,21 @@ def test_border_lets_interruptions_and_own_errors_pass() -> None:
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.EACCES, "no"), "make it readable"),
-        (OSError(errno.ENOSPC, "full"), "the disk is full"),
-        (Exception("No space left on device (os error 28)"), "the disk is full"),
+        (OSError(errno.EACCES, "no"), "readable"),
+        (OSError(errno.ENOSPC, "full"), "free some space"),
+        (Exception("No space left on device (os error 28)"), "free some space"),
         (OSError(errno.ENAMETOOLONG, "long"), "shorter name"),
         (OSError(errno.ENOENT, "gone"), "mend it"),
     ],
 )
 def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
-    with pytest.raises(ModelError, match=remedy), translate_errors("it broke", "a", "mend it"):
+    with raises(ModelError, where="a", got=error.args[-1], remedy=remedy), translate_errors("it broke", "a", "mend it"):
         raise error
 
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "free some space, or set POSLEAK_CACHE"), (errno.EROFS, "make it writable for you, or set"),
+    [(errno.ENOSPC, "free some space"), (errno.EROFS, "make it writable"),
      (errno.ENOTDIR, "move away")],
 )  # fmt: skip
 def test_cache_that_cannot_be_written_is_named_with_what_helps(
@@ -652,14 +659,14 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
     for where in ("file_lock", "require_disk_space", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(caching, where, fail)
-            with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*{remedy}") as caught:
+            with raises(ModelError, where=cache, what="written", remedy=(remedy, "POSLEAK_CACHE")) as caught:
                 quietly(gguf, cache)
             assert caught.value.where == str(cache)
 
 
 def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
     cache.write_text("in the way")
-    with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*move away the file {cache}"):
+    with raises(ModelError, where=cache, what="written", remedy=("move away", cache, "POSLEAK_CACHE")):
         quietly(gguf, cache)
 
 
@@ -693,33 +700,41 @@ def ctrl() -> transformers.PreTrainedModel:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
-    ("make", "change", "message"),
+    ("make", "change", "fields"),
     [
-        (small_model, {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
-        (small_model, {"num_hidden_layers": 1500}, "more layers than the weight files have tensors"),
-        (small_model, {"layer_types": ["full_attention"] * 1500, "num_hidden_layers": 1500}, "more layers than"),
-        (small_model, {"layer_types": ["full_attention"] * 10**6}, "items of layer_types = 1000000"),
-        (small_model, {"notes": "x" * 40_000_000}, r"config\.json is too large"),
-        (small_model, {"eos_token_id": [1] * 10**6}, "items of eos_token_id = 1000000"),
-        (small_model, {"num_labels": 10**9}, "num_labels"),
-        (small_model, {"vocab_size": 10**9}, "a larger model than its files hold"),
-        (small_model, {"vocab_size": 10**7}, "a larger model than its files hold"),
-        (small_model, {"vocab_size": 10**18}, "no model can be built|a larger model"),
-        (small_model, {"intermediate_size": 10**9}, "a larger model than its files hold"),
-        (small_model, {"head_dim": 10**9}, "a larger model than its files hold"),
-        (gpt2, {"n_positions": 10**9}, "a larger model than its files hold"),
-        (gpt2, {"n_positions": 10**6}, r"wpe\.weight \(64, 24\) for \(1000000, 24\)"),
-        (gpt_neo, {"max_position_embeddings": 10**5}, "huge tables"),
-        (gpt_neo, {"attention_types": [[["global"], 10**12]]}, "a number in a list = 1000000000000"),
-        (ctrl, {"n_positions": 10**7}, "huge tables"),
+        (small_model, {"num_hidden_layers": 10**12}, {"got": "num_hidden_layers = 1000000000000"}),
+        (small_model, {"num_hidden_layers": 1500}, {"got": "1500 layers", "expected": 30}),
+        (
+            small_model,
+            {"layer_types": ["full_attention"] * 1500, "num_hidden_layers": 1500},
+            {"got": "1500 layers", "expected": 30},
+        ),
+        (small_model, {"layer_types": ["full_attention"] * 10**6}, {"got": "items of layer_types = 1000000"}),
+        (small_model, {"notes": "x" * 40_000_000}, {"got": "40 MB", "expected": "34 MB"}),
+        (small_model, {"eos_token_id": [1] * 10**6}, {"got": "items of eos_token_id = 1000000"}),
+        (small_model, {"num_labels": 10**9}, {"got": "num_labels"}),
+        (small_model, {"vocab_size": 10**9}, {"got": "parameters", "expected": "at most"}),
+        (small_model, {"vocab_size": 10**7}, {"got": "parameters", "expected": "at most"}),
+        (small_model, {"vocab_size": 10**18}, {"where": "absurd", "what": "no model"}),
+        (small_model, {"intermediate_size": 10**9}, {"got": "parameters", "expected": "at most"}),
+        (small_model, {"head_dim": 10**9}, {"got": "parameters", "expected": "at most"}),
+        (gpt2, {"n_positions": 10**9}, {"got": "parameters", "expected": "at most"}),
+        (gpt2, {"n_positions": 10**6}, {"got": "wpe.weight (64, 24) for (1000000, 24)"}),
+        (gpt_neo, {"max_position_embeddings": 10**5}, {"what": "tables"}),
+        (gpt_neo, {"attention_types": [[["global"], 10**12]]}, {"got": "a number in a list = 1000000000000"}),
+        (ctrl, {"n_positions": 10**7}, {"what": "tables"}),
     ],
 )
 def test_absurd_configs_are_refused(
-    make: Callable[[], transformers.PreTrainedModel], change: dict[str, Any], message: str, tmp_path: Path, cache: Path
+    make: Callable[[], transformers.PreTrainedModel],
+    change: dict[str, Any],
+    fields: dict[str, Any],
+    tmp_path: Path,
+    cache: Path,
 ) -> None:
     folder = save(make(), tmp_path / "absurd")
     edit_config(folder, **change)
-    with pytest.raises(ModelError, match=message):
+    with raises(ModelError, **fields):
         load(folder, cache=cache)
 
 
@@ -727,7 +742,7 @@ def test_absurd_configs_are_refused(
 def test_absurd_tokenizer_file_is_refused(spoken: Path, cache: Path) -> None:
     with (spoken / "tokenizer.json").open("ab") as words:
         words.truncate(10**9)
-    with pytest.raises(ModelError, match=r"tokenizer\.json is too large[\s\S]*1\.0 GB"):
+    with raises(ModelError, where=spoken / "tokenizer.json", got="1.0 GB", expected="134 MB"):
         load(spoken, cache=cache)
 
 
@@ -736,7 +751,7 @@ def test_model_that_fits_its_files_but_not_the_memory(
 ) -> None:
     edit_config(folder, vocab_size=1_000_000)
     monkeypatch.setattr(memory, "available_bytes", lambda _device: 100_000_000)
-    with pytest.raises(TooLargeError, match=r"192 MB of weights[\s\S]*at most 100 MB"):
+    with raises(TooLargeError, where=folder, got="192 MB", expected="100 MB"):
         load(folder, cache=cache)
 
 
@@ -755,7 +770,7 @@ def table(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "got"),
     [
         (b"GGUF", "4 bytes"),
         (gguf_bytes(magic=b"FUGG"), "version"),
@@ -778,13 +793,18 @@ def table(name: str, shape: list[int], kind: int = 0, offset: int = 0) -> bytes:
         (gguf_bytes(tensors=1, body=table("t", [2**40, 2**40]) + bytes(99)), "of shape"),
         (gguf_bytes(tensors=1, body=table("t", [4], offset=10**12) + bytes(99)), "at byte 1000000000000"),
         (gguf_bytes(tensors=1, body=table("t", [4], kind=12345) + bytes(99)), "of type 12345"),
-        (gguf_bytes(tensors=2, body=table("t", [4]) * 2 + bytes(99)), "tensors of different names"),
-        (gguf_bytes(tensors=3, body=b"".join(table(n, [20]) for n in "abc") + bytes(120)), "'b' of shape|'c' of shape"),
+        (gguf_bytes(tensors=3, body=b"".join(table(n, [20]) for n in "abc") + bytes(120)), "' of shape"),
     ],
 )
-def test_gguf_headers_that_lie_are_refused(data: bytes, message: str, tmp_path: Path, cache: Path) -> None:
+def test_gguf_headers_that_lie_are_refused(data: bytes, got: str, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "lie.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match=rf"not a complete GGUF file[\s\S]*({message})"):
+    with raises(ModelError, where=tmp_path / "lie.gguf", what="GGUF", got=got):
+        quietly(tmp_path / "lie.gguf", cache)
+
+
+def test_gguf_with_two_tensors_of_one_name_is_refused(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "lie.gguf").write_bytes(gguf_bytes(tensors=2, body=table("t", [4]) * 2 + bytes(99)))
+    with raises(ModelError, where=tmp_path / "lie.gguf", got="'t'", expected="different names"):
         quietly(tmp_path / "lie.gguf", cache)
 
 
@@ -794,7 +814,7 @@ def test_gguf_with_another_number_of_blocks_is_refused(blocks: int, gguf: Path, 
     data, name = gguf.read_bytes(), b"llama.block_count"
     place = data.index(name) + len(name) + 4
     gguf.write_bytes(data[:place] + struct.pack("<I", blocks) + data[place + 4 :])
-    with pytest.raises(ModelError, match=rf"contradicts itself[\s\S]*block_count = {blocks}[\s\S]*expected: 3"):
+    with raises(ModelError, where=gguf, got=f"block_count = {blocks}", expected=3):
         quietly(gguf, cache)
 
 
@@ -804,7 +824,7 @@ def test_gguf_that_describes_a_huge_model_is_refused(name: str, gguf: Path, cach
     data = gguf.read_bytes()
     place = data.index(name.encode()) + len(name) + 4
     gguf.write_bytes(data[:place] + struct.pack("<I", 4 * 10**8) + data[place + 4 :])
-    with pytest.raises(ModelError, match=r"a larger model than its files hold"):
+    with raises(ModelError, where=gguf, got="parameters", expected="18,648"):
         quietly(gguf, cache)
 
 
@@ -846,7 +866,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )  # fmt: skip
 def test_safetensors_headers_that_lie_are_refused(data: bytes, folder: Path, cache: Path) -> None:
     (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelError, match="not a complete safetensors file") as caught:
+    with raises(ModelError, where=folder / "model.safetensors", what="safetensors") as caught:
         load(folder, cache=cache)
     assert caught.value.where == str(folder / "model.safetensors")
 
@@ -882,7 +902,7 @@ def test_every_container_around_the_process_counts(tmp_path: Path, monkeypatch: 
 
 def test_small_sizes_are_not_written_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda _device: 3000)
-    with pytest.raises(TooLargeError, match=r"55 kB of weights[\s\S]*at most 3\.0 kB") as caught:
+    with raises(TooLargeError, where="x", got="55 kB", expected="3.0 kB") as caught:
         memory.Target("cpu").require_memory(55_000, "x")
     assert "0.0" not in str(caught.value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from posleak.probe import Call, Edit, attach, calibrate, default_plan, read_plac
 from posleak.probe.visibility import read_mask
 from posleak.runs.loop import Passes
 from posleak.runs.measure import measure
+from support.errors import mentions, raises
 from support.families import VOCAB, tiny
 from support.made_up import made_up
 from support.models_tiny import save, small_model
@@ -106,7 +108,7 @@ def test_doctor_names_scaled_queries() -> None:
     diagnosis = doctor(Subject.of(tiny("ministral3", **SCALED), name="m"), short=True)
     assert check(diagnosis, "L2").ok
     assert not check(diagnosis, "L5").ok
-    assert "3 layers scale their queries by absolute position" in check(diagnosis, "L5").why
+    assert re.search("3 layers .*queries", check(diagnosis, "L5").why)
 
 
 def test_a_weighted_norm_after_the_rotation_is_named() -> None:
@@ -134,12 +136,12 @@ def test_learned_positions_break_law_three_and_are_named() -> None:
     for law in ("L2", "L3", "L5"):
         assert not check(diagnosis, law).ok, law
         cause = str(check(diagnosis, law).cause)
-        assert "table of absolute positions (transformer.wpe)" in cause, law
+        assert "transformer.wpe" in cause, law
         assert check(diagnosis, law).why.endswith(cause)
     for id in ("parity", "partition", "L1", "L4", "L7", "L8 batch", "L9"):
         assert check(diagnosis, id).ok, id
     assert "layers the origin" in check(diagnosis, "L10").why
-    with pytest.warns(PosleakWarning, match="the origin's keys cannot be moved in every layer"):
+    with pytest.warns(PosleakWarning, match=mentions("origin", "moved")):
         run = measure(Subject.of(model, name="gpt2"), length=N, prompts=24)
     residual = run.summary.layers["all"].power["residual"]
     assert residual.low[0] > 0, "positions are in the residual stream before the first layer"
@@ -160,7 +162,7 @@ def test_sources_are_found_by_watching() -> None:
 def test_a_family_that_does_not_run_in_a_dtype_is_still_diagnosed() -> None:
     floor = check(doctor(Subject.of(tiny_model("minimax"), name="minimax"), length=48, prompts=4), "floor bfloat16")
     assert math.isinf(floor.value)
-    assert "does not run in bfloat16" in floor.why
+    assert "bfloat16" in floor.why
 
 
 # A new family needs no code
@@ -208,7 +210,7 @@ def test_keys_selected_by_content_are_refused_with_the_remedy() -> None:
     for module in model.modules():
         if hasattr(module, "index_topk"):
             module.__dict__["index_topk"] = 40
-    with pytest.raises(UnsupportedError, match=r"selected by content[\s\S]*40 of 64[\s\S]*--length 40"):
+    with raises(UnsupportedError, where="attention call 0", what="selected", got="40 of 64", remedy="--length 40"):
         calibrate(model, torch.from_numpy(tokens(1)) % 100)
 
 
@@ -239,11 +241,11 @@ def test_checkpoints_come_in_the_order_of_training(tmp_path: Path) -> None:
 
 def test_a_folder_without_checkpoints_says_what_was_expected(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ModelError, match=r"no checkpoints[\s\S]*checkpoint-100"):
+        with raises(ModelError, where=tmp_path, expected="checkpoint-100"):
             checkpoints(place)
     save(small_model(), tmp_path / "step-3")
     save(small_model(), tmp_path / "checkpoint-3")
-    with pytest.raises(ModelError, match=r"same step[\s\S]*checkpoint-3 and step-3"):
+    with raises(ModelError, where=tmp_path, got="checkpoint-3 and step-3"):
         checkpoints(tmp_path)
 
 
@@ -267,9 +269,9 @@ def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
     folder = save(small_model(num_hidden_layers=2), tmp_path / "my@model")
     assert load(folder, cache=tmp_path / "cache").identity.layers == 2, "a sign in a path is part of the path"
     for name, options in ((f"{folder}@v1", {}), (str(folder), {"revision": "v1"}), ("zoo-text-rope@v1", {})):
-        with pytest.raises(ModelError, match="has no revisions"):
+        with raises(ModelError, what="no revisions", got="v1"):
             load(name, cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="two revisions"):
+    with raises(ModelError, where="org/name", got="one and two"):
         load("org/name@one", revision="two")
 
 

@@ -14,6 +14,7 @@ from posleak.errors import CheckError, InputError, UnsupportedError
 from posleak.probe import Call, Edit, Plan, Visibility, attach, calibrate, default_plan, relative_difference
 from posleak.probe.call import attend
 from posleak.probe.visibility import visibility_mask
+from support.errors import raises
 from support.families import FAMILIES, VOCAB, WINDOW, tiny
 
 N, B, PAD = 43, 3, 5
@@ -156,7 +157,7 @@ def test_the_blocked_path_equals_the_fused_one() -> None:
 def test_a_missing_mask_function_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionMaskInterface, "register", classmethod(lambda cls, key, value: None))
     model = tiny("llama")
-    with attach(model) as probe, pytest.raises(UnsupportedError, match=r"attention call 0.*\n.*got: no mask"):
+    with attach(model) as probe, raises(UnsupportedError, where="attention call 0", what="causal", got="no mask"):
         probe.forward(tokens())
 
 
@@ -165,7 +166,7 @@ def test_a_skipped_layer_is_caught_and_named() -> None:
     body: Any = model.base_model
     layer = body.layers[1].self_attn
     layer.config = copy.deepcopy(model.config)  # its own copy, which setting the implementation does not reach
-    with pytest.raises(CheckError, match=r"2 calls; missing: model\.layers\.1\.self_attn"):
+    with raises(CheckError, where="calibration", got=("2 calls", "model.layers.1.self_attn")):
         calibrate(model, tokens())
 
 
@@ -177,7 +178,7 @@ def test_a_kernel_that_sees_the_future_is_caught(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(home, bidirectional)
     calibration = calibrate(tiny("llama"), tokens())
     assert calibration.future > 0
-    with pytest.raises(CheckError, match="weight on later keys"):
+    with raises(CheckError, where="calibration", what="later keys", expected="0"):
         calibration.require("llama")
 
 
@@ -187,7 +188,7 @@ def test_rows_that_are_not_the_kernels_are_caught(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Call, "logits", lambda *args: logits(*args).flip(1))
     calibration = calibrate(tiny("llama"), tokens())
     assert calibration.parity < 1e-4
-    with pytest.raises(CheckError, match="denominators"):
+    with raises(CheckError, where="calibration", what="denominators", expected="1e-05"):
         calibration.require("llama")
 
 
@@ -195,7 +196,7 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
     model = tiny("llama")
     with (
         attach(model) as probe,
-        pytest.raises(UnsupportedError, match=r"attention call 0 .*colour"),
+        raises(UnsupportedError, where="attention call 0", what="colour"),
     ):
         probe.forward(tokens(), colour=torch.zeros(1))
 
@@ -205,7 +206,7 @@ def test_dropout_is_refused_where_it_stays_on_in_evaluation_mode() -> None:
     with attach(model) as probe:
         probe.forward(tokens())
         model.train()
-        with pytest.raises(UnsupportedError, match=r"dropout[\s\S]*model\.eval"):
+        with raises(UnsupportedError, what="dropout", got=0.5, remedy="model.eval()"):
             probe.forward(tokens())
     assert model.training
 
@@ -235,7 +236,7 @@ def test_queries_begin_after_the_origin_however_wide_it_is() -> None:
 
 @pytest.mark.parametrize("origin", [0, -1, 65])
 def test_an_origin_that_leaves_no_room_is_refused(origin: int) -> None:
-    with pytest.raises(InputError, match=r"--origin[\s\S]*1 to 64"):
+    with raises(InputError, where="--origin", got=origin, expected="1 to 64"):
         default_plan(256, origin=origin)
 
 
@@ -246,7 +247,7 @@ def test_rows_that_are_no_plan_are_refused(rows: dict[str, Any]) -> None:
     """In the origin, twice, past the end, a reference before a query, no origin at all."""
     good: dict[str, Any] = {"length": 64, "queries": (9, 47), "references": (48, 63), "offsets": (0, 1), "origin": 5}
     assert Plan(**good).rows == (9, 47, 48, 63)
-    with pytest.raises(InputError, match="increasing positions"):
+    with raises(InputError, where="plan", got=f"origin {rows.get('origin', 5)}", expected=63):
         Plan(**{**good, **rows})
 
 
@@ -255,5 +256,5 @@ def test_a_denser_plan_holds_the_default_offsets() -> None:
 
 
 def test_a_short_prompt_is_refused_with_the_remedy() -> None:
-    with pytest.raises(InputError, match=r"too short[\s\S]*length 31[\s\S]*--length 32"):
+    with raises(InputError, where="length", got=31, expected=32, remedy="--length 32"):
         default_plan(31)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of
 
 @pytest.fixture(scope="module")
 def traced(smollm: Subject) -> Trace:
-    with pytest.warns(PosleakWarning, match="the origin of 4 tokens is too narrow"):
+    with pytest.warns(PosleakWarning, match="origin of 4 tokens"):
         return pl.trace(smollm, length=256, prompts=16, seed=0)
 
 
@@ -64,7 +64,7 @@ def test_the_sink_stabilises_the_mask(ordinary: Run) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-9)])
 def test_one_token_repeated_leaks_through_the_mask_alone(smollm: Subject, dtype: str, bound: float) -> None:
     subject = smollm if dtype == "float32" else pl.load("smollm2-135m", dtype=dtype)
-    with pytest.warns(PosleakWarning, match="all 4 prompts are the same"):
+    with pytest.warns(PosleakWarning, match="4 prompts"):
         found = pl.measure(subject, "constant", bos="none", length=256, prompts=4)
     for layer in layers(found):
         assert abs(layer["drift"]) < bound, layer["layer"]
@@ -74,7 +74,7 @@ def test_one_token_repeated_leaks_through_the_mask_alone(smollm: Subject, dtype:
 
 def test_a_wide_sink_looks_like_a_drift_through_a_narrow_origin(smollm: Subject, ordinary: Run) -> None:
     """Positions 1 to 3 are sinks of layer 3 too. With an origin of one token drift and sink nearly cancel there."""
-    with pytest.warns(PosleakWarning, match="the origin of 1 token is too narrow in layers .*3"):
+    with pytest.warns(PosleakWarning, match="origin of 1 token .*layers .*3"):
         narrow = pl.measure(smollm, length=256, prompts=16, seed=0, origin=1)
     through, wide = layers(narrow)[3], layers(ordinary)[3]
     assert min(through["drift"], through["sink"]) > 2
@@ -101,7 +101,7 @@ def test_its_position_comes_from_masks_here_and_earlier(traced: Trace) -> None:
 
 
 def test_one_token_repeated_has_no_other_source_than_the_mask_here(smollm: Subject) -> None:
-    with pytest.warns(PosleakWarning, match="all 4 prompts are the same"):
+    with pytest.warns(PosleakWarning, match="4 prompts"):
         found = pl.trace(smollm, "constant", bos="none", length=128, prompts=4).layers["all"].power
     assert np.abs(found["earlier"].value).max() < 1e-6
     assert np.abs(found["origin"].value).max() < 1e-6

@@ -31,6 +31,7 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show import numbers
+from support.errors import raises
 from support.families import subject
 from support.report_tiny import HOSTILE, NAME, browser, measured, opened
 from tools import metric_docs
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("metrics") / "run"
     who = subject(name=NAME, scale=3.0, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
     conditions = Conditions(who, MeasureSpec(length=64, prompts=8, metrics=("all",)), place)
-    with conditions.writing(), pytest.warns(PosleakWarning, match="natural text is left out"):
+    with conditions.writing(), pytest.warns(PosleakWarning, match="natural text"):
         Trace.of(conditions)
     return place
 
@@ -164,7 +165,7 @@ def test_the_command_asks_for_the_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_models_of_few_layers_have_no_intervals_and_still_a_section(layers: int, tmp_path: Path) -> None:
-    with pytest.warns(PosleakWarning, match="natural text is left out"):
+    with pytest.warns(PosleakWarning, match="natural text"):
         folder = measured(tmp_path / "run", layers=layers, metrics="all")
     (shown,), _ = gather([folder])
     others = RelatedMetrics.of(shown.run)
@@ -317,10 +318,10 @@ def test_the_tool_replaces_what_it_makes_and_nothing_else(folder: Path, plain: P
         assert numbers.estimate(row.value, row.metric.unit) in read_part(first, "results")
     (picture,) = re.findall(r"\]\((images/.*)\)", read_part(first, "agreement"))
     assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(RunError, match="no metrics"):
+    with raises(RunError, where=plain, remedy="--metrics all"):
         metric_docs.main([str(page), str(plain)])
     page.write_text("no markers")
-    with pytest.raises(InputError, match="made: catalogue"):
+    with raises(InputError, where="made: catalogue", remedy=("made: catalogue", "end: catalogue")):
         metric_docs.main([str(page)])
 
 

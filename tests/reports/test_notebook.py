@@ -27,6 +27,7 @@ from posleak.leakage import by_head
 from posleak.probe import Call, Edit
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
+from support.errors import raises
 from support.families import subject, tiny
 from support.inputs_subject import byte_tokenizer, stub_subject, word_tokenizer
 from support.runs_tiny import assert_same_bits, files
@@ -68,7 +69,7 @@ def test_a_model_in_memory_and_a_name_are_subjects(
 
 @pytest.mark.parametrize("name", ["measure", "trace", "claims", "doctor", "origin"])
 def test_what_is_no_model_is_refused_with_what_would_do(name: str) -> None:
-    with pytest.raises(ModelError, match=r"got: int 3\n  expected: a Subject, a model of transformers, or the name"):
+    with raises(ModelError, where="subject", got="int 3", expected="a Subject", remedy="Subject.of(model, tokenizer)"):
         getattr(pl, name)(3)
 
 
@@ -78,12 +79,12 @@ def test_a_sweep_takes_models_in_memory_by_their_names(llama: pl.Subject, tmp_pa
         "tiny-llama", "tiny-llama · dtype=bfloat16", "tiny-llama · dtype=float16",
     ]  # fmt: skip
     assert repr(swept).startswith("Sweep(dtypes: 3 finished")
-    with pytest.raises(InputError, match=r"different names\n  got: object, object"):
+    with raises(InputError, where="models", got="object, object", remedy="Subject.of(model, tokenizer, name="):
         pl.sweep("architectures", models=[llama.model, llama.model], out=tmp_path)
     wrong: Any = llama
-    with pytest.raises(InputError, match=r"not a manifest\n(.|\n)*models=\[model\]"):
+    with raises(InputError, where="sweep", got="Subject(tiny-llama", remedy="models=[model]"):
         pl.sweep(wrong, out=tmp_path)
-    with pytest.raises(InputError, match=r"fewer models[\s\S]*got: .*, another[\s\S]*at most 1"):
+    with raises(InputError, where="dtypes", got="another", expected=1):
         pl.sweep("dtypes", models=[llama, "another"], out=tmp_path)
 
 
@@ -104,43 +105,43 @@ UNEQUAL = [[5] * 40, [5] * 50, [5] * 40]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "options", "message"),
+    ("inputs", "options", "fields"),
     [
-        (UNEQUAL, {}, r"lengths\n  got: prompts of 40, 50, 40 tokens\n.*\n  remedy: pass length=40"),
-        (UNEQUAL, {"length": 45}, "length=45, .*40, 40 tokens in prompts 0, 2\n  remedy: pass length=40 or less"),
-        (IDS, {"prompts": 7}, r"got: prompts=7, 6 given\n  expected: 1 to 6"),
-        (IDS, {"prompts": 0}, "expected: 1 to 6"),
-        (IDS, {"length": "64"}, "length.*\n  got: '64'"),
-        (IDS, {"bos": "none"}, "ids.*\n  got: 'none'"),
-        (IDS, {"bos": 7}, "ids.*\n  got: 7"),
-        (IDS[0], {}, r"table of .*\n  got: shape \(60,\)(.|\n)*\[ids\]"),
-        (IDS / 2, {}, "table of "),
-        ([], {}, "table of "),
-        ("random", {"length": "64"}, "length must be [a-z ]*\n  got: '64'"),
-        ("random", {"prompts": 4.5}, "prompts must be [a-z ]*\n  got: 4.5"),
-        ("radnom", {}, "did you mean 'random'"),
-        ("Random", {}, "did you mean 'random'"),
-        ("texts:book.txt", {}, "unknown source"),
-        ("", {}, "unknown source"),
-        ("a text that is read", {}, r"need a tokenizer(.|\n)*Subject.of\(model, tokenizer\)"),
-        ([{"role": "user", "content": "hello"}], {}, "chat.* a tokenizer"),
-        ({"role": "user", "content": "hello"}, {}, "remedy: put the message into a list"),
-        ({"input_ids": IDS}, {}, "remedy: pass its input_ids"),
-        (["a text", IDS[0]], {}, "prompts of one kind"),
-        (None, {}, "got: NoneType"),
-        (Path("book.txt"), {}, 'file name(.|\n)*"text:book.txt"'),
+        (UNEQUAL, {}, {"got": "40, 50, 40 tokens", "remedy": "length=40"}),
+        (UNEQUAL, {"length": 45}, {"got": ("length=45", "40, 40 tokens", "prompts 0, 2"), "remedy": "length=40"}),
+        (IDS, {"prompts": 7}, {"where": "prompts", "got": ("prompts=7", 6), "expected": "1 to 6"}),
+        (IDS, {"prompts": 0}, {"where": "prompts", "expected": "1 to 6"}),
+        (IDS, {"length": "64"}, {"where": "length", "got": "'64'"}),
+        (IDS, {"bos": "none"}, {"where": "bos", "got": "'none'", "remedy": "column 0"}),
+        (IDS, {"bos": 7}, {"where": "bos", "got": 7, "remedy": "column 0"}),
+        (IDS[0], {}, {"got": "shape (60,)", "expected": "[B, T]", "remedy": "[ids]"}),
+        (IDS / 2, {}, {"got": "float64", "expected": "integers"}),
+        ([], {}, {"got": "shape (0,)", "expected": "B at least 1"}),
+        ("random", {"length": "64"}, {"what": "length", "got": "'64'"}),
+        ("random", {"prompts": 4.5}, {"what": "prompts", "got": 4.5}),
+        ("radnom", {}, {"got": "'radnom'", "remedy": "'random'"}),
+        ("Random", {}, {"got": "'Random'", "remedy": "'random'"}),
+        ("texts:book.txt", {}, {"got": "'texts:book.txt'", "expected": "text:PATH"}),
+        ("", {}, {"got": "''", "expected": "text:PATH"}),
+        ("a text that is read", {}, {"what": ("text", "tokenizer"), "remedy": "Subject.of(model, tokenizer)"}),
+        ([{"role": "user", "content": "hello"}], {}, {"what": ("chat", "tokenizer"), "remedy": "Subject.of"}),
+        ({"role": "user", "content": "hello"}, {}, {"got": "dict", "remedy": "[message]"}),
+        ({"input_ids": IDS}, {}, {"got": "dict", "remedy": "input_ids"}),
+        (["a text", IDS[0]], {}, {"got": "list", "remedy": "one kind"}),
+        (None, {}, {"got": "NoneType"}),
+        (Path("book.txt"), {}, {"got": "book.txt", "remedy": '"text:book.txt"'}),
     ],
 )  # fmt: skip
-def test_prompts_that_cannot_be_meant_are_refused_with_the_remedy(
-    llama: pl.Subject, inputs: Any, options: dict[str, Any], message: str
+def test_invalid_prompts_are_refused_with_the_remedy(
+    llama: pl.Subject, inputs: Any, options: dict[str, Any], fields: dict[str, object]
 ) -> None:
-    with pytest.raises(InputError, match=message):
+    with raises(InputError, **fields):
         pl.measure(llama, inputs, **options)
 
 
 def test_the_name_of_a_file_is_not_read_as_a_text(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("w1 w2")
-    with pytest.raises(InputError, match="file name"):
+    with raises(InputError, got=tmp_path / "book.txt", remedy=f"text:{tmp_path / 'book.txt'}"):
         read_given(stub_subject(word_tokenizer()), str(tmp_path / "book.txt"))
 
 
@@ -156,7 +157,7 @@ def test_texts_are_read_after_one_bos() -> None:
     assert read_given(who, "w0 w1", bos="none").table.tolist() == [[9, 10]]
     assert read_given(who, ["w0 w1"], bos="w9").table.tolist() == [[18, 9, 10]]
     assert read_given(who, "w0 w1", bos="tokenizer").table.tolist() == [[1, 9, 10]]
-    with pytest.raises(InputError, match="4, 2 tokens"):
+    with raises(InputError, got="4, 2 tokens", remedy="length=2"):
         read_given(who, ["w0 w1 w2", "w3"])
 
 
@@ -173,7 +174,7 @@ TEMPLATE = (
 def test_chats_are_written_by_the_template_alone() -> None:
     who = stub_subject(word_tokenizer(prepend="<s>"))
     chat = [{"role": "w7", "content": "w0 w1"}, {"role": "w8", "content": "w2"}]
-    with pytest.raises(InputError, match=r"the tokenizer has none\n  remedy: set tokenizer\.chat_template"):
+    with raises(InputError, what="chat template", remedy="tokenizer.chat_template"):
         read_given(who, chat)
     who.tokenizer.chat_template = TEMPLATE
     found = read_given(who, chat)
@@ -182,9 +183,9 @@ def test_chats_are_written_by_the_template_alone() -> None:
     )
     assert read_given(who, [chat, chat[::-1]], length=5).table.tolist() == [[1, 16, 9, 10, 17], [1, 17, 11, 16, 9]]
     assert prepare(who, found, length=6, seed=0).describe().source == "chats"
-    with pytest.raises(InputError, match="chat template writes the first token"):
+    with raises(InputError, where="bos", what="chat", got="'none'"):
         read_given(who, chat, bos="none")
-    with pytest.raises(InputError, match=r"chat\n  got: TemplateError: no system"):
+    with raises(InputError, where="inputs", got="TemplateError: no system"):
         read_given(who, [{"role": "system", "content": "w1"}])
 
 
@@ -217,7 +218,7 @@ def test_given_prompts_are_traced_and_tested_as_they_stand(llama: pl.Subject) ->
     assert traced.ordinary.record.spec.prompts == traced.borrowed.prompts == 4
     lab = Lab(llama, MeasureSpec("given", length=60, prompts=6), given=GivenPrompts.of_ids(IDS))
     assert np.array_equal(lab.ids, IDS)
-    with pytest.raises(InputError, match="bos=none"):
+    with raises(InputError, where="bos=none", remedy="bos=random"):
         parse_edit("bos=none").prompts(lab.tokens)
 
 
@@ -295,11 +296,11 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
     llama: pl.Subject, tmp_path: Path, registered: None
 ) -> None:
     other = type("Other", (Softer,), {"text": "softer=3.0"})(2.0)  # its text makes another edit
-    for edit in (Halved(), other):
-        with pytest.raises(RunError, match="given as an object stays in memory"):
+    for edit, text in ((Halved(), "Halved"), (other, "softer=3.0")):
+        with raises(RunError, where=tmp_path / "run", got=text, expected="registered", remedy="NamedEdit"):
             pl.measure(llama, **SMALL, edits=edit, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RunError, match="given as an object stays in memory"):
+    with raises(RunError, where=tmp_path / "run", got="Halved", expected="registered", remedy="NamedEdit"):
         pl.measure(llama, **SMALL, edits=Halved()).save(tmp_path / "run")
     written = pl.measure(llama, **SMALL, edits=Softer(2.0), out=tmp_path / "run")
     assert_same_bits(Run.load(tmp_path / "run"), written)
@@ -308,17 +309,17 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [(Halved, r"remedy: pass an object of the class: Halved\(\)"), (3, "an edit"), ([None], "an edit")],
+    ("wrong", "fields"),
+    [(Halved, {"got": "Halved", "remedy": "Halved()"}), (3, {"got": 3}), ([None], {"got": None})],
 )
-def test_what_is_no_edit_is_refused(llama: pl.Subject, wrong: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_objects_other_than_edits_are_refused(llama: pl.Subject, wrong: Any, fields: dict[str, object]) -> None:
+    with raises(InputError, where="edits", expected="posleak.probe.Edit", **fields):
         pl.measure(llama, **SMALL, edits=wrong)
 
 
 def test_an_own_edit_that_shows_the_future_is_refused(llama: pl.Subject) -> None:
     future = type("Future", (Halved,), {"causal": False})()
-    with pytest.raises(InputError, match="queries see keys after themselves"):
+    with raises(InputError, where="--edit Future", what="after themselves", remedy="window="):
         pl.measure(llama, **SMALL, edits=future)
 
 
@@ -334,13 +335,13 @@ def test_observers_see_every_call_of_every_batch_after_edits(llama: pl.Subject, 
 def test_observers_are_not_passed_by(llama: pl.Subject, tmp_path: Path) -> None:
     pl.measure(llama, **SMALL, out=tmp_path / "run")
     seen = Seen()
-    with pytest.raises(RunError, match="your observers would not see them"):
+    with raises(RunError, where=tmp_path / "run", what="observers", remedy="fresh=True"):
         pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen])
     pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen], fresh=True)
     assert len(seen.calls) == LAYERS * BATCHES
     wrongs: list[Any] = [Seen, Halved(), 3]
     for wrong in wrongs:
-        with pytest.raises(InputError, match="observer"):
+        with raises(InputError, where="observers", got=repr(wrong), expected="observe(call, out)"):
             pl.measure(llama, **SMALL, observers=wrong)
 
 
@@ -364,12 +365,12 @@ def test_a_run_is_saved_as_out_writes_it(unsaved_run: Run, llama: pl.Subject, tm
 def test_an_occupied_folder_is_refused(unsaved_run: Run, tmp_path: Path) -> None:
     unsaved_run.save(tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()
-    with pytest.raises(RunError, match="the folder has a run already"):
+    with raises(RunError, where=tmp_path / "run", remedy="another folder"):
         unsaved_run.save(tmp_path / "run")
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "results.nc").write_text("mine")
-    with pytest.raises(RunError, match=r"no run\.json[\s\S]*results\.nc"):
+    with raises(RunError, where=tmp_path / "other", what="run.json", got="results.nc"):
         unsaved_run.save(tmp_path / "other")
     assert (tmp_path / "other" / "results.nc").read_text() == "mine"
 
@@ -408,7 +409,7 @@ def test_split_keeps_the_noise_or_the_prompts(unsaved_run: Run) -> None:
     assert parts["se"].dims == parts.dims
     np.testing.assert_allclose(parts["se"].values, errors, rtol=1e-12)
     assert np.isfinite(parts["se"].sel(component="drift", query=5, offset=1)).all()
-    with pytest.warns(PosleakWarning, match="too few prompts"):
+    with pytest.warns(PosleakWarning, match="--prompts 4"):
         one = pl.measure(subject(), length=32, prompts=1)
     assert np.isnan(pl.split(one)["se"]).all()
 
@@ -420,7 +421,7 @@ def test_pictures_are_shown_and_saved(unsaved_run: Run, tmp_path: Path) -> None:
     assert all(name in shown for name in ("tiny-llama", "mask", "drift", "sink", "attention to position 0"))
     for name, start in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")):
         assert picture.save(tmp_path / name).read_bytes().startswith(start)
-    with pytest.raises(InputError, match=r"expected: \.png \| \.svg \| \.pdf"):
+    with raises(InputError, got=tmp_path / "a.txt", expected=".png | .svg | .pdf"):
         picture.save(tmp_path / "a.txt")
 
 

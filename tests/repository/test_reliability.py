@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 import posleak as pl
-from posleak.errors import StorageError
+from posleak.errors import BusyError
 from posleak.models import Subject
+from support.errors import raises
 from support.families import subject
 from support.kills import REFUSED, SIZE, contents, differences, kill_often, two_at_once
 from support.runs_tiny import assert_same_bits
@@ -43,7 +45,7 @@ def test_two_threads_at_one_folder_and_one_model(tmp_path: Path) -> None:
     for number in range(rounds):
         folder = tmp_path / f"round-{number}"
         failed = _together(lambda folder=folder: pl.measure(llama, out=folder, **SIZE))
-        assert all(isinstance(error, StorageError) and "is writing here" in str(error) for error in failed)
+        assert all(isinstance(error, BusyError) for error in failed)
         refused += map(str, failed)
         assert len(failed) < 2
         assert list(differences(contents(tmp_path / "whole"), contents(folder))) == []
@@ -80,20 +82,17 @@ def test_a_lock_of_a_process_that_died_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_being_written_says_by_whom(tmp_path: Path) -> None:
-    llama, messages = subject(), list[str]()
+    llama, errors = subject(), list[BusyError]()
 
     def other(done: int, of: int) -> None:
         def measure() -> None:
-            with pytest.raises(StorageError) as error:
+            with raises(BusyError, where=tmp_path / "run", got=f"process {os.getpid()} on ", remedy="--out") as error:
                 pl.measure(llama, out=tmp_path / "run", **SIZE)
-            messages.append(str(error.value))
+            errors.append(error.value)
 
         thread = threading.Thread(target=measure)
         thread.start()
         thread.join()
 
     pl.measure(llama, out=tmp_path / "run", progress=other, **SIZE)
-    assert messages
-    assert "is writing here" in messages[0]
-    assert "got: process " in messages[0]
-    assert "--out" in messages[0]
+    assert errors

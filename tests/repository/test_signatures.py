@@ -15,6 +15,7 @@ import pytest
 import posleak as pl
 from posleak.errors import InputError
 from posleak.signatures import ArgumentError, checked
+from support.errors import raises
 from support.families import subject
 from support.runs_tiny import SPEC
 
@@ -37,11 +38,10 @@ PACKAGES = ("trace", "claims", "doctor", "origin", "report")
 @pytest.mark.parametrize("name", MISSPELT)
 def test_a_misspelt_argument_gets_the_nearest(name: str) -> None:
     wrong, right = MISSPELT[name]
-    with pytest.raises(ArgumentError, match=f"did you mean '{right}'") as raised:
+    with raises(ArgumentError, where=name, got=wrong, remedy=f"'{right}'") as raised:
         getattr(pl, name)("x", **{wrong: 1})
     assert isinstance(raised.value, InputError)
     assert isinstance(raised.value, TypeError)
-    assert wrong in str(raised.value)
 
 
 FRESH = """\
@@ -67,11 +67,9 @@ def test_it_does_not_matter_whether_a_package_was_imported_before(before: str) -
 
 def test_a_missing_or_unnamed_argument_is_said_with_the_signature() -> None:
     measure: Any = pl.measure
-    with pytest.raises(ArgumentError, match="missing a required argument: 'subject'"):
+    with raises(ArgumentError, where="measure", what="'subject'", expected="measure(subject, inputs, *, "):
         measure()
-    with pytest.raises(
-        ArgumentError, match=r"too many positional arguments\n  expected: measure\(subject, inputs, \*, "
-    ):
+    with raises(ArgumentError, where="measure", what="positional", expected="measure(subject, inputs, *, "):
         measure("x", "random", 512)
 
 

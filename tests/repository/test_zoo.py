@@ -16,6 +16,7 @@ from posleak.files import file_lock
 from posleak.inputs.backcopy import CHAIN_TOKENS, CHAIN_TRIGGERS, BackcopyBody, walk
 from posleak.inputs.corpus import Corpus
 from posleak.models import load
+from support.errors import raises
 from zoo import corpus, training
 from zoo.corpus import ALPHABET, encode, passages, read_text
 from zoo.entropy import entropies
@@ -73,7 +74,7 @@ def test_a_text_without_blank_lines_is_cut_into_pieces(tmp_path: Path) -> None:
 
 def test_a_short_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("word " * 100)
-    with pytest.raises(InputError, match="too short"):
+    with raises(InputError, got=("499", "0"), expected="100,000"):
         read_text(str(tmp_path / "short.txt"))
 
 
@@ -85,7 +86,7 @@ def test_documentation_comes_from_python_and_packages(monkeypatch: pytest.Monkey
     assert package[0] == "xarray"
     assert any("labeled" in text.lower() for text in package[1])
     monkeypatch.setattr(corpus, "PACKAGES", ("no-such-package",))
-    with pytest.raises(InputError, match="--text"):
+    with raises(InputError, got="no-such-package", remedy=("pip install no-such-package", "--text")):
         list(corpus._documentation())
 
 
@@ -205,7 +206,7 @@ def test_ntk_slows_the_slowest_dimensions_by_the_factor() -> None:
 
 
 def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(InputError, match="window-first"):
+    with raises(InputError, got="window-fist", remedy="'window-first'"):
         variant_named("window-fist")
 
 
@@ -301,7 +302,7 @@ def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
         train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     state = folder / training.RESUME
     state.write_bytes(state.read_bytes()[:1000])
-    with pytest.raises(RunError, match="delete this file"):
+    with raises(RunError, where="resume.safetensors", remedy="delete this file"):
         train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, threads=1)
 
 
@@ -309,13 +310,13 @@ def test_going_on_with_other_threads_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(training, "SAVE_INTERVAL", 0.0)
     with pytest.raises(Stopped):
         train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", on_progress=stop_at(20), threads=1)
-    with pytest.warns(PosleakWarning, match="number of threads"):
+    with pytest.warns(PosleakWarning, match="threads"):
         record = train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", threads=2)
     assert record.threads == 2
 
 
 def test_training_that_diverges_is_stopped(tmp_path: Path) -> None:
-    with pytest.raises(CheckError, match="diverged"):
+    with raises(CheckError, where="rope-0-40", got="loss nan at step 3", remedy="learning rate"):
         train(VARIANTS["rope"], replace(SMALL, rate=1e30, clip=1e30), 0, backcopy(), tmp_path / "m", threads=1)
     assert not (tmp_path / "m" / "config.json").exists()
 
@@ -323,9 +324,9 @@ def test_training_that_diverges_is_stopped(tmp_path: Path) -> None:
 def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     short = replace(SMALL, steps=2)
     train(VARIANTS["rope"], short, 0, backcopy(), tmp_path / "m", threads=1)
-    with pytest.raises(RunError, match="another seed"):
+    with raises(RunError, what="another training", got="seed", remedy="--out"):
         train(VARIANTS["rope"], short, 1, backcopy(), tmp_path / "m", threads=1)
-    with pytest.raises(RunError, match="another recipe"):
+    with raises(RunError, what="another training", got="recipe", remedy="--out"):
         train(VARIANTS["rope"], SMALL, 0, backcopy(), tmp_path / "m", threads=1)
 
 
@@ -338,13 +339,13 @@ def test_jobs_have_folders_of_their_own() -> None:
     assert names == ["rope-0", "rope-1", "nope-0", "nope-1"]
     assert [job.name for job in plan_jobs(["rope"], steps=200)] == ["rope-0-200"]
     for seed in (-1, 2**32):
-        with pytest.raises(InputError, match=f"seed(.|\n)*got: {seed}"):
+        with raises(InputError, where="seed", got=seed, expected="2**32 - 1"):
             plan_jobs(["rope"], seeds=[seed])
     assert [job.name for job in plan_jobs(["rope"], steps=own)] == ["rope-0"]
     assert len(plan_jobs(data=RECIPES, seeds=(0, 1))) == 2 * 2 * len(VARIANTS)
-    with pytest.raises(InputError, match="step"):
+    with raises(InputError, where="--steps", got=0, expected=1):
         plan_jobs(["rope"], steps=0)
-    with pytest.raises(InputError, match="backcopy"):
+    with raises(InputError, got="backopy", remedy="'backcopy'"):
         plan_jobs(["rope"], data=["backopy"])
 
 

@@ -27,6 +27,7 @@ from posleak.models import Subject, builtin, load
 from posleak.models.identity import SIBLING_MODEL_TYPE
 from posleak.probe.visibility import Visibility, read_mask
 from support.documented import FREE, ROOT, documented, produced
+from support.errors import raises
 from support.families import tiny
 from tools import ship, zoo_docs
 from tools.markdown import read_part
@@ -191,9 +192,9 @@ def test_the_commands_list_and_measure(zoo: Path) -> None:
 
 
 def test_a_zoo_with_nothing_to_compare_says_what_to_do(zoo: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="python -m zoo train rope"):
+    with raises(RunError, got="no training", remedy="python -m zoo train rope window --data text"):
         zoo_table(tmp_path, "text")
-    with pytest.raises(RunError, match="steps of the recipe"):
+    with raises(RunError, got="all steps", remedy="python -m zoo train rope window --data backcopy"):
         zoo_table(zoo, "backcopy")  # these models have another recipe
 
 
@@ -325,7 +326,7 @@ def test_one_token_repeated_tells_nothing_to_later_layers_but_position_0_is_at_i
     to position 0 is the position itself, and rotation shows it, with equally many keys, too: that is the origin."""
     subject = sibling(kept_window=13)
     subject.model.double()
-    with pytest.warns(PosleakWarning, match="prompts are the same"):
+    with pytest.warns(PosleakWarning, match="the same"):
         trace = pl.trace(Subject.of(subject.model), "constant", length=64, prompts=4, bos="none")
     powers = {name: trace.layers["all"].power[name].value for name in ("earlier", "origin")}
     assert np.abs(powers["earlier"]).max() < 1e-9
@@ -334,10 +335,10 @@ def test_one_token_repeated_tells_nothing_to_later_layers_but_position_0_is_at_i
 
 def test_learned_positions_are_seen_as_a_table() -> None:
     subject = sibling(learned_positions=True)
-    with pytest.warns(PosleakWarning, match="cannot be moved"):
+    with pytest.warns(PosleakWarning, match="origin"):
         run = pl.measure(subject, length=64, prompts=4)
     assert run.record.positions.text == "table of positions"
-    with pytest.raises(UnsupportedError, match="not defined"):
+    with raises(UnsupportedError, what="borrowed", remedy="`posleak measure`"):
         pl.trace(subject, length=64, prompts=4)
 
 
@@ -379,7 +380,7 @@ def test_what_shipped_models_of_the_task_show() -> None:
     nope = pl.trace("zoo-backcopy-nope", "backcopy", **options)
     assert nope.ordinary.summary.model["all"].power["total"].low > 0
     assert nope.model["all"].share["earlier"].low > 0.7
-    with pytest.warns(PosleakWarning, match="cannot be moved"):
+    with pytest.warns(PosleakWarning, match="origin"):
         learned = pl.measure("zoo-backcopy-learned", "backcopy", **options)
     assert learned.summary.model["all"].share["residual"].low > 0.8
     assert to_position_0(learned) > 0.3
@@ -408,7 +409,7 @@ def test_the_zoos_page_is_what_its_records_say() -> None:
 def test_models_are_shipped_only_if_all_are_trained(zoo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(builtin, "SHIPPED_ROOT", tmp_path / "shipped")
     monkeypatch.setattr(ship, "SHIPPED", {"backcopy": ("rope", "nope")})
-    with pytest.raises(RunError, match="nope-0"):
+    with raises(RunError, where="nope-0", remedy="python -m zoo train"):
         ship.ship(zoo)
     assert not (tmp_path / "shipped").exists()
     monkeypatch.setattr(ship, "SHIPPED", {"backcopy": ("rope", "learned")})

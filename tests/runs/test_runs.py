@@ -23,6 +23,7 @@ from posleak.probe.fingerprint import identified
 from posleak.runs.notes import result_notes
 from posleak.runs.run import Run
 from posleak.typed import plain
+from support.errors import mentions, raises
 from support.families import subject
 from support.inputs_subject import byte_tokenizer
 from support.runs_tiny import BATCHES, SPEC, assert_same_bits, counted_passes, files
@@ -157,22 +158,22 @@ def test_each_prompt_goes_through_once(llama: Subject) -> None:
 
 def test_ids_can_be_given(llama: Subject) -> None:
     table = np.random.default_rng(0).integers(3, 101, (4, 40))
-    with pytest.warns(PosleakWarning, match="the prompts were given"):
+    with pytest.warns(PosleakWarning, match="given"):
         found = pl.measure(llama, table)
     assert (found.record.spec.inputs, found.record.spec.prompts) == ("given", 4)
     assert found.record.inputs.source == "ids"
-    with pytest.warns(PosleakWarning, match="the prompts were given"):
+    with pytest.warns(PosleakWarning, match="given"):
         assert_same_bits(found, pl.measure(llama, table.tolist()))
-    with pytest.raises(InputError, match="table of "):
+    with raises(InputError, where="inputs", got="shape (40,)", expected="[B, T]", remedy="[ids]"):
         pl.measure(llama, np.arange(40))
 
 
 def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
-    with pytest.warns(PosleakWarning, match="too few prompts .*1.* no powers and intervals; use --prompts 4"):
+    with pytest.warns(PosleakWarning, match=mentions("prompts", 1, "--prompts 4")):
         found = pl.measure(llama, length=32, prompts=1)
     contract = found.as_dict()
     assert contract["warnings"] == list(found.record.warnings)
-    assert "too few prompts" in contract["warnings"][0]
+    assert "--prompts 4" in contract["warnings"][0]
     layer = contract["layers"][0]
     assert layer["total"] is None
     assert layer["ci"]["total"] == [None, None]
@@ -185,33 +186,40 @@ def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
 
 def test_beyond_the_context_a_rotary_model_warns(tmp_path: Path) -> None:
     short = subject(max_position_embeddings=48)
-    with pytest.warns(PosleakWarning, match="length 64 is beyond the model's context of 48 positions.*extrapolation"):
+    with pytest.warns(PosleakWarning, match=mentions("length 64", "48 positions", "extrapolation")):
         found = pl.measure(short, length=64, prompts=4)
     assert "extrapolation" in found.as_dict()["warnings"][0]
 
 
 def test_beyond_the_context_learned_positions_are_refused() -> None:
     short = subject("gpt2", n_embd=30, n_layer=2, n_head=3, n_inner=41, max_position_embeddings=48)
-    with counted_passes(short.model) as passes, pytest.raises(InputError) as error:
+    with (
+        counted_passes(short.model) as passes,
+        raises(InputError, where="tiny-gpt2", what=("length 64", "48 positions"), remedy="--length 48"),
+    ):
         pl.measure(short, length=64, prompts=4)
-    assert "length 64 is beyond the model's context of 48" in str(error.value)
-    assert "remedy: use --length 48 or less" in str(error.value)
     assert passes == []
 
 
 def test_a_window_longer_than_the_text_warns() -> None:
     windowed = subject("mistral", sliding_window=64)
-    with pytest.warns(PosleakWarning, match="sliding window of 64 tokens is longer than the prompts.*--length 128"):
+    with pytest.warns(PosleakWarning, match=mentions("window of 64", "--length 128")):
         pl.measure(windowed, length=64, prompts=4)
 
 
 def test_more_memory_than_there_is_is_refused_before_any_work(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posleak.runs.memory.available_bytes", lambda device: 1_000_000)
-    with counted_passes(llama.model) as passes, pytest.raises(InputError) as error:
+    with (
+        counted_passes(llama.model) as passes,
+        raises(
+            InputError,
+            what="the machine",
+            got="2 prompts of 2048 tokens",
+            expected="1.0 MB",
+            remedy=("--batch", "--prompts", "--length"),
+        ),
+    ):
         pl.measure(llama, length=2048, prompts=64)
-    assert "needs more memory than the machine has free" in str(error.value)
-    assert "MB for 2 prompts of 2048 tokens at once\n  expected: at most 1.0 MB" in str(error.value)
-    assert "remedy: use a smaller --batch, fewer --prompts or a shorter --length" in str(error.value)
     assert passes == []
 
 
@@ -219,29 +227,26 @@ def test_weights_that_are_no_numbers_name_layer_and_head() -> None:
     broken = subject()
     weight = broken.model.get_parameter("model.layers.1.self_attn.q_proj.weight")
     weight[20:30] = torch.nan  # rows of head 2: a head has 10
-    with pytest.raises(CheckError) as error:
+    with raises(CheckError, where="layer 1", what="logits", got=("heads [2]", "prompts [0]"), remedy="--dtype float32"):
         pl.measure(broken, length=64, prompts=4)
-    assert str(error.value).startswith("layer 1: the attention logits are NaN or infinite")
-    assert "got: heads [2]" in str(error.value)
-    assert "--dtype float32" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "fields"),
     [
-        ({"length": 31}, "too short"),
-        ({"prompts": 0}, "prompts is too small"),
-        ({"batch": -1}, "batch is too small"),
-        ({"density": 0}, "density is too small"),
-        ({"bos": "<s>"}, "needs a tokenizer"),
-        ({"bos": "101"}, "outside the model's vocabulary"),
-        ({"inputs": "text:stdlib"}, "need a tokenizer"),
-        ({"inputs": "constant:1000"}, "outside the model's vocabulary"),
+        ({"length": 31}, {"where": "length", "got": 31, "expected": 32, "remedy": "--length 32"}),
+        ({"prompts": 0}, {"what": "prompts", "got": 0, "expected": 1, "remedy": "--prompts 1"}),
+        ({"batch": -1}, {"what": "batch", "got": -1, "expected": 0, "remedy": "--batch 0"}),
+        ({"density": 0}, {"what": "density", "got": 0, "expected": 1, "remedy": "--density 1"}),
+        ({"bos": "<s>"}, {"where": "bos", "what": "tokenizer", "got": "'<s>'", "remedy": "--bos 1"}),
+        ({"bos": "101"}, {"what": "BOS", "got": 101, "expected": "0 to 100"}),
+        ({"inputs": "text:stdlib"}, {"what": "tokenizer", "got": "text:stdlib", "remedy": "--inputs random"}),
+        ({"inputs": "constant:1000"}, {"what": "constant", "got": 1000, "expected": "0 to 100"}),
     ],
 )
-def test_a_wrong_call_is_refused_before_any_work(llama: Subject, asked: dict[str, Any], message: str) -> None:
-    with counted_passes(llama.model) as passes, pytest.raises(InputError, match=message):
-        pl.measure(llama, **asked)
+def test_a_wrong_call_is_refused_before_any_work(llama: Subject, options: Any, fields: dict[str, Any]) -> None:
+    with counted_passes(llama.model) as passes, raises(InputError, **fields):
+        pl.measure(llama, **options)
     assert passes == []
 
 
@@ -270,7 +275,7 @@ def test_the_width_of_the_origin_is_asked_for_recorded_and_another_measurement(l
     assert np.allclose(one.sel(component="total"), four.sel(component="total"), atol=1e-5)
     assert not np.allclose(one.sel(component="sink"), four.sel(component="sink"), atol=1e-2)
     for origin in (0, 17):
-        with pytest.raises(InputError, match="--origin"):
+        with raises(InputError, where="--origin", got=origin, expected="1 to 16"):
             pl.measure(llama, **SPEC, origin=origin)
 
 
@@ -286,10 +291,10 @@ def test_an_origin_that_is_too_narrow_is_named_with_one_that_would_do(run: Run) 
 
 def test_where_the_origin_cannot_be_moved_is_said() -> None:
     learned = subject("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=256)
-    with pytest.warns(PosleakWarning, match="cannot be moved in every layer"):
+    with pytest.warns(PosleakWarning, match=mentions("origin", "moved")):
         found = pl.measure(learned, length=64, prompts=4)
     assert found.record.motion.layers == ("stays",) * 3
-    assert any("cannot be moved" in note for note in found.as_dict()["warnings"])
+    assert any("origin" in note for note in found.as_dict()["warnings"])
 
 
 def test_the_sink_profile_is_in_every_run(run: Run) -> None:

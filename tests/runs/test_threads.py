@@ -27,6 +27,7 @@ from posleak.models import Subject
 from posleak.models.hold import _holds, exclusive
 from posleak.probe import Call, attach, backbone, calibrate, default_plan
 from posleak.runs.loop import Passes
+from support.errors import assert_fields, raises
 from support.families import subject, tiny
 from support.runs_tiny import assert_same_bits
 
@@ -170,10 +171,9 @@ def test_a_second_attachment_of_the_same_thread_is_refused() -> None:
     model = tiny("llama")
     with left_as_it_was(model), attach(model) as probe:
         before = untouched(model)
-        with pytest.raises(RunError, match="the model is being measured already") as error, attach(model):
+        with raises(RunError, what="already", got="this thread", remedy="`with attach(...)`"), attach(model):
             pass
-        assert "finish the other one first" in str(error.value)
-        with pytest.raises(RunError, match="by this thread"), exclusive(model):
+        with raises(RunError, what="already", got="this thread"), exclusive(model):
             pass
         assert untouched(model) == before
         probe.forward(torch.from_numpy(IDS))
@@ -183,7 +183,12 @@ def test_a_second_attachment_of_the_same_thread_is_refused() -> None:
 def test_the_refusal_says_that_a_config_is_shared() -> None:
     one = tiny("llama")
     other = AutoModelForCausalLM.from_config(one.config).eval()
-    with left_as_it_was(one, other), attach(one), pytest.raises(RunError, match="shares its config"), attach(other):
+    with (
+        left_as_it_was(one, other),
+        attach(one),
+        raises(RunError, what="shares its config", got="this thread"),
+        attach(other),
+    ):
         pass
 
 
@@ -192,7 +197,7 @@ def test_a_generator_that_is_not_finished_keeps_the_model() -> None:
     chunks = Passes(llama.model, default_plan(N)).measure([IDS[:2], IDS[2:4]])
     with left_as_it_was(llama.model):
         next(chunks)
-        with pytest.raises(RunError, match=r"call close\(\) on its generator"):
+        with raises(RunError, what="already", remedy="close()"):
             pl.measure(llama, **ASKED)
         chunks.close()
         pl.measure(llama, **ASKED)
@@ -225,10 +230,10 @@ def test_a_generator_of_a_thread_that_has_ended_is_no_reason_to_wait() -> None:
     thread = threading.Thread(target=begin, name="the one that began")
     thread.start()
     thread.join()
-    with pytest.raises(RunError, match="the one that began, which has ended"):
+    with raises(RunError, what="already", got="ended", remedy="close()"):
         pl.measure(llama, **ASKED)
     next(kept[0])  # taken up by this thread, which has it now
-    with pytest.raises(RunError, match="by this thread"):
+    with raises(RunError, what="already", got="this thread"):
         pl.measure(llama, **ASKED)
     kept[0].close()
     assert not _holds
@@ -269,9 +274,11 @@ def test_a_users_own_pass_in_another_thread_is_refused_there_and_not_counted() -
     def using(call: Callable[[], Any]) -> None:
         assert look.inside.wait(LONG)
         try:
-            with pytest.raises(RunError, match="is being measured in another thread") as error, torch.inference_mode():
+            with (
+                raises(RunError, what="another thread", got="a pass in", remedy="a copy of the model"),
+                torch.inference_mode(),
+            ):
                 call()
-            assert "a copy of the model" in str(error.value)
         finally:
             look.go_on.set()
 
@@ -293,7 +300,7 @@ def test_a_pass_that_was_under_way_is_refused_at_its_next_attention_call() -> No
             assert attached.wait(LONG)
 
     hook = model.get_submodule("model.layers.1").register_forward_pre_hook(slow)
-    errors = list[BaseException]()
+    errors = list[RunError]()
 
     def using() -> None:
         try:
@@ -310,7 +317,7 @@ def test_a_pass_that_was_under_way_is_refused_at_its_next_attention_call() -> No
         user.join(LONG)
         assert probe.calls == 3
     hook.remove()
-    assert "is being measured in another thread" in str(errors[0])
+    assert_fields(errors[0], what="another thread", remedy="a copy of the model")
 
 
 def test_a_users_passes_beside_a_measurement_leave_its_numbers_alone() -> None:
@@ -348,7 +355,7 @@ def test_two_threads_cannot_use_one_attachment_at_once() -> None:
     def other(probe: Any) -> None:
         assert look.inside.wait(LONG)
         try:
-            with pytest.raises(RunError, match="is being measured in another thread"):
+            with raises(RunError, what="another thread", got="a pass in"):
                 probe.forward(ids)
         finally:
             look.go_on.set()

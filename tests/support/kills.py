@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import posleak as pl
-from posleak.errors import StorageError
+from posleak.errors import BusyError
 from posleak.models import Subject
 from support.families import tiny
 from support.runs_tiny import files
@@ -107,8 +107,8 @@ def _child(work: str, subject: Subject, folder: Path) -> _Forked:
     try:
         WORK[work](subject, folder)
         status = 0
-    except StorageError as error:
-        status = REFUSED if "is writing here" in str(error) else 1
+    except BusyError:
+        status = REFUSED
     except BaseException:
         traceback.print_exc()
     finally:

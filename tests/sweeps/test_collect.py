@@ -23,6 +23,7 @@ from posleak.sweeps.manifest import manifest
 from posleak.sweeps.state import CELL_FILE, FINISHED
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import sweep
+from support.errors import raises
 from support.report_tiny import HOSTILE, browser, opened
 from support.sweep_tiny import SMALL, Here, tiny_models
 
@@ -164,7 +165,7 @@ def test_a_damaged_cell_is_named_and_the_others_are_shown(root: Path, tmp_path: 
 
 
 def test_a_place_without_a_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no sweep here"):
+    with raises(RunError, where=tmp_path, expected="cells/", remedy="--out"):
         collected(str(tmp_path))
 
 

