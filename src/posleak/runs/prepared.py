@@ -255,10 +255,13 @@ class PreparedRun:
         """Return what positions do in every layer under the edits; read from the model at most once."""
         return [_scaled(place, self.spec.edits, self.spec.plan) for place in self._read_placements(self.spec.edits)]
 
-    def _read_placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
-        first, placing = self._first, tuple(edit for edit in edits if edit.placing)
-        if (key := (placing, first.tobytes())) not in self.placement_cache:
-            self.placement_cache[key] = placements_of(self.subject.model, first, self.spec.plan, edits)
+    def _read_placements(self, edits: Sequence[NamedEdit], ids: NDArray[np.int64] | None = None) -> list[Placement]:
+        """Return the placements under these edits, from the cache or read on the first prompt, ids [1, T]."""
+        ids, placing = self._first if ids is None else ids, tuple(edit for edit in edits if edit.placing)
+        if (key := (placing, ids.tobytes())) not in self.placement_cache:
+            donor = ids.shape[1] - self.spec.length
+            alone = self._read_placements(edits, ids[:, donor:]) if donor else None
+            self.placement_cache[key] = placements_of(self.subject.model, ids, self.spec.plan, edits, alone)
         return self.placement_cache[key]
 
     def _placed_calls(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
