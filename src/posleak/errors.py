@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from posleak.axes import MIN_LENGTH
-from posleak.text import one_line
+from posleak.text import one_line, visible
 
 OUT_OF_MEMORY = re.compile(r"(out of|not enough|allocate) memory|unable to allocate|bad[_ ]alloc", re.IGNORECASE)
 """Messages of failed allocations. On a CPU, torch raises a plain RuntimeError with such a message."""
@@ -150,6 +150,14 @@ def resource_error(error: BaseException, stream: str | None = None) -> PosleakEr
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
     reason = error.strerror if error.errno is not None and error.strerror else one_line(error)
     return PosleakError("I/O error", where=" -> ".join(names) or stream, got=reason)
+
+
+def error_line(error: Exception) -> str:
+    """Return an error in one line: what, got and remedy."""
+    if not isinstance(error, PosleakError):
+        return one_line(error)
+    parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
+    return visible("; ".join(part for part in parts if part)).replace("\n", " ")
 
 
 @contextmanager

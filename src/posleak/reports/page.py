@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.arrays import Array
-from posleak.errors import RunError
+from posleak.errors import RunError, error_line
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
@@ -28,7 +28,6 @@ from posleak.papers import by_paper
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
-from posleak.sweeps.work import error_line
 from posleak.typed import plain
 
 from . import metric_figures

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from posleak.arrays import Array
-from posleak.errors import PosleakError, RunError
+from posleak.errors import PosleakError, RunError, error_line
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
 from posleak.leakage.summary import PowerKey, contrasts, model_products
@@ -28,7 +28,6 @@ from .cells import Cell, Resources
 from .numbers import NUMBERS_FILE, PRODUCTS_FILE, SCHEMA, read_numbers, read_products
 from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, RECORD_FILES, Failed, Finished, read_sealed
 from .storage import CELLS_FOLDER, Storage
-from .work import error_line
 
 TABLE_FILE, PAGE_FILE, BALANCE_FILE = "collected.parquet", "collected.html", "balance.json"
 
@@ -92,8 +91,7 @@ class Collected:
     def varied(self) -> dict[str, list[Any]]:
         """Return the knobs in which the cells differ, with their values in order."""
         cells = [settings(record) for record in self.finished]
-        values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
-        return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
+        return varied_values(cells, KNOBS)
 
     def parquet(self) -> bytes:
         """Return the table as a Parquet file."""
@@ -244,11 +242,18 @@ def _pool(group: pd.DataFrame) -> dict[str, Any]:
     return LabelledEstimate(parts[0] if len(parts) == 1 else Estimate.average(parts)).as_row()
 
 
-def _ordered(values: list[Any]) -> list[Any]:
-    """Sort numbers; keep the order of texts, except that `none` comes first."""
-    if all(isinstance(value, int) for value in values):
-        return sorted(values)
-    return sorted(values, key=lambda value: value != NO_EDITS)
+def varied_values(settings: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the settings with more than one value, and their values.
+
+    Numbers are in increasing order; of other values `none` comes first. None, a setting that is missing, comes last.
+    """
+    varied = dict[str, list[Any]]()
+    for name in names:
+        values = list(dict.fromkeys(each[name] for each in settings))
+        numeric = all(isinstance(value, int) for value in values if value is not None)
+        if len(values) > 1:
+            varied[name] = sorted(values, key=lambda value: (value is None, value if numeric else value != NO_EDITS))
+    return varied
 
 
 # -- the balance table -------------------------------------------------------------------------------------------------
