@@ -118,7 +118,7 @@ def test_words_follow_from_intervals() -> None:
 
 
 def test_few_prompts_say_nothing() -> None:
-    assert advice().sentences[0] == "6 prompts are too few to say what changes: 16 are needed."
+    assert advice().sentences[0] == "6 prompts are too few for conclusions; use 16 or more."
     assert effect("rope=linear:2").direction("loss") == 0, "although its interval of 95% leaves out 0"
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_had_is_left_out_with_the_reason() -> None:
     asked: dict[str, Any] = {"length": 64, "prompts": 4, "origin": 11}
     found = pl.advise("zoo-backcopy-nope", "random", groups=[], edits=["rope=ntk:4", "sink=cut"], **asked)
     assert [each.setting.name for each in found.effects] == ["sink=cut"]
-    assert "changes nothing in this model" in found.left_out["rope=ntk:4"]
+    assert "has no effect on this model" in found.left_out["rope=ntk:4"]
 
 
 def test_the_folder_goes_on_and_holds_what_was_said(tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> No
         ({"models": ["a/b"], "resources": {"memory": "lots"}}, "not an amount of memory"),
         ({"models": ["a/b"], "resources": {"gpus": -1}}, "greater than or equal to 0"),
         ({"models": [{"model": "a/b", "checkpoints": "c"}]}, "either `model` or `checkpoints`"),
-        ({"models": [{"model": "a/b@main", "revisions": ["x"]}]}, "has a revision already"),
-        ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, "takes no edits"),
+        ({"models": [{"model": "a/b@main", "revisions": ["x"]}]}, "already has a revision"),
+        ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, "does not accept edits"),
         ({"models": []}, "no cells"),
         ({"seed": 1}, "no models"),
         ([1], "must have keys"),
@@ -163,7 +163,7 @@ def test_checkpoints_are_cells_with_steps(tmp_path: Path) -> None:
     assert found[3].model == last
     some = manifest({"models": [{"checkpoints": last, "steps": [32], "title": "mine"}]}).cells
     assert [(cell.step, cell.name) for cell in some] == [(32, "mine, step 32")]
-    with pytest.raises(InputError, match="no such checkpoint"):
+    with pytest.raises(InputError, match="unknown checkpoint step"):
         manifest({"models": [{"checkpoints": last, "steps": [33]}]})
     with pytest.raises(PosleakError, match="holds no checkpoints"):
         manifest({"models": [{"checkpoints": str(tmp_path / "none")}]})
