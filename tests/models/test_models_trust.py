@@ -641,7 +641,7 @@ def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [(errno.ENOSPC, "free some disk space, or set POSLEAK_CACHE"), (errno.EROFS, "write permission, or set"),
-     (errno.ENOTDIR, "move away")],
+     (errno.ENOTDIR, "move or rename")],
 )  # fmt: skip
 def test_cache_that_cannot_be_written_is_named_with_what_helps(
     number: int, remedy: str, gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch

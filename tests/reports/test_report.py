@@ -296,7 +296,7 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     wide = shares(mask=(0.5, 0.1, 0.9), drift=(0.4, -0.1, 0.9), sink=(0.1, -0.4, 0.6))
     assert lead(clear) == "leaks absolute position mostly through drift of the residual stream"
     assert "more through drift of the residual stream than through anything else" in lead(ahead)
-    assert "through the causal mask and drift of the residual stream, without" in lead(level)
+    assert "through the causal mask and drift of the residual stream, with no" in lead(level)
     assert "possibly drift of the residual stream and possibly the sink at the first tokens, with no" in lead(wide)
     assert "no share is" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (0.3, -0.2, 0.8))))
     assert "no significant leakage" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (math.nan,) * 3)))

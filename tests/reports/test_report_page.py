@@ -373,7 +373,7 @@ def test_several_runs_have_a_balance_and_a_chooser(chromium: Any, several: Path)
 def test_what_is_absent_says_so(chromium: Any, several: Path) -> None:
     page = opened(chromium, several).page
     notes = " ".join(page.locator("article:visible .absent-note:visible").all_inner_texts())
-    assert "no claims" in notes
+    assert "No claims" in notes
     assert "no analysis of position 0" in notes
     assert "posleak trace tiny-llama" in notes
     assert "No edit was tested" in notes

@@ -171,7 +171,7 @@ def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str,
 def test_a_record_that_is_not_ours_is_named_and_stays(finished: Path, llama: Subject, content: str) -> None:
     """`--fresh` removes nothing beside a run.json that posleak did not write."""
     (finished / "run.json").write_text(content)
-    with pytest.raises(RunError, match=r"run\.json is (corrupt|not posleak's)"):
+    with pytest.raises(RunError, match=r"run\.json (is corrupt|was not written by posleak)"):
         Run.load(finished)
     before = {name: (finished / name).read_bytes() for name in files(finished)}
     with pytest.raises(StorageError, match="a file that posleak did not write would be overwritten"):
@@ -351,7 +351,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path, llama: Su
     (tmp_path / "run").write_text("theirs")
     with pytest.raises(StorageError, match="the file cannot be written") as error:
         pl.measure(llama, out=tmp_path / "run", **SPEC)
-    assert f"move away the file {tmp_path / 'run'}, where a folder is needed, or" in str(error.value)
+    assert f"move or rename the file {tmp_path / 'run'}, where a folder is needed, or" in str(error.value)
     assert "free some disk space" not in str(error.value)
     assert (tmp_path / "run").read_text() == "theirs"
 
@@ -360,7 +360,7 @@ def test_the_obstacle_is_named_and_not_what_lies_behind_it(tmp_path: Path, llama
     (tmp_path / "theirs").write_text("theirs")
     with pytest.raises(StorageError) as error:
         pl.measure(llama, out=tmp_path / "theirs" / "deep" / "run", **SPEC)
-    assert f"move away the file {tmp_path / 'theirs'}, where a folder is needed" in str(error.value)
+    assert f"move or rename the file {tmp_path / 'theirs'}, where a folder is needed" in str(error.value)
     (tmp_path / "run" / "run.json").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"run\.json: a folder that posleak did not write would be overwritten"):
         pl.measure(llama, out=tmp_path / "run", **SPEC)
