@@ -51,8 +51,8 @@ def test_a_null_setting_is_exactly_0_in_both() -> None:
     assert null.unchanged
     for found in (*null.leakage.values(), *null.loss.values()):
         assert found.value == found.low == found.high == 0
-    assert null.sentence == "shift=0 changes nothing: leakage and loss are the same to the bit."
-    assert "Nothing changes, to the bit: shift=0." in advice().sentences
+    assert null.sentence == "shift=0 changes nothing: leakage and loss are bit-identical."
+    assert "Leakage and loss are bit-identical: shift=0." in advice().sentences
 
 
 def test_a_window_changes_no_bit_of_the_loss_before_it_hides_something() -> None:
@@ -113,12 +113,12 @@ def test_words_follow_from_intervals() -> None:
     assert neither.startswith("Neither")
     assert "both go up" in higher
     assert replace(enough(), effects=[made(DOWN, UP)]).sentences[0].startswith("Every setting that lowers leakage")
-    assert replace(enough(), effects=[made(UP, DOWN)]).sentences[0].startswith("No setting")
+    assert replace(enough(), effects=[made(UP, DOWN)]).sentences[0].startswith("None of these settings")
     assert "loss goes up" in made(DOWN, UP).sentence.lower()
 
 
 def test_few_prompts_say_nothing() -> None:
-    assert advice().sentences[0] == "6 prompts are too few to say what changes: 16 are needed."
+    assert advice().sentences[0] == "6 prompts are too few for conclusions; use 16 or more."
     assert effect("rope=linear:2").direction("loss") == 0, "although its interval of 95% leaves out 0"
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_had_is_left_out_with_the_reason() -> None:
     asked: dict[str, Any] = {"length": 64, "prompts": 4, "origin": 11}
     found = pl.advise("zoo-backcopy-nope", "random", groups=[], edits=["rope=ntk:4", "sink=cut"], **asked)
     assert [each.setting.name for each in found.effects] == ["sink=cut"]
-    assert "changes nothing in this model" in found.left_out["rope=ntk:4"]
+    assert "has no effect on this model" in found.left_out["rope=ntk:4"]
 
 
 def test_the_folder_goes_on_and_holds_what_was_said(tmp_path: Path) -> None:

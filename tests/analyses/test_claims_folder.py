@@ -109,13 +109,13 @@ def test_changed_findings_are_refused(folder: Path, llama: Subject, tmp_path: Pa
     with pytest.raises(RunError, match="the file was changed or damaged after it was written") as error:
         claims(llama, out=place, length=48, prompts=4)
     assert str(error.value).startswith(str(place / "claims.json"))
-    assert "delete it and start `posleak claims` again" in str(error.value)
+    assert "delete it and run `posleak claims` again" in str(error.value)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_files_of_somebody_else_are_in_the_way(llama: Subject, tmp_path: Path, fresh: bool) -> None:
     (tmp_path / "claims.json").write_text('{"claims": "of my insurance"}')
-    with pytest.raises(RunError, match=r"no run\.json, but has files that a run would overwrite"):
+    with pytest.raises(RunError, match=r"no run\.json, but contains files that a run would overwrite"):
         claims(llama, out=tmp_path, length=48, prompts=4, fresh=fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["claims.json"]
 
@@ -125,7 +125,7 @@ def test_fresh_does_not_remove_findings_that_posleak_did_not_write(
 ) -> None:  # fmt: skip
     place = Path(shutil.copytree(folder, tmp_path / "run"))
     (place / "claims.json").write_text('{"claims": "of my insurance"}')
-    with pytest.raises(StorageError, match="a file that posleak did not write is in the way"):
+    with pytest.raises(StorageError, match="a file that posleak did not write would be overwritten"):
         claims(llama, out=place, length=48, prompts=4, fresh=True)
     assert Run.load(place).record.finished is not None, "nothing was removed"
 

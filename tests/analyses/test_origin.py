@@ -118,7 +118,8 @@ def test_a_trained_model() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        result = origin(load("smollm2-135m", device="cpu", dtype="float32"), length=64, prompts=4, tokens=64, probe=False)
+        model = load("smollm2-135m", device="cpu", dtype="float32")
+        result = origin(model, length=64, prompts=4, tokens=64, probe=False)
     finally:
         torch.set_num_threads(threads)
     assert result.closure.worst <= 1e-5
@@ -136,7 +137,7 @@ def test_more_positions_than_the_model_has_are_refused_and_more_than_it_knows_ar
         with pytest.raises(InputError, match=r"context of 64 positions\n  remedy: use --length 64 or less"):
             look(short, length=96, prompts=4)
     rotary = Subject.of(tiny("llama", max_position_embeddings=64), name="rotary")
-    with pytest.warns(PosleakWarning, match="what is measured there is extrapolation"):
+    with pytest.warns(PosleakWarning, match="results beyond it are extrapolation"):
         origin(rotary, length=96, prompts=4, tokens=8, probe=False)
     assert "extrapolation" in doctor(rotary, length=96, prompts=4, short=True).notes[0]
 

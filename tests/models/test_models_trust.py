@@ -104,7 +104,7 @@ def test_one_changed_digit_in_a_converted_model_is_refused_by_name(name: str, gg
     quietly(gguf, cache)
     flip_last_byte(made / name)
     for source in (gguf, made):
-        with pytest.raises(ModelError, match=r"not what conversion wrote[\s\S]*delete the folder") as caught:
+        with pytest.raises(ModelError, match=r"changed since conversion[\s\S]*delete the folder") as caught:
             quietly(source, cache)
         assert caught.value.where == str(made / name)
 
@@ -613,7 +613,7 @@ def test_border_names_the_class_and_the_place(error: BaseException) -> None:
      torch.OutOfMemoryError("CUDA out of memory."), Exception("Cannot allocate memory (os error 12)")],
 )  # fmt: skip
 def test_border_knows_when_memory_ran_out(error: Exception) -> None:
-    with pytest.raises(TooLargeError, match="memory ran out"), translate_errors("it broke", "a", "mend it"):
+    with pytest.raises(TooLargeError, match="out of memory"), translate_errors("it broke", "a", "mend it"):
         raise error
 
 
@@ -626,7 +626,7 @@ def test_border_lets_interruptions_and_own_errors_pass() -> None:
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.EACCES, "no"), "make it readable"),
+        (OSError(errno.EACCES, "no"), "read permission"),
         (OSError(errno.ENOSPC, "full"), "the disk is full"),
         (Exception("No space left on device (os error 28)"), "the disk is full"),
         (OSError(errno.ENAMETOOLONG, "long"), "shorter name"),
@@ -640,8 +640,8 @@ def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "free some space, or set POSLEAK_CACHE"), (errno.EROFS, "make it writable for you, or set"),
-     (errno.ENOTDIR, "move away")],
+    [(errno.ENOSPC, "free some disk space, or set POSLEAK_CACHE"), (errno.EROFS, "write permission, or set"),
+     (errno.ENOTDIR, "move or rename")],
 )  # fmt: skip
 def test_cache_that_cannot_be_written_is_named_with_what_helps(
     number: int, remedy: str, gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -659,7 +659,7 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
 
 def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
     cache.write_text("in the way")
-    with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*move away the file {cache}"):
+    with pytest.raises(ModelError, match=rf"cannot be written[\s\S]*move or rename the file {cache}"):
         quietly(gguf, cache)
 
 
@@ -702,12 +702,12 @@ def ctrl() -> transformers.PreTrainedModel:
         (tiny, {"notes": "x" * 40_000_000}, r"config\.json is too large"),
         (tiny, {"eos_token_id": [1] * 10**6}, "items of eos_token_id = 1000000"),
         (tiny, {"num_labels": 10**9}, "num_labels"),
-        (tiny, {"vocab_size": 10**9}, "a larger model than its files hold"),
-        (tiny, {"vocab_size": 10**7}, "a larger model than its files hold"),
+        (tiny, {"vocab_size": 10**9}, "a larger model than its weight files contain"),
+        (tiny, {"vocab_size": 10**7}, "a larger model than its weight files contain"),
         (tiny, {"vocab_size": 10**18}, "no model can be built|a larger model"),
-        (tiny, {"intermediate_size": 10**9}, "a larger model than its files hold"),
-        (tiny, {"head_dim": 10**9}, "a larger model than its files hold"),
-        (gpt2, {"n_positions": 10**9}, "a larger model than its files hold"),
+        (tiny, {"intermediate_size": 10**9}, "a larger model than its weight files contain"),
+        (tiny, {"head_dim": 10**9}, "a larger model than its weight files contain"),
+        (gpt2, {"n_positions": 10**9}, "a larger model than its weight files contain"),
         (gpt2, {"n_positions": 10**6}, r"wpe\.weight \(64, 24\) for \(1000000, 24\)"),
         (gpt_neo, {"max_position_embeddings": 10**5}, "huge tables"),
         (gpt_neo, {"attention_types": [[["global"], 10**12]]}, "a number in a list = 1000000000000"),
@@ -804,7 +804,7 @@ def test_gguf_that_describes_a_huge_model_is_refused(name: str, gguf: Path, cach
     data = gguf.read_bytes()
     place = data.index(name.encode()) + len(name) + 4
     gguf.write_bytes(data[:place] + struct.pack("<I", 4 * 10**8) + data[place + 4 :])
-    with pytest.raises(ModelError, match=r"a larger model than its files hold"):
+    with pytest.raises(ModelError, match=r"a larger model than its weight files contain"):
         quietly(gguf, cache)
 
 

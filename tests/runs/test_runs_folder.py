@@ -63,7 +63,7 @@ def test_an_interrupted_run_keeps_what_is_finished(interrupted: Path) -> None:
     with pytest.raises(RunError) as error:
         Run.load(interrupted)
     assert "the run is not finished" in str(error.value)
-    assert "start the same `posleak measure` again: it resumes" in str(error.value)
+    assert "run the same `posleak measure` again to resume it" in str(error.value)
 
 
 def test_it_resumes_at_the_first_unfinished_prompt_with_the_same_bits(
@@ -171,10 +171,10 @@ def test_a_damaged_record_is_named(finished: Path, llama: Subject, content: str,
 def test_a_record_that_is_not_ours_is_named_and_stays(finished: Path, llama: Subject, content: str) -> None:
     """`--fresh` removes nothing beside a run.json that posleak did not write."""
     (finished / "run.json").write_text(content)
-    with pytest.raises(RunError, match=r"run\.json is (corrupt|not posleak's)"):
+    with pytest.raises(RunError, match=r"run\.json (is corrupt|was not written by posleak)"):
         Run.load(finished)
     before = {name: (finished / name).read_bytes() for name in files(finished)}
-    with pytest.raises(StorageError, match="a file that posleak did not write is in the way"):
+    with pytest.raises(StorageError, match="a file that posleak did not write would be overwritten"):
         pl.measure(llama, out=finished, fresh=True, **SPEC)
     assert {name: (finished / name).read_bytes() for name in files(finished)} == before
 
@@ -257,7 +257,7 @@ def test_a_damaged_part_is_named_and_can_be_dropped(
     with pytest.raises(RunError) as error:
         pl.measure(llama, out=interrupted, **SPEC)
     assert str(error.value).startswith(f"{part}: {part.name} is corrupt")
-    assert "delete this file and start again" in str(error.value)
+    assert "delete this file and run the command again" in str(error.value)
     part.unlink()
     with counted_passes(llama.model) as passes:
         assert_same_bits(pl.measure(llama, out=interrupted, **SPEC), whole)
@@ -351,8 +351,8 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path, llama: Su
     (tmp_path / "run").write_text("theirs")
     with pytest.raises(StorageError, match="the file cannot be written") as error:
         pl.measure(llama, out=tmp_path / "run", **SPEC)
-    assert f"move away the file {tmp_path / 'run'}, where a folder is needed, or" in str(error.value)
-    assert "free some space" not in str(error.value)
+    assert f"move or rename the file {tmp_path / 'run'}, where a folder is needed, or" in str(error.value)
+    assert "free some disk space" not in str(error.value)
     assert (tmp_path / "run").read_text() == "theirs"
 
 
@@ -360,9 +360,9 @@ def test_the_obstacle_is_named_and_not_what_lies_behind_it(tmp_path: Path, llama
     (tmp_path / "theirs").write_text("theirs")
     with pytest.raises(StorageError) as error:
         pl.measure(llama, out=tmp_path / "theirs" / "deep" / "run", **SPEC)
-    assert f"move away the file {tmp_path / 'theirs'}, where a folder is needed" in str(error.value)
+    assert f"move or rename the file {tmp_path / 'theirs'}, where a folder is needed" in str(error.value)
     (tmp_path / "run" / "run.json").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"run\.json: a folder that posleak did not write is in the way"):
+    with pytest.raises(StorageError, match=r"run\.json: a folder that posleak did not write would be overwritten"):
         pl.measure(llama, out=tmp_path / "run", **SPEC)
 
 
@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, llama: Subject, whole: 
             with pytest.raises(StorageError, match="Read-only file system") as error:
                 pl.measure(llama, **more, **SPEC)
             assert "--out" in str(error.value)
-            assert "free some space" not in str(error.value)
+            assert "free some disk space" not in str(error.value)
 
 
 @contextmanager
@@ -405,7 +405,7 @@ def test_a_full_disk_stops_the_run_and_more_space_lets_it_finish(
             pl.measure(llama, out=disk / "run", **SPEC)
         assert "the file cannot be written" in str(error.value)
         assert "got: No space left on device" in str(error.value)
-        assert "free some space, or choose another place with --out" in str(error.value)
+        assert "free some disk space, or choose another folder with --out" in str(error.value)
         left = files(disk / "run")
         assert "run.json" in left
         assert [name for name in left if name.startswith("batches/")] == left[:kept]

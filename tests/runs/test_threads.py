@@ -172,7 +172,7 @@ def test_a_second_attachment_of_the_same_thread_is_refused() -> None:
         before = untouched(model)
         with pytest.raises(RunError, match="the model is being measured already") as error, attach(model):
             pass
-        assert "finish the other one first" in str(error.value)
+        assert "end the other measurement first" in str(error.value)
         with pytest.raises(RunError, match="by this thread"), exclusive(model):
             pass
         assert untouched(model) == before
@@ -192,7 +192,7 @@ def test_a_generator_that_is_not_finished_keeps_the_model() -> None:
     chunks = Passes(llama.model, default_plan(N)).measure([IDS[:2], IDS[2:4]])
     with left_as_it_was(llama.model):
         next(chunks)
-        with pytest.raises(RunError, match=r"call close\(\) on its generator"):
+        with pytest.raises(RunError, match=r"close\(\) its generator"):
             pl.measure(llama, **ASKED)
         chunks.close()
         pl.measure(llama, **ASKED)

@@ -164,7 +164,7 @@ def test_a_damaged_cell_is_named_and_the_others_are_shown(root: Path, tmp_path: 
 
 
 def test_a_place_without_a_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="there is no sweep here"):
+    with pytest.raises(RunError, match="not the folder of a sweep"):
         collected(str(tmp_path))
 
 

@@ -29,7 +29,7 @@ MOST_ROWS = 400
 STEP = "step"
 SETTINGS = {
     "kind": "kind of run", "edits": "edits", "inputs": "inputs", "bos": "BOS", "length": "tokens per prompt",
-    "prompts": "prompts", "origin": "width of the origin", "density": "density", "dtype": "dtype", "model": "model",
+    "prompts": "prompts", "origin": "tokens of the origin", "density": "density", "dtype": "dtype", "model": "model",
     STEP: "training step",
 }  # fmt: skip
 """Titles of the settings in which cells can differ."""

@@ -68,7 +68,7 @@ class PageRun:
         except Exception as error:
             if view.alone is view:
                 raise
-            note = f"all other results of the folder are left out: {error_line(error)}"
+            note = f"other results of the folder are left out: {error_line(error)}"
             return cls.of(replace(view.alone, notes=(*view.notes, note)), index, most_curves)
 
 

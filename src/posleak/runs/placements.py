@@ -1,4 +1,4 @@
-"""What positions do in every layer of a model, and whether a borrowed context is defined for it."""
+"""The effect of positions in every layer of a model, and whether a borrowed context is defined for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placements_of(
     model: PreTrainedModel, ids: NDArray[np.int64], plan: Plan, edits: Sequence[Edit] = (),
     alone: list[Placement] | None = None,
 ) -> list[Placement]:  # fmt: skip
-    """Return what positions do in every layer, at the plan's rows.
+    """Return the effect of positions in every layer, at the plan's rows.
 
     ids [B, T] may have a donor before each prompt. Then an UnsupportedError is raised if the donor changes the prompt
     by anything but attention to its keys. alone: the placements without the donor, if they are known.

@@ -35,7 +35,7 @@ MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
 
 KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
-"""What cells can differ in, besides the seed and the step of a checkpoint."""
+"""Settings in which cells can differ, except the seed and the step of a checkpoint."""
 
 CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run")
 RATIO = "ratio"
@@ -117,8 +117,8 @@ def collected(root: str) -> Collected:
     folders = storage.cell_folders()
     if not folders:
         raise RunError(
-            "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
-            remedy="give the folder of a sweep (its --out)",
+            "not the folder of a sweep", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
+            remedy="pass the folder of a sweep (its --out)",
         )  # fmt: skip
     records, failed = dict[str, Finished](), list[Failed]()
     now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in RECORD_FILES)
@@ -129,14 +129,14 @@ def collected(root: str) -> Collected:
             elif (error := read_sealed(now, FAILED, f"{CELLS_FOLDER}/{folder}/{ERROR_FILE}")) is not None:
                 failed.append(error)
             else:
-                omitted.append(Omitted(folder, "it is not finished; start the sweep again to resume it"))
+                omitted.append(Omitted(folder, "it is not finished; run the sweep again to resume it"))
     finished, tables, products = list[Finished](), dict[str, pd.DataFrame](), dict[str, Products]()
     places = [f"{CELLS_FOLDER}/{folder}/{record.place}" for folder, record in records.items()]
     now = storage.snapshot(place + name for place in places for name in (NUMBERS_FILE, PRODUCTS_FILE))
     for folder, record in records.items():
         with _omitting(folder, omitted):
             if record.id in tables:
-                raise RunError("its record is that of another cell", remedy="delete this folder")
+                raise RunError("its record belongs to another cell", remedy="delete this folder")
             tables[record.id] = read_numbers(*_file(now, folder, record, NUMBERS_FILE))
             products[record.id] = read_products(*_file(now, folder, record, PRODUCTS_FILE), record.cell.spec.prompts)
             finished.append(record)
@@ -153,7 +153,7 @@ def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[b
     place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
     content, facts = storage.read(place, MAX_NUMBERS), record.files.get(name)
     if content is None or facts is None or hashlib.sha256(content).hexdigest() != facts.sha256:
-        what, remedy = f"{name} is missing, damaged or was changed", "start the sweep again to repair it"
+        what, remedy = f"{name} is missing, damaged or was changed", "run the sweep again to measure the cell again"
         raise RunError(what, where=storage.path(place), remedy=remedy)
     return content, storage.path(place)
 
@@ -175,7 +175,7 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
     older = [Omitted(record.cell.details, why) for record in records if record.id not in kept]
 
     def order(record: Finished) -> Any:
-        """Checkpoints in the order of training, then edits, lengths and seeds."""
+        """Sort checkpoints by training step, then by edits, lengths and seeds."""
         cell, spec = record.cell, record.cell.spec
         model = cell.series or cell.name, -1 if cell.step is None else cell.step, cell.name
         return cell.kind, *model, spec.inputs, spec.edit_texts, spec.length, spec.seed

@@ -75,9 +75,9 @@ class Worker:
                 here = ", ".join(f"{name} {version}" for name, version in versions().items())
                 cell = cell.with_id(expected)  # the failure is written where the driver looks for it
                 raise errors.CheckError(
-                    "the worker's software or texts differ from those where the sweep was started", where=cell.details,
-                    got=f"{here}, Python {platform.python_version()}",
-                    remedy="install the same versions everywhere, and give texts by a path that all machines share",
+                    "the worker's software or texts differ from those of the machine that started the sweep",
+                    where=cell.details, got=f"{here}, Python {platform.python_version()}",
+                    remedy="install the same versions on all machines, and use paths of texts that all machines share",
                 )  # fmt: skip
             with storage.work_folder(cell.path) as folder:
                 status = state.status_of(storage, cell, verify=self.verify)

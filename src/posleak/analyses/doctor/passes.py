@@ -151,7 +151,7 @@ def _differs(candidates: Sequence[Any]) -> bool | None:
 
 @dataclass
 class GaugeObserver(LeakageObserver):
-    """Measures every call with a constant added to all logits of one row, to which a softmax is invariant."""
+    """Observer that measures every call with a constant added to one row of logits, to which a softmax is invariant."""
 
     row: int = 0
     by: float = 0.0
@@ -164,7 +164,7 @@ class GaugeObserver(LeakageObserver):
 
 
 class ZeroObserver(LeakageObserver):
-    """Measures every call with all logits 0: each query gives equal attention to all visible keys."""
+    """Observer that measures every call with all logits 0: each query attends equally to all visible keys."""
 
     def observe(self, call: Call, out: Tensor) -> None:
         super().observe(replace(call, query=torch.zeros_like(call.query), bias=None), out)
@@ -303,7 +303,7 @@ class SharedPasses:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        """What positions do to queries and keys, by call."""
+        """The effect of positions on queries and keys, by call."""
         return read_placements(self.model, torch.from_numpy(self.ids[:1]).to(input_device(self.model)), self.plan)
 
     @cached_property
