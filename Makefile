@@ -70,10 +70,10 @@ unit: $(READY) chromium  ## run the tests on tiny models, offline, without those
 shapes: $(READY)  ## run the tests of probe, edits, leakage, metrics and origin, with shapes checked at run time
 	$(TINY) --jaxtyping-packages=posleak.probe,posleak.leakage,posleak.metrics,posleak.analyses.origin,beartype.beartype $(SHAPED)
 
-# Two processes with a thread each: they use two cores better than two threads do, and hold some 4 GB. A file stays with one
-# process, so that what its tests share is made once.
+# Two processes with a thread each: they use two cores better than two threads do, and hold some 4 GB. Tests of a group stay
+# with one process, so that what they share is made once.
 real: $(READY)  ## run the tests on real pretrained models, which are downloaded once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "real and not nightly" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q -m "real and not nightly" \
 		tests/real $(shell grep -l "mark.real" tests/*/test_*.py | grep -v tests/real/)
 
 # Longer than in the tests; docs/reliability.md has the counts.

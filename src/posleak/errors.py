@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Self
 
 from posleak.axes import MIN_LENGTH
-from posleak.text import one_line
+from posleak.text import one_line, visible
 
 OUT_OF_MEMORY = re.compile(r"(out of|not enough|allocate) memory|unable to allocate|bad[_ ]alloc", re.IGNORECASE)
 """Messages of failed allocations. On a CPU, torch raises a plain RuntimeError with such a message."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-FETCH_AGAIN = "fetch the file again; an interrupted download or a damaged disk looks like this"
-USE_LESS_MEMORY = "load it with dtype bfloat16, spread it with device_map='auto', or use a smaller model"
+FETCH_AGAIN = "download the file again; it may be truncated by an interrupted download, or the disk may be damaged"
+USE_LESS_MEMORY = "load it with dtype bfloat16, distribute it with device_map='auto', or use a smaller model"
 _SYSTEM_REMEDIES: dict[int | None, str] = {
-    errno.EACCES: "make it readable for you",
-    errno.EPERM: "make it readable for you",
+    errno.EACCES: "grant yourself read permission",
+    errno.EPERM: "grant yourself read permission",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
 
@@ -53,7 +53,7 @@ class PosleakError(Exception):
         super().__init__("\n".join([head, *(f"  {name}: {it}" for name, it in details.items() if it is not None)]))
 
     def at(self, where: str) -> Self:
-        """Return the same error with an outer place put before its own."""
+        """Return the same error with `where` put before its own place."""
         place = f"{where}, {self.where}" if self.where else where
         return type(self)(self.what, where=place, got=self.got, expected=self.expected, remedy=self.remedy)
 
@@ -152,6 +152,14 @@ def resource_error(error: BaseException, stream: str | None = None) -> PosleakEr
     return PosleakError("I/O error", where=" -> ".join(names) or stream, got=reason)
 
 
+def error_line(error: Exception) -> str:
+    """Return an error in one line: what, got and remedy."""
+    if not isinstance(error, PosleakError):
+        return one_line(error)
+    parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
+    return visible("; ".join(part for part in parts if part)).replace("\n", " ")
+
+
 @contextmanager
 def translate_errors(what: str, where: str | Path | Callable[[], Path], remedy: str) -> Iterator[None]:
     """Turn any error of a library about a model's files into a ModelError, or a TooLargeError if memory ran out.
@@ -169,10 +177,10 @@ def translate_errors(what: str, where: str | Path | Callable[[], Path], remedy: 
             raise
         remedy = _SYSTEM_REMEDIES.get(errno_of(error), remedy)
         if is_disk_full(error):
-            what, remedy = "the disk is full", "free some space on it"
+            what, remedy = "the disk is full", "free some disk space"
         kind: type[ModelError] = ModelError
         if any(is_out_of_memory(cause, BaseException) for cause in causes(error)):
-            kind, what, remedy = TooLargeError, "memory ran out while the model was read", USE_LESS_MEMORY
+            kind, what, remedy = TooLargeError, "out of memory while loading the model", USE_LESS_MEMORY
         place = str(where() if callable(where) else where)
         raise kind(what, where=place, got=one_line(error), remedy=remedy) from error
 

@@ -150,21 +150,21 @@ def flush(path: Path) -> None:
 def write_error(path: Path, error: OSError, action: str = "written") -> StorageError:
     """Return the error for a file that cannot be written or removed, with the system's message and a remedy."""
     wanted = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else path
-    remedies = [write_remedy(error.errno, wanted), "choose another place with --out"]
+    remedies = [write_remedy(error.errno, wanted), "choose another folder with --out"]
     return StorageError(
         f"the file cannot be {action}", where=str(path), got=error.strerror or str(error),
-        remedy=f"{', or '.join(filter(None, remedies))}; finished work is kept: start again",
+        remedy=f"{', or '.join(filter(None, remedies))}; finished work is kept: run the command again to resume",
     )  # fmt: skip
 
 
 def write_remedy(code: int | None, path: Path) -> str | None:
-    """Return what makes it possible to write to `path`, given the system's error number; None if that is not known."""
+    """Return a remedy for a failed write to `path`, given the system's error number; None if none is known."""
     if code in DISK_FULL:
-        return "free some space"
+        return "free some disk space"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "make it writable for you"
+        return "grant yourself write permission"
     if code in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
-        return f"move away {_obstacle(code, path)}"
+        return f"move or rename {_obstacle(code, path)}"
     return {errno.ENAMETOOLONG: "choose a shorter name", errno.EIO: "check the disk"}.get(code or 0)
 
 
@@ -175,7 +175,7 @@ def _obstacle(code: int | None, path: Path) -> str:
                 return f"the folder {place}, where a file is needed"
             if place.exists() and not place.is_dir():
                 return f"the file {place}, where a folder is needed"
-    return f"what blocks {path}"
+    return str(path)
 
 
 def remove(path: Path) -> None:
@@ -196,7 +196,7 @@ def is_posleak_file(path: Path) -> bool:
 
 
 def remove_posleak_file(path: Path) -> None:
-    """Remove a file of posleak, if it exists; raise for JSON that posleak did not write."""
+    """Remove a file that posleak wrote, if it exists; raise a StorageError for JSON that posleak did not write."""
     if path.suffix == ".json" and path.exists() and not is_posleak_file(path):
         raise foreign_file_error(path)
     remove(path)
@@ -205,8 +205,8 @@ def remove_posleak_file(path: Path) -> None:
 def foreign_file_error(path: Path) -> StorageError:
     """Return the error for a file or folder that posleak did not write and will not replace."""
     return StorageError(
-        f"a {'folder' if path.is_dir() else 'file'} that posleak did not write is in the way", where=str(path),
-        remedy="move it away, or choose another place with --out",
+        f"a {'folder' if path.is_dir() else 'file'} that posleak did not write would be overwritten", where=str(path),
+        remedy="move or rename it, or choose another folder with --out",
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ class Sealed(Generic[T]):
         return _read_value(self.type, path, json.dumps(fields), self.remedy)
 
     def fields(self, path: Path) -> dict[str, Any]:
-        """Return the keys and values of a file without checking anything but its format."""
+        """Return the keys and values of a file; only its format is checked."""
         return self._fields(_read_bytes(path, self.remedy), path)
 
     def _fields(self, text: bytes, path: Path) -> dict[str, Any]:
@@ -326,11 +326,11 @@ class Sealed(Generic[T]):
             fields = json.loads(text, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
             is_ours = _MARK in text[:_MARK_WITHIN]
-            raise _corrupt(path, error, self.remedy if is_ours else "move it away, and start again") from error
+            raise _corrupt(path, error, self.remedy if is_ours else "move it, and run the command again") from error
         if not isinstance(fields, dict) or fields.get("format") != self.format:
             raise RunError(
-                f"{path.name} is not posleak's", where=str(path),
-                remedy="give a folder that `posleak measure`, `posleak trace` or `posleak claims` wrote",
+                f"{path.name} was not written by posleak", where=str(path),
+                remedy="pass a folder written by `posleak measure`, `posleak trace` or `posleak claims`",
             )  # fmt: skip
         return fields
 
@@ -369,9 +369,9 @@ def _read_value(kind: type[T], path: Path, text: str | bytes, remedy: str) -> T:
         return from_json(kind, text)
     except PosleakError as error:
         raise RunError(
-            f"{path.name} names something that this version of posleak does not know", where=str(path),
+            f"{path.name} contains a name that this version of posleak does not know", where=str(path),
             got=f"{error.what}: {error.got}" if error.got is not None else error.what,
-            remedy=f"if it came from a plugin, name the plugin in POSLEAK_PLUGINS; else {remedy}",
+            remedy=f"if a plugin defines it, add the plugin to POSLEAK_PLUGINS; otherwise {remedy}",
         ) from error  # fmt: skip
     except (ValueError, RecursionError) as error:
         raise _corrupt(path, error, remedy) from error
@@ -425,7 +425,7 @@ def file_lock(path: Path, *, wait: bool) -> Iterator[None]:
     except filelock.Timeout:
         raise BusyError(
             "another process or thread is writing here", where=str(path.parent), got=_owner(place),
-            remedy="wait until it is finished and start again, or choose another place with --out",
+            remedy="wait until it has finished and run the command again, or choose another folder with --out",
         ) from None  # fmt: skip
     try:
         _held.add(key)

@@ -52,8 +52,8 @@ def test_a_null_setting_is_exactly_0_in_both() -> None:
     assert null.unchanged
     for found in (*null.leakage.values(), *null.loss.values()):
         assert found.value == found.low == found.high == 0
-    assert null.sentence == "shift=0 changes nothing: leakage and loss are the same to the bit."
-    assert "Nothing changes, to the bit: shift=0." in advice().sentences
+    assert null.sentence == "shift=0 changes nothing: leakage and loss are bit-identical."
+    assert "Leakage and loss are bit-identical: shift=0." in advice().sentences
 
 
 def test_a_window_changes_no_bit_of_the_loss_before_it_hides_something() -> None:
@@ -114,12 +114,12 @@ def test_words_follow_from_intervals() -> None:
     assert neither.startswith("Neither")
     assert "both go up" in higher
     assert replace(enough(), effects=[made(DOWN, UP)]).sentences[0].startswith("Every setting that lowers leakage")
-    assert replace(enough(), effects=[made(UP, DOWN)]).sentences[0].startswith("No setting")
+    assert replace(enough(), effects=[made(UP, DOWN)]).sentences[0].startswith("None of these settings")
     assert "loss goes up" in made(DOWN, UP).sentence.lower()
 
 
 def test_few_prompts_say_nothing() -> None:
-    assert advice().sentences[0] == "6 prompts are too few to say what changes: 16 are needed."
+    assert advice().sentences[0] == "6 prompts are too few for conclusions; use 16 or more."
     assert effect("rope=linear:2").direction("loss") == 0, "although its interval of 95% leaves out 0"
 
 

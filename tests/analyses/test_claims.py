@@ -84,7 +84,7 @@ def test_every_claim_runs_on_tiny_models(family: str) -> None:
             assert result.low <= result.effect <= result.high
 
 
-@pytest.mark.filterwarnings("ignore:the origin's keys cannot be moved")
+@pytest.mark.filterwarnings("ignore:origin keys cannot be moved")
 def test_learned_positions_contradict_the_ring_and_are_told_apart() -> None:
     model: Any = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
     model.transformer.wpe.weight.mul_(10)

@@ -119,7 +119,7 @@ def test_fresh_does_not_remove_findings_that_posleak_did_not_write(
 ) -> None:  # fmt: skip
     place = Path(shutil.copytree(folder, tmp_path / "run"))
     (place / "claims.json").write_text('{"claims": "of my insurance"}')
-    with raises(StorageError, where=place / "claims.json", what="did not write", remedy="move it away"):
+    with raises(StorageError, where=place / "claims.json", what="did not write", remedy="move"):
         claims(llama, out=place, length=48, prompts=4, fresh=True)
     assert Run.load(place).record.finished is not None, "nothing was removed"
 

@@ -308,7 +308,7 @@ def test_an_undecided_type_is_undecided_and_no_anchor_is_no_type() -> None:
     assert "anchor" in str(found.reason)
 
 
-@pytest.mark.filterwarnings("ignore:the origin's keys cannot be moved")
+@pytest.mark.filterwarnings("ignore:origin keys cannot be moved")
 def test_only_a_model_without_rope_can_tell_that_rope_alone_does_it() -> None:
     """A counterexample contradicts; and what is claimed of RoPE models is not asked of others."""
     assert "without RoPE" in str(outcome("wavelets.rope-only").reason)

@@ -20,11 +20,11 @@ from posleak.analyses.origin.portrait import (
     resultant,
     settled,
 )
-from posleak.analyses.origin.states import Alone, Collector, alone, first_values
+from posleak.analyses.origin.states import Alone, alone, first_values
 from posleak.inputs import Vocabulary
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import of_gram
-from posleak.probe import attach
+from posleak.probe import Collector, attach
 from posleak.typed import plain
 from support.families import VOCAB, tiny
 

@@ -9,8 +9,7 @@ import torch
 
 from posleak.analyses.origin.fingerprint import Projection, projections
 from posleak.analyses.origin.reading import LayerReading, Reading, attention_to_origin, read
-from posleak.analyses.origin.states import Collector
-from posleak.probe import Call, Plan, Visibility, attach
+from posleak.probe import Call, Collector, Plan, Visibility, attach
 from support.families import FAMILIES, VOCAB, tiny
 
 KNOWN = {"gpt_neox": "attention.dense", "phi": "self_attn.dense"}

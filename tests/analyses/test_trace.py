@@ -14,8 +14,7 @@ import posleak as pl
 from posleak.analyses.trace.trace import BORROWED, SOURCES, Trace, rungs
 from posleak.errors import RunError, UnsupportedError
 from posleak.models import Subject
-from posleak.runs import loop, prepared
-from posleak.runs.placements import placements_of
+from posleak.probe import read_placements
 from posleak.runs.run import Run
 from support.errors import raises
 from support.families import subject
@@ -135,18 +134,17 @@ def test_another_trace_in_the_folder_is_refused(folder: Path, soft_llama: Subjec
         pl.trace(soft_llama, out=folder, **{**ASKED, "seed": 3})
 
 
-def test_placements_are_read_once_per_run(soft_llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_are_read_once(soft_llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once without and once with a donor; runs that borrow up to some layer use those of the borrowed run."""
     lengths = list[int]()
 
     def counted(model: Any, ids: Any, *more: Any) -> Any:
         lengths.append(ids.shape[1])
-        return placements_of(model, ids, *more)
+        return read_placements(model, ids, *more)
 
-    monkeypatch.setattr(prepared, "placements_of", counted)
-    monkeypatch.setattr(loop, "placements_of", counted)
+    monkeypatch.setattr("posleak.runs.placements.read_placements", counted)
     pl.trace(soft_llama, by_layer=True, **ASKED)
-    assert lengths == [48 + 64 + 48, 48]
+    assert lengths == [48, 48 + 64 + 48]
 
 
 def test_an_unsupported_model_is_rejected_before_anything_is_measured() -> None:

@@ -633,9 +633,9 @@ def test_border_lets_interruptions_and_own_errors_pass() -> None:
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (OSError(errno.EACCES, "no"), "readable"),
-        (OSError(errno.ENOSPC, "full"), "free some space"),
-        (Exception("No space left on device (os error 28)"), "free some space"),
+        (OSError(errno.EACCES, "no"), "read"),
+        (OSError(errno.ENOSPC, "full"), "space"),
+        (Exception("No space left on device (os error 28)"), "space"),
         (OSError(errno.ENAMETOOLONG, "long"), "shorter name"),
         (OSError(errno.ENOENT, "gone"), "mend it"),
     ],
@@ -647,8 +647,8 @@ def test_remedy_fits_the_reason(error: Exception, remedy: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.ENOSPC, "free some space"), (errno.EROFS, "make it writable"),
-     (errno.ENOTDIR, "move away")],
+    [(errno.ENOSPC, "space"), (errno.EROFS, "write"),
+     (errno.ENOTDIR, "move")],
 )  # fmt: skip
 def test_cache_that_cannot_be_written_is_named_with_what_helps(
     number: int, remedy: str, gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -666,7 +666,7 @@ def test_cache_that_cannot_be_written_is_named_with_what_helps(
 
 def test_cache_that_is_a_file(gguf: Path, cache: Path) -> None:
     cache.write_text("in the way")
-    with raises(ModelError, where=cache, what="written", remedy=("move away", cache, "POSLEAK_CACHE")):
+    with raises(ModelError, where=cache, what="written", remedy=("move", cache, "POSLEAK_CACHE")):
         quietly(gguf, cache)
 
 

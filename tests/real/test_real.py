@@ -19,7 +19,11 @@ from support.runs_tiny import assert_same_bits
 from tools.gallery import NUMBERS, read_estimate
 
 DOCS = Path(__file__).parents[2] / "docs"
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow")]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.xdist_group("measured"),  # the tests share one measurement
+    pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow"),
+]
 
 
 @pytest.fixture(scope="module")

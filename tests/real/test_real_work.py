@@ -54,7 +54,7 @@ def test_doctor_passes(name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "batch", "edits"), [(512, 4, ()), (2048, 1, ()), (512, 4, ("context=borrowed",))], ids=str
+    ("length", "batch", "edits"), [(512, 4, ()), (1024, 1, ()), (512, 4, ("context=borrowed",))], ids=str
 )
 def test_memory_stays_within_its_plan(smollm: Subject, length: int, batch: int, edits: tuple[str, ...]) -> None:
     read_weights(smollm.model)
@@ -77,12 +77,12 @@ def test_a_model_of_the_zoo_learns_the_documentation_on_this_machine(tmp_path: P
 
 
 def test_a_sweep_on_ray_gives_the_same_bits_as_one_on_this_machine(tmp_path: Path) -> None:
-    """Twenty-four cells: a tiny model, two of the zoo and SmolLM2 × three edits × two seeds, on two real workers."""
+    """Twelve cells: a tiny model, two of the zoo and SmolLM2 × three edits, on two real workers."""
     models = [*tiny_models(tmp_path, "tiny"), "zoo-text-rope", "zoo-backcopy-rope", "smollm2-135m"]
     edits = ["none", "rope=ntk:4", "window=16"]
-    manifest = written(tmp_path / "m.yaml", models=models, edits=edits, seed=[0, 1], **SMALL)
+    manifest = written(tmp_path / "m.yaml", models=models, edits=edits, **SMALL)
     engines: dict[str, tuple[str, ...]] = {"local": (), "ray": ("--engine", "ray", "--workers", "2")}
     for name, options in engines.items():
         found = ended(started(manifest, tmp_path / name, *options))
-        assert found["counts"]["finished"] == found["computed"] == 24
+        assert found["counts"]["finished"] == found["computed"] == 12
     assert numbers(tmp_path / "local") == numbers(tmp_path / "ray")

@@ -319,7 +319,7 @@ def test_objects_other_than_edits_are_refused(llama: pl.Subject, wrong: Any, fie
 
 def test_an_own_edit_that_shows_the_future_is_refused(llama: pl.Subject) -> None:
     future = type("Future", (Halved,), {"causal": False})()
-    with raises(InputError, where="--edit Future", what="after themselves", remedy="window="):
+    with raises(InputError, where="--edit Future", what="queries", remedy="window="):
         pl.measure(llama, **SMALL, edits=future)
 
 

@@ -297,15 +297,15 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     wide = shares(mask=(0.5, 0.1, 0.9), drift=(0.4, -0.1, 0.9), sink=(0.1, -0.4, 0.6))
     assert lead(clear) == "leaks absolute position mostly through drift of the residual stream"
     assert "more through drift of the residual stream than through anything else" in lead(ahead)
-    assert "through the causal mask and drift of the residual stream, without" in lead(level)
-    assert "perhaps drift of the residual stream and perhaps the sink at the first tokens, without" in lead(wide)
+    assert "through the causal mask and drift of the residual stream, with no" in lead(level)
+    assert "possibly drift of the residual stream and possibly the sink at the first tokens, with no" in lead(wide)
     assert "no share is" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (0.3, -0.2, 0.8))))
     assert "no significant leakage" in lead(shares(**dict.fromkeys(("mask", "drift", "sink"), (math.nan,) * 3)))
 
     cancelling = shares(earlier=(0.54, 0.51, 0.56), here=(0.52, 0.51, 0.53), origin=(-0.06, -0.1, -0.02))
     assert "from masks of earlier layers (through the residual stream) and each layer’s own mask, " in lead(cancelling)
     mostly = shares(earlier=(0.8, 0.7, 0.9), here=(0.15, 0.1, 0.2), origin=(0.05, 0.0, 0.1))
-    assert lead(mostly).startswith("gets its sense of absolute position mostly from masks of earlier layers")
+    assert lead(mostly).startswith("gets absolute position mostly from masks of earlier layers")
     behind = shares(earlier=(0.9, 0.85, 0.95), here=(0.6, 0.55, 0.65), origin=(-0.5, -0.6, -0.4))
     assert "more from masks of earlier layers" in lead(behind), "two shares above one half: neither is most of it"
 
@@ -336,7 +336,7 @@ def test_a_page_with_a_trace_begins_with_where_position_comes_from(folders: dict
     assert "posleak trace" not in answer
     assert "posleak trace" in section(html, "method"), "the command that measures it again"
     assert "--by-layer" in section(html, "method")
-    assert "lent to 0–1" in section(html, "depth")
+    assert "borrowed in 0–1" in section(html, "depth")
 
 
 def test_a_page_without_a_trace_says_how_to_get_one(folders: dict[str, Path]) -> None:

@@ -115,7 +115,7 @@ def test_with_a_trace_the_first_sentence_is_about_where_it_comes_from(
     loaded = Trace.load(trace)
     assert loaded is not None
     first, second = spoken(seen.page)
-    assert first.startswith(f"{NAME} gets its sense of absolute position")
+    assert first.startswith(f"{NAME} gets absolute position")
     assert len(said(loaded.as_dict()["all"]["share"], SOURCES)) == 3
     assert all(text in first for text in said(loaded.as_dict()["all"]["share"], SOURCES))
     assert all(text in second for text in said(loaded.ordinary.as_dict()["all"]["share"], ("mask", "drift", "sink")))
@@ -164,7 +164,7 @@ def test_a_map_shows_its_values_on_hover_and_in_a_table(
     page.mouse.move(x, y)
     page.wait_for_function("(name) => document.querySelector(`[data-figure=${name}] .hovertext`)", arg=figure)
     text = spot.locator(".hoverlayer").text_content()
-    assert text.startswith("lent to 0, layer 2" if figure == "ladder" else "layer 1, position 2")
+    assert text.startswith("borrowed in 0, layer 2" if figure == "ladder" else "layer 1, position 2")
     assert float(re.search(r": (\S+) \(", text)[1].replace("−", "-")) == pytest.approx(value, rel=0.01)  # type: ignore[index]
     table = page.locator("figure", has=spot).locator("xpath=following-sibling::details[1]")
     table.locator("summary").click()
@@ -375,7 +375,7 @@ def test_several_runs_have_a_balance_and_a_chooser(chromium: Any, several: Path)
 def test_what_is_absent_says_so(chromium: Any, several: Path) -> None:
     page = opened(chromium, several).page
     notes = " ".join(page.locator("article:visible .absent-note:visible").all_inner_texts())
-    assert "no claims" in notes
+    assert "No claims" in notes
     assert "no analysis of position 0" in notes
     assert "posleak trace tiny-llama" in notes
     assert "No edit was tested" in notes

@@ -167,7 +167,7 @@ def test_a_batch_that_was_asked_for_is_refused_rather_than_changed() -> None:
     limit = limited(llama, room)
     with (
         counted_passes(llama.model) as passes,
-        raises(InputError, what="--max-memory", got="8 prompts of 64 tokens", remedy="a smaller --batch"),
+        raises(InputError, what="--max-memory", got="8 prompts of 64 tokens", remedy="--batch"),
     ):
         pl.measure(llama, max_memory=limit, length=N, prompts=8, batch=8)
     assert passes == []

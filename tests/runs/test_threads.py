@@ -275,7 +275,7 @@ def test_a_users_own_pass_in_another_thread_is_refused_there_and_not_counted() -
         assert look.inside.wait(LONG)
         try:
             with (
-                raises(RunError, what="another thread", got="a pass in", remedy="a copy of the model"),
+                raises(RunError, what="another thread", got="a pass in", remedy="copy"),
                 torch.inference_mode(),
             ):
                 call()
@@ -317,7 +317,7 @@ def test_a_pass_that_was_under_way_is_refused_at_its_next_attention_call() -> No
         user.join(LONG)
         assert probe.calls == 3
     hook.remove()
-    assert_fields(errors[0], what="another thread", remedy="a copy of the model")
+    assert_fields(errors[0], what="another thread", remedy="copy")
 
 
 def test_a_users_passes_beside_a_measurement_leave_its_numbers_alone() -> None:

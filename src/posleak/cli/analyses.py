@@ -36,7 +36,7 @@ def measure_command(
     seed: options.Seed = defaults.SEED,
     origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     density: Annotated[
-        int, typer.Option(help="Factor on the numbers of sampled queries, references and offsets.")
+        int, typer.Option(help="Multiply the numbers of sampled queries, references and offsets by this factor.")
     ] = defaults.DENSITY,
     edit: Annotated[
         list[str] | None,
@@ -65,22 +65,22 @@ def trace_command(
     bos: options.Bos = defaults.BOS,
     length: options.Length = defaults.TRACED,
     prompts: Annotated[
-        int, typer.Option(help="Number of prompts. Both passes use the same prompts.")
+        int, typer.Option(help="Number of prompts. Both forward passes use the same prompts.")
     ] = defaults.PROMPTS,
     seed: options.Seed = defaults.SEED,
     origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     by_layer: Annotated[
         bool,
         typer.Option(
-            "--by-layer", help="Also lend the context up to layer K only, for K = 0, 1, 2, 4, …: one more pass each."
+            "--by-layer", help="Also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more pass each."
         ),
     ] = False,
     metrics: options.Metrics = "none",
 ) -> None:
     """Trace where position comes from: own mask (here), masks of earlier layers (earlier), position 0 (origin).
 
-    A second pass reads each prompt after a borrowed context, so that position cannot be inferred from the number of
-    visible keys.
+    In a second forward pass, every query also attends to keys of another document (the borrowed context), so that
+    position cannot be inferred from the number of visible keys.
 
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
     """
@@ -101,7 +101,7 @@ def origin_command(
         int, typer.Option(min=3, help="Number of prompts of random tokens; at least 3.")
     ] = defaults.ORIGIN_PROMPTS,
     tokens: Annotated[
-        int, typer.Option(min=2, help="Number of first tokens compared in the portrait.")
+        int, typer.Option(min=2, help="Number of different first tokens to compare.")
     ] = defaults.ORIGIN_TOKENS,
     bos: options.Bos = defaults.BOS,
     batch: Annotated[int, typer.Option(help="Prompts per forward pass; 0: about 2048 tokens.")] = defaults.BATCH,
@@ -241,11 +241,11 @@ def models_command(as_json: options.Json = False) -> None:
 
 
 def models_tables(models: Iterable[ModelListing]) -> Iterator[RenderableType]:
-    """Yield one table of the models that are downloaded on first use and one of those that ship with posleak."""
+    """Yield a table of the models that are downloaded on first use, and a table of those that ship with posleak."""
     from posleak.show.terminal import table
 
-    names = ("name", "stands for", "from", "download", "licence", "cached")
-    downloaded, shipped = table(names, wrap=names[1:]), table(("ships with posleak", "stands for"), wrap=["stands for"])
+    names = ("name", "represents", "source", "download", "licence", "cached")
+    downloaded, shipped = table(names, wrap=names[1:]), table(("ships with posleak", "training"), wrap=["training"])
     for model in models:
         if model.packages:
             first, *more = model.packages

@@ -70,7 +70,7 @@ def report_command(
 @app.command(name="compare")
 def compare_command(
     runs: Runs,
-    format: Annotated[Format, typer.Option(help="table, markdown, latex or json.")] = Format.table,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     as_json: Json = False,
 ) -> None:
     """Compare runs: all quantities of each run, and differences from the first run with intervals.

@@ -23,8 +23,8 @@ STATUSES = {
     SUCCESS: "success",
     FAILED: "a check failed: the results would be wrong, `doctor` or `origin` found a violated law of unknown cause, "
     "or cells of a `sweep` failed",
-    WRONG: "the call cannot work as written: the message states where, what was got and expected, and the remedy",
-    BY_DESIGN: "`doctor` only: all results are correct, and the model violates a law by design, with the cause named",
+    WRONG: "invalid call or input: the message states the place, the value, the expected value and the remedy",
+    BY_DESIGN: "`doctor` only: the results are correct; the model violates a law by design, and the cause is named",
     UNEXPECTED: "unexpected error: please report it; the message names a file with the traceback",
     INTERRUPTED: "interrupted with Ctrl-C; finished work is kept",
     BROKEN_PIPE: "broken pipe, as in `posleak models | head -1`",
@@ -90,7 +90,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def _report(reported: Failure, error: BaseException, show: ShowMessage) -> None:
-    """Print the message on standard error as well as possible, then discard what cannot be written any more."""
+    """Print the message on standard error if possible, then discard output that can no longer be written."""
     if reported.message:
         with contextlib.suppress(Exception):
             if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):

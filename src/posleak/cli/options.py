@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def named(text: str) -> str:
     """Reject an empty name or path, which an unset shell variable would leave: it would mean the current folder."""
     if not text.strip():
-        raise typer.BadParameter("it is empty; give a name or omit it. The current folder is `.`")
+        raise typer.BadParameter("it is empty; pass a name or omit the option. The current folder is `.`")
     return text
 
 

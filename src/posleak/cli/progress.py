@@ -25,7 +25,7 @@ BEFORE_MEASURING = ("start", "load", OTHER)
 
 @contextmanager
 def prompt_progress(console: Console) -> Iterator[OnProgress | None]:
-    """Show a bar over prompts that moves with every layer; yield its callback, None without a terminal."""
+    """Show a bar over prompts that moves with every layer; yield its callback, or None without a terminal."""
     if not console.is_terminal:
         yield None
         return

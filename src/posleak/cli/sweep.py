@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from posleak.sweeps.sweep import Sweep
 
 REPORT_INTERVAL = 30.0
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between status lines without a terminal."""
 
 MAX_RUNNING, MAX_NAMED, MAX_LISTED = 8, 3, 40
-"""Cells that are named: running ones on a terminal, in a warning, in a dry run."""
+"""Maximum numbers of cells that are listed: running cells on a terminal, in a warning, in a dry run."""
 
 POWERS, SHARES = ("total", "mask", "drift", "sink", "residual"), ("mask", "drift", "sink")
 
 BALANCE_LEGEND = (
     "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change of the "
-    "residual per relative depth, divided by its mean; removed: 1 − residual power / that of the model's first cell; "
-    "95% jackknife intervals over prompts; early queries: --markdown or --json"
+    "residual per relative depth, divided by its mean; removed: 1 − residual power / residual power of the first cell "
+    "of the model; 95% jackknife intervals over prompts; early queries: --markdown or --json"
 )
 
 
@@ -52,7 +52,7 @@ class EngineName(StrEnum):
 
 
 Markdown = Annotated[
-    bool, typer.Option("--markdown", help="Print the balance of every cell as a Markdown table with all numbers.")
+    bool, typer.Option("--markdown", help="Print mask, drift and sink of every cell as a Markdown table.")
 ]
 
 
@@ -67,7 +67,7 @@ def sweep_command(
         ),
     ],
     models: Annotated[
-        list[str] | None, text_option("--model", help="Models instead of the manifest's, in its order; repeatable.")
+        list[str] | None, text_option("--model", help="Replace a model of the manifest, in its order; repeatable.")
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per prompt, instead of the manifest's.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Number of prompts, instead of the manifest's.")] = None,
@@ -75,8 +75,8 @@ def sweep_command(
     engine: Annotated[EngineName, typer.Option(help="local: one cell after another; ray: on a Ray cluster.")] = (
         EngineName.local
     ),
-    address: Annotated[str | None, text_option(help="Of a Ray cluster. Default: one is started here.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="With ray: largest number of workers.")] = None,
+    address: Annotated[str | None, text_option(help="Address of the Ray cluster. Default: start a local one.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Maximum number of Ray workers.")] = None,
     root: Annotated[
         str | None,
         path_option(
@@ -86,28 +86,28 @@ def sweep_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only list the cells, their states, and estimates of time and memory.")
     ] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Measure cells again that failed.")] = False,
-    retries: Annotated[int, typer.Option(min=0, help="How often a cell whose worker died is started again.")] = 2,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Measure failed cells again.")] = False,
+    retries: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a cell whose worker died.")] = 2,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Hash every file of finished cells, even if its size and time are the same."),
+        typer.Option("--verify", help="Hash every file of finished cells, even if size and time are unchanged."),
     ] = False,
     max_memory: MaxMemory = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the models.")
+        bool, typer.Option("--trust-remote-code", help="Allow code that comes with the models.")
     ] = False,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Read weights that are pickles.")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="Allow weights stored as pickle files.")] = False,
     markdown: Markdown = False,
     as_json: Json = False,
 ) -> None:
     """Measure many models, checkpoints, edits, lengths and seeds, on this machine or on a Ray cluster.
 
-    Finished cells are never measured again: start the same command after an interruption, and it is resumed. A cell
-    that fails keeps its error in its folder and does not stop the others; the exit status is then 1.
+    A cell is one measurement of the sweep. To resume an interrupted sweep, run the same command again; finished cells
+    are not measured again. An error in a cell is written to its folder, the other cells continue, and the exit status
+    is 1. If the manifest has a `question`, the sweep ends with a balance table: mask, drift and sink in every cell.
 
-    A manifest with a question ends with a balance table: mask, drift and sink in every cell. Manifests that ship with
-    posleak: `architectures` compares models, `knobs` changes the rotation or the window, `lengths` the length,
-    `first-token` removes the BOS token, `dtypes` changes the precision.
+    Manifests that ship with posleak: `architectures` compares models, `knobs` changes the rotation or the window,
+    `lengths` changes the length, `first-token` removes the BOS token, and `dtypes` changes the precision.
 
     Examples: `posleak sweep architectures`, `posleak sweep grid.yaml --engine ray --workers 4`
     """  # fmt: skip
@@ -144,9 +144,9 @@ def sweep_command(
 @app.command(name="collect")
 def collect_command(
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", parser=named, help="Folder of a sweep, as given to its --out.")
+        str, typer.Argument(metavar="FOLDER", parser=named, help="Folder of a sweep, as passed to its --out.")
     ],
-    page: Annotated[str | None, path_option(help="Where the page goes. Default: FOLDER/collected.html.")] = None,
+    page: Annotated[str | None, path_option(help="Path of the HTML page. Default: FOLDER/collected.html.")] = None,
     balance: Annotated[
         bool, typer.Option("--balance", help="Also show the balance of mask, drift and sink in every cell.")
     ] = False,

@@ -1,8 +1,8 @@
 """Edits: interventions on the embedding at position 0, positions, visibility, context, and reads of position 0.
 
 An edit is a frozen value with a short text (`--edit TEXT`). It declares where it acts and leaves the model unchanged
-after the run. An edit that is a control by its own text, such as `shift=0`, changes no bit of the result. docs/edits.md
-lists all edits.
+after the run. A control, an edit whose text specifies no change (`shift=0`), changes no bit of the result.
+docs/edits.md lists all edits.
 
 Texts are parsed without torch: modules here import it only inside the functions that compute.
 """

@@ -33,15 +33,15 @@ class Site(Enum):
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
-    OWN = "what an edit object without a text changes"
+    OWN = "custom edit object"
 
 
 class NamedEdit(Edit):
-    """An edit with a text, which `--edit` takes and which results and JSON hold.
+    """An edit with a text, which `--edit` accepts and which results store.
 
     causal         queries do not see later keys under it; otherwise leakage at equal offsets is not defined
     needs_causal   it is defined only where queries do not see later keys
-    is_control     it changes nothing by its own text, such as `shift=0`. Any other edit without effect is an error
+    is_control     its text specifies no change, such as `shift=0`. Any other edit without effect is an error
     weights_dtype  dtype of the copy of the weights that it makes; None: it makes no copy
     """
 
@@ -100,7 +100,7 @@ class ScopedEdit(NamedEdit):
 
 @dataclass(frozen=True)
 class EditKind:
-    """A kind of edit that `--edit NAME=…` takes.
+    """A kind of edit, which `--edit NAME=…` accepts.
 
     form      its syntax;  example: a valid text
     changes   what it changes and what it leaves unchanged;  refuses: what it cannot be combined with

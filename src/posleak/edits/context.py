@@ -37,7 +37,7 @@ CHECK_LENGTH = 32
 
 @dataclass(frozen=True)
 class Borrow(ScopedEdit):
-    """Let queries of the layers in scope also attend to keys of a donor."""
+    """Edit that lets queries of the layers in scope also attend to keys of a donor."""
 
     name: ClassVar[str] = "context=borrowed"
     site: ClassVar[Site] = Site.CONTEXT
@@ -45,7 +45,9 @@ class Borrow(ScopedEdit):
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
-            raise InputError("a context is borrowed by whole layers", where=self.text, expected="layers, as in @0-5")
+            raise InputError(
+                "a borrowed context applies to whole layers", where=self.text, expected="layers, as in @0-5"
+            )
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors()
@@ -76,7 +78,7 @@ def require_shift_invariant(visibility: Visibility, length: int) -> None:
         raise UnsupportedError(
             "a borrowed context is not defined here: attention is cut into chunks counted from the first token, and a "
             "document before the prompt shifts them",
-            remedy=f"use a --length that is a multiple of the chunk, less {DONOR_MARGIN}",
+            remedy=f"use a --length of n × (chunk size) − {DONOR_MARGIN}, with an integer n",
         )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: 
 
 
 MEASURE_INSTEAD = "use `posleak measure`, which splits the leakage into mask, drift and sink"
-"""The remedy where a borrowed context is not defined."""
+"""Remedy for models without a borrowed context."""
 
 NOWHERE = Scope(everywhere=False)
 """No layer: each prompt follows a donor, but no query sees the donor's keys."""
@@ -135,8 +137,8 @@ def require_closed(model: PreTrainedModel) -> None:
     gap, bound = relative_difference(other, one), CLOSED.of(model.dtype)
     if gap > bound:
         raise UnsupportedError(
-            "a borrowed context is not defined for this model: a document before a prompt changes it although no query "
-            "sees the document, through layers with a recurrent state",
+            "a borrowed context is not defined for this model: a document before the prompt changes its states even "
+            "if no query sees the document, as in layers with a recurrent state",
             where=type(model).__name__, got=f"a relative difference of states of {gap:.2g}",
             expected=f"at most {bound:.2g}", remedy=MEASURE_INSTEAD,
         )  # fmt: skip

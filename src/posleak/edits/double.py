@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AllDouble(TorchFunctionMode):
-    """Keep float64 tensors in float64 where models cast to float32 and back, in norms and softmaxes."""
+    """Mode that keeps float64 tensors in float64 where models cast to float32 and back, in norms and softmaxes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FirstEmbedding(NamedEdit):
-    """Replace the embedding at position 0 before the first layer.
+    """Edit that replaces the embedding at position 0 before the first layer.
 
     zero   the zero vector
     mean   the mean embedding of the vocabulary
@@ -90,7 +90,7 @@ def require_token(token: int, table: torch.nn.Module, where: str) -> None:
 
 @dataclass(frozen=True)
 class FirstOrdinary(NamedEdit):
-    """Put the prompt's own first token at position 0 (`none`), or a random token of each prompt's own (`random`)."""
+    """Edit that puts the prompt's own first token (`none`) or a random token per prompt (`random`) at position 0."""
 
     kind: str
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CutSink(ScopedEdit):
-    """Hide position 0 from later queries; the rest of their attention is renormalised."""
+    """Edit that hides position 0 from later queries; the rest of their attention is renormalised."""
 
     name: ClassVar[str] = "sink=cut"
     site: ClassVar[Site] = Site.ORIGIN
@@ -34,7 +34,7 @@ class CutSink(ScopedEdit):
 
 @dataclass(frozen=True)
 class FreezeSink(ScopedEdit):
-    """Fix the attention of later queries to position 0 at the mean of the reference queries, per head and prompt."""
+    """Edit that fixes the attention of later queries to position 0 at its mean over references, per head and prompt."""
 
     name: ClassVar[str] = "sink=freeze"
     site: ClassVar[Site] = Site.ORIGIN
@@ -73,7 +73,7 @@ class FirstKeys(threading.local):
 
 @dataclass(frozen=True)
 class PatchOrigin(NamedEdit):
-    """Replace keys and values at position 0 by those of another token, taken from a run on that token alone.
+    """Edit that replaces keys and values at position 0 by those of another token in a run on that token alone.
 
     The state of position 0 starts from its own embedding; no later query reads it.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posleak.probe import Probe
 
 ACTS_BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
-"""Sites that depend on where in the prompt a token is, so that a document before the prompt would move them."""
+"""Sites whose edits depend on positions within the prompt. A document before the prompt would shift them."""
 
 
 def parse_edit(text: str) -> NamedEdit:
@@ -83,13 +83,13 @@ def _require_compatible(first: NamedEdit, second: NamedEdit) -> None:
         if not one.causal and other.needs_causal:
             reason = f"{other.text} is defined for causal queries only, and under {one.text} they see later keys"
         if one.site is Site.CONTEXT and other.site in ACTS_BY_PLACE:
-            reason = f"{other.text} acts by place in the prompt, but {one.text} puts another document before the prompt"
+            reason = f"{other.text} depends on positions in the prompt, and {one.text} puts another document before it"
         if isinstance(one, Ring) and other.site in (Site.POSITIONS, Site.VISIBILITY):
             reason = f"ring sets positions and visibility itself, so {other.text} would have no effect"
     if reason is not None:
         raise InputError(
             "these edits cannot be combined", where=f"--edit {first.text} --edit {second.text}", got=reason,
-            remedy="run them one at a time",
+            remedy="measure them in separate runs",
         )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def require_measurable(edits: Sequence[NamedEdit]) -> None:
     for edit in edits:
         if not edit.causal:
             raise InputError(
-                "leakage is not defined under this edit: queries see keys after themselves",
+                "leakage is not defined under this edit: queries attend to later keys",
                 where=f"--edit {edit.text}",
                 remedy="`posleak claims` tests laws with it; measure with window= or sink= instead",
             )
@@ -123,11 +123,10 @@ def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
     """Raise a RunError if an edit cannot be made again from the text that the record of a run would hold."""
     if objects := unreadable(edits):
         raise RunError(
-            "a run under an edit that was given as an object stays in memory: the record of the run has only the text "
-            "of the edit, which does not describe it", where=where, got=", ".join(edit.text for edit in objects),
-            expected="edits that are registered",
-            remedy="derive it from posleak.edits.NamedEdit, register its EditKind (docs/extending.md), and let its "
-            "text make an equal edit; or keep the run in memory",
+            "the run cannot be stored: an edit was passed as an object, and its text does not describe it",
+            where=where, got=", ".join(edit.text for edit in objects), expected="registered edits",
+            remedy="derive the edit from posleak.edits.NamedEdit, register an EditKind that makes an equal edit from "
+            "its text (docs/extending.md), or keep the run in memory",
         )  # fmt: skip
 
 
@@ -135,7 +134,7 @@ FORWARDED = (
     "placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "positions", "edit", "temperature",
     "changed_heads", "placed",
 )  # fmt: skip
-"""Attributes of an `UnnamedEdit` that are those of the edit that it wraps."""
+"""Attributes that an `UnnamedEdit` takes from the edit that it wraps."""
 
 
 @dataclass(frozen=True, eq=False)

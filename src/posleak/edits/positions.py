@@ -1,5 +1,5 @@
-"""Change what positions do: `shift=K` shifts position ids, `rope=…` changes the rotation, `ring` makes it periodic (law
-L6), and `scale=logn` multiplies the logits of query i by log(i + 1) / log(N) (scalable softmax)."""
+"""Change the effect of positions: `shift=K` shifts position ids, `rope=…` changes the rotation, `ring` makes it
+periodic (law L6), and `scale=logn` multiplies the logits of query i by log(i + 1) / log(N) (scalable softmax)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECOMPUTED_ROTATIONS = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Shift(NamedEdit):
-    """Add `by` to every position id."""
+    """Edit that adds `by` to every position id."""
 
     by: int
 
@@ -57,15 +57,15 @@ class Shift(NamedEdit):
 
         if not takes_positions(probe.model):
             raise UnsupportedError(
-                "the model takes no position ids, so that a shift changes nothing", where=f"--edit {self.text}",
-                remedy="measure it without the shift: it computes positions itself",
+                "the model takes no position ids, so a shift changes nothing", where=f"--edit {self.text}",
+                remedy="measure without the shift: the model computes positions itself",
             )  # fmt: skip
         yield
 
 
 @dataclass(frozen=True)
 class RotationEdit(NamedEdit):
-    """Replace the rotary frequencies for the time of the run.
+    """Edit that replaces the rotary frequencies during the run.
 
     With frequencies f_k = base^(−2k/d):
     ntk:S     f_k · S^(−2k/(d−2)), which is the base raised to base · S^(d/(d−2))
@@ -154,7 +154,7 @@ def rotary_buffers(probe: Probe) -> list[tuple[torch.nn.Module, str]]:
 
 @dataclass(frozen=True)
 class Ring(NamedEdit):
-    """Make positions periodic: no mask, and every frequency an integer number of turns per N positions.
+    """Edit that makes positions periodic: no mask, and an integer number of turns per N positions for every frequency.
 
     Then only the tokens distinguish positions, and rolling the input rolls every state. In a float64 model this law
     holds to sixteen digits, since `AllDouble` keeps every computation in float64.

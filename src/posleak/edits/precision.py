@@ -21,7 +21,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Precision(NamedEdit):
-    """Convert all parameters, and restore them afterwards. Buffers, such as rotary frequencies, are not converted."""
+    """Edit that converts all parameters during the run. Buffers, such as rotary frequencies, are not converted."""
 
     name: str
 
@@ -66,7 +66,7 @@ class Precision(NamedEdit):
 register(
     EditKind(
         "dtype", "dtype=" + "|".join(DTYPES),
-        "the parameters, which are converted to this dtype for the time of the run; this needs memory for a second "
+        "the parameters, which are converted to this dtype during the run; this needs memory for a second "
         "copy. Buffers such as rotary frequencies are not converted", "a second dtype", "dtype=bfloat16",
         lambda value, scope: {name: Precision(name) for name in DTYPES}[value],
     )

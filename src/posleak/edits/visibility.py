@@ -23,7 +23,7 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class MaskOff(NamedEdit):
-    """Show every key to every query (bidirectional attention)."""
+    """Edit that shows every key to every query (bidirectional attention)."""
 
     text = "mask=off"
     site: ClassVar[Site] = Site.VISIBILITY
@@ -35,7 +35,7 @@ class MaskOff(NamedEdit):
 
 @dataclass(frozen=True)
 class Window(NamedEdit):
-    """Show each query only the nearest `size` of its keys, and the first `sink` keys; size 0: remove all windows."""
+    """Edit that shows each query its nearest `size` keys and the first `sink` keys; size 0 removes all windows."""
 
     size: int
     sink: int = 0
@@ -66,7 +66,7 @@ class Window(NamedEdit):
     def require_length(self, length: int) -> None:
         if self.size >= length:
             raise NoEffectError(
-                "the window is as long as the prompts, so that it hides nothing", where=f"--edit {self.text}",
+                "the window is as long as the prompts, so it hides nothing", where=f"--edit {self.text}",
                 got=f"prompts of {length} tokens", remedy=f"use a window below {length}, or a longer --length",
             )  # fmt: skip
 

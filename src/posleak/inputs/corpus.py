@@ -94,7 +94,7 @@ def read_corpus(path: str, max_characters: int | None = None) -> Corpus:
         raise InputError(
             "the folder contains no text files", where="inputs", got=str(place),
             expected="files ending in " + ", ".join(TEXT_SUFFIXES),
-            remedy="name a single file, which may have any suffix: text:FOLDER/FILE",
+            remedy="pass a single file, which may have any suffix: text:FOLDER/FILE",
         )  # fmt: skip
     return Corpus(names, tuple(_read(files[name]) for name in names))
 

@@ -70,7 +70,7 @@ class GivenPrompts:
             raise InputError(
                 "the length of the given ids differs from the requested length", where="inputs",
                 got=f"rows of {ids.shape[1]} tokens, length={length}", expected=f"rows of {length} tokens",
-                remedy=f"pass length={ids.shape[1]}, or cut the rows",
+                remedy=f"pass length={ids.shape[1]}, or truncate the rows",
             )  # fmt: skip
         for extreme in (ids.min(), ids.max()):
             vocabulary.check(int(extreme), "a given id")
@@ -89,7 +89,7 @@ def read_given(
 ) -> GivenPrompts:
     """Convert inputs to a table of ids.
 
-    length: cut each prompt to its first `length` tokens; None: all prompts must have the same length
+    length: truncate each prompt to its first `length` tokens; None: all prompts must have the same length
     prompts: use only the first `prompts` prompts; None: all
     bos: BOS policy for texts
     """
@@ -239,7 +239,7 @@ def _table(rows: Sequence[Any], length: int | None) -> np.ndarray:
         raise InputError(
             "the prompts have different lengths", where="inputs", got=f"prompts of {_listed(lengths)} tokens",
             expected="prompts of equal length, since padding is not supported",
-            remedy=f"pass length={min(lengths)} to cut all prompts to the shortest, or omit the short prompts",
+            remedy=f"pass length={min(lengths)} to truncate all prompts to the shortest, or omit the short prompts",
         )  # fmt: skip
     if length is not None and min(lengths) < length:
         short = [k for k, tokens in enumerate(lengths) if tokens < length]

@@ -139,7 +139,7 @@ class ConstantToken:
 def _constant(argument: str) -> ConstantToken:
     if argument and not (argument.isascii() and argument.isdigit()):
         raise InputError(
-            "the constant token must be given by its id", where="inputs", got=repr(f"constant:{argument}"),
+            "the constant token must be an id", where="inputs", got=repr(f"constant:{argument}"),
             expected="constant:ID, where ID is an integer of at least 0",
             remedy="use an id, such as constant:42, or constant alone to let the seed choose a token",
         )  # fmt: skip

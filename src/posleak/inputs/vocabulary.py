@@ -168,7 +168,7 @@ def resolve_first_token(bos: str | int, vocabulary: Vocabulary) -> FirstToken:
         raise InputError(
             "this BOS policy needs a tokenizer, and the model has none", where="bos", got=repr(bos),
             expected="auto | none | a token id",
-            remedy="give the token by its id, such as --bos 1, or use --bos auto or --bos none",
+            remedy="pass the token id, such as --bos 1, or use --bos auto or --bos none",
         )  # fmt: skip
     else:
         token = _prepended(vocabulary.tokenizer) if bos == "tokenizer" else _spelled(bos, vocabulary.tokenizer)

@@ -1,9 +1,9 @@
 from .contrast import Contrast as Contrast
 from .dataset import assemble as assemble, component as component, components as components
 from .parts import (
-    AttentionObserver as AttentionObserver,
     LeakageObserver as LeakageObserver,
     Parts as Parts,
+    log_attention_rows as log_attention_rows,
     split as split,
 )
 from .sampled import (

@@ -166,14 +166,8 @@ class LeakageObserver:
         return layers
 
 
-@dataclass
-class AttentionObserver:
-    """Observer that stores log a_i(δ) of the measured queries of every layer; NaN at pairs that do not exist."""
-
-    plan: Plan
-    layers: list[Float64[Tensor, "B _H Q D"]] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        rows = call_rows(call, self.plan)
-        missing = rows.offsets >= rows.seen.body[:, None]
-        self.layers.append((rows.s - rows.log_z[..., None]).masked_fill(missing, torch.nan))
+def log_attention_rows(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan) -> Float64[Tensor, "B H Q D"]:
+    """Return log a_i(δ) of the measured queries of a call; NaN at pairs that do not exist."""
+    rows = call_rows(call, plan)
+    missing = rows.offsets >= rows.seen.body[:, None]
+    return (rows.s - rows.log_z[..., None]).masked_fill(missing, torch.nan)

@@ -107,7 +107,7 @@ class Family(Enum):
     """What a metric agrees with: leakage by the layer's own mask, leakage through the residual stream, or neither."""
 
     MASK = "the mask"
-    STREAM = "what came through the stream"
+    STREAM = "the residual stream"
     NEITHER = "neither"
 
 

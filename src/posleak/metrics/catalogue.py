@@ -96,7 +96,7 @@ ARRAYS = {
 NO_MASK = "the mask part, which arises in the softmax's denominator"
 WHICH_PART = "which part changes: mask, drift and sink all affect it"
 ROUNDING_ONLY = "any leakage that is not due to rounding"
-WHERE = "where in the prompt"
+WHERE = "where in the prompt leakage occurs"
 
 _on_heads = partial(Metric, looks=Looks.ATTENTION, level=Level.HEAD)
 _on_states = partial(Metric, looks=Looks.STATES, level=Level.DEPTH)
@@ -161,9 +161,9 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _on_states(
         id="largest_times", title="Massive activations: the largest", short="Largest activation", meter="massive",
-        source=SUN, unit="times the median", blind="how attention reads it",
+        source=SUN, unit="times the median", blind="whether attention reads the activation",
         definition="largest |x| divided by the median of |x|, at the depth after the embedding where it is largest",
-        published="massive: above 100, and above some 1000 times the median",
+        published="massive: above 100, and above about 1000 times the median",
     ),
     _on_states(
         id="massive_first", title="Massive activations at position 0", meter="massive", source=SUN, unit="share",
@@ -226,7 +226,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _frame(
         id="kl_reduction", title="KL reduction",
-        definition="relative drop of the KL divergence from uniform attention without the strongest anchor; form ours",
+        definition="relative drop of the KL divergence from uniform attention without the strongest anchor (our form)",
     ),
     _frame(
         id="centralized", title="Frame: centralized",
@@ -274,7 +274,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _wave(
         id="scale_half", title="Scale sensitivity, half sampling", short="Scale, half", unit="1 − cosine",
-        definition="1 − cosine of the wavelet transforms of attention at every second and every offset; alignment ours",
+        definition="1 − cosine of the wavelet transforms of attention at every second and every offset (our alignment)",
         published="Llama-3.2-1B 0.038, Qwen2.5-0.5B 0.058, Gemma2-2B 0.038",
     ),
     _wave(

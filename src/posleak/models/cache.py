@@ -37,7 +37,7 @@ def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
     """Return the cache: the argument, else $POSLEAK_CACHE, else the platform's cache folder."""
     chosen = cache or os.environ.get(ENVIRONMENT)
     if chosen:
-        with translate_errors("the cache cannot be there", str(chosen), f"set {ENVIRONMENT} to another folder"):
+        with translate_errors("the cache folder cannot be used", str(chosen), f"set {ENVIRONMENT} to another folder"):
             return Path(chosen).expanduser().resolve()
     import platformdirs
 
@@ -181,7 +181,7 @@ def require_hashes(folder: Path, manifest: ConversionManifest, hashes: Mapping[s
 
 def _changed(folder: Path, name: str, got: str, expected: str) -> ModelError:
     return ModelError(
-        "a file of a converted model is not what conversion wrote, so the model is not used", where=str(folder / name),
+        "a file of a converted model has changed since conversion; the model is not used", where=str(folder / name),
         got=got, expected=expected,
-        remedy=f"delete the folder {folder} and load the model again; the disk or another program has changed it",
+        remedy=f"delete the folder {folder} and load the model again",
     )  # fmt: skip

@@ -46,13 +46,13 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
             raise ModelError(
                 "the folder holds an adapter, which is a change to another model", where=str(adapter),
                 expected="a complete model",
-                remedy="merge it into its base model (peft: merge_and_unload), and save that",
+                remedy="merge it into its base model (peft: merge_and_unload), and save the merged model",
             )  # fmt: skip
         if not path.is_file():
             raise ModelError(
-                "the folder holds no model", where=str(folder), got="no config.json",
+                "the folder contains no model", where=str(folder), got="no config.json",
                 expected="a Hugging Face model folder: config.json and *.safetensors",
-                remedy="name the folder that holds config.json, or a .gguf file, or a hub id",
+                remedy="pass the folder that contains config.json, a .gguf file, or a hub id",
             )  # fmt: skip
         raw = read_json_object(path)
         memory.require_plausible(path, raw)
@@ -217,7 +217,7 @@ def require_tokenizer_class(path: Path, name: Any) -> None:
         return
     raise ModelError(
         "tokenizer_class is not a tokenizer", where=str(path), got=f"tokenizer_class {escape_surrogates(name)!r}",
-        expected="a tokenizer class of transformers", remedy="correct tokenizer_class, or fetch the file again",
+        expected="a tokenizer class of transformers", remedy="correct tokenizer_class, or download the file again",
     )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _save_tokenizer(header: gguf_file.GGUFHeader, gguf: Path, folder: Path) -> N
         return
     complete = gguf.parent / "tokenizer"
     try:
-        with translate_errors("its tokenizer cannot be read", header.path, pretrained.REMEDY):
+        with translate_errors("the tokenizer cannot be read", header.path, pretrained.REMEDY):
             with pretrained.offline_transformers():
                 tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                     str(gguf.parent), gguf_file=gguf.name, trust_remote_code=False, local_files_only=True

@@ -250,7 +250,7 @@ def _rotary_dims(text: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[in
 
 def _dropped_error(header: GGUFHeader, stated: str, got: str) -> ModelError:
     return ModelError(
-        "transformers drops what this GGUF file states about positions; the results would be wrong",
+        "transformers ignores a position setting of this GGUF file, so the results would be wrong",
         where=str(header.path), got=got, expected=f"{stated} (architecture {header.architecture})",
         remedy="use the model's original safetensors: a hub id, or a folder",
     )  # fmt: skip

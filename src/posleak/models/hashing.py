@@ -90,7 +90,7 @@ def background_hashes(folder: Path, names: list[str], cache: Path | None = None)
         return {name: file_sha256(folder / name, cache, lambda: not stopped.is_set()) for name in names}
 
     def result() -> dict[str, str]:
-        with translate_errors("a file of the model cannot be read", folder, "make it readable for you"):
+        with translate_errors("a file of the model cannot be read", folder, "grant yourself read permission"):
             return future.result()
 
     future = pool.submit(run)

@@ -163,7 +163,7 @@ def _already_attached(hold: Hold, other: Hold) -> RunError:
     return RunError(
         f"the model is being measured already{shared}", where=type(hold.model).__name__, got=f"attached by {holder}",
         expected="one measurement of a model at a time",
-        remedy="finish the other one first: leave its `with attach(...)`, or call close() on its generator of chunks",
+        remedy="end the other measurement first: leave its `with attach(...)`, or close() its generator of chunks",
     )  # fmt: skip
 
 

@@ -55,15 +55,14 @@ class Provenance:
 class Identity:
     """The identity of a model, as measured.
 
-    heads, kv_heads and head_dim are the largest over the layers, and 0 if the family has no such thing.
-    windows[l] is the number of keys that a query of layer l may see, or None if it sees them all (or if the layer has
-    no attention, as `layer_types` shows). `rotary` is the config's `rope_parameters`, nested by layer type in some
-    families. `bos` has config_id and tokenizer_id (the BOS tokens of the config and of the tokenizer) and
-    tokenizer_prepends (the ids that the tokenizer puts before a text by itself; often none). `tokenizer_sha256` is of
-    the tokenizer's files or, for an object, of what it would save; `code_sha256` is of the folder's *.py files if
-    trust_remote_code let them run. `adapters` are the active adapters of PEFT, and `hooks` the forward hooks and
-    replaced forward methods of the modules. `fingerprint` holds outputs of the model's own forward pass on a fixed
-    prompt (probe/fingerprint.py); None until the model is measured.
+    heads, kv_heads, head_dim   largest values over the layers; 0 if the family does not define them
+    windows            for each layer the number of keys that a query may see; None: all keys, or no attention
+    rotary             the config's `rope_parameters`, nested by layer type in some families
+    bos                BOS ids of the config and of the tokenizer, and the ids that the tokenizer prepends to a text
+    tokenizer_sha256   hash of the tokenizer's files or, for an object, of the files that it would save
+    code_sha256        hash of the folder's *.py files, if trust_remote_code allowed them to run
+    adapters, hooks    active PEFT adapters; forward hooks and replaced forward methods of the modules
+    fingerprint        outputs of the model on a fixed prompt (probe/fingerprint.py); None before a measurement
     """
 
     name: str
@@ -116,7 +115,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     """Return the identity of a model in memory, without its fingerprint."""
     from posleak.models.configs import prepended_ids
 
-    remedy = "correct its config, or fetch the files again"
+    remedy = "correct its config, or download the files again"
     with translate_errors("the model cannot be described", provenance.name, remedy):
         config = model.config
         text = config.get_text_config(decoder=True)

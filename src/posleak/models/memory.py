@@ -62,8 +62,8 @@ def require_plausible(path: Path, raw: Any) -> None:
     for name, value, limit in _bounded_values(raw):
         if value > limit:
             raise ModelError(
-                "the config states more than any model has", where=str(path), got=f"{name} = {value}",
-                expected=f"at most {limit:,}", remedy="correct that number, or fetch the file again",
+                "the config contains an implausibly large number", where=str(path), got=f"{name} = {value}",
+                expected=f"at most {limit:,}", remedy="correct that number, or download the file again",
             )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def require_tensors_for_layers(folder: Path, config: PreTrainedConfig, weights: 
         raise ModelError(
             "the config has more layers than the weight files have tensors", where=str(folder / "config.json"),
             got=f"{layers} layers", expected=f"at most {weights.tensors}, in {', '.join(weights.names[:3])}",
-            remedy="fetch both again: they do not belong together",
+            remedy="download both again: they do not belong together",
         )  # fmt: skip
 
 
@@ -100,16 +100,16 @@ def require_backed_by_files(path: Path, need: MemoryNeed, stored: int, extra: in
     """Reject a config whose model has more parameters than the `stored` ones plus `extra`, or huge buffers."""
     if need.parameters > stored + extra:
         raise ModelError(
-            "the config describes a larger model than its files hold", where=str(path),
+            "the config describes a larger model than its weight files contain", where=str(path),
             got=f"a model of {need.parameters:,} parameters", expected=f"at most {stored:,}",
-            remedy="fetch them again: config and weights do not belong together",
+            remedy="download them again: config and weights do not belong together",
         )  # fmt: skip
     limit = EXTRA_BUFFER_BYTES + 4 * stored
     if need.buffer_bytes > limit:
         raise ModelError(
             "the config requires huge tables in addition to the weights", where=str(path),
             got=format_bytes(need.buffer_bytes), expected=f"at most {format_bytes(limit)}",
-            remedy="correct max_position_embeddings, or fetch the file again",
+            remedy="correct max_position_embeddings, or download the file again",
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-REMEDY = "fetch the files again if one is damaged; upgrade transformers if the architecture is newer than it"
+REMEDY = "download the files again if one is damaged; upgrade transformers if the architecture is newer than it"
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -109,7 +109,7 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
     names = weight_files(folder, allow_pickle=allow_pickle)
     if not names and (pickles := weight_files(folder, allow_pickle=True)):
         raise ModelError(
-            "the weights are pickles, which can run code when they are read", where=str(folder),
+            "the weights are pickle files, which can run code when they are read", where=str(folder),
             got=", ".join(pickles), expected="*.safetensors",
             remedy="convert them to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust their author",
         )  # fmt: skip
@@ -118,7 +118,7 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
             "the folder has a config but no weights", where=str(folder),
             got=", ".join(sorted(path.name for path in folder.iterdir())[:12]),
             expected=f"{SAFETENSORS}, or {SAFETENSORS_INDEX} and the files that it names",
-            remedy="fetch the weights again; an interrupted download or an unfinished save looks like this",
+            remedy="download or save the weights again; the last download or save may have been interrupted",
         )  # fmt: skip
     stored = sum((folder / name).stat().st_size for name in names)
     if not all(name.endswith(".safetensors") for name in names):
@@ -147,9 +147,9 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[str]:
     shards = sorted(path.name for path in folder.iterdir() if DISTRIBUTED.fullmatch(path.name))
     if shards:
         raise ModelError(
-            "the folder holds a distributed checkpoint, which transformers would read instead of its other weights",
+            "the folder contains a distributed checkpoint, which transformers would read instead of its other weights",
             where=str(folder / shards[0]), expected=f"{SAFETENSORS}, or {SAFETENSORS_INDEX} and the files it names",
-            remedy="save the model with save_pretrained, or move those files away",
+            remedy="save the model with save_pretrained, or move those files to another folder",
         )  # fmt: skip
     for single, index in ((SAFETENSORS, SAFETENSORS_INDEX), (PICKLE, PICKLE_INDEX))[: 2 if allow_pickle else 1]:
         if (folder / single).is_file():
@@ -173,14 +173,14 @@ def _indexed_files(folder: Path, index: str) -> list[str]:
     if outside:
         raise ModelError(
             "the index names a file outside the model's folder, which is not read", where=str(path), got=outside[0],
-            expected="names relative to the folder", remedy="fetch the index again, or correct it",
+            expected="names relative to the folder", remedy="download the index again, or correct it",
         )  # fmt: skip
     missing = [name for name in named if not (folder / name).is_file()]
     if missing or not named:
         raise ModelError(
             "weight files that the index names are missing", where=str(path),
             got=_first(missing) or "no names",
-            remedy="fetch them again; an interrupted download or an unfinished save looks like this",
+            remedy="download or save them again; the last download or save may have been interrupted",
         )  # fmt: skip
     return named
 
@@ -227,10 +227,10 @@ def _require_complete(folder: Path, report: dict[str, Any]) -> None:
     wrong = [f"{len(names)} {problem}: {_first(names)}" for problem, names in problems.items() if names]
     if wrong or report.get("error_msgs"):
         raise ModelError(
-            "the checkpoint does not hold all the weights; the rest would have been random numbers", where=str(folder),
-            got=". ".join(wrong) or report["error_msgs"],
+            "the checkpoint does not contain all weights; transformers would initialise the others at random",
+            where=str(folder), got=". ".join(wrong) or report["error_msgs"],
             expected="every parameter of the model that config.json describes",
-            remedy="fetch the weights again, or correct config.json if it belongs to another checkpoint",
+            remedy="download the weights again, or correct config.json if it belongs to another checkpoint",
         )  # fmt: skip
     if unexpected := sorted(map(str, report["unexpected_keys"])):
         warn(f"{folder}: the model does not use {len(unexpected)} tensors of the checkpoint: {_first(unexpected)}")
@@ -248,7 +248,7 @@ def _warn_of_untied(folder: Path, model: PreTrainedModel) -> None:
             warn(
                 f"{folder}: the config ties {name} to {tied_to} (tie_word_embeddings), but the checkpoint holds "
                 "different values for each; both are measured as stored. Set tie_word_embeddings to false in "
-                "config.json, or fetch the weights again"
+                "config.json, or download the weights again"
             )
 
 

@@ -125,7 +125,7 @@ def resolve(name: str, options: LoadOptions, target: Target) -> LocatedModel:
     if path is not None and _looks_like_a_path(name):
         raise ModelError(
             "this file is not a model", where=name, expected="a folder or a .gguf file",
-            remedy="name the folder that holds the model's config.json; " + _suggestion(path.name),
+            remedy="pass the folder that contains the model's config.json; " + _suggestion(path.name),
         )  # fmt: skip
     return _hub(name, options, target)
 
@@ -143,7 +143,7 @@ def _converted(folder: Path) -> LocatedModel:
 
 def _folder(path: Path, revision: str | None) -> LocatedModel:
     """Return a folder of the user: a plain one, a snapshot in a hub cache, or the `models--org--name` above it."""
-    with translate_errors("the folder cannot be read", path, "make it readable for you, or name another"):
+    with translate_errors("the folder cannot be read", path, "grant yourself read permission, or pass another folder"):
         folder = snapshot_folder(path, revision)
         if (escaped := escape_surrogates(str(folder))) != str(folder):
             raise ModelError(
@@ -171,7 +171,7 @@ def snapshot_folder(path: Path, revision: str | None) -> Path:
             "no such revision in this hub cache", where=str(path),
             got=name if commit == name else f"{name}, which refers to {commit[:200]!r}",
             expected=sorted(child.name for child in snapshots.iterdir()),
-            remedy="name a folder of its snapshots/, or fetch the model again",
+            remedy="pass a folder of its snapshots/, or download the model again",
         )  # fmt: skip
     return snapshot
 
@@ -226,7 +226,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     `load(name, revision=...)`.
     """
     steps: dict[int, Path] = {}
-    with translate_errors("the folder cannot be read", str(folder), "name the folder above the checkpoints"):
+    with translate_errors("the folder cannot be read", str(folder), "pass the folder above the checkpoints"):
         place = Path(folder).expanduser()
         children = sorted(place.iterdir()) if place.is_dir() else []
         models = [path for path in children if (path / "config.json").is_file()]
@@ -234,14 +234,14 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
         if step in steps:
             raise ModelError(
                 "two checkpoints have the same step", where=str(folder), got=f"{steps[step].name} and {path.name}",
-                remedy="load them one by one, or move one away",
+                remedy="load them one by one, or move one to another folder",
             )  # fmt: skip
         steps[step] = path
     if not steps:
         raise ModelError(
             "the folder holds no checkpoints", where=str(folder),
             expected="subfolders such as checkpoint-100 and checkpoint-200, each with config.json and *.safetensors",
-            remedy="name the folder above the checkpoints, or load one model folder by itself",
+            remedy="pass the folder above the checkpoints, or load a single model folder",
         )  # fmt: skip
     return [steps[step] for step in sorted(steps)]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     AnyModel: TypeAlias = "Subject | PreTrainedModel | str | os.PathLike[str]"
 else:  # transformers is imported only when a model is used
     AnyModel = Any
-"""A subject, a model of transformers, or what `load` takes: a built-in name, a folder, a .gguf file or a hub id."""
+"""A Subject, a transformers model, or anything that `load` accepts: a built-in name, folder, .gguf file or hub id."""
 
 RUN_IN_TRANSFORMERS = "run it once in transformers, without posleak, to see the cause"
 CHANGED_SUFFIX = ", then changed in memory"
@@ -166,7 +166,7 @@ def _require_unsharded(model: PreTrainedModel, name: str) -> None:
     if sharded is None and parallel == 1:
         return
     raise UnsupportedError(
-        "the model is spread over several processes (tensor parallel or FSDP): each would measure only its own part",
+        "the model is distributed over several processes (tensor parallel or FSDP): each would measure only its part",
         where=name, got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
         expected="a model whose weights are complete in this process",
         remedy="load it in one process, with device_map='auto' if it needs several devices",
@@ -207,14 +207,16 @@ def load(
                        with its revision: org/name@revision
     device             device to compute on; the default is the accelerator if there is one, else the CPU
     dtype              dtype of the weights; the default is float32 on a CPU, and the stored dtype elsewhere
-    device_map         how transformers spreads the model over devices, instead of `device`
+    device_map         device map for transformers, which distributes the model over devices; excludes `device`
     revision           branch, tag or commit of a hub id
-    trust_remote_code  run code that comes with the model, which is rejected otherwise
-    allow_pickle       read weights that are pickles, which can run code, and are rejected otherwise
-    verify             hash all weights again, instead of using cached hashes of files that look unchanged
-    cache              folder for fetched and converted models, instead of the platform's cache
-    progress           callback that receives a status line while a model is fetched; the default prints to stderr
+    trust_remote_code  allow code that comes with the model
+    allow_pickle       allow weights stored as pickle files, which can run code when they are read
+    verify             hash all weights again; ignore cached hashes
+    cache              folder for downloaded and converted models (default: the cache folder of the platform)
+    progress           callback that receives a status line during a download; the default prints to stderr
     notice             callback that receives the terms of use of a built-in model; the default prints to stderr
+
+    Example: `posleak.load("smollm2-135m", dtype="bfloat16").identity`
     """
     pretrained.require_docstrings()
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):

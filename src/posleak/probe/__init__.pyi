@@ -1,4 +1,5 @@
 from .attachment import (
+    Collector as Collector,
     Observer as Observer,
     Probe as Probe,
     attach as attach,

@@ -19,10 +19,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -38,6 +38,8 @@ from .edit import Edit, EditEffectRecorder, only
 from .native import backbone, own_rotation, runnable_experts
 from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
+
+T = TypeVar("T")
 
 IGNORED_ARGUMENTS = frozenset(
     {
@@ -60,6 +62,22 @@ class Observer(Protocol):
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         """Receive a call after all edits, and its output. Called in call order; must change neither."""
         ...
+
+
+@dataclass
+class Collector(Generic[T]):
+    """Observer that collects read(call, out) of every attention call; `out` is the output of the attention function."""
+
+    read: Callable[[Call, Tensor], T]
+    layers: list[T] = field(default_factory=list)
+
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        self.layers.append(self.read(call, out))
+
+    def collect(self) -> list[T]:
+        """Return what was collected since the last call of this method."""
+        layers, self.layers = self.layers, []
+        return layers
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from posleak.axes import PARTS
 from posleak.leakage import Estimate
 from posleak.show import numbers
 from posleak.signatures import checked
-from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of
+from posleak.sweeps.collect import KNOBS, PAGE_FILE, RATIO, TABLE_FILE, Collected, collected, estimate_of, varied_values
 from posleak.sweeps.storage import Storage
 from posleak.typed import plain
 
@@ -29,7 +29,7 @@ MOST_ROWS = 400
 STEP = "step"
 SETTINGS = {
     "kind": "kind of run", "edits": "edits", "inputs": "inputs", "bos": "BOS", "length": "tokens per prompt",
-    "prompts": "prompts", "origin": "width of the origin", "density": "density", "dtype": "dtype", "model": "model",
+    "prompts": "prompts", "origin": "tokens of the origin", "density": "density", "dtype": "dtype", "model": "model",
     STEP: "training step",
 }  # fmt: skip
 """Titles of the settings in which cells can differ."""
@@ -128,8 +128,7 @@ class CollectedPage:
     @cached_property
     def varied(self) -> dict[str, list[Any]]:
         """Settings with more than one value, and their values."""
-        values = {name: list(dict.fromkeys(point.settings[name] for point in self.points)) for name in (*KNOBS, STEP)}
-        return {name: _ordered(some) for name, some in values.items() if len(some) > 1}
+        return varied_values([point.settings for point in self.points], (*KNOBS, STEP))
 
     @cached_property
     def quantities(self) -> list[PlottedQuantity]:
@@ -199,10 +198,3 @@ def collect(folder: str | Path, page: str | Path | None = None) -> pd.DataFrame:
     page        path of the page; None: collected.html in the sweep's folder
     """
     return gather_sweep(str(folder), None if page is None else str(page)).collected.table
-
-
-def _ordered(values: list[Any]) -> list[Any]:
-    """Sort numbers; keep the order of other values; put None last."""
-    present = [value for value in values if value is not None]
-    ordered = sorted(present) if all(isinstance(value, int) for value in present) else present
-    return [*ordered, *([None] if None in values else [])]

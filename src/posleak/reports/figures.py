@@ -120,16 +120,16 @@ def sink_profile(view: RunView) -> Figure:
 
 
 def ladder(steps: Ladder, view: RunView) -> Figure:
-    """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks the end of K."""
+    """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks layer K."""
     rows, layers = len(steps.upto), lent_to(steps)
-    names = [f"lent to {name}" for name in layers]
+    names = [f"borrowed in {name}" for name in layers]
     figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.summary.places.tolist()))
     after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
     ends = [float(view.summary.places[k - 1 : k + 1].mean()) for k in after]
-    texts = [f"lent up to layer {k}" for k in steps.upto[1:-1]]
-    figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer lent to"))
+    texts = [f"borrowed up to layer {k}" for k in steps.upto[1:-1]]
+    figure.add_trace(_edges(ends, list(range(1, rows - 1)), texts, "last layer with a borrowed context"))
     return finished(
-        figure, "layer", "context lent to", xaxis={"showgrid": False}, showlegend=False,
+        figure, "layer", "layers with borrowed context", xaxis={"showgrid": False}, showlegend=False,
         yaxis={"range": [rows - 0.5, -0.5], "showgrid": False, "tickvals": list(range(rows)), "ticktext": layers},
     )  # fmt: skip
 

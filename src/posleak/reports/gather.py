@@ -12,12 +12,11 @@ from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin, read_origin
 from posleak.analyses.trace.trace import Trace
-from posleak.errors import RunError
+from posleak.errors import RunError, error_line
 from posleak.files import read_json
 from posleak.runs.conditions import METRICS, condition_folder
 from posleak.runs.record import is_finished
 from posleak.runs.run import Run
-from posleak.sweeps.work import error_line
 
 from .view import RunView
 

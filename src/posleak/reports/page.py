@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from posleak._version import __version__
 from posleak.arrays import Array
-from posleak.errors import RunError
+from posleak.errors import RunError, error_line
 from posleak.files import MAX_NAME, remove_leftovers, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import LEVEL, MIN_PROMPTS
@@ -28,7 +28,6 @@ from posleak.papers import by_paper
 from posleak.show import numbers, words
 from posleak.show.colours import style_sheet
 from posleak.signatures import checked
-from posleak.sweeps.work import error_line
 from posleak.typed import plain
 
 from . import metric_figures
@@ -69,7 +68,7 @@ class PageRun:
         except Exception as error:
             if view.alone is view:
                 raise
-            note = f"all other results of the folder are left out: {error_line(error)}"
+            note = f"other results of the folder are left out: {error_line(error)}"
             return cls.of(replace(view.alone, notes=(*view.notes, note)), index, most_curves)
 
 

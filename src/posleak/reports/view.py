@@ -180,8 +180,8 @@ class RunView:
         power, borrowed = self.summary.model["all"].power, list[str]()
         if LEFT in power:
             borrowed.append(
-                "this run has a borrowed context: its numbers are of rows without the donor's keys, whose power is "
-                f"{estimate(power['total'])} nats²; with these keys, {estimate(power[LEFT])} nats² are left"
+                f"this run has a borrowed context: the total power is {estimate(power['total'])} nats² in rows "
+                f"without the borrowed keys, which are shown here, and {estimate(power[LEFT])} nats² with them"
             )
         return [*borrowed, *self.record.warnings, *self.notes]
 

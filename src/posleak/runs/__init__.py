@@ -3,7 +3,7 @@
 spec           the specification of a measurement, checked before a model is loaded; arguments of a call -> spec
 memory         the memory planner
 progress       progress inside a batch
-placements     what positions do in every layer
+placements     the effect of positions in every layer
 loop           forward passes -> chunks of arrays
 short_prompts  metrics that read short prompts of their own
 loss           next-token loss

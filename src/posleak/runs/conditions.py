@@ -1,7 +1,7 @@
 """One subject under several conditions: the same prompts under different edits, each a run that is measured once.
 
 Conditions are paired: all read the same prompts. With a folder, each is stored as a run below it and loaded when the
-work is started again.
+work is resumed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Conditions:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lock the folder for the time of the work; with `fresh`, remove earlier runs first.
+        """Lock the folder during the work; with `fresh`, remove earlier runs first.
 
         A folder that is not writable is used without a lock: runs that are complete can be loaded.
         """
@@ -171,7 +171,7 @@ class Conditions:
         if gap := behaviour_difference(subject.identity, prepared.subject.identity):
             raise CheckError(
                 "the model has changed since its baseline was measured", where=name, got=gap,
-                remedy="start again with the model as it is",
+                remedy="run the command again with the current model",
             )  # fmt: skip
         calibration = self.run().record.calibration
         folder = None if self.folder is None else condition_folder(self.folder, *names)

@@ -42,7 +42,7 @@ _BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
 _SEAL = ".seal"
 """Name of the array in a batch file that describes the batch."""
 
-REMEASURE = "delete this file and start again: only its prompts are measured again"
+REMEASURE = "delete this file and run the command again: only its prompts are measured again"
 
 
 def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
@@ -162,6 +162,6 @@ def require_unused(folder: Path, names: Iterable[str] = (RESULTS_FILE, HEADS_FIL
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         raise RunError(
-            "the folder has no run.json, but has files that a run would overwrite", where=str(folder),
-            got=", ".join(taken), remedy="choose another --out, or move these files away",
+            "the folder has no run.json, but contains files that a run would overwrite", where=str(folder),
+            got=", ".join(taken), remedy="choose another --out, or move these files to another folder",
         )  # fmt: skip

@@ -40,10 +40,10 @@ class Passes:
     """What a series of forward passes measures.
 
     edits        in the order in which they are applied
-    placements   what positions do in every layer; None: read from the model with the first batch; empty: not used
+    placements   effect of positions in every layer; None: read from the model with the first batch; empty: not used
     observers    see every attention call after posleak's own observers
     meters       observers of metrics, whose arrays become part of the chunks
-    loss         also compute the next token's loss at the sampled positions
+    loss         also compute the next-token loss at the sampled positions
     calls        number of attention calls that each pass must make; None: not checked
     on_effects   receives what the edits changed in the first batch, before its chunk is returned
     """
@@ -91,7 +91,7 @@ class Passes:
     def _require_calls(self, calls: int) -> None:
         if self.calls is not None and calls != self.calls:
             raise CheckError(
-                "a forward pass made another number of attention calls than calibration",
+                "the number of attention calls of a forward pass differs from calibration",
                 where=type(self.model).__name__, got=calls, expected=self.calls,
                 remedy="the model changes its layers from call to call and cannot be measured",
             )  # fmt: skip
@@ -150,6 +150,6 @@ def _require_finite(chunk: Chunk, heads: Sequence[int], where: str, remedy: str)
     require_finite(chunk, heads, where, remedy)
     if LOSS in chunk and (count := int((~np.isfinite(chunk[LOSS])).sum())):
         raise CheckError(
-            "the next token's loss is not finite", where=where, got=f"{count} of {chunk[LOSS].size} losses",
+            "the next-token loss is not finite", where=where, got=f"{count} of {chunk[LOSS].size} losses",
             remedy=remedy,
         )  # fmt: skip

@@ -46,32 +46,32 @@ def measure(
     progress: OnPrompts | None = None,
     on_progress: OnProgress | None = None,
 ) -> Run:
-    """Measure a subject's leakage of absolute position, split into mask, drift and sink.
+    """Measure a subject's leakage of absolute position and decompose it into mask, drift and sink.
 
-    subject      a Subject, a transformers model, or a name that `load` accepts: built-in name, folder, file or hub id
+    subject      a Subject, a transformers model, or anything that `load` accepts: a name, folder, file or hub id
     inputs       source of the prompts: "random", "constant[:ID]", "text:PATH", "text:stdlib" or "backcopy"; or your own
                  prompts: a table of ids [B, T], a text or list of texts, a chat (list of messages) or list of chats
-    length       tokens per prompt, position 0 included (default 512); your own prompts are cut to it, and without it
-                 they must have equal lengths
-    prompts      number of prompts (default 16); of your own prompts the first ones (default all)
+    length       tokens per prompt, including position 0 (default 512); your own prompts are truncated to `length`, or
+                 must have equal lengths if it is not given
+    prompts      number of prompts to use (default 16, or all of your own prompts)
     seed         random seed for the prompts and for edits that draw at random
-    bos          token at position 0: "auto" (the config BOS), "tokenizer", "none", or a token; put before texts, while
-                 ids and chats are read unchanged
+    bos          token at position 0: "auto" (the config BOS), "tokenizer", "none", or a token. It is put before
+                 texts; ids and chats are not changed
     batch        prompts per forward pass (0: about 4096 tokens)
-    density      refines the plan of sampled rows
+    density      factor on the numbers of sampled queries, references and offsets
     origin       number of leading tokens treated as the origin
     edits        interventions: texts such as "window=64" (docs/edits.md), or objects of your own (posleak.probe.Edit)
-    metrics      metrics of other papers on the same passes: "all", or names such as "sinks" (docs/metrics.md); the
+    metrics      metrics of other papers from the same passes: "all", or names such as "sinks" (docs/metrics.md); the
                  results are in `run.metrics`
-    loss         also measure the next token's loss at the sampled positions: `run.loss`
+    loss         also compute the next-token loss at the sampled positions: `run.loss`
     observers    objects whose `observe(call, out)` is called for every attention call of every batch, after edits
     out          folder for the run: an unfinished run in it is resumed, a finished run of the same measurement is
                  loaded. Without it the run stays in memory, and `run.save` writes it
     root         parent of the folder if `out` is not given: the run goes to root/MODEL-DIGEST
-    fresh        measure again what is in the folder
-    max_memory   limit of the whole process, including the loaded model ("8GB", or bytes): batches are chosen to stay
-                 within it, and an error is raised before the run if none does
-    progress     callback that receives (finished prompts, prompts in all)
+    fresh        discard results in the folder and measure again
+    max_memory   memory limit of the process, including the loaded model ("8GB", or bytes): batches are chosen to
+                 fit, and an error is raised before the run if none fits
+    progress     callback that receives (finished prompts, total prompts)
     on_progress  callback that receives a Progress at every layer
 
     Example: `posleak.measure("smollm2-135m", length=256, edits="window=64").heads.head(10)`

@@ -190,7 +190,7 @@ def fit_batch(
     """Return `batch`, halved until its plan is within the limit; raise an InputError if no batch fits.
 
     The batch depends on the limit and the model, never on the free memory of the machine: it affects the last bits
-    of the results and is part of a run's digest, and a run that is started again must find its own folder.
+    of the results and is part of a run's digest, and a resumed run must find its own folder.
 
     plan         batch size -> its memory plan
     limit        of the whole process in bytes; None: no limit, and the batch is not reduced

@@ -38,7 +38,7 @@ def beyond_context(subject: Subject, spec: MeasureSpec) -> str | None:
     if not subject.identity.rotary:
         most = (context - DONOR_MARGIN) // 2 if spec.borrowed else context - spec.shifted
         raise InputError(what, where=subject.identity.name, remedy=shorter_prompts(most))
-    return f"{what}: what is measured there is extrapolation"
+    return f"{what}: results beyond it are extrapolation"
 
 
 def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
@@ -48,14 +48,14 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
         yield long
     if (window := min((w for w in subject.identity.windows if w is not None), default=0)) >= spec.length:
         yield (
-            f"the sliding window of {window} tokens is longer than the prompts: it hides nothing, and windowed layers "
-            f"are measured as if they saw everything; use --length {2 * window} or more to see the window"
+            f"the sliding window of {window} tokens is longer than the prompts: it hides no key, and windowed layers "
+            f"are measured like global ones; use --length {2 * window} or more to measure the effect of the window"
         )
     dtype = next((edit.weights_dtype for edit in spec.edits if edit.weights_dtype), subject.dtype)
     if ungrouped(subject.model, dtype):
         yield (
             f"torch has no grouped products of experts in {str(dtype).removeprefix('torch.')}: experts are multiplied "
-            "one after the other, which takes longer and changes nothing else"
+            "one after the other, which takes longer but does not change the results"
         )
     if spec.prompts < MIN_PROMPTS:
         powers = "powers and intervals" if spec.prompts < 2 else "intervals"
@@ -66,13 +66,13 @@ def size_notes(subject: Subject, spec: MeasureSpec) -> Iterator[str]:
 
 
 def require_finite_logits(subject: Subject) -> None:
-    """Raise a CheckError if the model's logits are not finite: it has no loss."""
+    """Raise a CheckError if the model's logits are not finite, so that the loss is not defined."""
     total = (subject.identity.fingerprint or (0.0,))[-1]
     if not math.isfinite(total):
         raise CheckError(
-            "the model's logits are not finite, so that it has no loss", where=subject.identity.name,
+            "the model's logits are not finite, so the loss is not defined", where=subject.identity.name,
             got=f"log Σ exp(logits) is {total} after a prompt of {FINGERPRINT_TOKENS} tokens",
-            remedy="measure it without --loss, or fetch its weights again if its head should be sound",
+            remedy="measure without --loss; if the language-model head should be correct, download the weights again",
         )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def result_notes(run: Run) -> Iterator[str]:
     if motion.stays:
         layers = f"layers {', '.join(names[call] for call in motion.stays)}"
         where = "every layer" if len(motion.stays) == len(motion.layers) else layers
-        yield f"the origin's keys cannot be moved in {where} and stay where they are in the crop: {motion.why}"
+        yield f"origin keys cannot be moved in {where}, and keep their positions in the crop: {motion.why}"
 
 
 def unseen_metrics(meters: Meters | None, batch: Chunk) -> Iterator[str]:

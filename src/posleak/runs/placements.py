@@ -1,4 +1,4 @@
-"""What positions do in every layer of a model, and whether a borrowed context is defined for it."""
+"""The effect of positions in every layer of a model, and whether a borrowed context is defined for it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ SCALED_QUERIES = "it scales its queries by absolute position"
 
 
 def placements_of(
-    model: PreTrainedModel, ids: NDArray[np.int64], plan: Plan, edits: Sequence[Edit] = ()
-) -> list[Placement]:
-    """Return what positions do in every layer, at the plan's rows.
+    model: PreTrainedModel, ids: NDArray[np.int64], plan: Plan, edits: Sequence[Edit] = (),
+    alone: list[Placement] | None = None,
+) -> list[Placement]:  # fmt: skip
+    """Return the effect of positions in every layer, at the plan's rows.
 
     ids [B, T] may have a donor before each prompt. Then an UnsupportedError is raised if the donor changes the prompt
-    by anything but attention to its keys.
+    by anything but attention to its keys. alone: the placements without the donor, if they are known.
     """
     with stage("constant token"), exclusive(model):
         tokens, start = torch.from_numpy(ids[:1]).to(input_device(model)), ids.shape[1] - plan.length
         if not start:
             return read_placements(model, tokens, plan, edits)
-        alone = read_placements(model, tokens[:, start:], plan, edits)
+        if alone is None:
+            alone = read_placements(model, tokens[:, start:], plan, edits)
         _require_rotation_only(model, alone)  # first: a table of positions may be too short for a donor
         require_closed(model)
         placements = read_placements(model, tokens, plan, edits, start)

@@ -37,7 +37,7 @@ from .software import now, slug, versions
 from .spec import MeasureSpec, parse_bytes
 
 OnPrompts = Callable[[int, int], None]
-"""Callback that receives (finished prompts, prompts in all)."""
+"""Callback that receives (finished prompts, total prompts)."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PreparedRun:
         """Prepare a measurement; the subject's identity is computed again.
 
         given             prompts that the user passed
-        max_memory        limit of the whole process, as in `measure`: batches are chosen to stay within it
+        max_memory        memory limit of the process, as in `measure`: batches are chosen to fit
         base              prompts that another run of this subject has prepared
         placement_cache   placements that such a run has read
         """
@@ -138,7 +138,7 @@ class PreparedRun:
 
         Only one thread of one process at a time can measure into a folder.
 
-        fresh         measure again what is in the folder
+        fresh         discard results in the folder and measure again
         calibration   of this subject, if it is known
         progress      receives the number of finished prompts after every batch
         on_progress   receives the progress after every attention call
@@ -150,7 +150,7 @@ class PreparedRun:
         require_readable(self.spec.edits, str(folder))
         if self.observers and not fresh and has_record(folder):
             raise RunError(
-                "the folder has prompts that are measured already: your observers would not see them",
+                "the folder contains prompts that are already measured, which the observers would not receive",
                 where=str(folder), remedy="pass fresh=True to measure them again, or another out",
             )  # fmt: skip
         if not fresh and (finished := self._finished(folder)) is not None:
@@ -252,17 +252,20 @@ class PreparedRun:
             raise
 
     def placements(self) -> list[Placement]:
-        """Return what positions do in every layer under the edits; read from the model at most once."""
+        """Return the effect of positions in every layer under the edits; it is read from the model at most once."""
         return [_scaled(place, self.spec.edits, self.spec.plan) for place in self._read_placements(self.spec.edits)]
 
-    def _read_placements(self, edits: Sequence[NamedEdit]) -> list[Placement]:
-        first, placing = self._first, tuple(edit for edit in edits if edit.placing)
-        if (key := (placing, first.tobytes())) not in self.placement_cache:
-            self.placement_cache[key] = placements_of(self.subject.model, first, self.spec.plan, edits)
+    def _read_placements(self, edits: Sequence[NamedEdit], ids: NDArray[np.int64] | None = None) -> list[Placement]:
+        """Return the placements under these edits, from the cache or read on the first prompt, ids [1, T]."""
+        ids, placing = self._first if ids is None else ids, tuple(edit for edit in edits if edit.placing)
+        if (key := (placing, ids.tobytes())) not in self.placement_cache:
+            donor = ids.shape[1] - self.spec.length
+            alone = self._read_placements(edits, ids[:, donor:]) if donor else None
+            self.placement_cache[key] = placements_of(self.subject.model, ids, self.spec.plan, edits, alone)
         return self.placement_cache[key]
 
     def _placed_calls(self, placements: list[Placement], edit: NamedEdit) -> list[int]:
-        """Return the calls in which a placing edit changes what positions do."""
+        """Return the calls in which a placing edit changes the effect of positions."""
         if not edit.placing:
             return []
         others = [other for other in self.spec.edits if other is not edit]
@@ -281,9 +284,9 @@ class PreparedRun:
         for edit, effect in zip(edits, effects, strict=True):
             if effect.nothing and not edit.is_control:
                 raise NoEffectError(
-                    "the edit changes nothing in this model: its results would be those without it",
+                    "the edit has no effect on this model: results would equal those without the edit",
                     where=f"{self.subject.identity.name}, --edit {effect.edit}",
-                    remedy="leave it out, or change what it names (docs/edits.md)",
+                    remedy="omit the edit, or change its value or scope (docs/edits.md)",
                 )  # fmt: skip
         return effects
 

@@ -135,14 +135,14 @@ def read_record(folder: Path) -> Record:
     if not path.is_file():
         raise RunError(
             "not a run folder: it has no run.json", where=str(folder),
-            remedy="name a folder that `measure`, `trace` or `claims` wrote",
+            remedy="pass a folder written by `measure`, `trace` or `claims`",
         )  # fmt: skip
     version = RUN.fields(path).get("definitions_version", DEFINITIONS_VERSION)
     if version != DEFINITIONS_VERSION:
         raise RunError(
-            f"the run follows version {version} of the definitions and this posleak version {DEFINITIONS_VERSION}: "
-            "they cannot be compared", where=str(path),
-            remedy="measure again with --fresh, or read it with the posleak that wrote it",
+            f"the run uses version {version} of the definitions, and this posleak uses version {DEFINITIONS_VERSION}: "
+            "the results are not comparable", where=str(path),
+            remedy="measure again with --fresh, or read it with the version of posleak that wrote it",
         )  # fmt: skip
     return RUN.read(path)
 

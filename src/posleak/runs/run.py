@@ -81,7 +81,7 @@ class Run:
             raise _unfinished(place if self.path is None else self.path, self.record)
         with sole_writer(place):
             if (place / RECORD_FILE).exists():
-                raise RunError("the folder has a run already", where=str(place), remedy="choose another folder")
+                raise RunError("the folder already contains a run", where=str(place), remedy="choose another folder")
             require_unused(place)
             replace(self.record, finished=None, files={}).write(place)  # killed here, it can be started again
             record = replace(self.record, files=self.write_results(place))
@@ -132,7 +132,7 @@ class Run:
 
     @cached_property
     def loss(self) -> Losses | None:
-        """Return the next token's loss over the first 32 tokens, the middle and the end; None if not measured."""
+        """Return the next-token loss at the start, in the middle and at the end of the prompt; None if not measured."""
         return Losses.of(self.data, self.record.plan)
 
     @cached_property
@@ -256,7 +256,7 @@ def _unfinished(folder: Path, record: Record) -> RunError:
     done = sum(len(at) for at in record.spec.batches() if batch_path(folder, at).exists())
     return RunError(
         "the run is not finished", where=str(folder), got=f"{done} of {record.spec.prompts} prompts",
-        remedy="start the same `posleak measure` again: it resumes",
+        remedy="run the same `posleak measure` again to resume it",
     )  # fmt: skip
 
 

@@ -11,12 +11,10 @@ A few short prompts are enough: these metrics are defined at 64 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import xarray as xr
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,7 +25,7 @@ from posleak.inputs import Prompts, TextCrops, prepare
 from posleak.leakage.dataset import stack_calls
 from posleak.metrics.meter import START_TOKENS, start_attention
 from posleak.models import Subject
-from posleak.probe import Call, Edit, attach, takes_positions
+from posleak.probe import Collector, Edit, attach, takes_positions
 from posleak.stopwatch import stage
 from posleak.text import one_line
 
@@ -46,17 +44,6 @@ PROSE = TextCrops("stdlib", max_characters=100_000)
 """English text that every Python installation has."""
 
 Compute = Callable[[], NDArray[np.float64]]
-
-
-@dataclass
-class StartObserver:
-    """An observer that applies `reduce` to the attention of the first queries, layer by layer."""
-
-    reduce: Callable[[Float[Tensor, "B H T T"]], Tensor]
-    layers: list[Tensor] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Tensor) -> None:
-        self.layers.append(self.reduce(start_attention(call)))
 
 
 def short_prompt_metrics(
@@ -135,7 +122,7 @@ def shifted(subject: Subject, ids: NDArray[np.int64], edits: Sequence[str | Edit
 def _layers(
     subject: Subject, ids: NDArray[np.int64], edits: Sequence[NamedEdit], reduce: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    observer = StartObserver(reduce)
+    observer = Collector(lambda call, out: reduce(start_attention(call)))
     with attach(subject.model, [observer], edits) as probe:
         probe.forward(torch.from_numpy(np.ascontiguousarray(ids)).to(subject.device))
     return observer.layers

@@ -28,7 +28,7 @@ GIVEN = "given"
 """Value of `inputs` for prompts that the user passed."""
 
 MAX_COUNT = 10**6
-"""Largest number of prompts, and of other things that are counted."""
+"""Largest number of prompts, and of other counts."""
 
 TOKENS_AT_ONCE = 4096
 """Tokens per batch by default: the same on every machine, since the batch size affects the last bits of results."""
@@ -41,9 +41,9 @@ class MeasureSpec:
     inputs    source of the prompts, or GIVEN;  bos: token at position 0
     length    tokens per prompt;  prompts: number of prompts;  seed: random seed for the prompts
     batch     prompts per forward pass; 0: about TOKENS_AT_ONCE tokens
-    density   refines the plan of sampled rows;  origin: number of leading tokens treated as the origin
+    density   factor on the numbers of sampled rows;  origin: number of leading tokens treated as the origin
     edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
-    metrics   names of metrics of other papers;  loss: also measure the next token's loss at the sampled positions
+    metrics   names of metrics of other papers;  loss: also compute the next-token loss at the sampled positions
     """
 
     inputs: str = "random"
@@ -103,7 +103,7 @@ class MeasureSpec:
 
     @property
     def edit_texts(self) -> tuple[str, ...]:
-        """Return the text of each edit, as `--edit` takes it and as JSON holds it."""
+        """Return the text of each edit, as in `--edit` and in JSON."""
         return tuple(edit.text for edit in self.edits)
 
     def as_dict(self) -> dict[str, Any]:

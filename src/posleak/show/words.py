@@ -30,7 +30,7 @@ READ = {
     "sink": "the sink at the first tokens",
     "scaling": "the scaling of queries by position",
 }
-"""Where it is read."""
+"""Where position is read."""
 
 COMPONENTS = {"mask_without_sink": "mask without the sink", "sink_attention": "attention to position 0"}
 """Names for readers where they differ from those in the data."""
@@ -41,9 +41,9 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 
 
 def lead(shares: Mapping[str, Estimate]) -> str:
-    """Return the predicate of the answer: the leading source, or part, only as strongly as the intervals allow."""
+    """Return the predicate of the answer: the largest source or part, if the intervals support it."""
     if set(SOURCES) <= set(shares):
-        return _lead({name: shares[name] for name in SOURCES}, SOURCES, "gets its sense of absolute position", "from")
+        return _lead({name: shares[name] for name in SOURCES}, SOURCES, "gets absolute position", "from")
     return _lead({name: shares[name] for name in READ if name in shares}, READ, "leaks absolute position", "through")
 
 
@@ -69,8 +69,8 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     if not level:
         return f"{begins} more {by} {names[first]} than {by} anything else"
     clear = [names[name] for name in (first, *level) if ends[name][0] > 0]
-    unclear = [f"perhaps {names[name]}" for name in level if ends[name][0] <= 0]
-    return f"{begins} {by} {' and '.join([*clear, *unclear])}, without a significantly larger share"
+    unclear = [f"possibly {names[name]}" for name in level if ends[name][0] <= 0]
+    return f"{begins} {by} {' and '.join([*clear, *unclear])}, with no significantly largest share"
 
 
 def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:

@@ -82,10 +82,10 @@ class Cell:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InputError("no such kind of run", where="kind", got=self.kind, remedy=did_you_mean(self.kind, KINDS))
+            raise InputError("unknown kind of run", where="kind", got=self.kind, remedy=did_you_mean(self.kind, KINDS))
         if self.kind == TRACE and self.spec.edits:
             raise InputError(
-                "a trace takes no edits: it is itself an intervention", where=self.label,
+                "a trace does not accept edits, since it is itself an intervention", where=self.label,
                 got=", ".join(self.spec.edit_texts), remedy="put cells with edits into a grid with kind: measure",
             )  # fmt: skip
 

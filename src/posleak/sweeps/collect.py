@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from posleak.arrays import Array
-from posleak.errors import PosleakError, RunError
+from posleak.errors import PosleakError, RunError, error_line
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
 from posleak.leakage.summary import PowerKey, contrasts, model_products
@@ -28,7 +28,6 @@ from .cells import Cell, Resources
 from .numbers import NUMBERS_FILE, PRODUCTS_FILE, SCHEMA, read_numbers, read_products
 from .state import CELL_FILE, ERROR_FILE, FAILED, FINISHED, RECORD_FILES, Failed, Finished, read_sealed
 from .storage import CELLS_FOLDER, Storage
-from .work import error_line
 
 TABLE_FILE, PAGE_FILE, BALANCE_FILE = "collected.parquet", "collected.html", "balance.json"
 
@@ -36,7 +35,7 @@ MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
 
 KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
-"""What cells can differ in, besides the seed and the step of a checkpoint."""
+"""Settings in which cells can differ, except the seed and the step of a checkpoint."""
 
 CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run")
 RATIO = "ratio"
@@ -92,8 +91,7 @@ class Collected:
     def varied(self) -> dict[str, list[Any]]:
         """Return the knobs in which the cells differ, with their values in order."""
         cells = [settings(record) for record in self.finished]
-        values = {name: list(dict.fromkeys(cell[name] for cell in cells)) for name in KNOBS}
-        return {name: _ordered(each) for name, each in values.items() if len(each) > 1}
+        return varied_values(cells, KNOBS)
 
     def parquet(self) -> bytes:
         """Return the table as a Parquet file."""
@@ -119,8 +117,8 @@ def collected(root: str) -> Collected:
     folders = storage.cell_folders()
     if not folders:
         raise RunError(
-            "there is no sweep here", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
-            remedy="give the folder of a sweep (its --out)",
+            "not the folder of a sweep", where=root, expected="a folder with cells/, as `posleak sweep` writes it",
+            remedy="pass the folder of a sweep (its --out)",
         )  # fmt: skip
     records, failed = dict[str, Finished](), list[Failed]()
     now = storage.snapshot(f"{CELLS_FOLDER}/{folder}/{name}" for folder in folders for name in RECORD_FILES)
@@ -131,14 +129,14 @@ def collected(root: str) -> Collected:
             elif (error := read_sealed(now, FAILED, f"{CELLS_FOLDER}/{folder}/{ERROR_FILE}")) is not None:
                 failed.append(error)
             else:
-                omitted.append(Omitted(folder, "it is not finished; start the sweep again to resume it"))
+                omitted.append(Omitted(folder, "it is not finished; run the sweep again to resume it"))
     finished, tables, products = list[Finished](), dict[str, pd.DataFrame](), dict[str, Products]()
     places = [f"{CELLS_FOLDER}/{folder}/{record.place}" for folder, record in records.items()]
     now = storage.snapshot(place + name for place in places for name in (NUMBERS_FILE, PRODUCTS_FILE))
     for folder, record in records.items():
         with _omitting(folder, omitted):
             if record.id in tables:
-                raise RunError("its record is that of another cell", remedy="delete this folder")
+                raise RunError("its record belongs to another cell", remedy="delete this folder")
             tables[record.id] = read_numbers(*_file(now, folder, record, NUMBERS_FILE))
             products[record.id] = read_products(*_file(now, folder, record, PRODUCTS_FILE), record.cell.spec.prompts)
             finished.append(record)
@@ -155,7 +153,7 @@ def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[b
     place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
     content, facts = storage.read(place, MAX_NUMBERS), record.files.get(name)
     if content is None or facts is None or hashlib.sha256(content).hexdigest() != facts.sha256:
-        what, remedy = f"{name} is missing, damaged or was changed", "start the sweep again to repair it"
+        what, remedy = f"{name} is missing, damaged or was changed", "run the sweep again to measure the cell again"
         raise RunError(what, where=storage.path(place), remedy=remedy)
     return content, storage.path(place)
 
@@ -177,7 +175,7 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
     older = [Omitted(record.cell.details, why) for record in records if record.id not in kept]
 
     def order(record: Finished) -> Any:
-        """Checkpoints in the order of training, then edits, lengths and seeds."""
+        """Sort checkpoints by training step, then by edits, lengths and seeds."""
         cell, spec = record.cell, record.cell.spec
         model = cell.series or cell.name, -1 if cell.step is None else cell.step, cell.name
         return cell.kind, *model, spec.inputs, spec.edit_texts, spec.length, spec.seed
@@ -244,11 +242,18 @@ def _pool(group: pd.DataFrame) -> dict[str, Any]:
     return LabelledEstimate(parts[0] if len(parts) == 1 else Estimate.average(parts)).as_row()
 
 
-def _ordered(values: list[Any]) -> list[Any]:
-    """Sort numbers; keep the order of texts, except that `none` comes first."""
-    if all(isinstance(value, int) for value in values):
-        return sorted(values)
-    return sorted(values, key=lambda value: value != NO_EDITS)
+def varied_values(settings: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the settings with more than one value, and their values.
+
+    Numbers are in increasing order; of other values `none` comes first. None, a setting that is missing, comes last.
+    """
+    varied = dict[str, list[Any]]()
+    for name in names:
+        values = list(dict.fromkeys(each[name] for each in settings))
+        numeric = all(isinstance(value, int) for value in values if value is not None)
+        if len(values) > 1:
+            varied[name] = sorted(values, key=lambda value: (value is None, value if numeric else value != NO_EDITS))
+    return varied
 
 
 # -- the balance table -------------------------------------------------------------------------------------------------

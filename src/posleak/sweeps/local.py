@@ -1,6 +1,6 @@
 """The engines on one machine: one cell after another, in a worker process, or in this process for models in memory.
 
-A worker process that dies (out of memory, a crash in a library) is replaced, and its cell started again. Driver and
+A worker process that dies (out of memory, a crash in a library) is replaced, and its cell is restarted. Driver and
 worker exchange lines of JSON over the worker's standard input and output: a cell, then status lines and the outcome. A
 worker ends when its driver is gone.
 """

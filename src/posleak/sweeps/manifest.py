@@ -43,7 +43,7 @@ MOST_BYTES = 10**6
 NAMED = Path(__file__).parent / "named"
 
 AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density")
-"""Keys that may have several values, besides `models`: a grid has every combination."""
+"""Keys, in addition to `models`, that may have several values: a grid has every combination."""
 
 _STEP = re.compile(r"(?:step|iter|checkpoint|ckpt)[-_]?(\d+)|(\d+)$", re.IGNORECASE)
 """The training step in the name of a revision or a checkpoint."""
@@ -54,7 +54,7 @@ class Manifest:
     """The cells of a sweep, without duplicates and in the order of the file.
 
     out        where its results go by default
-    question   what the cells are compared for; if there is one, the sweep ends with a balance table
+    question   purpose of the comparison; if there is one, the sweep ends with a balance table
     """
 
     name: str
@@ -98,7 +98,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         near = did_you_mean(str(path), named_manifests())
         raise InputError(
             "the manifest cannot be read", where=str(path), got=error.strerror or str(error),
-            remedy=f"give a YAML file (docs/sweeps.md shows one) or the name of a manifest: {near}",
+            remedy=f"pass a YAML file (docs/sweeps.md shows one) or the name of a manifest: {near}",
         ) from error  # fmt: skip
     if len(content) > MOST_BYTES:
         raise InputError("the manifest is too large", where=str(file), expected=f"at most {MOST_BYTES:,} bytes")
@@ -113,8 +113,8 @@ def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Man
     """Return the manifest that a mapping describes: the content of a YAML file, as in docs/sweeps.md."""
     top = validated(ManifestKeys, value, where)
     if not stays_in_folder(top.name or name):
-        remedy = "use a plain name"
-        raise InputError("the name leads out of the folder", where=f"{where}, name", got=top.name, remedy=remedy)
+        remedy = "use a name without a path"
+        raise InputError("the name is a path outside the folder", where=f"{where}, name", got=top.name, remedy=remedy)
     general = {key: value[key] for key in value if key in GridKeys.model_fields}
     cells = dict[str, Cell]()
     for number, grid in enumerate(top.grids, 1):
@@ -125,7 +125,7 @@ def manifest(value: Any, *, name: str = "sweep", where: str = "manifest") -> Man
             if len(cells) > MOST:
                 raise _too_many(f"more than {MOST:,}", where)
     if not cells:
-        raise InputError("the manifest has no cells", where=where, remedy="give it at least one model under `models`")
+        raise InputError("the manifest has no cells", where=where, remedy="add at least one model under `models`")
     return Manifest(top.name or name, titled(cells.values()), top.out, top.question)
 
 
@@ -154,7 +154,7 @@ def _cells(grid: GridKeys, where: str) -> Iterator[Cell]:
 
 
 def _too_many(count: str, where: str) -> InputError:
-    return InputError("too many cells", where=where, got=count, expected=f"at most {MOST:,}", remedy="split it")
+    return InputError("too many cells", where=where, got=count, expected=f"at most {MOST:,}", remedy="split the grid")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
     if (entry.model is None) == (entry.checkpoints is None):
         raise InputError("an entry needs either `model` or `checkpoints`", where=where)
     if entry.revisions is not None and "@" in (entry.model or ""):
-        remedy = "leave out that one, or `revisions`"
-        raise InputError("the model has a revision already", where=where, got=entry.model, remedy=remedy)
+        remedy = "remove the part from @ on, or remove `revisions`"
+        raise InputError("the model already has a revision", where=where, got=entry.model, remedy=remedy)
     if entry.checkpoints is not None:
         try:
             paths = checkpoints(entry.checkpoints)
@@ -187,7 +187,7 @@ def _models(entry: ModelKeys, where: str) -> list[dict[str, Any]]:
         by_step = {model.get("step"): model for model in models}
         if (missing := next((step for step in entry.steps if step not in by_step), None)) is not None:
             expected = f"some of {', '.join(map(str, by_step))}"
-            raise InputError("there is no such checkpoint", where=f"{where}, steps", got=missing, expected=expected)
+            raise InputError("unknown checkpoint step", where=f"{where}, steps", got=missing, expected=expected)
         models = [by_step[step] for step in entry.steps]
     loading = entry.model_dump(include={"dtype", "device", "device_map"}, exclude_unset=True)
     return [{**model, **loading} for model in models]

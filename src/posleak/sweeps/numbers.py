@@ -29,7 +29,7 @@ from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run
 
 NUMBERS_FILE, PRODUCTS_FILE = "numbers.parquet", "products.npz"
-REMEDY = "delete the cell's cell.json and start the sweep again: the cell is measured again"
+REMEDY = "delete the cell's cell.json and run the sweep again to measure the cell again"
 
 SCHEMA = pa.schema({
     "layer": pa.int64(), "queries": pa.string(), "quantity": pa.string(), "component": pa.string(),

@@ -87,7 +87,7 @@ def require_resources(ray: Any, cells: list[Cell], *, strict: bool) -> None:
         if strict:
             remedy = "reduce `resources` in the manifest"
             raise InputError(what, where="resources", got=_words(needed), expected=available, remedy=remedy)
-        warn(f"{what} ({_words(needed)}): they wait until one has; available now: {available}")
+        warn(f"{what} ({_words(needed)}): they wait until a machine has them; available now: {available}")
 
 
 def _machines(ray: Any) -> list[dict[str, float]]:
@@ -237,7 +237,7 @@ def _cluster(ray: Any, address: str | None) -> Iterator[None]:
         raise InputError(
             "the Ray cluster cannot be reached", where="--address" if address else "--engine ray",
             got=f"{address}: {one_line(error)}" if address else one_line(error),
-            remedy="start it with `ray start --head`, and give the address that this prints, or leave out --address",
+            remedy="start it with `ray start --head`, and pass the address that it prints; or omit --address",
         ) from error  # fmt: skip
     try:
         yield

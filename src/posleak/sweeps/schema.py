@@ -147,17 +147,17 @@ class ManifestKeys(GridKeys):
 NESTED: dict[Any, type[Keys]] = {"models": ModelKeys, "resources": ResourceKeys}
 KEYS = {*ManifestKeys.model_fields, *ModelKeys.model_fields, *ResourceKeys.model_fields}
 WORDS = {
-    "extra_forbidden": "there is no such key",
-    "model_type": "this must have keys",
+    "extra_forbidden": "unknown key",
+    "model_type": "not a mapping of keys to values",
     "string_type": "not a text",
-    "int_type": "not a whole number",
+    "int_type": "not an integer",
     "too_short": "the list is empty",
 }
 """Messages, by pydantic's type of error."""
 
 
 def validated(kind: type[KeysT], value: Any, where: str) -> KeysT:
-    """Return the value as keys of this kind; the first thing that is wrong is an InputError that names its key."""
+    """Return the value as keys of this kind; raise an InputError that names the first invalid key."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -189,7 +189,7 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
         seen = set[str]()
         for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
             if key.value in seen:
-                raise ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                raise ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

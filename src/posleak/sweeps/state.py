@@ -109,8 +109,8 @@ class Failed:
     when: str
 
 
-FINISHED = Sealed("posleak cell", 1, Finished, "start the sweep again: the cell is measured again")
-FAILED = Sealed("posleak cell error", 1, Failed, "start the sweep again with --retry-failed")
+FINISHED = Sealed("posleak cell", 1, Finished, "run the sweep again to measure the cell again")
+FAILED = Sealed("posleak cell error", 1, Failed, "run the sweep again with --retry-failed")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def read_sealed(storage: Storage, kind: Sealed[Any], name: str) -> Any:
 def _damage(storage: Storage, cell: Cell, record: Finished, verify: bool) -> str | None:
     """Return what is wrong with a finished cell; None if nothing is."""
     if record.id != cell.id:
-        return "its record is of another cell"
+        return "its record belongs to another cell"
     for name, facts in record.files.items():
         path = f"{cell.path}/{record.place}{name}"
         current = storage.stamp(path)

@@ -45,7 +45,7 @@ class Storage:
         except (ImportError, ValueError) as error:
             raise InputError(
                 "the storage cannot be opened", where=self.root, got=one_line(error),
-                remedy="give a folder, or install what fsspec needs for this address: s3fs for s3://, gcsfs for gs://",
+                remedy="pass a folder, or install the package that fsspec needs: s3fs for s3://, gcsfs for gs://",
             ) from error  # fmt: skip
         return DirFileSystem(str(path).rstrip("/") or "/", fs)
 
@@ -209,5 +209,5 @@ def _translated_errors(where: str) -> Iterator[None]:
     except Exception as error:
         raise StorageError(
             "the storage failed", where=where, got=one_line(error),
-            remedy="check the address, your permissions and the connection; finished cells are kept: start it again",
+            remedy="check the address, your permissions and the connection, then run the sweep again",
         ) from error  # fmt: skip

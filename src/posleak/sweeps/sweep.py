@@ -127,19 +127,19 @@ def sweep(
 
     manifest           a YAML file, the name of a manifest that ships with posleak ("architectures", "knobs", "lengths",
                        "first-token", "dtypes"), a dict as in docs/sweeps.md, or your own cells
-    models             instead of the manifest's, in its order: names, subjects, or models of transformers
-    length             tokens per prompt, instead of the manifest's
-    prompts            number of prompts, instead of the manifest's
-    seed               random seed for the prompts, instead of the manifest's
-    out                a folder, or an address such as s3://bucket/sweep; default: the manifest's, or runs/NAME
+    models             names, subjects or transformers models that replace those of the manifest, in its order
+    length             tokens per prompt; replaces the value of the manifest
+    prompts            number of prompts; replaces the value of the manifest
+    seed               random seed for the prompts; replaces the value of the manifest
+    out                a folder, or an address such as s3://bucket/sweep (default: `out` of the manifest, or runs/NAME)
     engine             "local": one cell after another; "ray": on a Ray cluster; or an object with
                        `run(storage, tracker)`
-    address            of the Ray cluster; default: one is started on this machine
-    workers            with "ray", the largest number of workers at the same time
-    retries            how often a cell whose worker died is started again
-    retry_failed       measure again the cells that failed before
+    address            address of the Ray cluster; the default starts one on this machine
+    workers            maximum number of Ray workers
+    retries            maximum number of restarts of a cell whose worker died
+    retry_failed       measure failed cells again
     verify             hash every file of finished cells, even if its size and time are unchanged
-    max_memory         what a worker may hold, as in `measure`
+    max_memory         memory limit of a worker, as in `measure`
     trust_remote_code  as in `load`, for every model
     allow_pickle       as in `load`, for every model
     progress           callback that receives a SweepProgress at every change
@@ -202,7 +202,7 @@ def as_manifest(value: Any) -> Manifest:
         raise InputError(
             "not a manifest", where="sweep", got=f"{value!r:.80}",
             expected="a YAML file, the name of a manifest, a dict, or a list of Cell",
-            remedy='give models separately: sweep("architectures", models=[model])',
+            remedy='pass models separately: sweep("architectures", models=[model])',
         )  # fmt: skip
     return Manifest("sweep", tuple({cell.id: cell for cell in cells}.values()))
 
@@ -238,8 +238,8 @@ def with_changes(
     for cell in changed.cells:
         if cell.model in subjects and cell.dtype not in (None, dtype := subjects[cell.model].identity.dtype):
             raise InputError(
-                "a cell has another dtype than the model in memory", where=titles[cell.model], got=dtype,
-                expected=cell.dtype, remedy="give the model by name, or in that dtype",
+                "the dtype of a cell differs from that of the model in memory", where=titles[cell.model], got=dtype,
+                expected=cell.dtype, remedy="pass the name of the model, or load the model in that dtype",
             )  # fmt: skip
     cells = [replace(cell, title=titles.get(cell.model, cell.title)) for cell in changed.cells]
     return replace(changed, cells=tuple(cells)), subjects
@@ -253,7 +253,7 @@ def storage_for(manifest: Manifest, out: str | os.PathLike[str] | None) -> Stora
 def engine_named(name: str, worker: Worker, address: str | None, workers: int | None) -> Engine:
     """Return an engine by its name; raise InputError if it is unknown or not installed."""
     if name not in ENGINES:
-        raise InputError("no such engine", where="--engine", got=name, remedy=did_you_mean(name, ENGINES))
+        raise InputError("unknown engine", where="--engine", got=name, remedy=did_you_mean(name, ENGINES))
     if name == "local" and (address is not None or workers is not None):
         raise InputError("--address and --workers are for a cluster", where="--engine local", remedy="use --engine ray")
     if name == "local":

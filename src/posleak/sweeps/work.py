@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from posleak import errors
-from posleak.errors import PosleakError
+from posleak.errors import PosleakError, error_line
 from posleak.files import remove, remove_leftovers, sha256_of
 from posleak.models.sources import content_sha256, file_stamp
 from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.software import now, versions
-from posleak.text import one_line, visible
+from posleak.text import visible
 
 from . import state
 from .cells import MEASURE, Cell
@@ -75,9 +75,9 @@ class Worker:
                 here = ", ".join(f"{name} {version}" for name, version in versions().items())
                 cell = cell.with_id(expected)  # the failure is written where the driver looks for it
                 raise errors.CheckError(
-                    "the worker's software or texts differ from those where the sweep was started", where=cell.details,
-                    got=f"{here}, Python {platform.python_version()}",
-                    remedy="install the same versions everywhere, and give texts by a path that all machines share",
+                    "the worker's software or texts differ from those of the machine that started the sweep",
+                    where=cell.details, got=f"{here}, Python {platform.python_version()}",
+                    remedy="install the same versions on all machines, and use paths of texts that all machines share",
                 )  # fmt: skip
             with storage.work_folder(cell.path) as folder:
                 status = state.status_of(storage, cell, verify=self.verify)
@@ -200,11 +200,3 @@ def worker_died(storage: Storage, tracker: state.Tracker, cell: Cell, how: str, 
     error = errors.CheckError(f"its worker died {times} ({how})", remedy=remedy)
     tracker.ended(write_failure(storage, cell, error, attempts))
     return False
-
-
-def error_line(error: Exception) -> str:
-    """Return an error in one line: what, got and remedy."""
-    if not isinstance(error, PosleakError):
-        return one_line(error)
-    parts = [error.what, f"got {error.got}" if error.got is not None else "", error.remedy or ""]
-    return visible("; ".join(part for part in parts if part)).replace("\n", " ")

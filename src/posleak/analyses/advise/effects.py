@@ -77,7 +77,7 @@ class Effect:
     def sentence(self) -> str:
         """The significant changes as a sentence."""
         if self.unchanged:
-            return f"{self.setting.name} changes nothing: leakage and loss are the same to the bit."
+            return f"{self.setting.name} changes nothing: leakage and loss are bit-identical."
         share = self.relative["all", "total"].value
         relative = f", {percent(share)}" if np.isfinite(share) else ""
         words = {name: DIRECTIONS[self.direction(name)] for name in SIMULTANEOUS}
@@ -93,7 +93,7 @@ DIRECTIONS = {-1: "goes down", 0: "does not change significantly", 1: "goes up"}
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """The effects of all settings of a model; `left_out` has the settings without an effect, with the reasons."""
+    """The effects of all settings of a model; `left_out`: settings that could not be measured, with reasons."""
 
     baseline: Run
     effects: list[Effect]
@@ -104,7 +104,7 @@ class Advice:
 
     @property
     def pareto_front(self) -> list[Effect]:
-        """The settings that lower leakage and are not dominated in leakage and loss by another one, by loss."""
+        """The settings that lower leakage and that no other setting dominates in leakage and loss, sorted by loss."""
         lower = [effect for effect in self.effects if effect.direction("total") < 0]
         changes = [(float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)) for effect in lower]
         front = [
@@ -128,9 +128,9 @@ class Advice:
     def _headline(self) -> list[str]:
         losses = [effect.direction("loss") for effect in self.effects if effect.direction("total") < 0]
         if self.baseline.prompts < ENOUGH:
-            return [f"{self.baseline.prompts} prompts are too few to say what changes: {ENOUGH} are needed."]
+            return [f"{self.baseline.prompts} prompts are too few for conclusions; use {ENOUGH} or more."]
         if not losses:
-            return ["No setting that was tried significantly lowers leakage."]
+            return ["None of these settings significantly lowers leakage."]
         return [] if min(losses) <= 0 else ["Every setting that lowers leakage raises the loss."]
 
     def plot(self) -> Picture:
@@ -177,7 +177,7 @@ def _joined(estimates: dict[PowerKey, Estimate]) -> dict[str, Estimate]:
 def _group(directions: tuple[int, int] | None) -> str:
     """Describe the directions of leakage and loss that a group of settings has in common."""
     if directions is None:
-        return "Nothing changes, to the bit"
+        return "Leakage and loss are bit-identical"
     both = {-1: "Leakage and loss both go down", 0: "Neither leakage nor loss changes significantly"}
     leakage, loss = directions
     if leakage == loss:
@@ -185,7 +185,7 @@ def _group(directions: tuple[int, int] | None) -> str:
     return f"Leakage {DIRECTIONS[leakage]}, loss {DIRECTIONS[loss]}"
 
 
-STORED_ADVICE = Sealed("posleak advice", 1, dict, "start `posleak advise` again")
+STORED_ADVICE = Sealed("posleak advice", 1, dict, "run `posleak advise` again")
 
 
 @checked
@@ -209,18 +209,18 @@ def advise(
     """Measure which settings lower which part of the leakage without training, and their cost in loss.
 
     subject     a Subject, a transformers model, or anything that `load` accepts
-    inputs      source of the prompts, or your own prompts, as in `measure`; use text similar to the model's use
-    length      tokens per prompt (default 512, or the model's context if shorter); your own prompts are cut to it, or
-                must have equal lengths
-    prompts     number of prompts (default 16); of your own prompts the first ones, or all
+    inputs      source of the prompts, or your own prompts, as in `measure`; preferably text of the intended application
+    length      tokens per prompt (default 512, or the model's context if shorter); your own prompts are truncated to
+                `length`, as in `measure`
+    prompts     number of prompts to use (default 16, or all of your own prompts)
     seed        random seed for the prompts
     bos         token at position 0 of the baseline, as in `measure`
     origin      number of leading tokens treated as the origin
     groups      groups of settings to try: "bos", "window", "rope", "scale", "dtype"
-    edits       further settings of your own: each the text of an edit, or of several separated by commas
+    edits       additional settings: each is the text of an edit, or of several edits separated by commas
     out         folder for the runs of the baseline and of every setting, advice.json and advice.png
     root        parent of the folder if `out` is not given: results go to root/advice-MODEL-DIGEST
-    fresh       ignore what is in the folder and measure again
+    fresh       discard results in the folder and measure again
     max_memory  memory limit of the process, as in `measure`
     progress    callback that receives a status line
 
@@ -244,7 +244,7 @@ def advise(
 
 
 def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
-    """Try every setting on the baseline's prompts; those that the model does not support are left out with a reason."""
+    """Try every setting on the baseline's prompts; unsupported ones are in `left_out`, with the reason."""
     baseline, runs, left_out = conditions.run(), dict[Setting, Run](), dict[str, str]()
     for setting in settings:
         try:
@@ -254,7 +254,7 @@ def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
         except Exception as error:
             if isinstance(error, PosleakError) or not is_recoverable(error):
                 raise
-            left_out[setting.name] = f"the model fails with it: {one_line(error)}"
+            left_out[setting.name] = f"the model raises an error: {one_line(error)}"
     level = 1 - 0.05 / (len(SIMULTANEOUS) * max(1, len(runs)))
     return Advice(baseline, [_effect(setting, run, baseline, level) for setting, run in runs.items()], left_out)
 

@@ -52,7 +52,7 @@ def settings_for(subject: Subject, base: Prompts, length: int, groups: Sequence[
     require_groups(groups)
     settings = [*_first_tokens(subject, base), *_windows(length)]
     for kind, factors in FACTORS.items() if subject.identity.rotary else ():
-        words = f"{kind} scaling of the rotation, as for {{}} times the context"
+        words = f"{kind} scaling of the rotation, for {{}} times the context length"
         settings += [Setting("rope", words.format(factor), (f"rope={kind}:{factor}",)) for factor in factors]
     logn = "logits of query i multiplied by log(i + 1) / log(length of the prompt)"
     settings.append(Setting("scale", logn, ("scale=logn",)))
@@ -82,11 +82,11 @@ def _first_tokens(subject: Subject, base: Prompts) -> Iterator[Setting]:
     current, bos = base.describe().bos_id, subject.identity.bos
     prepended = bos.get("tokenizer_prepends") or [None]
     if current is not None:
-        yield Setting("bos", "no BOS: the first token is that of the text (--bos none)", ("bos=none",))
+        yield Setting("bos", "no BOS: the text starts at position 0 (--bos none)", ("bos=none",))
     for token, words in ((bos.get("config_id"), "config names as BOS"), (prepended[0], "tokenizer prepends")):
         if isinstance(token, int) and token != current:
             current = token
-            yield Setting("bos", f"the token that the {words}, first", (f"bos=token:{token}",))
+            yield Setting("bos", f"at position 0, the token that the {words}", (f"bos=token:{token}",))
 
 
 def _windows(length: int) -> Iterator[Setting]:
@@ -95,5 +95,5 @@ def _windows(length: int) -> Iterator[Setting]:
         yield Setting("window", f"a window of {size} tokens", (f"window={size}",))
         for kept in KEPT_TOKENS:
             text = f"window={size}+sink" + (str(kept) if kept > 1 else "")
-            words = f"a streaming cache: {size} tokens and the first{f' {kept}' if kept > 1 else ''}"
+            words = f"a streaming cache: {size} tokens and the first {f'{kept} tokens' if kept > 1 else 'token'}"
             yield Setting("window", words, (text,))

@@ -63,7 +63,7 @@ class Kept:
 
     @property
     def name(self) -> str:
-        """`residual, early`; `drift, after the first layer`"""
+        """The name in tables, such as `residual, early` or `drift, after the first layer`."""
         queries = ", early" if self.queries == "early" else ""
         return self.component + queries + (", after the first layer" if self.layers != "all" else "")
 
@@ -174,7 +174,7 @@ class Claim:
 class ClaimResult(Finding):
     """A claim with its finding: an entry of claims.json and of `posleak claims --json` (docs/json.md).
 
-    Entries without a paper were written by earlier versions, which knew only one.
+    Entries without a paper were written by earlier versions, which had only one paper.
     """
 
     number: int

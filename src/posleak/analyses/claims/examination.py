@@ -40,7 +40,7 @@ class Findings:
     claims: tuple[ClaimResult, ...]
 
 
-FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and start `posleak claims` again")
+FINDINGS = Sealed("posleak claims", 1, Findings, "delete it and run `posleak claims` again")
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,13 +97,13 @@ def claims(
     subject     a Subject, a transformers model, or anything that `load` accepts
     inputs      source of the prompts, or your own prompts, as in `measure`
     paper       position, sinks, wavelets, a paper of a plugin, or all
-    length      tokens per prompt (default 256); your own prompts are cut to it, or must have equal lengths
-    prompts     number of prompts (default 16); of your own prompts the first ones, or all
+    length      tokens per prompt (default 256); your own prompts are truncated to `length`, as in `measure`
+    prompts     number of prompts to use (default 16, or all of your own prompts)
     seed        random seed for the prompts
     bos         token at position 0, as in `measure`
     out         folder for the runs and findings; finished ones are reused, and each new finding is written at once
     root        parent of the folder if `out` is not given, as in `measure`
-    fresh       ignore what is in the folder and test again
+    fresh       discard results in the folder and test again
     max_memory  memory limit of the process, as in `measure`
     progress    callback that receives a status line
 

@@ -89,8 +89,8 @@ class Lab(Conditions):
     def measure_baseline(self, *, metrics: bool) -> Run:
         """Return the baseline; with `metrics`, a new baseline is measured together with METERS.
 
-        If they do not fit into memory or that fails, the baseline is measured alone, so that claims without metrics can
-        still be tested.
+        If the metrics fail or do not fit into memory, the baseline is measured alone, so that claims without metrics
+        can still be tested.
         """
         alone = self.baseline
         is_new = not self._runs and (self.folder is None or not has_record(self.folder))
@@ -166,7 +166,7 @@ class Lab(Conditions):
 
     @property
     def few(self) -> NDArray[np.int64]:
-        """The first LAW_TOKENS tokens of the baseline's first prompts, for such a law."""
+        """The first LAW_TOKENS tokens of the first `enough` prompts of the baseline."""
         return self.ids[: self.enough, :LAW_TOKENS]
 
     @cached_property

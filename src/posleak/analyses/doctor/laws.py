@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.states import Collector
-from posleak.leakage import AttentionObserver, Jackknife, component
+from posleak.leakage import Jackknife, component, log_attention_rows
 from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import products
 from posleak.models import input_device
-from posleak.probe import Edit, Motion, Plan, attach, relative_difference, takes_positions
+from posleak.probe import Collector, Edit, Motion, Plan, attach, relative_difference, takes_positions
 from posleak.probe.native import native
 from posleak.rounding import AGREE, EXACT, computed_in
 from posleak.typed import Number
@@ -145,7 +145,7 @@ def log_attention(model: PreTrainedModel, plan: Plan, ids: Ids, start: int, edit
     """Return log a_i(δ) of every layer, with position ids that begin at `start`."""
     tokens = torch.from_numpy(ids).to(input_device(model))
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    with attach(model, [observer := AttentionObserver(plan)], edits) as probe:
+    with attach(model, [observer := Collector(partial(log_attention_rows, plan=plan))], edits) as probe:
         probe.forward(tokens, position_ids=positions)
     return observer.layers
 

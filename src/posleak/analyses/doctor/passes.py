@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posleak.analyses.origin.states import Closure, Collector, hooked, joined, origin_states
-from posleak.leakage import AttentionObserver, LeakageObserver, Parts
+from posleak.analyses.origin.states import Closure, hooked, joined, origin_states
+from posleak.leakage import LeakageObserver, Parts, log_attention_rows
 from posleak.leakage.dataset import Chunk, assemble, stack_layers
 from posleak.models import input_device
-from posleak.probe import Call, Observer, Placement, Plan, attach, read_placements, relative_difference, takes_positions
+from posleak.probe import (
+    Call,
+    Collector,
+    Observer,
+    Placement,
+    Plan,
+    attach,
+    read_placements,
+    relative_difference,
+    takes_positions,
+)
 from posleak.probe.native import backbone
 from posleak.rounding import AGREE
 from posleak.runs.spec import batches
@@ -141,7 +151,7 @@ def _differs(candidates: Sequence[Any]) -> bool | None:
 
 @dataclass
 class GaugeObserver(LeakageObserver):
-    """Measures every call with a constant added to all logits of one row, to which a softmax is invariant."""
+    """Observer that measures every call with a constant added to one row of logits, to which a softmax is invariant."""
 
     row: int = 0
     by: float = 0.0
@@ -154,7 +164,7 @@ class GaugeObserver(LeakageObserver):
 
 
 class ZeroObserver(LeakageObserver):
-    """Measures every call with all logits 0: each query gives equal attention to all visible keys."""
+    """Observer that measures every call with all logits 0: each query attends equally to all visible keys."""
 
     def observe(self, call: Call, out: Tensor) -> None:
         super().observe(replace(call, query=torch.zeros_like(call.query), bias=None), out)
@@ -270,7 +280,7 @@ class SharedPasses:
     @cached_property
     def separate(self) -> SeparatePasses:
         plan, places = self.plan, self.placements
-        attention, zero = AttentionObserver(plan), ZeroObserver(plan)
+        attention, zero = Collector(partial(log_attention_rows, plan=plan)), ZeroObserver(plan)
         expected = Collector(lambda call, out: mask_of_equal_logits(call, plan))
         rows = ((plan.queries[1], 50.0), (plan.references[0], -50.0))
         gauges = [GaugeObserver(plan, placements=places, row=row, by=by) for row, by in rows if not self.learned_sinks]
@@ -293,7 +303,7 @@ class SharedPasses:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        """What positions do to queries and keys, by call."""
+        """The effect of positions on queries and keys, by call."""
         return read_placements(self.model, torch.from_numpy(self.ids[:1]).to(input_device(self.model)), self.plan)
 
     @cached_property

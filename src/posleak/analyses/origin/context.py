@@ -20,13 +20,13 @@ from torch import Tensor
 
 from posleak.inputs import Prompts
 from posleak.models import Subject
-from posleak.probe import Plan, attach
+from posleak.probe import Collector, Plan, attach
 from posleak.runs.memory import FIRST_USE_BYTES, REPLICATES, SLACK, MemoryPlan, ModelSizes
 from posleak.runs.spec import batches
 
 from .fingerprint import FINGERPRINT_TOKENS, SHOWN, Projection, carried_difference
 from .reading import LayerReading, read
-from .states import ALONE, Closure, Collector, alone, first_values, joined, states
+from .states import ALONE, Closure, alone, first_values, joined, states
 
 Progress = Callable[[str], None]
 

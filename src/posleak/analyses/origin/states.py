@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from posleak.errors import UnsupportedError
 from posleak.models import input_device
 from posleak.models.hold import this_thread_only
-from posleak.probe import Call, Edit, Probe, attach, backbone
+from posleak.probe import Call, Collector, Edit, Probe, attach, backbone
 from posleak.rounding import CLOSED
 from posleak.typed import Number
 
@@ -114,22 +114,6 @@ class WithArrays:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object, without the arrays for figures."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
-
-
-@dataclass
-class Collector(Generic[T]):
-    """Observer that collects read(call, out) of every attention call; `out` is the output of the attention function."""
-
-    read: Callable[[Call, Tensor], T]
-    layers: list[T] = field(default_factory=list)
-
-    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.layers.append(self.read(call, out))
-
-    def collect(self) -> list[T]:
-        """Return what was collected since the last call of this method."""
-        layers, self.layers = self.layers, []
-        return layers
 
 
 def first_values(call: Call, out: Float[Tensor, "B H T Ev"]) -> Float[Tensor, "B K _Ev"]:

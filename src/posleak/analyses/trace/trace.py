@@ -53,7 +53,7 @@ SOURCES = ("earlier", "here", "origin")
 
 @dataclass(frozen=True)
 class Ladder:
-    """Leakage that remains where contexts are borrowed up to layer K only, for several K.
+    """Leakage that remains if the context is borrowed up to layer K only, for several K.
 
     upto   K of each row, −1 for no layer
     left   power that remains in every layer [K, L] in nats²;  mean: its mean over all layers but the first [K]
@@ -98,11 +98,11 @@ class Trace:
             return None
         if not is_finished(second):
             raise RunError("the run with a borrowed context is not finished", where=str(second),
-                           remedy="start the same `posleak trace` or `posleak claims` again: it resumes")  # fmt: skip
+                           remedy="run the same `posleak trace` or `posleak claims` again to resume it")  # fmt: skip
         ordinary, borrowed = ordinary or Run.load(folder), Run.load(second)
         if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
             raise RunError("the two runs of the trace read different prompts", where=str(folder),
-                           remedy="start `posleak trace` again with --fresh")  # fmt: skip
+                           remedy="run `posleak trace` again with --fresh")  # fmt: skip
         steps = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
         return cls(ordinary, borrowed, {k: Run.load(at) for k, at in steps.items() if is_finished(at)})
 
@@ -226,10 +226,9 @@ def _step(upto: int) -> str:
     return f"{BORROWED}@0-{upto}" if upto else f"{BORROWED}@0"
 
 
-def rungs(numbers: Sequence[int]) -> list[int]:
-    """Return the first, second, third, fifth, ninth, … layer with attention, without the last: that is the borrowed
-    run."""
-    layers = sorted(set(numbers))
+def rungs(layer_ids: Sequence[int]) -> list[int]:
+    """Return the 1st, 2nd, 3rd, 5th, 9th, … layer with attention, except the last, which is the borrowed run."""
+    layers = sorted(set(layer_ids))
     return [layers[k] for k in (0, *(2**power for power in range(16))) if k < len(layers) - 1]
 
 
@@ -253,19 +252,19 @@ def trace(
 ) -> Trace:
     """Decompose a subject's leakage by source (here, earlier, origin), with a second run over a borrowed context.
 
-    subject     a Subject, a transformers model, or a name that `load` accepts
+    subject     a Subject, a transformers model, or anything that `load` accepts
     inputs      source of the prompts, or your own prompts, as in `measure`
-    length      tokens per prompt (default 256); your own prompts are cut to it, or must have equal lengths
-    prompts     number of prompts (default 16); of your own prompts the first ones (default all)
+    length      tokens per prompt (default 256); your own prompts are truncated to `length`, as in `measure`
+    prompts     number of prompts to use (default 16, or all of your own prompts)
     seed        random seed for the prompts
     bos         token at position 0, as in `measure`
     origin      number of leading tokens treated as the origin
-    by_layer    also borrow up to layer K only, for K = 0, 1, 2, 4, …: one more run for each
+    by_layer    also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more run for each K
     metrics     metrics of other papers in the ordinary run, as in `measure`: `trace.ordinary.metrics`
-    out         folder for the ordinary run, with the other runs below it; runs that it has are loaded
+    out         folder for the ordinary run, with the other runs below it; finished runs in it are loaded
     root        parent of the folder if `out` is not given, as in `measure`
-    fresh       measure again what is in the folder
-    max_memory  limit of the whole process, as in `measure`
+    fresh       discard results in the folder and measure again
+    max_memory  memory limit of the process, as in `measure`
     progress    callback that receives a status line
 
     Example: `posleak.trace("smollm2-135m").model["all"].share["here"]`
@@ -278,8 +277,7 @@ def trace(
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
-    """Return the trace under these conditions; raise an UnsupportedError before anything is measured if the model does
-    not support a borrowed context."""
+    """Return the trace; raise UnsupportedError before measuring if the model does not support a borrowed context."""
     with conditions.writing():
         if conditions.folder is None or not is_finished(conditions.folder):
             conditions.require_supported(BORROWED)

@@ -43,7 +43,7 @@ def claims_tables(claims: ClaimsRun) -> Iterator[RenderableType]:
             rows.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
         yield rows
     yield prose("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim")
-    yield prose(f"full text and test of every claim: claims.json in {claims.run.path}", style="dim")
+    yield prose(f"full text and method of every claim: claims.json in {claims.run.path}", style="dim")
 
 
 def _effect(result: ClaimResult) -> Text:
@@ -66,10 +66,10 @@ def advice_tables(advice: Advice) -> Iterator[RenderableType]:
     for sentence in advice.sentences:
         yield prose(sentence)
     for name, reason in advice.left_out.items():
-        yield prose(f"left out: {name}: {reason}", style="dim")
+        yield prose(f"not measured: {name}: {reason}", style="dim")
     yield prose(
-        "the sentences use simultaneous intervals for all settings (Bonferroni, 95%), which are wider; the tables show "
-        "the interval of every change, also of those that are not significant", style="dim",
+        "these conclusions use simultaneous 95% intervals over all settings (Bonferroni), which are wider than the "
+        "intervals in the tables", style="dim",
     )  # fmt: skip
     if run.path is not None:
         yield prose(f"runs, {ADVICE_FILE} and {PLOT_FILE} in {run.path}", style="dim")

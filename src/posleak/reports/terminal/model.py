@@ -28,7 +28,7 @@ readers: heads with mean a_r0 > {epsilon}, with interval; the next four are mean
 at 0: a_r0; writes: norm of a_r0 W_O v_0 over the norm of the output; spread: standard deviation of a_i0 over i; \
 along: share of the variance of the output over i in the direction of W_O v_0
 moved: relative change of states in the last quarter under another first token
-error: of the position probe on held-out prompts, in tokens, with interval; −sink: the same after removing the \
+error: mean error of the position probe on held-out prompts, in tokens, with interval; −sink: after removing the \
 directions that sink-reading heads have written"""
 
 VERDICT_STYLES = {"sound": "green", "by design": "yellow", "wrong": "red"}

@@ -32,7 +32,7 @@ at 0: attention to position 0, mean over reference queries"""
 TRACE_LEGEND = """\
 earlier: masks of earlier layers, through the residual stream   here: this layer's own mask   origin: position 0
 powers in nats², mean over heads, all queries, with 95% intervals over prompts; n.s.: total not significantly above 0
-to origin: attention of late queries to the origin, ordinary → borrowed context"""
+to origin: attention of late queries to the first tokens, in the ordinary pass → with the borrowed context"""
 
 SINK_WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
 """Smallest and largest width of each group of heads."""
@@ -148,12 +148,12 @@ def trace_tables(trace: Trace) -> Iterator[RenderableType]:
     yield trace_layers(trace)
     yield prose(TRACE_LEGEND, style="dim", indent=2)
     if trace.ladder is not None:
-        rungs = table(["lent up to layer", "left"], right=["lent up to layer"])
+        rungs = table(["borrowed up to layer", "left"], right=["borrowed up to layer"])
         for row, upto in enumerate(trace.ladder.upto):
             name = "none" if upto < 0 else f"{upto}, all" if row == len(trace.ladder.upto) - 1 else str(upto)
             rungs.add_row(name, cell(trace.ladder.mean[row]))
         yield rungs
-        yield prose("total power left in the layers after the first if a context is lent up to layer K", style="dim")
+        yield prose("left: total power in layers after the first, with the context borrowed up to layer K", style="dim")
     for queries, label in QUERIES.items():
         shares = trace.model[queries].share
         yield shares_line(label, {name: shares[name] for name in SOURCES}, trace.ordinary.prompts)
@@ -182,7 +182,7 @@ def profile_table(profile: dict[str, Any]) -> Group:
     stages.add_row("all", f"{profile['seconds']:.2f}", "100%", "1")
     memory, share = profile["memory"], profile["forward_share"]
     lines = [
-        "nothing was measured: the folder has this run already (--fresh measures again)" if not share
+        "nothing was measured: the folder already contains this run (--fresh measures again)" if not share
         else f"the model's own forward pass: {share:.0%} of the {profile['measuring_seconds']:.1f} s of measuring, "
         f"{profile['forward_share_of_command']:.0%} of the whole command",
         f"peak memory above the loaded model: {memory['peak_mb']:.0f} MB"

@@ -305,7 +305,7 @@ def fingerprint_varies(lab: Lab) -> Finding:
 
 
 @claim(
-    10, "fingerprint.no-bos", "Without a BOS it follows the text",
+    10, "fingerprint.no-bos", "Without a BOS the text determines it",
     "Without a BOS the fingerprint varies with the text.",
     "1 − mean cosine of W_O v_0 between the first tokens of text crops (the standard library's documentation)",
 )  # fmt: skip
@@ -367,7 +367,7 @@ def window_accumulates(lab: Lab) -> Finding:
 
 
 @claim(
-    13, "window.with-sink", "A window that keeps position 0 does too",
+    13, "window.with-sink", "Also with position 0 always visible",
     "A sliding window that keeps position 0 visible also lets the residual component accumulate with depth.",
     "a window of a quarter of the prompt with position 0 visible: slope after − before, as for the plain window",
 )  # fmt: skip

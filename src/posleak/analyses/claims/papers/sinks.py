@@ -93,7 +93,7 @@ def position_0(lab: Lab) -> Finding:
 
 
 untestable(
-    2, "sinks.no-artifact", "Sinks are no artifact of architecture",
+    2, "sinks.no-artifact", "Sinks are not an architectural artifact",
     "Attention sinks are not an architectural artifact.",
     "one model has one architecture: a test needs several architectures with the same training",
 )  # fmt: skip
