@@ -564,7 +564,7 @@ def odd_folder(tmp_path: Path) -> Path:
 
 
 def test_folder_whose_name_is_no_utf8(tmp_path: Path, cache: Path) -> None:
-    with raises(ModelError, what="UTF-8", remedy="rename the folder"):
+    with raises(ModelError, what="UTF-8", remedy="rename"):
         load(save(small_model(), odd_folder(tmp_path)), cache=cache)
 
 

@@ -302,7 +302,7 @@ def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
         train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, on_progress=stop_at(20), threads=1)
     state = folder / training.RESUME
     state.write_bytes(state.read_bytes()[:1000])
-    with raises(RunError, where="resume.safetensors", remedy="delete this file"):
+    with raises(RunError, where="resume.safetensors", remedy="delete"):
         train(VARIANTS["rope"], SMALL, 0, backcopy(), folder, threads=1)
 
 
