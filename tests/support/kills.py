@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import posleak as pl
@@ -53,24 +54,31 @@ class Outcome:
 
 
 def kill_often(work: str, rounds: int, place: Path) -> Outcome:
-    """Kill work of one kind after shares 1/(rounds+1), 2/(rounds+1), … of its duration."""
+    """Kill work of one kind after shares 1/(rounds+1), 2/(rounds+1), … of its CPU time.
+
+    A process that ends before it is killed is started again in another folder and killed after half the share.
+    """
     subject = Subject.of(tiny("llama"), name="tiny-llama")
-    whole = place / "whole"
-    start = time.monotonic()
-    assert _child(work, subject, whole).wait() == 0, f"{work} does not work undisturbed"
-    seconds, expected, found = time.monotonic() - start, contents(whole), Outcome()
+    undisturbed = _child(work, subject, place / "whole")
+    undisturbed.run_for(float("inf"))
+    seconds = undisturbed.cpu_seconds()
+    assert undisturbed.wait() == 0, f"{work} does not work undisturbed"
+    expected, outcome = contents(place / "whole"), Outcome()
     for number in range(1, rounds + 1):
-        share, folder = number / (rounds + 1), place / f"round-{number}"
-        victim = _child(work, subject, folder)
-        time.sleep(share * seconds)
-        if victim.kill():
-            found.killed += 1
-            found.shares.append(share)
+        share, folder, killed = number / (rounds + 1), place / f"round-{number}", False
+        while not killed and share > 0.01:
+            victim = _child(work, subject, folder)
+            victim.run_for(share * seconds)
+            if not (killed := victim.kill()):
+                share, folder = share / 2, folder.with_name(f"{folder.name}-again")
+        if killed:
+            outcome.killed += 1
+            outcome.shares.append(share)
         status = _child(work, subject, folder).wait()
-        found.rounds += 1
+        outcome.rounds += 1
         wrong = [f"exit status {status}"] if status else differences(expected, contents(folder))
-        found.wrong += [f"{work}, killed after {share:.0%}: {each}" for each in wrong]
-    return found
+        outcome.wrong += [f"{work}, killed after {share:.0%}: {each}" for each in wrong]
+    return outcome
 
 
 def two_at_once(work: str, rounds: int, place: Path) -> tuple[list[tuple[int, int]], list[str]]:
@@ -89,6 +97,16 @@ def two_at_once(work: str, rounds: int, place: Path) -> tuple[list[tuple[int, in
 @dataclass
 class _Forked:
     pid: int
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def run_for(self, seconds: float) -> None:
+        """Wait until the process has used this CPU time, or has ended."""
+        process = psutil.Process(self.pid)
+        while process.status() != psutil.STATUS_ZOMBIE and self.cpu_seconds() < seconds:
+            time.sleep(0.001)
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
