@@ -22,8 +22,8 @@ class Tolerance:
     float16: float
     bfloat16: float
 
-    def of(self, dtype: torch.dtype) -> float:
-        """Return the tolerance for a dtype."""
+    def of(self, dtype: torch.dtype | str) -> float:
+        """Return the tolerance for a dtype, or for its name without `torch.`."""
         tolerance: float = getattr(self, str(dtype).removeprefix("torch."), self.bfloat16)
         return tolerance
 

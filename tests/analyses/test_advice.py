@@ -19,6 +19,7 @@ from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate, Jackknife
+from posleak.leakage.summary import PowerKey, model_products
 from posleak.runs.loss import loss_by_prompt
 from support.errors import raises
 from tools.shrink import tiny_model
@@ -67,11 +68,17 @@ def test_changes_are_differences_of_two_plain_runs_paired_by_prompts() -> None:
     asked: dict[str, Any] = {**ASKED, "inputs": "text:stdlib", "loss": True}
     before, after = pl.measure("zoo-text-rope", **asked), pl.measure("zoo-text-rope", edits=["rope=linear:2"], **asked)
     found = effect("rope=linear:2")
-    powers = [run.summary.model["all"].power for run in (after, before)]
+    assert found.even is not None
+    own, even = (
+        [run.summary.model["all"].norms[norm].power for run in (after, before)] for norm in ("attention", "even")
+    )
+    weighted = model_products(after.weighted_by(before))
     for part in ("total", "mask", "residual"):
-        assert float(found.leakage["all", part].value) == pytest.approx(
-            float(powers[0][part].value - powers[1][part].value)
-        )
+        change = float(even[0][part].value - even[1][part].value)
+        assert float(found.even.leakage["all", part].value) == pytest.approx(change)
+        now = float(Jackknife(6).inner(weighted[PowerKey("attention", "all", part)]).value)
+        assert float(found.leakage["all", part].value) == pytest.approx(now - float(own[1][part].value))
+        assert now != pytest.approx(float(own[0][part].value)), "the weights are those of the unchanged model"
     plan = before.record.plan
     losses = loss_by_prompt(after.data, plan)["all"] - loss_by_prompt(before.data, plan)["all"]
     assert float(found.loss["all"].value) == pytest.approx(float(losses.mean()))
@@ -116,6 +123,28 @@ def test_words_follow_from_intervals() -> None:
     assert replace(enough(), effects=[made(DOWN, UP)]).sentences[0].startswith("Every setting that lowers leakage")
     assert replace(enough(), effects=[made(UP, DOWN)]).sentences[0].startswith("None of these settings")
     assert "loss goes up" in made(DOWN, UP).sentence.lower()
+
+
+def test_sentences_say_where_evenly_weighted_leakage_changes_otherwise() -> None:
+    other, same = (replace(made(DOWN, UP, name), even=made(even, UP, name)) for name, even in (("a", UP), ("b", DOWN)))
+    assert "Evenly weighted, leakage goes up: 2 (1 … 3) nats²; mask goes up" in other.sentence
+    assert "venly" not in same.sentence
+    found = replace(enough(), effects=[other, same]).sentences
+    assert found[-1] == "Evenly weighted, leakage goes up under: a."
+    assert sum("venly" in sentence for sentence in found) == 1
+
+
+def test_json_has_both_norms() -> None:
+    document = advice().as_dict()
+    assert document["norm"] == "attention"
+    setting = next(each for each in document["settings"] if each["setting"] == "rope=linear:2")
+    assert set(setting["even"]) == {"leakage", "relative", "sure"}
+    assert set(setting["even"]["leakage"]) == set(setting["leakage"]) >= {"all/total", "early/mask"}
+    assert setting["even"]["leakage"]["all/total"]["value"] != setting["leakage"]["all/total"]["value"]
+    numbers = advice().baseline.summary.model["all"]
+    assert numbers.even is not None
+    assert document["baseline"]["power"]["total"]["value"] == numbers.power["total"].value
+    assert document["baseline"]["even"]["power"]["total"]["value"] == numbers.even.power["total"].value
 
 
 def test_few_prompts_say_nothing() -> None:

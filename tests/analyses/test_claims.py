@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,14 +16,17 @@ import torch
 from hypothesis import given, strategies as st
 from transformers import PreTrainedModel
 
-from posleak.analyses.claims.catalogue import ENOUGH, Claim, Finding, Side, Verdict, registry
+from posleak.analyses.claims.catalogue import ENOUGH, Claim, ClaimResult, Finding, Side, Verdict, registry
 from posleak.analyses.claims.examination import claims, examine
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import rolled_gaps
-from posleak.leakage import Jackknife
+from posleak.analyses.origin.reading import LayerReading, Reading
+from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.contrast import depth_slope, slope
 from posleak.leakage.power import of_gram
+from posleak.leakage.summary import LEADING
 from posleak.models import Subject
+from posleak.probe import Plan
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import plain
 from support.families import tiny
@@ -203,3 +208,128 @@ def test_there_is_no_verdict_without_an_interval(side: Side) -> None:
     assert found.effect == pytest.approx(1.115)
     assert math.isnan(found.low)
     assert found.verdict is Verdict.INCONCLUSIVE
+
+
+# -- norms ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def llama_lab() -> Lab:
+    return Lab(Subject.of(tiny("llama"), name="llama"), MeasureSpec(length=64, prompts=16))
+
+
+def test_conditions_are_weighted_by_the_attention_of_the_baseline() -> None:
+    """The edit changes where attention goes; a power that it does not change must not change with the weights."""
+    lab = llama_lab()
+    ordinary, edited = lab.run(), lab.run("bos=zero")
+    products = edited.weighted_by(ordinary)["all"]
+    for norm, expected in products.norms.items():
+        lab.norm = norm
+        found = lab.products("bos=zero").own["mask"]
+        assert np.array_equal(found, expected.own["mask"], equal_nan=True)
+    lab.norm = LEADING
+    assert not np.allclose(products.own["mask"], edited.products["all"].own["mask"])
+    assert lab.products("bos=zero") is lab.products("bos=zero"), "computed once"
+
+
+def test_a_claim_about_powers_has_the_evenly_weighted_effect_too() -> None:
+    lab = llama_lab()
+    chosen = {claim.id: claim for claim in registry() if claim.id in ("leakage", "closure", "isolation.origin")}
+    found = {result.id: result for result in examine(lab, list(chosen.values()))}
+    assert lab.norm == LEADING
+    total = lab.run().summary.model["all"]
+    assert found["leakage"].effect == pytest.approx(float(total.power["total"].value))
+    assert total.even is not None
+    even = found["leakage"].details["even"]
+    assert isinstance(even, Estimate)
+    assert float(even.value) == pytest.approx(float(total.even.power["total"].value))
+    assert "even" not in found["closure"].details
+    assert plain(found["closure"])["even_verdict"] is None
+    assert plain(found["leakage"])["even_verdict"] == "supported"
+
+
+def test_a_verdict_that_depends_on_the_norm_is_named() -> None:
+    below, above = (Estimate(np.asarray(x), np.asarray(x - 1), np.asarray(x + 1), ENOUGH) for x in (-3.0, 3.0))
+    same, other = (Finding(3.0, 2.0, 4.0, "", ENOUGH, details={"even": even}) for even in (above, below))
+    assert same.even_verdict is same.verdict is Verdict.SUPPORTED
+    assert same.disagreement is None
+    assert other.even_verdict is Verdict.CONTRADICTED
+    assert "contradicted" in str(other.disagreement)
+    few = replace(other, n=3, details={"even": replace(below, n=3)})
+    assert few.disagreement is None, "too few prompts decide nothing in either norm"
+
+
+def test_the_norm_of_a_test_that_fails_is_put_back() -> None:
+    lab = llama_lab()
+
+    def broken(lab: Lab) -> Finding:
+        power = lab.power("total")
+        if lab.norm != LEADING:
+            raise RuntimeError("in the second norm")
+        return Finding.of(power.estimate, "nats²")
+
+    with pytest.raises(RuntimeError, match="second norm"):
+        lab.tested(broken)
+    assert lab.norm == LEADING
+
+
+def test_isolation_comes_from_the_branches_of_the_trace() -> None:
+    lab = llama_lab()
+    trace = lab.trace
+    found = {result.id: result for result in examine(lab, [claim for claim in registry() if claim.number == 5])}
+    assert {texts for texts in lab._runs if "context" in "".join(texts)} == {("context=branches",)}, "one pass for all"
+    numbers = trace.model["all"]
+    origin = found["isolation.origin"]
+    assert (origin.effect, origin.low) == (numbers.share["origin"].value, numbers.share["origin"].low)
+    assert {"earlier", "here", "left", "order", "even"} <= set(origin.details)
+    lent = Jackknife(16).inner(trace.branches.weighted_by(trace.ordinary)["all"].averaged((0, 1)).own["left"])
+    total = float(numbers.power["total"].value)
+    assert found["isolation.total"].effect == pytest.approx(1 - float(lent.value) / total)
+    direct = trace.branches.weighted_by(trace.ordinary)["all"].own["residual"][1:].mean((0, 1))
+    before = trace.ordinary.products["all"].own["residual"][1:].mean((0, 1))
+    ratio = float(Jackknife(16).inner(direct).value / Jackknife(16).inner(before).value)
+    assert found["isolation.downstream"].effect == pytest.approx(1 - ratio)
+
+
+@pytest.mark.filterwarnings("ignore:origin keys cannot be moved")
+def test_isolation_is_not_applicable_where_branches_are_not_defined() -> None:
+    model = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    lab = Lab(Subject.of(model, name="tiny"), MeasureSpec(length=64, prompts=4))
+    found = list(examine(lab, [claim for claim in registry() if claim.number == 5]))
+    assert len(found) == 3
+    assert all(result.reason for result in found)
+
+
+def test_what_sink_heads_write_is_a_mean_over_heads_in_every_replicate() -> None:
+    """The interval of the mean over heads that vary against each other is shorter than the mean of their intervals."""
+    rng = np.random.default_rng(0)
+    swing = rng.standard_normal(16) / 10
+    layers = [
+        LayerReading(
+            attention=torch.full((16, 2, 5), 0.5, dtype=torch.float64) + torch.rand(16, 2, 5, dtype=torch.float64) / 9,
+            written=torch.from_numpy(np.stack([0.5 + swing, 0.5 - swing], axis=1)),
+            along=torch.rand(16, 2, dtype=torch.float64), values=torch.rand(16, 2, 3, dtype=torch.float64),
+        )
+    ]  # fmt: skip
+    plan = Plan(length=8, origin=1, queries=(2, 3, 4), references=(6, 7), offsets=(0, 1))
+    projections = [SimpleNamespace(call=0, layer=0, heads=2, space="output", name=None)]
+    reading = Reading.from_batches([layers], plan, cast(Any, projections))
+    subject = Subject.of(tiny("llama"), name="llama")
+    lab = Lab(subject, MeasureSpec(length=64, prompts=16))
+    lab.__dict__["origin"] = SimpleNamespace(reading=reading)
+    (writes,) = (claim for claim in registry() if claim.id == "sink-heads.writes")
+    found = writes.test(lab)
+    assert found.effect == pytest.approx(0.5)
+    assert found.n == 16
+    widths = [float(head.written.high - head.written.low) for head in reading.heads]
+    assert len(widths) == 2
+    assert not found.high - found.low > min(widths) / 10
+
+
+def test_choices_after_data_are_named_where_a_claim_has_them() -> None:
+    decided = {claim.id: claim.decided for claim in registry()}
+    assert "norm" in str(decided["leakage"])
+    assert "5%" in str(decided["mask.first-layer"])
+    assert decided["fingerprint.fixed"] is None
+    result = ClaimResult.about(registry()[1], Finding(1.0, 0.5, 1.5, "", 16))
+    assert plain(result)["decided"] == registry()[1].decided

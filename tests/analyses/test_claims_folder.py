@@ -50,7 +50,7 @@ def test_findings_go_through_json_as_they_are(folder: Path) -> None:
     stored = json.loads((folder / "claims.json").read_text())
     assert plain(found) == {name: stored[name] for name in ("digest", "claims")}
     edited = {result.edited.edit for result in found.claims if result.edited is not None}
-    assert {"bos=mean", "sink=cut", "rope=ntk:4", "context=borrowed", "bos=noise, 8 draws"} <= edited
+    assert {"bos=mean", "sink=cut", "rope=ntk:4", "context=branches", "bos=noise"} <= edited
 
 
 def test_a_finished_folder_is_read_back(folder: Path, llama: Subject) -> None:

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 import posleak as pl
-from posleak.analyses.trace.trace import BORROWED, SOURCES, Trace, rungs
+from posleak.analyses.trace.trace import CAUSES, SOURCES, Trace, rungs
 from posleak.errors import RunError, UnsupportedError
+from posleak.leakage import component
+from posleak.leakage.power import unbiased
+from posleak.leakage.summary import Products
 from posleak.models import Subject
 from posleak.probe import read_placements
 from posleak.runs.run import Run
@@ -20,7 +23,7 @@ from support.errors import raises
 from support.families import subject
 from support.runs_tiny import assert_same_bits, counted_passes
 
-ASKED: dict[str, Any] = {"length": 48, "prompts": 6, "seed": 2}
+ASKED: dict[str, Any] = {"length": 48, "prompts": 16, "seed": 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +46,35 @@ def found(folder: Path) -> Trace:
 
 
 def test_both_passes_read_the_same_prompts(found: Trace) -> None:
-    one, other = found.ordinary.record, found.borrowed.record
+    one, other = found.ordinary.record, found.branches.record
     assert one.inputs.same_tokens(other.inputs)
     assert (one.inputs.context, other.inputs.context) == (0, 48 + 64)
-    assert (one.spec.edit_texts, other.spec.edit_texts) == ((), (BORROWED,))
+    assert (one.spec.edit_texts, other.spec.edit_texts) == ((), ("context=branches",))
 
 
 def test_sources_add_up_to_the_total_and_their_shares_to_one(found: Trace) -> None:
     assert found.remainder < 1e-9
     for numbers in (found.model["all"], found.model["early"]):
-        assert sum(float(numbers.share[name].value) for name in SOURCES) == pytest.approx(1)
+        for norm in numbers.norms.values():
+            assert sum(float(norm.share[name].value) for name in SOURCES) == pytest.approx(1)
+    assert found.sources == CAUSES[1:], "no recurrent state"
+
+
+def test_order_is_the_difference_between_the_shares_of_earlier(found: Trace) -> None:
+    """The share of order, and the difference of shares that the two orders of intervention give to `earlier`."""
+    data, fresh = found.branches.data, found.components["total"]
+    own, direct, lent = (component(data, name) for name in ("total_a", "total", "left"))
+    orders = {"total": fresh, "first": own - direct, "second": own - data["lent_a"] - lent}
+    products = Products.by_queries(orders, found.ordinary.data["weight"], ("first", "second"))["all"]
+    for norm, numbers in found.model["all"].norms.items():
+        averaged = products.averaged((0, 1)).norms[norm]
+        total = unbiased(averaged.own["total"], found.ordinary.prompts)
+        one, two = (unbiased(averaged.with_total[name], found.ordinary.prompts) / total for name in ("first", "second"))
+        assert numbers.ratios["order"].value == pytest.approx(one - two)
+        assert numbers.share["earlier"].value == pytest.approx((one + two) / 2)
+
+
+def test_the_first_layer_and_shapes(found: Trace) -> None:
     layers = found.layers["all"]
     assert float(np.abs(layers.power["earlier"].value[0])) < 1e-8, "the first layer has no earlier one"
     assert np.nanmax(np.abs(found.components["earlier"].values[:, 1:]), axis=(0, 2, 3, 4)).min() > 0.1
@@ -67,18 +89,23 @@ def test_the_total_is_the_one_of_an_ordinary_measurement(found: Trace, soft_llam
 
 def test_the_contract(found: Trace) -> None:
     contract = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert (contract["definitions"], contract["origin"], contract["prompts"]) == (2, 4, 6)
+    assert (contract["definitions"], contract["origin"], contract["prompts"]) == (3, 4, 16)
+    assert (contract["norm"], contract["donor"]) == ("attention", 48 + 64)
+    assert len(contract["checks"]) == 2
     assert contract["remainder"] < 1e-9
     assert set(contract["attention_to_origin"]) == {"ordinary", "borrowed"}
     for number, layer in enumerate(contract["layers"]):
         assert layer["layer"] == number
-        powers = {"total", "here", "earlier", "origin", "direct", "left"}
-        assert powers < set(layer)
-        assert layer["left"] == layer["origin"]
-        assert set(layer["share"]) == set(SOURCES)
-        assert powers | {"share"} == set(layer["ci"])
+        powers = {"total", "direct", *SOURCES}
+        for numbers in (layer, layer["even"]):
+            assert powers < set(numbers)
+            assert set(numbers["share"]) == set(SOURCES)
+            assert powers | {"share"} == set(numbers["ci"])
     for queries in ("all", "early"):
-        assert set(contract[queries]["share"]) == set(SOURCES)
+        for numbers in (contract[queries], contract[queries]["even"]):
+            assert set(numbers["share"]) == set(SOURCES)
+            assert set(numbers["power"]) == powers
+            assert set(numbers["order"]) == {"value", "low", "high", "n"}
 
 
 def test_lending_up_to_a_layer_leaves_the_later_ones_to_tell(found: Trace) -> None:
@@ -87,7 +114,8 @@ def test_lending_up_to_a_layer_leaves_the_later_ones_to_tell(found: Trace) -> No
     assert ladder is not None
     assert ladder.upto == (-1, 0, 1, 2)
     assert np.array_equal(ladder.left.value[0], found.layers["all"].power["total"].value)
-    assert np.array_equal(ladder.left.value[-1], found.layers["all"].power["origin"].value)
+    remains = found.branches.weighted_by(found.ordinary)["all"].own["left"]
+    assert np.array_equal(ladder.left.value[-1], unbiased(np.nanmean(remains, axis=1), found.ordinary.prompts))
     last = found.ordinary.data.sizes["layer"] - 1
     assert np.allclose(ladder.left.value[1:, 0], ladder.left.value[-1, 0], rtol=1e-4, atol=1e-6)
     direct = found.layers["all"].power["direct"].value
@@ -115,7 +143,7 @@ def test_what_is_there_is_not_measured_again(folder: Path, found: Trace, soft_ll
     with counted_passes(soft_llama.model) as passes:
         again = pl.trace(soft_llama, out=folder, by_layer=True, **ASKED)
     assert passes == []
-    assert_same_bits(again.borrowed, found.borrowed)
+    assert_same_bits(again.branches, found.branches)
     assert again.as_dict() == found.as_dict()
 
 

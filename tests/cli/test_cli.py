@@ -124,6 +124,7 @@ WRONG = [
     ["measure", "./not-there"],
     ["measure", "--metrics", "nothing"],
     ["trace", "--metrics", "sinks,nothing"],
+    ["trace", "--donor", "nothing"],
     ["measure", "--metrics", "all", "--edit", "context=borrowed"],
     ["sweep", "nothing"],
     ["claims", "--paper", "nothing"],
@@ -199,10 +200,12 @@ def test_trace_ends_with_the_answer_and_reads_back_what_it_has(posleak: Posleak,
     assert header.split()[:5] == ["layer", "total", "earlier", "here", "origin"]
     assert [line.split()[0] for line in lines if line.startswith(("early queries", "all queries"))] == ["early", "all"]
     assert any("up to layer" in line for line in lines)
+    assert any("weighted by the attention" in line and "--json" in line for line in lines)
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*"))
     found = json.loads(posleak("trace", *asked, "--json").out)
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "trace").rglob("*")) == before
-    assert found["definitions"] == 2
+    assert all(check in " ".join(said.out.split()) for check in found["checks"])
+    assert found["definitions"] == 3
     assert found["origin"] == 4
     assert found["remainder"] < 1e-9
     assert found["by_layer"]["lent_up_to"] == [-1, 0, 1, 2]

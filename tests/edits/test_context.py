@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 import posleak as pl
 from posleak.edits import parse_edits
+from posleak.edits.context import carried_difference
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import Prompts, prepare
 from posleak.leakage import component
 from posleak.models import Subject
-from posleak.probe import Call, attach, relative_difference
+from posleak.probe import Call, attach, default_plan, read_placements, relative_difference
 from support.errors import raises
 from support.families import VOCAB, WINDOW, tiny
 from support.inputs_subject import byte_tokenizer, stub_subject
@@ -45,7 +46,7 @@ def prompts(inputs: Any = "random", *, seed: int = 0, **more: Any) -> Prompts:
 
 
 def test_a_prompt_stands_after_a_donor_of_its_kind() -> None:
-    plain, after = prompts(), prompts().after_donors()
+    plain, after = prompts(), prompts().after_donors(START)
     ids = after.batch(range(6))
     assert ids.shape == (6, START + N)
     assert np.array_equal(ids[:, START:], plain.batch(range(6)))
@@ -58,11 +59,11 @@ def test_a_prompt_stands_after_a_donor_of_its_kind() -> None:
 
 
 def test_a_donor_depends_on_seed_and_index_alone() -> None:
-    after = prompts().after_donors()
+    after = prompts().after_donors(START)
     ids = after.batch(range(6))
     assert np.array_equal(after.batch([4, 2]), ids[[4, 2]])
-    assert np.array_equal(prompts().after_donors().batch(range(3)), ids[:3])
-    assert not np.array_equal(prompts(seed=1).after_donors().batch([0])[0, 1:START], ids[0, 1:START])
+    assert np.array_equal(prompts().after_donors(START).batch(range(3)), ids[:3])
+    assert not np.array_equal(prompts(seed=1).after_donors(START).batch([0])[0, 1:START], ids[0, 1:START])
     donors = {tuple(row[1:START]) for row in ids}
     assert len(donors) == 6
     again = {tuple(row[1:N]) for row in prompts().batch(range(100))}
@@ -70,13 +71,13 @@ def test_a_donor_depends_on_seed_and_index_alone() -> None:
 
 
 def test_without_a_bos_donors_begin_with_ordinary_tokens() -> None:
-    ids = prompts(bos="none").after_donors().batch(range(6))
+    ids = prompts(bos="none").after_donors(START).batch(range(6))
     assert len(set(ids[:, 0])) > 3
 
 
 def test_a_constant_prompt_has_a_donor_of_the_same_token() -> None:
     for inputs in ("constant", "constant:9"):
-        ids = prompts(inputs, bos="none").after_donors().batch(range(2))
+        ids = prompts(inputs, bos="none").after_donors(START).batch(range(2))
         assert len(np.unique(ids)) == 1
 
 
@@ -86,7 +87,7 @@ def test_given_prompts_are_each_others_donors(rows: int) -> None:
     table = np.arange(rows * N).reshape(rows, N) % 90 + 3
     table[:, 0] = 1
     table[:, 1] = np.arange(rows) + 5  # tells the rows apart
-    ids = prompts(table).after_donors().batch(range(rows))
+    ids = prompts(table).after_donors(START).batch(range(rows))
     assert np.array_equal(ids[:, START:], table)
     for b in range(rows):
         others = [table[(b + 1 + step % (rows - 1)) % rows] for step in range(3)]
@@ -98,7 +99,7 @@ def test_text_has_donors_from_the_same_text(tmp_path: Path) -> None:
     book, tokenizer = tmp_path / "book.txt", byte_tokenizer()
     words = np.random.default_rng(0).integers(10, 99, 2000)
     book.write_text(" ".join(f"w{word}" for word in words))
-    found = prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
+    found = prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors(START)
     ids = found.batch(range(4))
     assert ids.shape == (4, START + N)
     text = book.read_text()
@@ -108,7 +109,7 @@ def test_text_has_donors_from_the_same_text(tmp_path: Path) -> None:
         assert tokenizer.decode(row[START - 20 : START + 20]) not in text, "two places"
     book.write_text(text[:110])
     with raises(InputError, got="tokens", expected=START, remedy="--length"):
-        prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors()
+        prepare(stub_subject(tokenizer), f"text:{book}", length=N, seed=0).after_donors(START)
 
 
 # Who sees what
@@ -125,7 +126,7 @@ class Sight:
 
 
 def tokens(batch: int = 2) -> Tensor:
-    return torch.from_numpy(prompts().after_donors().batch(range(batch)))
+    return torch.from_numpy(prompts().after_donors(START).batch(range(batch)))
 
 
 def sight(model: PreTrainedModel, edit: str) -> list[Tensor]:
@@ -232,14 +233,12 @@ def uneven() -> PreTrainedModel:
     ("model", "why"),
     [
         (lambda: tiny("gpt2", **GPT2), "absolute position before any attention"),
-        (lambda: tiny_model("bamba"), "recurrent"),
-        (lambda: tiny("lfm2", layer_types=["conv", "full_attention", "conv"]), "recurrent"),
         (lambda: tiny("ministral3", rope_parameters=SCALED), "queries by absolute position"),
         (uneven, "after their rotation"),
     ],
-    ids=["learned positions", "recurrent", "convolution", "scaled queries", "norm after the rotation"],
+    ids=["learned positions", "scaled queries", "norm after the rotation"],
 )
-def test_models_that_a_donor_changes_unseen_are_refused(model: Any, why: str, tmp_path: Path) -> None:
+def test_models_in_which_positions_do_more_than_rotate_are_refused(model: Any, why: str, tmp_path: Path) -> None:
     """By `trace`, too, before anything is measured."""
     subject = Subject.of(model(), name="tiny")
     with raises(UnsupportedError, what=("borrowed", why), remedy="`posleak measure`"):
@@ -247,6 +246,69 @@ def test_models_that_a_donor_changes_unseen_are_refused(model: Any, why: str, tm
     with raises(UnsupportedError, what=("borrowed", why), remedy="`posleak measure`"):
         pl.trace(subject, length=N, prompts=4, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: tiny_model("bamba"), lambda: tiny("lfm2", layer_types=["conv", "full_attention", "conv"])],
+    ids=["recurrent", "convolution"],
+)
+def test_a_donor_that_is_carried_along_needs_sequences_of_its_own(model: Any) -> None:
+    """In one sequence the state would carry one branch into the next; `trace` reads them apart."""
+    subject = Subject.of(model(), name="tiny")
+    assert carried_difference(subject.model) > 1e-3
+    with raises(UnsupportedError, what="one sequence", remedy="context=branches:apart"):
+        pl.measure(subject, length=N, prompts=4, edits="context=branches")
+    found = pl.trace(subject, length=N, prompts=4)
+    assert found.branches.record.spec.edit_texts == ("context=branches:apart",)
+    assert "state" in found.sources
+
+
+# Branches
+
+
+def branch_sight(model: PreTrainedModel, edit: str, documents: Tensor, rows: slice) -> list[Tensor]:
+    """Which keys every query of the prompts sees in branch C, bool [N, T], and where they are."""
+    seen: list[Tensor] = []
+
+    class Look:
+        def observe(self, call: Call, out: Tensor) -> None:
+            seen.append(call.visibility.rows(torch.arange(call.query.shape[2]))[rows.start or 0, 0])
+
+    places = read_placements(model, documents[:1, -N:], default_plan(N))
+    with attach(model, [Look()], parse_edits([edit]), places) as probe:
+        probe.forward(documents)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_one_sequence_and_three_show_the_same_keys(family: str) -> None:
+    """[A][B][donor][C] against a document for each branch, in every layer and for every query."""
+    model, ids = tiny(family), tokens()
+    joined = branch_sight(model, "context=branches", ids, slice(None))
+    for number, first in enumerate((0, N, 2 * N + START)):  # where each branch begins in the joined sequence
+        apart = branch_sight(model, "context=branches:apart", ids, slice(number, None))
+        document = [*range(2 * N, 2 * N + START), *range(first, first + N)]
+        for one, other in zip(joined, apart, strict=True):
+            assert torch.equal(one[document][:, document], other)
+            others = [token for token in range(one.shape[1]) if token not in document]
+            assert not bool(one[first : first + N][:, others].any()), "no branch sees another"
+
+
+def test_a_long_donor_has_equally_many_keys_for_its_late_queries() -> None:
+    documents = torch.from_numpy(prompts().after_donors(3 * N).batch(range(2)))
+    *_, seen = branch_sight(tiny("llama"), "context=branches:apart:long", documents, slice(None))
+    counts = seen[: 3 * N].sum(-1).tolist()
+    assert counts == [min(position + 1, N) for position in range(3 * N)]
+    assert bool(seen[: 3 * N, 0].all()), "its own position 0 stays in sight: without a sink models break down"
+
+
+def test_an_edit_of_branches_is_read_from_its_text() -> None:
+    for text in ("context=branches", "context=branches:apart", "context=branches:long", "context=branches:apart:long"):
+        assert parse_edits([text])[0].text == text
+    for text in ("context=branches:long:apart", "context=branches@0", "context=branches:wide"):
+        with raises(InputError, where=text, expected="branches[:apart][:long]"):
+            parse_edits([text])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "glm4"])

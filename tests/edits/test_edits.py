@@ -324,6 +324,24 @@ def test_first_embeddings_are_what_they_say() -> None:
     assert torch.equal(noise[:, 1:], zero[:, 1:])
 
 
+def test_noise_differs_between_prompts_and_depends_on_nothing_else_in_the_batch() -> None:
+    """It is a function of the seed and of the prompt, whatever is read with it and whatever it replaces."""
+    model, ids = tiny("llama"), tokens()
+    seen: list[torch.Tensor] = []
+    body: Any = model.base_model
+    other_bos = torch.cat([torch.full_like(ids[:, :1], 5), ids[:, 1:]], dim=1)
+    with body.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0][:, 0])):
+        for batch in (ids, ids, ids.flip(0), *ids.split(1), other_bos):
+            states(model, ["bos=noise:3"], ids=batch)
+    first, again, reverse, *singles, other = (x / x.norm(dim=-1, keepdim=True) for x in seen)
+    assert torch.equal(first, again)
+    assert torch.equal(first, reverse.flip(0))
+    assert torch.equal(first, torch.cat(singles))
+    assert torch.allclose(first, other, atol=1e-6)
+    cosines = (first @ first.T)[~torch.eye(len(first), dtype=torch.bool)]
+    assert float(cosines.abs().max()) < 0.9
+
+
 def test_no_bos_and_random_first_tokens_keep_the_rest() -> None:
     subject = Subject.of(tiny("llama"), name="tiny")
     prompts = prepare(subject, "random", length=N, seed=0)

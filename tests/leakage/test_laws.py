@@ -1,4 +1,4 @@
-"""The laws of definitions.md on tiny random models of every family, both splits: L1, L2, L3 and L9.
+"""The laws of definitions.md on tiny random models of every family, both splits: L1, L2, L3, L9, L11, L12 and L13.
 
 L4, L5, L7 and L8 are checked by the doctor (test_doctor.py), L6 in test_edits.py, L10 in test_placement.py.
 """
@@ -13,12 +13,13 @@ import torch
 import xarray as xr
 
 from posleak.analyses.doctor.passes import GaugeObserver
-from posleak.analyses.trace.trace import Trace
+from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.edits import parse_edits
 from posleak.leakage import Jackknife, Parts, Sampled, assemble, component
 from posleak.leakage.dataset import stack_layers
 from posleak.leakage.power import products
 from posleak.models import Subject
+from posleak.models.pretrained import silence_transformers
 from posleak.probe import Placement, Plan, attach, default_plan, read_placements
 from posleak.runs.conditions import Conditions
 from posleak.runs.loop import Passes
@@ -71,7 +72,7 @@ def test_both_splits_add_up(family: str) -> None:
     """L1"""
     for trace in (constant_token(family), random_tokens(family)):
         assert trace.remainder < 1e-9
-        for run in (trace.ordinary, trace.borrowed):
+        for run in (trace.ordinary, trace.branches):
             parts = sum(component(run.data, name) for name in ("mask", "drift", "sink"))
             assert float(np.nanmax(np.abs(parts - component(run.data, "total")))) < 1e-9
         assert np.nanmax(np.abs(trace.components["total"].values)) > 0.1
@@ -84,7 +85,7 @@ def test_a_constant_token_leaks_through_this_layers_mask_only(family: str) -> No
     bound = 1e-6 if family in SINGLE else 1e-9
     layers = slice(1) if family in LEARNED_SINKS else slice(None)
     zero = {name: component(data, name) for name in ("drift", "sink")} | {
-        name: trace.components[name] for name in ("earlier", "origin")
+        name: trace.components[name] for name in ("state", "earlier", "origin", "left")
     }
     for name, x in zero.items():
         assert by_layer(x)[layers].max() < bound, name
@@ -103,14 +104,16 @@ def test_learned_sink_logits_break_it_after_the_first_layer() -> None:
 
 @families
 def test_the_first_layer_has_met_no_position(family: str) -> None:
-    """L3, in windowed models too; the intervals are short enough to say something."""
+    """L3 and L13, in windowed models too; the intervals are short enough to say something."""
     trace = random_tokens(family)
     data, earlier = trace.ordinary.data, by_layer(trace.components["earlier"])
     assert earlier[0] < 1e-8
+    assert by_layer(trace.components["state"])[0] < 1e-8
     assert earlier[-1] > 1e-6, "later layers have"
     mask = float(first_layer_power(component(data, "mask")).value)
     for name, x in {
         "drift": component(data, "drift"), "sink": component(data, "sink"), "origin": trace.components["origin"],
+        "left": trace.components["left"],
     }.items():  # fmt: skip
         power = first_layer_power(x)
         low, high = power.interval
@@ -118,6 +121,57 @@ def test_the_first_layer_has_met_no_position(family: str) -> None:
         assert high < max(0.3 * mask, 0.03), (name, "would not see much")
     here = first_layer_power(trace.components["here"])
     assert here.interval[0] > 0
+
+
+@families
+def test_a_donor_that_nobody_sees_changes_nothing(family: str) -> None:
+    """L11: T = T_fresh to rounding in models without a recurrent state, in every layer."""
+    trace = random_tokens(family)
+    assert by_layer(trace.components["state"]).max() < 1e-8
+    assert "state" not in trace.sources
+    assert float(trace.model["all"].share["state"].value) == pytest.approx(0, abs=1e-4)
+
+
+@families
+def test_equal_logits_over_equally_many_keys_leak_nothing(family: str) -> None:
+    """L12: with zero query-key products T' = O = Z = 0 to rounding, behind a window too; T and D are the log of counts.
+
+    It can fail: without lent keys the number of keys tells the position.
+    """
+    if family in LEARNED_SINKS:
+        pytest.skip("a learned sink logit is a key of its own")
+    model = tiny(family, dtype=dtype_of(family))
+    for module in model.modules():
+        for name in ("q_proj", "qkv_proj", "query_key_value"):
+            if isinstance(projection := getattr(module, name, None), torch.nn.Linear):
+                projection.weight.data.zero_()
+                if projection.bias is not None:
+                    projection.bias.data.zero_()
+    trace = Trace.of(Conditions(Subject.of(model, name=family), MeasureSpec("random", "none", length=N, prompts=4)))
+    x, lent_a = trace.components, trace.branches.data["lent_a"]
+    own = component(trace.branches.data, "total_a")
+    zero = {"T'": own - lent_a, "O": x["origin"] + x["left"], "Z": x["left"], "earlier": x["earlier"]}
+    for name, values in zero.items():
+        assert by_layer(values).max() < 1e-12 if family not in SINGLE else 1e-8, name
+    assert by_layer(own).max() > 1e-2
+    assert by_layer(x["here"]).max() > 1e-2
+
+
+HYBRIDS = ("bamba", "qwen3_next", "falcon_h1", "jamba")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_recurrent_state_is_a_source_of_its_own(family: str) -> None:
+    """Hybrids have all parts, in an exact sum; what the donor left in the state is `state`."""
+    with silence_transformers():
+        subject = Subject.of(tiny_model(family), name=family)
+        trace = Trace.of(Conditions(subject, MeasureSpec("random", "none", length=N, prompts=6)))
+    assert trace.branches.record.spec.edit_texts == ("context=branches:apart",)
+    assert trace.sources == ("state", "earlier", "here", "origin")
+    assert trace.remainder < 1e-9
+    assert by_layer(trace.components["state"]).max() > 1e-4
+    parts = sum(trace.components[name] for name in SOURCES)
+    assert float(np.nanmax(np.abs(parts - component(trace.ordinary.data, "total")))) < 1e-9
 
 
 # Position 0 in sight behind a window

@@ -7,7 +7,7 @@ N×N mask and repeated heads, gives the logits that enter the softmax.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from posleak.analyses.trace.trace import BORROWED, Trace
+from posleak.analyses.trace.trace import Trace
+from posleak.edits.context import Branches
 from posleak.leakage import assemble, component
+from posleak.leakage.power import unbiased
 from posleak.models import Subject
 from posleak.probe import Plan, default_plan
 from posleak.runs.conditions import Conditions
 from posleak.runs.loop import Passes
 from posleak.runs.spec import MeasureSpec
-from support.families import VOCAB, tiny
+from support.families import VOCAB, WINDOW, tiny
 
 N, B, ENOUGH = 53, 2, 4
 EXACT = 1e-8
@@ -53,6 +55,7 @@ class Layer:
     key: torch.Tensor
     seen: NDArray[np.bool_]
     scaling: float
+    moved: tuple[int, torch.Tensor] | None = None  # (position 0, its logits with it and all later queries)
 
     def part(self, start: int) -> Layer:
         """Queries and keys from `start` on, among themselves."""
@@ -61,27 +64,44 @@ class Layer:
 
     def logits(self, b: int, h: int) -> NDArray[np.float64]:
         logits: NDArray[np.float64] = (self.query[b, h] @ self.key[b, h].T * self.scaling).numpy()
+        if self.moved is not None:
+            logits[self.moved[0] :, self.moved[0]] = self.moved[1][b, h].numpy()
         return logits
 
 
-def full_layers(model: PreTrainedModel, ids: torch.Tensor, visible: Any = None) -> list[Layer]:
-    """Every layer under a plain attention function; `visible` [N, N] narrows what is seen."""
-    layers = []
+def full_layers(model: PreTrainedModel, ids: torch.Tensor, visible: Any = None, fixed: int = 0) -> list[Layer]:
+    """Every layer under a plain attention function.
+
+    visible   [N, N] of each layer, instead of what is seen
+    fixed     the text of this length at the end has its position 0 at this offset from all its queries, and its
+              positions are smaller by one
+    """
+    layers = list[Layer]()
+    positions = torch.arange(ids.shape[1]) - (torch.arange(ids.shape[1]) >= ids.shape[1] - fixed).long() * bool(fixed)
 
     def plain(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> tuple[torch.Tensor, None]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        seen = mask[0, 0] == 0
-        seen = seen if visible is None else seen & visible
-        layers.append(Layer(q, k, seen.numpy(), scaling))
-        s = (q @ k.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
-        return (torch.softmax(s, dim=-1) @ v).transpose(1, 2), None
+        seen = mask[0, 0] == 0 if visible is None else visible[len(layers)]
+        s, moved = q @ k.transpose(-1, -2) * scaling, None
+        if fixed:
+            start = q.shape[2] - fixed
+            there = [turned_all(model, len(layers), k[:, :, start], i - fixed) for i in range(fixed)]
+            moved = start, torch.stack([(q[:, :, start + i] * there[i]).sum(-1) for i in range(fixed)], -1) * scaling
+            s[:, :, start:, start] = moved[1]
+        layers.append(Layer(q, k, seen.numpy(), scaling, moved))
+        return (torch.softmax(s.masked_fill(~seen, -torch.inf), dim=-1) @ v).transpose(1, 2), None
 
     AttentionInterface.register("plain_test", plain)
     AttentionMaskInterface.register("plain_test", eager_mask)
     model.set_attn_implementation("plain_test")
-    model.base_model(ids, use_cache=False)
+    model.base_model(ids, attention_mask=torch.ones_like(ids), position_ids=positions[None], use_cache=False)
     model.set_attn_implementation("sdpa")
     return layers
+
+
+def turned_all(model: PreTrainedModel, layer: int, keys: torch.Tensor, by: int) -> torch.Tensor:
+    """Keys [B, H, E], all moved by a number of positions."""
+    return torch.stack([torch.stack([turned(model, layer, key, by) for key in row]) for row in keys])
 
 
 def turned(model: PreTrainedModel, layer: int, key: torch.Tensor, by: int) -> torch.Tensor:
@@ -148,23 +168,30 @@ def test_the_split_agrees_with_a_naive_one(family: str, origin: int) -> None:
             assert np.nanmax(np.abs(values - expected[name])) < EXACT, (layer, head, name)
 
 
-# The second split: a borrowed context
+# The second split: branches after a donor
 
 
-def lent_mask(length: int) -> torch.Tensor:
-    """bool [T, T], key by key as definitions.md says it, for [donor of N + 64] [text of N]."""
-    donor = length + 64
-    seen = torch.zeros(donor + length, donor + length, dtype=torch.bool)
-    for q in range(donor):
-        for key in range(q + 1):
-            seen[q, key] = True
-    seen[donor, donor] = True  # the text's position 0 sees itself
-    for i in range(1, length):
-        own = [donor + j for j in range(i + 1)]  # position 0 among them
-        lacks = (length - 1) - (len(own) - 1)  # to N - 1 keys besides position 0
-        for key in [*own, *range(donor - lacks, donor)]:
-            seen[donor + i, key] = True
-    return seen
+def branch_masks(own: NDArray[np.bool_], length: int) -> dict[str, torch.Tensor]:
+    """bool [T, T] of each branch, key by key as definitions.md says it, for [donor of N + 64] [prompt of N].
+
+    own: what the layer itself shows to each query. In branch C position 0 stands at offset N, and the positions of the
+    prompt are smaller by one: the key of the donor before position 1 is at offset i from query i, not at i + 1.
+    """
+    donor, masks = length + 64, {name: torch.zeros(own.shape, dtype=torch.bool) for name in "ABC"}
+    for name, seen in masks.items():
+        seen[:donor] = torch.from_numpy(own[:donor])
+        seen[donor, donor] = True  # position 0 sees itself
+        for i in range(1, length):
+            q = donor + i
+            reach = int(own[q].sum()) if own[q].sum() <= q else 10**9  # of a window, or all
+            offsets = {key: i - (key - donor) for key in range(donor, q + 1)}
+            if name != "A":
+                offsets |= {key: i + (donor - key) - (name == "C") for key in range(donor)}
+            most = length - 1 if name == "C" else length
+            near = [key for key, offset in offsets.items() if offset < min(reach, most) and key != donor]
+            there = length if name == "C" else i
+            seen[q, near + [donor] * (there < reach)] = True
+    return masks
 
 
 def naive_total(layer: Layer, b: int, h: int, plan: Plan, start: int, first: int) -> NDArray[np.float64]:
@@ -185,30 +212,85 @@ def naive_total(layer: Layer, b: int, h: int, plan: Plan, start: int, first: int
     return result
 
 
+def naive_weights(layers: list[Layer], at: int, h: int, plan: Plan) -> NDArray[np.float64]:
+    """w(δ): attention of the references to body keys at the offsets nearest to δ, mean over prompts and references."""
+    layer, weights = layers[at], np.zeros(len(plan.offsets))
+    for b in range(len(layer.query)):
+        e = np.where(layer.seen, np.exp(layer.logits(b, h)), 0.0)
+        for r in plan.references:
+            for key in range(plan.origin, r + 1):
+                distance = [abs(r - key - delta) for delta in plan.offsets]
+                weights[distance.index(min(distance))] += e[r, key] / e[r].sum()
+    return weights / (len(layer.query) * len(plan.references))
+
+
+def naive_power(x: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray[np.float64] | None) -> float:
+    """⟨x, y⟩ of one head from the components [B, Q, D] of all prompts: no prompt is multiplied by itself."""
+    B, powers = len(x), []
+    for b in range(B):
+        for c in range(B):
+            if b != c:
+                product = x[b] * y[c]
+                even = np.nanmean(product)
+                powers.append(even if weights is None else np.nansum(product * weights, axis=-1).mean())
+    return float(np.mean(powers))
+
+
 @pytest.mark.filterwarnings("ignore:the origin of:posleak.errors.PosleakWarning")
-@pytest.mark.parametrize("origin", [1, 4])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "smollm3"])
-def test_the_trace_agrees_with_a_naive_one(family: str, origin: int) -> None:
-    spec = MeasureSpec(length=N, prompts=ENOUGH, origin=origin)
-    model = exact_rotation(tiny(family, dtype=torch.float64))
+def test_the_trace_agrees_with_a_naive_one(family: str, apart: bool) -> None:
+    """T, T', D, O and Z of every layer, the parts of B, and both norms, in one sequence and in three."""
+    origin = 1 if apart else 4
+    spec, model = MeasureSpec(length=N, prompts=ENOUGH, origin=origin), exact_rotation(tiny(family, dtype=torch.float64))
     conditions = Conditions(Subject.of(model, name=family), spec)
-    trace, plan, donor = Trace.of(conditions), spec.plan, N + 64
+    ordinary_run = conditions.run()
+    trace, plan, donor = Trace(ordinary_run, conditions.run(Branches(apart=apart).text)), spec.plan, N + 64
     assert trace.remainder < 1e-9
-    ids = conditions.tokens.after_donors().batch(range(B))
-    assert ids.shape == (B, donor + N)
-    ordinary = full_layers(model, torch.from_numpy(ids[:, donor:]))
-    borrowed = full_layers(model, torch.from_numpy(ids), lent_mask(N))
-    for at, head, b in ((0, 0, 0), (1, 2, 1), (2, 1, 0)):
-        T = naive_total(ordinary[at], b, head, plan, 0, 0)
-        D = naive_total(borrowed[at], b, head, plan, donor, donor)
-        left = naive_total(borrowed[at], b, head, plan, donor, 0)
+    ids = torch.from_numpy(conditions.tokens.after_donors(donor).batch(range(ENOUGH)))
+    assert ids.shape == (ENOUGH, donor + N)
+    alone = full_layers(model, ids[:, donor:])
+    masks = [branch_masks(layer.seen, N) for layer in full_layers(model, ids)]
+    a, b, c = (full_layers(model, ids, [mask[name] for mask in masks], N if name == "C" else 0) for name in "ABC")
+    assert {int(row.sum()) for mask in masks for row in mask["C"][donor + 1 :]} <= {N, WINDOW}, "equally many keys"
+    lends = [replace(layer, seen=mask["B"].numpy()) for layer, mask in zip(a, masks, strict=True)]
+    for at, head in ((0, 0), (1, 2), (2, 1)):
+        rows = {
+            name: np.stack([naive_total(layers[at], k, head, plan, start, first) for k in range(ENOUGH)])
+            for name, layers, start, first in (
+                ("fresh", alone, 0, 0), ("T", a, donor, donor), ("T'", lends, donor, 0), ("D", b, donor, donor),
+                ("O", b, donor, 0), ("Z", c, donor, 0),
+            )
+        }  # fmt: skip
+        fresh, T, T_lent, D, O, Z = rows.values()
+        expected = {
+            "total": fresh, "state": fresh - T, "earlier": ((T - D) + (T_lent - O)) / 2,
+            "here": ((D - O) + (T - T_lent)) / 2, "origin": O - Z, "left": Z, "order": (T - D) - (T_lent - O),
+        }  # fmt: skip
         if at:
             assert np.nanmax(np.abs(T - D)) > 0.1
-        for name, by_hand in {"total": T, "direct": D, "origin": left, "earlier": T - D, "here": D - left}.items():
-            ours = trace.components[name].values[b, at, head]
+            assert np.nanmax(np.abs(expected["order"])) > 1e-3
+        for name, by_hand in expected.items():
+            ours = trace.components[name].values[:, at, head]
             assert np.array_equal(np.isnan(ours), np.isnan(by_hand))
             assert np.nanmax(np.abs(ours - by_hand)) < EXACT, (at, head, name)
-        parts = naive(model, at, borrowed[at].part(donor), b, head, plan)
+        weights = naive_weights(alone, at, head, plan)
+        assert np.allclose(ordinary_run.data["weight"].values[:, at, head].mean(0), weights, atol=1e-9)
+        for products, w in ((trace.products["all"], weights), (trace.products["all"].even, None)):
+            assert products is not None
+            for name, by_hand in expected.items():
+                for sums, other in ((products.own, by_hand), (products.with_total, fresh)):
+                    if name in sums:
+                        power = float(unbiased(sums[name][at, head], ENOUGH))
+                        assert power == pytest.approx(naive_power(by_hand, other, w), rel=1e-8, abs=EXACT), name
+        parts = naive(model, at, b[at].part(donor), 1, head, plan)
         for name in ("mask", "drift", "sink"):
-            ours = component(conditions.run(BORROWED).data, name).values[b, at, head]
+            ours = component(trace.branches.data, name).values[1, at, head]
             assert np.nanmax(np.abs(ours - parts[name])) < EXACT, (at, head, name)
+
+
+def test_position_0_matters_in_branch_c() -> None:
+    """The naive test could not fail if moving position 0 changed nothing: here it does, by more than 0.01 nats."""
+    spec, model = MeasureSpec(length=N, prompts=ENOUGH), tiny("llama", dtype=torch.float64)
+    trace = Trace.of(Conditions(Subject.of(model, name="llama"), spec))
+    assert np.nanmax(np.abs(trace.components["origin"].values[:, 0])) > 0.01

@@ -215,7 +215,7 @@ def test_given_prompts_are_traced_and_tested_as_they_stand(llama: pl.Subject) ->
     with given():
         traced = pl.trace(llama, IDS, length=48, prompts=4)
     assert traced.ordinary.record.inputs.source == "ids"
-    assert traced.ordinary.record.spec.prompts == traced.borrowed.prompts == 4
+    assert traced.ordinary.record.spec.prompts == traced.branches.prompts == 4
     lab = Lab(llama, MeasureSpec("given", length=60, prompts=6), given=GivenPrompts.of_ids(IDS))
     assert np.array_equal(lab.ids, IDS)
     with raises(InputError, where="bos=none", remedy="bos=random"):

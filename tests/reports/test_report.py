@@ -23,7 +23,7 @@ import posleak as pl
 from posleak.analyses.claims.catalogue import REGISTRY, Finding, claim
 from posleak.analyses.claims.examination import claims
 from posleak.analyses.claims.lab import Lab
-from posleak.analyses.trace.trace import SOURCES, Trace
+from posleak.analyses.trace.trace import CAUSES, SOURCES, Trace
 from posleak.cli.commands import app
 from posleak.errors import PosleakWarning, RunError
 from posleak.leakage import Estimate, split
@@ -330,7 +330,8 @@ def test_a_page_with_a_trace_begins_with_where_position_comes_from(folders: dict
     answer = section(html, "answer")
     assert HOSTILE not in html
     assert answer.index(lead(source.trace.model["all"].share)) < answer.index("Where is it read?")
-    for name in SOURCES:
+    assert source.sources == CAUSES[1:], "without recurrent layers there is no state"
+    for name in source.sources:
         share = source.trace.model["all"].share[name]
         assert f'<b>{percent(share.value)}</b> <span class="ci">{interval(share, "share")}' in answer
     assert "posleak trace" not in answer
@@ -353,7 +354,7 @@ def test_a_trace_that_cannot_be_read_is_left_out_with_a_note(
     folders: dict[str, Path], tmp_path: Path, missing: str
 ) -> None:
     folder = Path(shutil.copytree(folders["traced"], tmp_path / "run"))
-    second = folder / "conditions" / "context-borrowed"
+    second = folder / "conditions" / "context-branches"
     if missing == "finished":
         replace(read_record(second), finished=None).write(second)
     else:
@@ -375,7 +376,7 @@ def test_a_trace_in_memory_can_be_reported(folders: dict[str, Path]) -> None:
 
 
 def test_a_run_under_a_borrowed_context_says_what_its_numbers_are(folders: dict[str, Path]) -> None:
-    (source,), _ = gather([folders["traced"] / "conditions" / "context-borrowed"])
+    (source,), _ = gather([folders["traced"] / "conditions" / "context-branches"])
     assert "borrowed context" in section(Page.of([source]).html(), "answer")
     left = source.summary.model["all"].power["left"]
     assert estimate(left) in section(Page.of([source]).html(), "answer")
@@ -385,16 +386,20 @@ def test_tables_of_the_trace_have_its_numbers(folders: dict[str, Path]) -> None:
     found, _ = gather([folders["traced"], folders["llama"]])
     trace, made = found[0].trace, tables(found)
     assert trace is not None
-    rows = {(r["layer"], r["queries"], r["quantity"], r["component"]): r for r in made["trace"]}
+    rows = {
+        (r["layer"], r["queries"], r["quantity"], r["component"]): r for r in made["trace"] if r["norm"] == "attention"
+    }
     assert {r["run"] for r in made["trace"]} == {found[0].label}
-    assert {component for *_, component in rows} == {"total", "direct", *SOURCES}
+    assert {component for *_, component in rows} == {"total", "direct", *SOURCES, None}
+    assert rows[None, "all", "order", None]["value"] == trace.model["all"].ratios["order"].value
     for name in ("earlier", "here", "origin", "direct"):
         assert rows[None, "early", "power", name]["value"] == trace.model["early"].power[name].value
         np.testing.assert_array_equal(
             [rows[k, "all", "power", name]["high"] for k in range(3)], trace.layers["all"].power[name].high
         )
     assert rows[2, "all", "share", "here"]["value"] == trace.layers["all"].share["here"].value[2]
-    assert len(made["trace_heads"]) == 2 * (5 + 3) * trace.layers["all"].power["total"].value.size * 3
+    norms, queries, powers, shares, order = 2, 2, 7, 5, 1
+    assert len(made["trace_heads"]) == norms * queries * (powers + shares + order) * 3 * 3
     ladder = {(r["lent_up_to"], r["layer"]): r["value"] for r in made["trace_by_layer"]}
     assert trace.ladder is not None
     assert [ladder[k, 1] for k in trace.ladder.upto] == trace.ladder.left.value[:, 1].tolist()
@@ -516,48 +521,51 @@ def test_every_result_of_a_report_is_computed_once(tmp_path: Path, monkeypatch: 
     pl.report(folders, tmp_path / "page.html", assets=tmp_path / "assets")
     once = {"agreements": 1, "comparison": 1, "comparison_figures": 1}
     assert counts == once | {"curves": 2, "run_figures": 2, "of_run": 2}
-    borrowed = [folder / "conditions" / "context-borrowed" for folder in folders]
-    assert loaded == Counter([*folders, *borrowed])
+    branches = [folder / "conditions" / "context-branches" for folder in folders]
+    assert loaded == Counter([*folders, *branches])
 
 
 def test_runs_with_a_trace_are_compared_by_source(folders: dict[str, Path], tmp_path: Path) -> None:
     found = compare([folders["traced"], folders["llama"], folders["traced"]])
     trace = Trace.load(folders["traced"])
     assert trace is not None
-    rows = {(row.run, row.queries, row.minus): row for row in found.rows}
+    rows, names = {(row.run, row.queries, row.minus): row for row in found.rows}, SOURCES[1:]
     for queries in ("all", "early"):
-        for name in SOURCES:
+        for name in names:
             share = rows[0, queries, None].cells[name]
             np.testing.assert_allclose(share.value, trace.model[queries].share[name].value)
             np.testing.assert_allclose([share.low, share.high], [
                 trace.model[queries].share[name].low, trace.model[queries].share[name].high])  # fmt: skip
             assert rows[2, queries, 0].cells[name].value == 0
-        assert not set(SOURCES) & set(rows[1, queries, None].cells)
-        assert not set(SOURCES) & set(rows[1, queries, 0].cells)
+        assert not set(names) & set(rows[1, queries, None].cells)
+        assert not set(names) & set(rows[1, queries, 0].cells)
     for text in (FORMATS["markdown"](found), FORMATS["latex"](found)):
-        assert all(f" {name} " in text for name in SOURCES)
+        assert all(f" {name} " in text for name in names)
     made = found.as_dict()
-    assert {"total", "residual", "mask", "drift", "sink", "stabilisation", "sink_attention", *SOURCES} == set(
+    assert {"total", "residual", "mask", "drift", "sink", "stabilisation", "sink_attention", *names} == set(
         made["units"]
     )
     without = compare([folders["llama"], folders["edited"]])
-    assert not set(SOURCES) & {*without.as_dict()["units"], *without.as_dict()["rows"][0]}
+    assert not set(names) & {*without.as_dict()["units"], *without.as_dict()["rows"][0]}
     views, _ = gather([folders["traced"], folders["llama"]])
     rows_ = tables(views, Page.of(views).comparison)["comparison"]
-    assert {row["quantity"] for row in rows_} > set(SOURCES)
+    assert {row["quantity"] for row in rows_} > set(names)
 
 
 def test_a_borrowed_context_is_compared_by_what_it_leaves(folders: dict[str, Path]) -> None:
-    borrowed = folders["traced"] / "conditions" / "context-borrowed"
-    found = compare([borrowed, folders["llama"]])
+    """`borrowed` is a power, and `left`, what a trace leaves without a source, is a share."""
+    borrowed = folders["traced"] / "conditions" / "context-branches"
+    found = compare([borrowed, folders["llama"], folders["traced"]])
     left = Run.load(borrowed).summary.model["all"].power["left"]
-    assert found.rows[0].cells["left"].value == pytest.approx(left.value)
-    assert found.units["left"] == "nats²"
+    assert found.rows[0].cells["borrowed"].value == pytest.approx(left.value)
+    assert (found.units["borrowed"], found.units["left"]) == ("nats²", "share")
+    assert "left" not in found.rows[0].cells
+    assert "left" in found.rows[2].cells
 
 
 def test_a_damaged_trace_is_noted_in_a_comparison(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders["traced"], tmp_path / "run"))
-    (folder / "conditions" / "context-borrowed" / "results.nc").write_bytes(b"damaged")
+    (folder / "conditions" / "context-branches" / "results.nc").write_bytes(b"damaged")
     found = compare([folders["llama"], folder])
     assert any("trace" in note and "corrupt" in note for note in found.notes)
     assert "earlier" not in found.units

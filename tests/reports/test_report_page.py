@@ -116,11 +116,20 @@ def test_with_a_trace_the_first_sentence_is_about_where_it_comes_from(
     assert loaded is not None
     first, second = spoken(seen.page)
     assert first.startswith(f"{NAME} gets absolute position")
-    assert len(said(loaded.as_dict()["all"]["share"], SOURCES)) == 3
-    assert all(text in first for text in said(loaded.as_dict()["all"]["share"], SOURCES))
+    assert len(said(loaded.as_dict()["all"]["share"], loaded.sources)) == 3
+    assert all(text in first for text in said(loaded.as_dict()["all"]["share"], loaded.sources))
     assert all(text in second for text in said(loaded.ordinary.as_dict()["all"]["share"], ("mask", "drift", "sink")))
     shown = seen.page.locator(".balance").first.inner_text()
-    assert all(name in shown for name in SOURCES)
+    assert all(name in shown for name in loaded.sources)
+    assert "state" not in shown
+    answer = seen.page.locator("section.answer").inner_text().lower()
+    assert all(check in answer for check in loaded.checks)
+    colours = seen.page.evaluate(
+        "['earlier', 'here', 'origin'].map((n) => [`.part.u-${n}`, `.bar i.${n}`].map((s) => document.querySelector(s)))"
+        ".map(([part, bar]) => [getComputedStyle(part).borderBottomColor, bar && getComputedStyle(bar).backgroundColor])"
+    )
+    assert len({line for line, _ in colours}) == 3
+    assert all(bar in (line, None) for line, bar in colours)
 
 
 def test_both_splits_are_drawn_over_one_axis_and_switch_queries(chromium: Any, traced_page: Path, trace: Path) -> None:
@@ -134,7 +143,7 @@ def test_both_splits_are_drawn_over_one_axis_and_switch_queries(chromium: Any, t
     for queries in ("all", "early"):
         page.locator(f'[data-switch="depth"] input[value="{queries}"]').check()
         found = {(name, axis): y for name, axis, y in page.evaluate(drawn)}
-        for name in ("total", *SOURCES):
+        for name in ("total", *loaded.sources, "left"):
             np.testing.assert_allclose(found[name, "y"], loaded.layers[queries].power[name].value)
         for name in ("total", "mask", "drift", "sink"):
             np.testing.assert_allclose(found[name, "y2"], loaded.ordinary.summary.layers[queries].power[name].value)
@@ -180,6 +189,9 @@ def test_the_map_of_heads_shows_sources_too(chromium: Any, traced_page: Path, tr
     value = float(re.search(r": (\S+) \(", title)[1].replace("−", "-"))  # type: ignore[index]
     assert value == pytest.approx(loaded.heads["all"].power["earlier"].value[2, 1], rel=0.06)
     assert "origin" in page.locator(".headrow").inner_text()
+    options = page.locator("select.component option").all_inner_texts()
+    assert {"earlier", "here", "origin", "left"} < set(options)
+    assert "state" not in options
     assert opened(chromium, traced_page, "#component=sink&quantity=share").errors == []
 
 
@@ -310,6 +322,7 @@ def test_every_number_is_the_parquets(chromium: Any, page: Path, hostile_folder:
     numbers = np.frombuffer(base64.b64decode(heads["numbers"]), dtype="<f8").reshape(-1, layers, count, 3)
     columns = [tuple(column) for column in heads["columns"]]
     rows = pq.read_table(hostile_folder / "heads.parquet").to_pylist()
+    rows = [row for row in rows if row["norm"] != "even"]
     assert len(rows) == sum(column[2] not in SOURCES for column in columns) * layers * count
     for row in rows:
         at = columns.index((row["queries"], row["quantity"], row["component"]))
@@ -340,6 +353,9 @@ def test_curves_and_depth_are_the_runs(page: Path, hostile_folder: Path) -> None
         stored.data["mask"].where(stored.data["pairs"].any("offset")).mean("prompt").transpose("layer", "head", "query")
     )
     np.testing.assert_allclose(mean[:, :, 0], expected.values, rtol=1e-5)
+    power = np.frombuffer(base64.b64decode(data["curves"]["power"]["drift"]), dtype="<f4").reshape(mean.shape)[:, :, 0]
+    expected = stored.summary.heads["all"].power["drift"].value
+    np.testing.assert_allclose(np.nanmean(power, axis=-1), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_logits_of_the_head_panel_are_the_runs(page: Path, hostile_folder: Path) -> None:

@@ -152,7 +152,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "advise": of_advice,
     "balance": of_balance,
     "sweep": of_sweep,
-    "compare": lambda: [as_table(compare([ordinary_run(), source().borrowed]))],
+    "compare": lambda: [as_table(compare([ordinary_run(), source().branches]))],
     "bench": of_bench,
     "profile": of_profile,
 }

@@ -303,10 +303,10 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
 
     start, rule = N + DONOR_MARGIN, and_masks(nearest_and_first(W), causal_mask_function)
     whole = Visibility((1, 1, start + N, start + N), rule)
-    require_shift_invariant(whole, N)
+    require_shift_invariant(whole, N, start)
     assert keeps_first(whole)
     assert not keeps_first(Visibility((1, 1, start + N, start + N), causal_mask_function))
-    lent = Visibility((1, 1, start + N, start + N), borrowed(rule, N, keeps_origin=True))
+    lent = Visibility((1, 1, start + N, start + N), borrowed(rule, N, start, keeps_origin=True))
     rows = lent.rows(torch.arange(start, start + N))[0, 0]
     assert rows[1:].sum(1).tolist() == [W] * (N - 1)
     assert rows[0].nonzero().ravel().tolist() == [start]
@@ -315,7 +315,7 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     assert not rows[:, 0].any(), "the donor's first token is not the prompt's"
     dense = read_mask(whole.dense())
     assert dense is not None
-    again = Visibility((1, 1, start + N, start + N), borrowed(dense[0].rule, N, keeps_origin=True), dense[0].padding)
+    again = Visibility((1, 1, start + N, start + N), borrowed(dense[0].rule, N, start, keeps_origin=True), dense[0].padding)
     assert torch.equal(again.rows(torch.arange(start, start + N))[0, 0], rows), "a dense mask of the model"
     donor = lent.rows(torch.arange(start))[0, 0]
     assert torch.equal(donor, whole.rows(torch.arange(start))[0, 0])

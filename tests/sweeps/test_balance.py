@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import posleak as pl
-from posleak.cli.sweep import balance_markdown
+from posleak.cli.sweep import balance_markdown, balance_tables
 from posleak.errors import TooLargeError
+from posleak.leakage import Jackknife
 from posleak.models import load
 from posleak.runs.run import Run
 from posleak.sweeps.collect import BALANCE_FILE, BalanceTable, collected
@@ -54,8 +57,13 @@ def test_removed_is_paired_with_the_first_cell_of_the_model(table: BalanceTable)
     assert base.removed == {}
     assert mixed.removed == {}
     assert float(unchanged.removed["mask, all"].value) == pytest.approx(0, abs=1e-9)
-    powers = [row.balance.numbers["all"].power["mask"].value for row in (window, base)]
-    assert float(window.removed["mask, all"].value) == pytest.approx(1 - powers[0] / powers[1])
+    even = [row.balance.numbers["all"].norms["even"].power["mask"].value for row in (window, base)]
+    assert float(window.removed["mask, all, even"].value) == pytest.approx(1 - even[0] / even[1])
+    own = [row.balance.numbers["all"].power["mask"].value for row in (window, base)]
+    edited, unedited = Run.load(window.run), Run.load(base.run)
+    power = Jackknife(4).inner(edited.weighted_by(unedited)["all"].averaged((0, 1)).own["mask"]).value
+    assert float(window.removed["mask, all"].value) == pytest.approx(1 - float(power) / own[1])
+    assert float(window.removed["mask, all"].value) != pytest.approx(1 - own[0] / own[1])
     shares = base.balance.numbers["all"].share
     total = sum(float(shares[part].value) for part in ("mask", "drift", "sink"))
     assert total == pytest.approx(1.0) or np.isnan(total)
@@ -97,9 +105,28 @@ def test_an_object_store_has_the_same_table(grids: dict[str, Any], table: Balanc
     assert plain([row.removed for row in rows]) == plain([row.removed for row in table.rows[:3]])
 
 
-def test_the_markdown_table_has_a_line_for_early_and_for_all_queries(table: BalanceTable) -> None:
+def test_settings_with_other_sampled_positions_are_not_paired(tmp_path: Path) -> None:
+    """The same prompts with another origin have other offsets, and no power in common."""
+    tiny("llama", num_hidden_layers=2).save_pretrained(tmp_path / "small")
+    grid = {**SMALL, "models": str(tmp_path / "small"), "origin": [4, 1]}
+    rows = sweep(grid, out=tmp_path / "sweep", engine=Here()).balance.rows
+    assert [row.removed for row in rows] == [{}, {}]
+    assert [row.cell.label for row in rows] == ["small", "small · origin 1"]
+
+
+def test_the_tables_say_what_even_weights_give_where_it_differs(table: BalanceTable) -> None:
+    console = Console(width=200, file=io.StringIO())
+    for item in balance_tables(table):
+        console.print(item)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    differing = [row for row in table.rows if row.balance.numbers["all"].disagreement(("mask", "drift", "sink"))]
+    assert text.count("evenly weighted: mask") == len(differing)
+
+
+def test_the_markdown_table_has_a_line_for_early_and_for_all_queries_in_both_norms(table: BalanceTable) -> None:
     lines = balance_markdown(table).splitlines()
-    assert len(lines) == 2 + 2 * len(table.rows)
+    assert len(lines) == 2 + 4 * len(table.rows)
+    assert sum("| even |" in line for line in lines) == 2 * len(table.rows)
     assert len({line.count("|") for line in lines}) == 1
 
 

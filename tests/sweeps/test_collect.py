@@ -55,8 +55,8 @@ def table(root: Path) -> pd.DataFrame:
     return found
 
 
-def whole(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    found = table[table.layer.isna() & (table.queries == "all")]
+def whole(table: pd.DataFrame, norm: str = "attention", **wanted: Any) -> pd.DataFrame:
+    found = table[table.layer.isna() & (table.queries == "all") & (table.norm == norm)]
     for name, value in wanted.items():
         found = found[found[name] == value]
     return found
@@ -65,7 +65,7 @@ def whole(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 def test_every_cell_is_there_once_with_its_own_numbers(said: dict[str, Any], root: Path, table: pd.DataFrame) -> None:
     cells = manifest(said).cells
     assert set(table["cell"]) == {cell.id[:12] for cell in cells}
-    keys = ["cell", "layer", "queries", "quantity", "component"]
+    keys = ["cell", "layer", "queries", "norm", "quantity", "component"]
     assert not table.duplicated(keys).any()
     for cell in cells[::5]:
         run = Run.load(root / CELLS_FOLDER / cell.folder)
@@ -95,13 +95,39 @@ def test_edits_are_paired_with_the_same_cell_without_them(
 ) -> None:
     cells = [cell for cell in manifest(said).cells if cell.spec.length == 64 and cell.spec.seed == 1]
     by_edit = {cell.spec.edit_texts: Run.load(root / CELLS_FOLDER / cell.folder) for cell in cells}
-    ratio = whole(table, edits="window=9", length=64, seed=1, quantity="ratio", component="mask").iloc[0]
-    after, before = (
-        Jackknife(4).inner(by_edit[edits].products["all"].averaged((0, 1)).own["mask"]) for edits in (("window=9",), ())
-    )
-    expected = after.over(before).estimate
-    assert tuple(ratio[["value", "low", "high"]]) == (expected.value, expected.low, expected.high)
+    edited, unedited = by_edit["window=9",], by_edit[()]
+    products = edited.weighted_by(unedited)["all"].averaged((0, 1)), unedited.products["all"].averaged((0, 1))
+    for norm in ("attention", "even"):
+        ratio = whole(table, norm, edits="window=9", length=64, seed=1, quantity="ratio", component="mask").iloc[0]
+        after, before = (Jackknife(4).inner(each.norms[norm].own["mask"]) for each in products)
+        expected = after.over(before).estimate
+        assert tuple(ratio[["value", "low", "high"]]) == (expected.value, expected.low, expected.high)
     assert whole(table, edits="none", quantity="ratio").empty
+
+
+def test_without_arrays_ratios_are_only_evenly_weighted(root: Path, table: pd.DataFrame, tmp_path: Path) -> None:
+    """Of an edited cell and of a cell without edits, which has two edited ones."""
+    place = tmp_path / "sweep"
+    shutil.copytree(root, place)
+    lost = {
+        record.cell.details: record.cell.folder
+        for record in collected(str(place)).finished
+        if (record.cell.spec.edit_texts, record.cell.spec.length, record.cell.spec.seed)
+        in ((("window=9",), 48, 0), ((), 64, 1))
+    }
+    assert len(lost) == 2
+    for folder in lost.values():
+        (place / CELLS_FOLDER / folder / "results.nc").unlink()
+    found = collected(str(place))
+    assert len(found.notes) == 3
+    assert all("results.nc" in each.why for each in found.notes)
+    columns = ["edits", "length", "seed", "component", "value", "low", "high"]
+    now, before = (whole(each, "even", quantity="ratio")[columns] for each in (found.table, table))
+    pd.testing.assert_frame_equal(now, before)
+    left, all_of_them = (whole(each, quantity="ratio") for each in (found.table, table))
+    assert left.cell.nunique() == all_of_them.cell.nunique() - 3
+    assert "incomplete" in CollectedPage(found).html()
+    assert len(found.as_dict()["notes"]) == 3
 
 
 def test_seeds_are_pooled_and_nothing_else(root: Path) -> None:
@@ -111,7 +137,7 @@ def test_seeds_are_pooled_and_nothing_else(root: Path) -> None:
     rows = whole(found.table, edits="bos=zero", length=48, quantity="power", component="mask")
     one, two = (estimate_of(row) for row in rows.to_dict("records"))
     mean = pooled[(pooled.edits == "bos=zero") & (pooled.length == 48) & (pooled.quantity == "power")]
-    mean = mean[(mean.component == "mask") & (mean.queries == "all")].iloc[0]
+    mean = mean[(mean.component == "mask") & (mean.queries == "all") & (mean.norm == "attention")].iloc[0]
     assert mean["value"] == pytest.approx((one.value + two.value) / 2)
     assert mean["n"] == 8
     width = np.hypot(one.high - one.value, two.high - two.value) / 2
@@ -214,8 +240,12 @@ def test_the_page_draws_curves_over_checkpoints(seen: Any, root: Path) -> None:
     assert [round(10**place - 1) for place in x] == list(STEPS)
     pooled = collected(str(root)).pooled
     wanted = pooled[(pooled.quantity == "power") & (pooled.component == "total") & (pooled.queries == "all")]
-    expected = wanted[wanted.step.notna()].sort_values("step")["value"].tolist()
-    assert y == pytest.approx(expected)
+    wanted = wanted[wanted.step.notna()].sort_values("step")
+    expected = {norm: wanted[wanted.norm == norm]["value"].tolist() for norm in ("attention", "even")}
+    assert y == pytest.approx(expected["attention"])
+    seen.page.select_option("#curve-norm", "even")
+    assert lines(seen.page)[0][2] == pytest.approx(expected["even"]) != pytest.approx(expected["attention"])
+    seen.page.select_option("#curve-norm", "attention")
     assert seen.page.evaluate("window.pwned") is None
     assert "pwned" not in name or "&lt;" in name
 
@@ -245,6 +275,7 @@ def test_the_map_has_every_pair_of_two_knobs(seen: Any, root: Path) -> None:
     assert sorted(edits) == ["bos=zero", "none", "window=9"]
     pooled = collected(str(root)).pooled
     ratio = pooled[(pooled.quantity == "ratio") & (pooled.component == "mask") & (pooled.queries == "all")]
+    ratio = ratio[ratio.norm == "attention"]
     for (edit, length), group in ratio.groupby(["edits", "length"]):
         row = edits.index(str(edit))
         assert z[row][[48, 64].index(int(str(length)))] == pytest.approx(group["value"].iloc[0]), (edit, length)

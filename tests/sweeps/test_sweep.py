@@ -17,8 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import posleak as pl
+from posleak.analyses.trace.trace import SOURCES
+from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.files import sole_writer
+from posleak.leakage import Jackknife
 from posleak.models import load
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
@@ -91,11 +94,17 @@ def test_its_table_says_what_its_run_says(grid: dict[str, Any], whole: Path) -> 
     cell = manifest(grid).cells[0]
     run = Run.load(whole / CELLS_FOLDER / cell.folder)
     table = pq.read_table(whole / CELLS_FOLDER / cell.folder / "numbers.parquet").to_pandas()
-    row = table[table.layer.isna() & (table.queries == "all") & (table.quantity == "power")].set_index("component")
-    total = run.summary.model["all"].power["total"]
-    assert tuple(row.loc["total", ["value", "low", "high", "n"]]) == (total.value, total.low, total.high, total.n)
-    layer = table[(table.layer == 1) & (table.queries == "early") & (table.quantity == "power")].set_index("component")
-    assert layer.loc["mask", "value"] == run.summary.layers["early"].power["mask"].value[1]
+    powers = table[table.quantity == "power"].set_index(["norm", "component"])
+    row, layer = powers[powers.layer.isna() & (powers.queries == "all")], powers[powers.layer == 1]
+    layer = layer[layer.queries == "early"]
+    for norm, numbers in run.summary.model["all"].norms.items():
+        total = numbers.power["total"]
+        found = row.loc[(norm, "total"), ["value", "low", "high", "n"]]
+        assert tuple(found) == (total.value, total.low, total.high, total.n)
+        mask = run.summary.layers["early"].norms[norm].power["mask"].value[1]
+        assert layer.loc[(norm, "mask"), "value"] == mask
+    without = set(table[table.norm.isna()].quantity)
+    assert without == {"attention", "slope"}
 
 
 def test_losses_are_numbers_of_a_cell(models: list[str], tmp_path: Path) -> None:
@@ -118,10 +127,31 @@ def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> No
     folder = tmp_path / CELLS_FOLDER / record.cell.folder
     trace = pl.trace(load(models[0]), length=48, prompts=4)
     table = pq.read_table(folder / "numbers.parquet").to_pandas()
-    whole = table[table.layer.isna() & (table.queries == "all")].set_index(["quantity", "component"])
-    for name in ("here", "earlier", "origin"):
-        assert whole.loc[("power", name), "value"] == trace.model["all"].power[name].value
+    whole = table[table.layer.isna() & (table.queries == "all")].set_index(["norm", "quantity", "component"])
+    for norm, numbers in trace.model["all"].norms.items():
+        for name in SOURCES:
+            assert whole.loc[(norm, "power", name), "value"] == numbers.power[name].value
+            np.testing.assert_equal(whole.loc[(norm, "share", name), "value"], numbers.share[name].value)
+        np.testing.assert_equal(whole.loc[(norm, "order", "earlier"), "value"], numbers.ratios["order"].value)
+    with np.load(folder / "products.npz") as products:
+        stored = products["even/all/origin"]
+    assert Jackknife(4).inner(stored).value == trace.model["all"].norms["even"].power["origin"].value
     assert any("conditions" in name for name in record.files), "the borrowed pass is part of the cell"
+
+
+def test_a_trace_with_a_long_donor_is_a_cell_of_its_own(models: list[str], tmp_path: Path) -> None:
+    found = swept({"models": models[:1], "kind": "trace", "donor": ["plain", "long"], **SMALL}, tmp_path)
+    assert found.complete
+    plain, long = found.finished
+    assert plain.cell.label != long.cell.label
+    folder = tmp_path / CELLS_FOLDER / long.cell.folder
+    trace = pl.trace(load(models[0]), length=48, prompts=4, donor="long")
+    table = pq.read_table(folder / "numbers.parquet").to_pandas().query("layer.isna() and queries == 'all'")
+    power = table[(table.quantity == "power") & (table.component == "here") & (table.norm == "attention")]
+    assert power.value.tolist() == [trace.model["all"].power["here"].value]
+    assert [run.record.spec.edit_texts for run in map(Run.load, folder.glob("conditions/*"))] == [
+        ("context=branches:long",)
+    ]
 
 
 def test_a_trace_that_lost_a_record_is_made_whole(models: list[str], tmp_path: Path) -> None:
@@ -457,3 +487,11 @@ def test_guesses_are_near_what_is_planned() -> None:
             guessed = memory_of(cell)
             assert guessed is not None
             assert 0.5 < guessed / planned < 2, (cell, guessed, planned)
+        for donor in ("plain", "long"):
+            traced = Cell(name, MeasureSpec(length=64, prompts=8), kind="trace", donor=donor)
+            edit = "context=branches" + ":long" * (donor == "long")
+            spec = MeasureSpec(length=64, prompts=8, edits=parse_edits(edit))
+            planned = memory_plan(subject, spec.resolved()).total + weight_bytes(subject) + LIBRARY_BYTES
+            guessed = memory_of(traced)
+            assert guessed is not None
+            assert 0.5 < guessed / planned < 2, (traced, guessed, planned)

@@ -52,6 +52,8 @@ def test_the_id_changes_with_what_decides_numbers_and_with_nothing_else(tmp_path
     cell = Cell("a/b", MeasureSpec(f"text:{text}"))
     assert replace(cell, title="other", series="s", step=3, resources=Resources(2, 1, 10**9)).id == cell.id
     loaded: list[Any] = [{"dtype": "bfloat16"}, {"model": "a/c"}, {"kind": "trace"}]
+    traced = replace(cell, kind="trace")
+    assert replace(traced, donor="long").id != traced.id
     measured: list[Any] = [{"seed": 1}, {"length": 64}, {"edits": ("window=9",)}]
     for change in (*loaded, *({"spec": replace(cell.spec, **each)} for each in measured)):
         assert replace(cell, **change).id != cell.id, change
@@ -75,9 +77,17 @@ def test_ids_and_records_of_earlier_versions_stay_valid(monkeypatch: pytest.Monk
     software = {"posleak": "1", "torch": "2", "transformers": "3"}
     text = json.dumps([DEFINITIONS_VERSION, asked, software, None], sort_keys=True)
     assert cell.id == hashlib.sha256(text.encode()).hexdigest()
-    shown = {"title": None, "series": None, "step": None, "resources": {"cpus": 1, "gpus": 0, "memory": None}}
+    shown = {
+        "title": None,
+        "series": None,
+        "step": None,
+        "donor": "plain",
+        "resources": {"cpus": 1, "gpus": 0, "memory": None},
+    }
     assert plain(cell) == {**asked, **shown, "loss": False}
     assert from_json(Cell, json.dumps(plain(cell))) == cell
+    older = {name: value for name, value in plain(cell).items() if name != "donor"}
+    assert from_json(Cell, json.dumps(older)) == cell
 
 
 def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +123,8 @@ def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> No
             {"where": "models, 1", "got": "a/b@main", "remedy": "`revisions`"},
         ),
         ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, {"got": "window=9", "remedy": "kind: measure"}),
+        ({"models": ["a/b"], "kind": "trace", "donor": "lon"}, {"where": "donor", "got": "lon", "remedy": "'long'"}),
+        ({"models": ["a/b"], "donor": "long"}, {"where": "donor", "got": "long", "remedy": "kind: trace"}),
         ({"models": []}, {"what": "no cells", "remedy": "`models`"}),
         ({"seed": 1}, {"what": "no models", "remedy": "`models`"}),
         ([1], {"got": "[1]", "expected": "models, edits"}),
@@ -238,12 +250,43 @@ def test_a_thousand_cells_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_named_manifests_are_well_formed() -> None:
-    assert set(named_manifests()) == {"architectures", "knobs", "lengths", "first-token", "dtypes"}
+    assert set(named_manifests()) == {"architectures", "knobs", "lengths", "first-token", "dtypes", "robustness"}
     for name in named_manifests():
         named = read_manifest(name)
         assert named.name == name
-        assert named.question
-        assert len({cell.label + str(cell.spec.length) for cell in named.cells}) == len(named.cells)
+        assert bool(named.question) == (name != "robustness"), "a balance table says nothing about sources"
+        assert len({cell.details for cell in named.cells}) == len(named.cells)
+
+
+def test_robustness_changes_one_setting_at_a_time() -> None:
+    cells = read_manifest("robustness").cells
+    main = [cell for cell in cells if cell.model == "smollm2-135m"]
+    usual = {"inputs": "random", "length": 256, "origin": 4, "donor": "plain"}
+    settings = [{name: cell.as_dict()[name] for name in usual} for cell in main]
+    changed = [{name for name in usual if setting[name] != usual[name]} for setting in settings]
+    assert {frozenset(names) for names in changed if len(names) > 1} == {frozenset({"length", "donor"})}
+    assert {setting["length"] for setting in settings} == {128, 256, 512, 1024}
+    assert {setting["origin"] for setting in settings} == {1, 4, 8}
+    assert {setting["inputs"] for setting in settings} == {"random", "text:stdlib"}
+    assert {cell.spec.seed for cell in main} == {0, 1, 2}
+    assert len(main) == 3 * 9
+    assert {(cell.model, cell.spec.length, cell.spec.prompts) for cell in cells if cell not in main} == {
+        ("gemma3-270m", 256, 16), ("gemma3-270m", 768, 16), ("qwen2.5-coder-1.5b", 256, 8),
+    }  # fmt: skip
+
+
+def test_donors_are_those_of_a_trace() -> None:
+    from posleak.analyses.trace.trace import DONORS as TRACE_DONORS
+    from posleak.sweeps.cells import DONORS
+
+    assert DONORS == TRACE_DONORS
+
+
+def test_the_work_of_a_trace_is_that_of_both_of_its_passes() -> None:
+    cell = Cell("a/b", MeasureSpec(length=64, prompts=3), kind="trace")
+    assert cell.work == 3 * (64 + 4 * 64 + 64)
+    assert replace(cell, donor="long").work == 3 * (64 + 6 * 64)
+    assert replace(cell, kind="measure").work == 3 * 64
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 """Exit statuses of `posleak doctor`, by verdict."""
+
+
+class Donor(StrEnum):
+    """Documents that `posleak trace` places before a prompt."""
+
+    plain = "plain"
+    long = "long"
 
 
 @model_command("measure", stored=True, profiled=True)
@@ -64,33 +72,41 @@ def trace_command(
     inputs: options.Inputs = defaults.INPUTS,
     bos: options.Bos = defaults.BOS,
     length: options.Length = defaults.TRACED,
-    prompts: Annotated[
-        int, typer.Option(help="Number of prompts. Both forward passes use the same prompts.")
-    ] = defaults.PROMPTS,
+    prompts: Annotated[int, typer.Option(help="Number of prompts. Both runs use the same prompts.")] = defaults.PROMPTS,
     seed: options.Seed = defaults.SEED,
     origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     by_layer: Annotated[
         bool,
         typer.Option(
-            "--by-layer", help="Also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more pass each."
+            "--by-layer", help="Also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more run each."
         ),
     ] = False,
+    donor: Annotated[
+        Donor,
+        typer.Option(
+            help="Document before the prompt: plain (length + 64 tokens), or long (3 × length, whose queries see at "
+            "most `length` keys each)."
+        ),
+    ] = Donor.plain,
     metrics: options.Metrics = "none",
 ) -> None:
-    """Trace where position comes from: own mask (here), masks of earlier layers (earlier), position 0 (origin).
+    """Trace where position comes from: own mask, masks of earlier layers, position 0, recurrent state.
 
-    In a second forward pass, every query also attends to keys of another document (the borrowed context), so that
-    position cannot be inferred from the number of visible keys.
+    A second run reads the prompt in three branches after another document, the donor: A attends to the prompt only; B
+    also to keys of the donor, so that every query sees equally many keys; C is B with position 0 at the same distance
+    from every query. Their differences are the sources: earlier (masks of earlier layers, through the residual stream),
+    here (the layer's own mask), origin (the distance to position 0), and state (only in models with recurrent layers).
+    What is left, and the difference between the two orders of removing masks, are reported as checks.
 
     Example: `posleak trace smollm2-135m --length 256 --prompts 16`
     """
     trace = model.compute(
-        "trace", {"by_layer": by_layer}, inputs=inputs, bos=bos, length=length, prompts=prompts, seed=seed,
-        origin=origin, metrics=metrics,
+        "trace", {"by_layer": by_layer, "donor": donor.value}, inputs=inputs, bos=bos, length=length, prompts=prompts,
+        seed=seed, origin=origin, metrics=metrics,
     )  # fmt: skip
     from posleak.reports.terminal.run import trace_tables
 
-    model.present(trace, trace_tables, trace.borrowed.record.memory.total)
+    model.present(trace, trace_tables, trace.branches.record.memory.total)
 
 
 @model_command("origin")

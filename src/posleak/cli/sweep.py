@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posleak.show.lines import prose
+from posleak.show.numbers import estimate
 from posleak.show.terminal import cell as number, share, table
 from posleak.text import format_bytes
 
@@ -23,7 +25,7 @@ from .progress import board_view
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from posleak.sweeps.collect import BalanceTable
+    from posleak.sweeps.collect import BalanceRow, BalanceTable
     from posleak.sweeps.state import SweepProgress
     from posleak.sweeps.sweep import Sweep
 
@@ -36,9 +38,10 @@ MAX_RUNNING, MAX_NAMED, MAX_LISTED = 8, 3, 40
 POWERS, SHARES = ("total", "mask", "drift", "sink", "residual"), ("mask", "drift", "sink")
 
 BALANCE_LEGEND = (
-    "total and residual: powers in nats², all queries; mask, drift, sink: shares of the total; slope: change of the "
-    "residual per relative depth, divided by its mean; removed: 1 − residual power / residual power of the first cell "
-    "of the model; 95% jackknife intervals over prompts; early queries: --markdown or --json"
+    "total and residual: powers in nats², all queries, weighted by attention; mask, drift, sink: shares of the total; "
+    "slope: change of the residual per relative depth, divided by its mean; removed: 1 − residual power / residual "
+    "power of the first cell of the model, weighted by the attention of that cell; 95% jackknife intervals over "
+    "prompts; early queries and evenly weighted powers: --markdown or --json"
 )
 
 
@@ -63,7 +66,7 @@ def sweep_command(
         typer.Argument(
             metavar="MANIFEST",
             parser=named,
-            help="A YAML file (docs/sweeps.md), or architectures, knobs, lengths, first-token or dtypes.",
+            help="A YAML file (docs/sweeps.md), or architectures, knobs, lengths, first-token, dtypes or robustness.",
         ),
     ],
     models: Annotated[
@@ -107,7 +110,8 @@ def sweep_command(
     is 1. If the manifest has a `question`, the sweep ends with a balance table: mask, drift and sink in every cell.
 
     Manifests that ship with posleak: `architectures` compares models, `knobs` changes the rotation or the window,
-    `lengths` changes the length, `first-token` removes the BOS token, and `dtypes` changes the precision.
+    `lengths` changes the length, `first-token` removes the BOS token, `dtypes` changes the precision, and `robustness`
+    changes every setting of a trace.
 
     Examples: `posleak sweep architectures`, `posleak sweep grid.yaml --engine ray --workers 4`
     """  # fmt: skip
@@ -164,6 +168,7 @@ def collect_command(
         collected = gathered.collected
         balances = collected.balance if balance or markdown else None
     _warn("not shown", [(each.label, each.why) for each in collected.omitted])
+    _warn("incomplete", [(each.label, each.why) for each in collected.notes])
     _warn("failed, not shown", [(error.cell.details, error.what) for error in collected.failed])
     if as_json:
         emit({**gathered.as_dict(), "balance": balances})
@@ -282,23 +287,42 @@ def balance_tables(balance: BalanceTable) -> Iterator[RenderableType]:
             share(row.removed["residual, all"]) if row.removed else "",
         )  # fmt: skip
     yield rows
+    for row in balance.rows:
+        if even := _even_conclusions(row):
+            yield prose(f"{row.cell.label}, N = {row.cell.spec.length}, evenly weighted: {', '.join(even)}")
     yield prose(BALANCE_LEGEND, style="dim")
 
 
+def _even_conclusions(row: BalanceRow) -> list[str]:
+    """Return the evenly weighted shares and what an edit removed, where they lead to other conclusions."""
+    from posleak.leakage.summary import EVEN
+
+    numbers, even = row.balance.numbers["all"], list[str]()
+    if numbers.even is not None and numbers.disagreement(SHARES):
+        even += [f"{part} {estimate(numbers.even.share[part], 'share')}" for part in SHARES]
+    leading, other = (row.removed.get(f"residual, all{norm}") for norm in ("", f", {EVEN}"))
+    if leading is not None and other is not None and (leading.low > other.high or other.low > leading.high):
+        even.append(f"removed {estimate(other, 'share')}")
+    return even
+
+
 def balance_markdown(balance: BalanceTable) -> str:
-    """Return every number of the balance, early and all queries, with its interval, as a Markdown table."""
+    """Return every number of the balance, early and all queries, both norms, with its interval, as a Markdown table."""
+    from posleak.leakage.summary import EVEN, LEADING
+
     shares = [f"{name} share" for name in SHARES]
-    lines = [["cell", "N", "n", "queries", *POWERS, *shares, "at 0", "slope", "removed"]]
-    for row in balance.rows:
-        for queries in ("early", "all"):
-            numbers, spec, whole = row.balance.numbers[queries], row.cell.spec, queries == "all"
+    lines = [["cell", "N", "n", "queries", "norm", *POWERS, *shares, "at 0", "slope", "removed"]]
+    for row, queries in itertools.product(balance.rows, ("early", "all")):
+        for norm, numbers in row.balance.numbers[queries].norms.items():
+            spec, whole = row.cell.spec, (queries, norm) == ("all", LEADING)
             slopes = [f"{kind} {number(value).plain.strip()}" for kind, value in row.balance.relative.items()]
+            removed = row.removed.get(f"residual, {queries}" + (f", {EVEN}" if norm == EVEN else ""))
             lines.append([
-                row.cell.label, str(spec.length), str(spec.prompts), queries,
+                row.cell.label, str(spec.length), str(spec.prompts), queries, norm,
                 *(number(numbers.power[name]).plain.strip() for name in POWERS),
                 *(share(numbers.share[name]).plain for name in SHARES),
                 number(row.balance.sink_attention).plain.strip() if whole else "", "; ".join(slopes) if whole else "",
-                share(row.removed[f"residual, {queries}"]).plain if row.removed else "",
+                "" if removed is None else share(removed).plain,
             ])  # fmt: skip
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

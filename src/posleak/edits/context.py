@@ -13,6 +13,7 @@ total is stored separately as `lent`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from posleak.errors import InputError, UnsupportedError
@@ -21,7 +22,7 @@ from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import input_device
 from posleak.rounding import CLOSED
 
-from .base import EditKind, ScopedEdit, Site, register
+from .base import EditKind, NamedEdit, ScopedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posleak.probe import Call, Visibility
+    from posleak.probe.branches import Layout
+    from posleak.probe.call import MovedKey
+    from posleak.probe.placement import Rotation
     from posleak.probe.visibility import Rule
+
+BORROWED, BRANCHED = "context=borrowed", "context=branches"
 
 CHECK_LENGTH = 32
 """Length of the prompt on which it is checked that a donor changes prompts through attention only."""
@@ -37,11 +43,17 @@ CHECK_LENGTH = 32
 
 @dataclass(frozen=True)
 class Borrow(ScopedEdit):
-    """Edit that lets queries of the layers in scope also attend to keys of a donor."""
+    """Edit that lets queries of the layers in scope also attend to keys of a donor: branch B alone."""
 
-    name: ClassVar[str] = "context=borrowed"
+    name: ClassVar[str] = BORROWED
     site: ClassVar[Site] = Site.CONTEXT
     needs_causal: ClassVar[bool] = True
+
+    @staticmethod
+    def donor_tokens(length: int) -> int:
+        return length + DONOR_MARGIN
+
+    tokens_read = staticmethod(lambda length: 2 * length + DONOR_MARGIN)
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
@@ -50,22 +62,120 @@ class Borrow(ScopedEdit):
             )
 
     def prompts(self, prompts: Prompts) -> Prompts:
-        return prompts.after_donors()
+        return prompts.after_donors(self.donor_tokens(prompts.length))
 
     def edit(self, call: Call) -> Call:
         length, visible_donor = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
         old = call.visibility
-        old.cached(("same after a donor", length), lambda: require_shift_invariant(old, length))
-        rule = borrowed(old.rule, length, visible_donor, old.cached("keeps first", lambda: keeps_first(old)))
-        new = old.with_rule(("borrowed", visible_donor), rule)
-        return replace(call, visibility=new, start=length + DONOR_MARGIN)
+        start = self.donor_tokens(length)
+
+        def rule() -> Rule:
+            require_shift_invariant(old, length, start)
+            return borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
+
+        name = "borrowed", visible_donor
+        return replace(call, visibility=old.with_rule(name, old.cached(("rule", *name), rule)), start=start)
 
     def changed_heads(self, before: Call, after: Call) -> int:
         """Return the number of heads that see donor keys."""
         return int(self.scope.heads(before).sum())
 
 
-def require_shift_invariant(visibility: Visibility, length: int) -> None:
+@dataclass(frozen=True)
+class Branches(NamedEdit):
+    """Edit that reads the prompt three times after its donor, as the branches A, B and C (probe/branches.py).
+
+    apart   each branch is a sequence of its own, for models that one sequence with several branches is not defined for
+    long    the donor has 3N tokens, whose queries see at most N keys each, as those of the prompt do
+    """
+
+    apart: bool = False
+    long: bool = False
+
+    site: ClassVar[Site] = Site.CONTEXT
+    needs_causal: ClassVar[bool] = True
+
+    @property
+    def text(self) -> str:
+        return BRANCHED + ":apart" * self.apart + ":long" * self.long
+
+    def donor_tokens(self, length: int) -> int:
+        return 3 * length if self.long else length + DONOR_MARGIN
+
+    def tokens_read(self, length: int) -> int:
+        donor, branches = self.donor_tokens(length), 3
+        return branches * (donor + length) if self.apart else donor + branches * length
+
+    def prompts(self, prompts: Prompts) -> Prompts:
+        return prompts.after_donors(self.donor_tokens(prompts.length))
+
+    def layout(self, document: int) -> Layout:
+        """Return the layout for documents of this many tokens: a donor and the prompt after it."""
+        from posleak.probe.branches import Layout
+
+        length = document // 4 if self.long else (document - DONOR_MARGIN) // 2
+        return Layout(length, document - length, joined=not self.apart)
+
+    def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.layout(ids.shape[1]).arrange(ids)
+
+    def edit(self, call: Call) -> Call:
+        T = call.query.shape[2]
+        document = T if self.apart else 4 * (T // 6) if self.long else DONOR_MARGIN + 2 * ((T - DONOR_MARGIN) // 4)
+        layout, old = self.layout(document), call.visibility
+        if call.bias is not None and not self.apart:
+            raise UnsupportedError(
+                "branches of one sequence are not defined where the model adds a bias by position to its logits",
+                where=f"layer {call.layer}", remedy=f"use --edit {replace(self, apart=True).text}",
+            )  # fmt: skip
+
+        def make() -> tuple[Layout, Visibility]:
+            require_shift_invariant(old, layout.length, layout.donor)
+            rule_of = partial(
+                borrowed, old.rule, layout.length, layout.donor, keeps_origin=keeps_first(old), even_donor=self.long
+            )
+            rules = rule_of(visible_donor=False), rule_of(), rule_of(fixed=True)
+            branched = replace(layout, rules=rules)
+            return branched, branched.visibility(old)
+
+        branched, visibility = old.cached(("branches", self), make)
+        rotation = None if call.placement is None else call.placement.rotation
+        if rotation is None or rotation.frequency is None:
+            raise UnsupportedError(
+                "branch C is not defined here: the key of position 0 cannot be moved, since the rotation is not "
+                "proportional to the position", where=f"layer {call.layer}", remedy=MEASURE_INSTEAD,
+            )  # fmt: skip
+        moved = self._moved(call, branched, rotation)
+        call = call if branched.joined else branched.closed_up(call, rotation)
+        return replace(call, visibility=visibility, layout=branched, moved=moved)
+
+    def _moved(self, call: Call, layout: Layout, rotation: Rotation) -> MovedKey:
+        """Return the key of position 0 in branch C at offset N from every query."""
+        import torch
+
+        from posleak.probe.branches import BRANCHES, C
+        from posleak.probe.call import MovedKey
+
+        wide = torch.promote_types(call.query.dtype, torch.float32)
+        query, keys = (layout.prompt(C, x).to(wide) for x in (call.query, call.key))
+        steps = torch.arange(layout.length, device=keys.device) - layout.length  # to i − N
+        key = rotation.rotated(keys[:, :, :1].expand_as(keys), steps)
+        key = key.repeat_interleave(call.heads // keys.shape[1], dim=1)
+        s = call.soft_capped((query * call.scaling * key).sum(-1))
+        if call.bias is not None:
+            at = torch.arange(layout.donor, layout.donor + layout.length, device=s.device)
+            s = s + layout.of_branch(C, call.bias)[:, :, at, at - layout.length]
+        if not layout.joined:
+            every = s.new_full((len(call.query), *s.shape[1:]), torch.nan)
+            every[C :: len(BRANCHES)] = s
+            s = every
+        return MovedKey(layout.first(C), s)
+
+    def changed_heads(self, before: Call, after: Call) -> int:
+        return before.heads
+
+
+def require_shift_invariant(visibility: Visibility, length: int, donor: int) -> None:
     """Raise an UnsupportedError if a prompt sees other keys of its own after a donor, as with chunked attention.
 
     Position 0 is not compared: a layer may show it to every query, and `borrowed` then shows the prompt's.
@@ -73,7 +183,7 @@ def require_shift_invariant(visibility: Visibility, length: int) -> None:
     import torch
 
     rows = torch.unique(torch.linspace(0, length - 1, 16).long())
-    shifted = visibility.rows(rows + length + DONOR_MARGIN, slice(length + DONOR_MARGIN + 1, None))
+    shifted = visibility.rows(rows + donor, slice(donor + 1, donor + length))
     if not torch.equal(shifted, visibility.rows(rows, slice(1, length))):
         raise UnsupportedError(
             "a borrowed context is not defined here: attention is cut into chunks counted from the first token, and a "
@@ -90,25 +200,40 @@ def keeps_first(visibility: Visibility) -> bool:
     return bool(first and not second)
 
 
-def borrowed(rule: Rule, length: int, visible_donor: bool = True, keeps_origin: bool = False) -> Rule:
-    """Return a rule for [donor of length + 64 keys] [prompt]: a prompt's query sees the nearest `length` keys.
+def borrowed(
+    rule: Rule,
+    length: int,
+    start: int,
+    *,
+    visible_donor: bool = True,
+    keeps_origin: bool = False,
+    fixed: bool = False,
+    even_donor: bool = False,
+) -> Rule:
+    """Return a rule for [donor of `start` keys] [prompt]: a prompt's query sees the nearest `length` keys.
 
     visible_donor   donor keys are visible; otherwise the prompt sees itself only
     keeps_origin    `rule` shows position 0 to every query. Then the prompt's position 0 replaces the donor's,
                     and a window has room for one more donor key
+    fixed           position 0 stands outside the text, at the offset `length` from every query, and `rule` decides
+                    whether it is visible there. The donor ends right before position 1, so that no offset is missing
+    even_donor      queries of the donor see at most `length` keys: its position 0, and the nearest other ones
     """
     import torch
 
-    start = length + DONOR_MARGIN
-
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own: Tensor = rule(batch, head, query, key)
+        first = rule(batch, head, query, torch.full_like(key, start))
+        reach = (key + (keeps_origin or fixed)).clamp(max=start)
         if keeps_origin:
-            donor = (query >= start) & (key < start) & (key > 0) & rule(batch, head, query, (key + 1).clamp(max=start))
-            first = (query >= start) & (key == start) & rule(batch, head, query - start, key - start)
-            own = torch.where(query < start, own, donor | first | ((key > start) & own))
-        near = key > query - length if visible_donor else key >= start
-        return own & ((query < start) | torch.where(query == start, key == start, near))
+            first = rule(batch, head, (query - start).clamp(min=0), torch.zeros_like(key))
+        elif fixed:
+            first = rule(batch, head, query, (query - length).clamp(min=0) + torch.zeros_like(key))
+        donor = (key > query - length) & (key > 0) & rule(batch, head, query, reach) & visible_donor
+        prompt = torch.where(key == start, first, torch.where(key < start, donor, own))
+        prompt = torch.where(query == start, key == start, prompt)
+        even = own & ((key > query - length + 1) | (key == 0))
+        return torch.where(query < start, even if even_donor else own, prompt)
 
     return visible
 
@@ -120,10 +245,11 @@ NOWHERE = Scope(everywhere=False)
 """No layer: each prompt follows a donor, but no query sees the donor's keys."""
 
 
-def require_closed(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedError if a donor changes a prompt that does not see it, as in recurrent layers.
+def carried_difference(model: PreTrainedModel) -> float:
+    """Return the largest relative change of a prompt's states by a donor that no query sees.
 
-    The same prompt is read after two donors at the same positions, with donor keys hidden.
+    It exceeds rounding in models that carry the donor along by other means than attention, such as a recurrent state.
+    The same prompt is read after two donors at the same positions.
     """
     import torch
 
@@ -134,25 +260,40 @@ def require_closed(model: PreTrainedModel) -> None:
     ids[1, :-CHECK_LENGTH] = ids[1, :-CHECK_LENGTH].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
         one, other = probe.forward(ids)[0][:, -CHECK_LENGTH:]
-    gap, bound = relative_difference(other, one), CLOSED.of(model.dtype)
-    if gap > bound:
-        raise UnsupportedError(
-            "a borrowed context is not defined for this model: a document before the prompt changes its states even "
-            "if no query sees the document, as in layers with a recurrent state",
-            where=type(model).__name__, got=f"a relative difference of states of {gap:.2g}",
-            expected=f"at most {bound:.2g}", remedy=MEASURE_INSTEAD,
-        )  # fmt: skip
+    return relative_difference(other, one)
+
+
+def branches_of(model: PreTrainedModel, *, long: bool = False) -> Branches:
+    """Return the edit that reads all branches of a prompt: in one sequence if the model allows it, else apart.
+
+    Branches are joined if the model takes position ids, and if a donor that no query sees leaves the prompt unchanged.
+    """
+    from posleak.probe import takes_positions
+
+    carries = not takes_positions(model) or carried_difference(model) > CLOSED.of(model.dtype)
+    return Branches(apart=carries, long=long)
+
+
+def _make(value: str, scope: Scope) -> NamedEdit:
+    name, *options = value.split(":")
+    if name == "borrowed" and not options:
+        return Borrow(scope)
+    branches = Branches(apart="apart" in options, long="long" in options)
+    if branches.text.partition("=")[2] != value or not scope.everywhere:
+        raise ValueError(value)
+    return branches
 
 
 register(
     EditKind(
-        "context", "context=borrowed[@LAYERS]",
-        "what each query sees: it also attends to keys of another document before the prompt, so that every query sees "
-        "equally many keys. `@LAYERS`: in these layers only; in the others the prompt sees itself only. Rows are "
-        "measured without the donor keys; `left` is the total with them. `posleak trace` compares this run with the "
-        "ordinary one",
-        "edits of the embedding or the read of position 0, and of visibility; models with learned positions, scaled "
-        "queries or recurrent layers", "context=borrowed@0-5",
-        lambda value, scope: {"borrowed": Borrow(scope)}[value], scoped=True,
+        "context", "context=borrowed[@LAYERS]|branches[:apart][:long]",
+        "what each query sees. `borrowed`: it also attends to keys of another document before the prompt, so that "
+        "every query sees equally many keys. `@LAYERS`: in these layers only; in the others the prompt sees itself "
+        "only. Rows are measured without the donor keys; `left` is the total with them. `branches`: the prompt is read "
+        "three times after the document: alone, with borrowed keys, and with borrowed keys and position 0 at one "
+        "distance. `posleak trace` decomposes the leakage by source from it. `:apart` reads three sequences instead of "
+        "one; `:long` uses a document of three times the length, whose queries see equally many keys too",
+        "edits of the embedding or the read of position 0, and of visibility; models with learned positions or scaled "
+        "queries", "context=borrowed@0-5", _make, scoped=True,
     )
 )  # fmt: skip

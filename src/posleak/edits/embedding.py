@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ class FirstEmbedding(NamedEdit):
 
     zero   the zero vector
     mean   the mean embedding of the vocabulary
-    noise  a random direction, the same for all prompts (`number`: random seed), with the norm of the original embedding
+    noise  a random direction for each prompt (`number`: random seed), with the norm of the original embedding
     token  the embedding of another token (`number`: its id)
     """
 
@@ -47,20 +48,19 @@ class FirstEmbedding(NamedEdit):
         import torch
 
         table = probe.model.get_input_embeddings()
-        new = self.vector(table)
+        same = None if self.kind == "noise" else self.vector(table)
 
-        def put(module: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+        def put(module: torch.nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             probe.effect_of(self).note("the embedding at position 0")
-            first = new.to(out)
-            if self.kind == "noise":
-                first = first * out[:, 0].norm(dim=-1, keepdim=True)
-            return torch.cat([first.expand_as(out[:, 0])[:, None], out[:, 1:]], dim=1)
+            first = out[:, 0]
+            new = self.noise(args[0], first) if same is None else same.to(out).expand_as(first)
+            return torch.cat([new[:, None], out[:, 1:]], dim=1)
 
         with table.register_forward_hook(put):  # removed at the end of the block
             yield
 
     def vector(self, table: torch.nn.Module) -> Tensor:
-        """Return the new embedding [W], for noise a unit vector. The module is called, since it may scale its rows."""
+        """Return the new embedding [W]. The module is called, since it may scale its rows."""
         import torch
 
         weight = next(table.parameters())
@@ -74,11 +74,23 @@ class FirstEmbedding(NamedEdit):
             if self.kind == "mean":
                 ids = torch.arange(rows, device=device).split(8192)
                 return (torch.stack([table(part).double().sum(0) for part in ids]).sum(0) / rows).to(like)
-            if self.kind == "noise":
-                direction = torch.randn(like.shape, generator=torch.Generator().manual_seed(self.number))
-                norm: Tensor = direction.norm()
-                return (direction / norm).to(like)
             return torch.zeros_like(like)
+
+    def noise(self, ids: Tensor, first: Tensor) -> Tensor:
+        """Return a vector with the norm of `first` [B, W] for each prompt of ids [B, T].
+
+        It depends on the seed and on the prompt's tokens after position 0, and on nothing else in the batch.
+        """
+        import torch
+
+        def direction(prompt: bytes) -> Tensor:
+            digest = hashlib.sha256(f"{self.number}:".encode() + prompt).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            return torch.randn(first.shape[-1], generator=generator)
+
+        drawn = torch.stack([direction(row.tobytes()) for row in ids[:, 1:].cpu().numpy().astype("<i8")])
+        noise: Tensor = (drawn / drawn.norm(dim=-1, keepdim=True)).to(first) * first.norm(dim=-1, keepdim=True)
+        return noise
 
 
 def require_token(token: int, table: torch.nn.Module, where: str) -> None:
@@ -124,9 +136,10 @@ register(
     EditKind(
         "bos", "bos=zero|mean|noise[:SEED]|token:ID|none|random",
         "the token embedding at position 0, before the first layer. `zero`: all zeros. `mean`: the mean embedding of "
-        "the vocabulary. `noise`: a random direction with the norm of the original embedding; the direction depends on "
-        "SEED (default 0) and is the same in all prompts. `token`: the embedding of the token ID. `none`: no BOS; the "
-        "prompt's own first token is at position 0. `random`: a random token, different in each prompt",
+        "the vocabulary. `noise`: a random direction with the norm of the original embedding, different in each "
+        "prompt; it depends on SEED (default 0) and on the prompt's tokens. `token`: the embedding of the token ID. "
+        "`none`: no BOS; the prompt's own first token is at position 0. `random`: a random token, different in each "
+        "prompt",
         "an ID outside the vocabulary; a second edit of the embedding at position 0, such as `patch0`",
         "bos=mean", _make,
     )

@@ -78,7 +78,7 @@ class Prompts:
     A longer random prompt begins with the shorter one. Another BOS policy changes only position 0.
 
     length   T, including the first token
-    donor    generator of the documents before the prompts; None: no donors
+    donor    generator of the documents before the prompts; None: no donors;  donor_tokens: their length
     """
 
     source: str
@@ -88,6 +88,7 @@ class Prompts:
     length: int
     seed: int
     donor: Body | None = None
+    donor_tokens: int = 0
 
     def ids(self, index: int) -> np.ndarray:
         """Return one prompt, int64 [T]."""
@@ -107,16 +108,19 @@ class Prompts:
     @property
     def context(self) -> int:
         """The number of donor tokens before each prompt."""
-        return 0 if self.donor is None else self.length + DONOR_MARGIN
+        return 0 if self.donor is None else self.donor_tokens
 
-    def after_donors(self) -> Prompts:
-        """Return the same prompts, each after a donor from the same source. The BOS policy applies to donors too."""
+    def after_donors(self, tokens: int) -> Prompts:
+        """Return the same prompts, each after a donor of this many tokens from the same source.
+
+        The BOS policy applies to donors too.
+        """
         body: Body
         if isinstance(self.body, GivenBody):
             body = DonorGivenBody(self.body.table)
         else:
-            body = parse(self.source).body(self.length + DONOR_MARGIN, self.seed, self.vocabulary)
-        return replace(self, donor=body)
+            body = parse(self.source).body(tokens, self.seed, self.vocabulary)
+        return replace(self, donor=body, donor_tokens=tokens)
 
     def _with_first(self, ids: np.ndarray) -> np.ndarray:
         if self.first.id is not None:

@@ -6,7 +6,11 @@
                                                  the logits are s_i(δ) = drift + renormalisation + logit, s_r(δ) = logit
     profile                                      (prompt, layer, head, position)  attention of the references to the
                                                  first positions;  ordinary (prompt, layer, head): to one far key
+    weight                                       (prompt, layer, head, offset)  attention of the references to the body
+                                                 keys that an offset represents: the weights of the norm `attention`
     lent                                         (prompt, layer, head, query)  only under a borrowed context
+    total_a, lent_a, total_c                     (prompt, layer, head, query[, offset])  only if the prompt is read as
+                                                 the branches A, B and C (probe/branches.py); all others are of B
     scaling                                      (prompt, layer, head, query, offset)  only for models that scale their
                                                  queries by position
     pairs                                        (layer, query, offset)  whether a query has a body key at an offset
@@ -37,16 +41,17 @@ ARRAY_AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(PER_QUERY, (PROMPT, LAYER, HEAD, QUERY)),
     "drift": (PROMPT, LAYER, HEAD, QUERY, OFFSET),
     "logit": (PROMPT, LAYER, HEAD, OFFSET),
+    "weight": (PROMPT, LAYER, HEAD, OFFSET),
     "profile": (PROMPT, LAYER, HEAD, POSITION),
     "ordinary": (PROMPT, LAYER, HEAD),
 }
 """The per-prompt arrays and their axes."""
 
-OPTIONAL = {SCALING: "drift", LENT: "mask"}
+OPTIONAL = {SCALING: "drift", LENT: "mask", "total_a": "drift", "lent_a": "mask", "total_c": "drift"}
 """Arrays that exist only for some models or edits, each with the array whose axes it has."""
 
 ALL_AXES = ARRAY_AXES | {name: ARRAY_AXES[like] for name, like in OPTIONAL.items()}
-UNITS = {name: "1" if name in ("attention_0", "profile", "ordinary") else "nats" for name in ALL_AXES}
+UNITS = {name: "1" if name in ("attention_0", "profile", "ordinary", "weight") else "nats" for name in ALL_AXES}
 
 Chunk = dict[str, NDArray[Any]]
 """The arrays of one batch of prompts, with `pairs`, and with `remainder` as a scalar."""

@@ -25,7 +25,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from posleak.errors import CheckError
 from posleak.probe import Call, Placement, Plan, Rows, call_rows
+from posleak.probe.branches import BRANCHES, B, Layout
 from posleak.stopwatch import stage
 
 
@@ -36,12 +38,16 @@ class Parts:
     attention_0      a_i0 of the measured queries
     profile          mean attention of the references to each of the first positions
     ordinary         mean attention of the references to one key that is far from them and from the origin
+    weight           w(δ): mean attention of the references to the body keys whose offsets are nearest to δ
     logit            mean s_r(δ) over the references
     renormalisation  log B_i − log R_{n_i}, so that s_i(δ) = drift + this + logit
     pairs            whether i and every r have a visible body key at δ
     remainder        max |mask + drift + sink (+ scaling) − total|, in nats, before averaging over prompts
     scaling          None where queries are not scaled by position
     lent             reduction of the total by the keys of a borrowed context; None without one
+
+    If the prompt is read as several branches (probe/branches.py), the parts are those of branch B. Of the others, only
+    totals are kept: total_a and lent_a of branch A, total_c of branch C with its lent keys.
     """
 
     mask: Float64[Tensor, "B H Q"]
@@ -51,12 +57,16 @@ class Parts:
     attention_0: Float64[Tensor, "B H Q"]
     profile: Float64[Tensor, "B H first"]
     ordinary: Float64[Tensor, "B H"]
+    weight: Float64[Tensor, "B H D"]
     logit: Float64[Tensor, "B H D"]
     renormalisation: Float64[Tensor, "B H Q"]
     pairs: Bool[Tensor, "Q D"]
     remainder: float
     scaling: Float64[Tensor, "B H Q D"] | None = None
     lent: Float64[Tensor, "B H Q"] | None = None
+    total_a: Float64[Tensor, "B H Q D"] | None = None
+    lent_a: Float64[Tensor, "B H Q"] | None = None
+    total_c: Float64[Tensor, "B H Q D"] | None = None
 
 
 def split(rows: Rows) -> Parts:
@@ -65,8 +75,7 @@ def split(rows: Rows) -> Parts:
     log_z_i, log_z_r = rows.log_z, late.log_z  # [B, H, Q], [B, H, R]
     mask = (log_z_r[..., None] - rows.crop).mean(2)
     sink = (rows.crop - rows.cut).mean(2) - (log_z_i - rows.body)
-    pairs = (rows.offsets < seen.body[:, None]) & (rows.offsets < late.seen.body.min())
-    missing = ~pairs
+    missing = ~(pairs := existing_pairs(rows))
     # Logits at pairs that do not exist are −inf: set them to 0, because their differences would be NaN.
     s_i = rows.s.masked_fill(missing, 0)
     s_r = _finite(late.at_offsets(rows.offsets)).mean(2, keepdim=True)
@@ -82,12 +91,18 @@ def split(rows: Rows) -> Parts:
         attention_0=(rows.first[..., 0] - log_z_i).exp(),
         profile=late.profile,
         ordinary=late.ordinary,
+        weight=late.by_offset(rows.offsets),
         logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.seen.body.min(), torch.nan),
         renormalisation=renormalisation,
         pairs=pairs,
         remainder=float(remainder),
         lent=None if rows.lent is None else lent(rows, rows.lent),
     )
+
+
+def existing_pairs(rows: Rows) -> Bool[Tensor, "Q D"]:
+    """Return whether i and every reference have a visible body key at δ."""
+    return (rows.offsets < rows.seen.body[:, None]) & (rows.offsets < rows.references.seen.body.min())
 
 
 def lent(rows: Rows, weight: Float64[Tensor, "B H P"]) -> Float64[Tensor, "B H Q"]:
@@ -113,6 +128,7 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
         attention_0=plain.attention_0,
         profile=plain.profile,
         ordinary=plain.ordinary,
+        weight=plain.weight,
         remainder=float(np.max([remainder, parts.remainder, plain.remainder])),
         scaling=scaling.masked_fill(missing, torch.nan),
     )
@@ -145,12 +161,34 @@ class LeakageObserver:
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         place = self.placements[call.index] if self.placements else None
+        if call.layout is not None:
+            self.layers.append(self._branched(call, call.layout, place))
+            return
         t = None if place is None else place.temperature
         with stage("rows"):
             rows = call_rows(call, self.plan, self.start, place)
             even = None if t is None else call_rows(self._even(call, t), self.plan, self.start, place)
         with stage("split"):
             self.layers.append(split(rows) if even is None else split_scaled(rows, even))
+
+    def _branched(self, call: Call, layout: Layout, place: Placement | None) -> Parts:
+        with stage("rows"):
+            a, b, c = (
+                call_rows(layout.view(call, branch), self.plan, self.start, place if branch == B else None)
+                for branch in BRANCHES
+            )
+        with stage("split"):
+            parts, (lent_a, lent_c) = split(b), (lent(rows, rows.lent) for rows in (a, c) if rows.lent is not None)
+            total_a, total_c = (log_ratio(rows, ~parts.pairs) for rows in (a, c))
+            total_c = total_c - lent_c[..., None]
+            missing = ~(parts.pairs & existing_pairs(a) & existing_pairs(c))
+            if not torch.equal(missing, ~parts.pairs):
+                raise CheckError(
+                    "the branches of a prompt do not have the same pairs of query and offset",
+                    where=f"layer {call.layer}", remedy="please report it: results for this model would be wrong",
+                )  # fmt: skip
+            total_a, total_c = (x.masked_fill(missing, torch.nan) for x in (total_a, total_c))
+            return replace(parts, total_a=total_a, lent_a=lent_a, total_c=total_c)
 
     def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
         """Return the call with every query at the references' mean temperature."""

@@ -5,7 +5,9 @@ The expectation is over prompts. With x_b(i, δ) one component of prompt b,
     ⟨x, y⟩ = mean over (i, δ) of E[x] E[y],  estimated by  [ (Σ_b x_b)(Σ_b y_b) − Σ_b x_b y_b ] / (B (B − 1))
 
 so that no prompt is multiplied by itself: the plug-in estimate of E[x]² is biased upwards by the variance of the mean,
-which is larger than many effects. power(x) = ⟨x, x⟩ in nats²; share(x) = ⟨x, total⟩ / ⟨total, total⟩.
+which is larger than many effects. The mean over (i, δ) is weighted: norms (summary.py) differ in these weights.
+
+    power(x) = ⟨x, x⟩ in nats²,   share(x) = ⟨x, total⟩ / ⟨total, total⟩
 
 With G[b, c] = mean over (i, δ) of x_b y_c, powers and their jackknife replicates are functions of each prompt's sum of
 products with the others, Σ_{c≠b} (G[b, c] + G[c, b]), and of the products G[b, c] + G[c, b] of the pairs of prompts
@@ -42,11 +44,13 @@ def products(
 ) -> Float64[np.ndarray, "*cells sums"]:
     """Return the products of each prompt with all others, then of the `prompt_pairs(B)`, symmetrised.
 
-    They are means over the pairs (query, offset) that exist; x and y are NaN at the others.
+    They are plain means over the pairs (query, offset) that exist; x and y are NaN at the others.
     """
     exists = np.isfinite(x[0]) & np.isfinite(y[0])
     ready = by_cell(x, exists)
-    return products_of(ready, ready if y is x else by_cell(y, exists), exists.sum(-1))
+    sums = sum_products(ready, ready if y is x else by_cell(y, exists))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / exists.sum(-1)[..., None])
 
 
 def by_cell(
@@ -56,21 +60,16 @@ def by_cell(
     return np.ascontiguousarray(np.moveaxis(np.where(exists, x, 0.0), 0, -2))
 
 
-def products_of(
-    x: Float64[np.ndarray, "*cells B pairs"],
-    y: Float64[np.ndarray, "*cells B pairs"],
-    count: Int64[np.ndarray | np.int64, "*cells"],
+def sum_products(
+    x: Float64[np.ndarray, "*cells B pairs"], y: Float64[np.ndarray, "*cells B pairs"]
 ) -> Float64[np.ndarray, "*cells sums"]:
-    """Return the products of arrays from `by_cell`; count: the number of pairs (query, offset) of each cell."""
+    """Return the products of arrays from `by_cell`, as sums over the pairs (query, offset)."""
     B, same = x.shape[-2], y is x
     if B <= 2 * NEIGHBOURS + 1:
-        sums = of_gram(x @ np.swapaxes(y, -1, -2))
-    else:
-        with_sum = (x @ y.sum(-2)[..., None])[..., 0]
-        with_sum = 2 * with_sum if same else with_sum + (y @ x.sum(-2)[..., None])[..., 0]
-        sums = np.concatenate([with_sum - 2 * np.einsum("...bp,...bp->...b", x, y), *_along_ring(x, y)], axis=-1)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(sums / np.asarray(count)[..., None])
+        return of_gram(x @ np.swapaxes(y, -1, -2))
+    with_sum = (x @ y.sum(-2)[..., None])[..., 0]
+    with_sum = 2 * with_sum if same else with_sum + (y @ x.sum(-2)[..., None])[..., 0]
+    return np.concatenate([with_sum - 2 * np.einsum("...bp,...bp->...b", x, y), *_along_ring(x, y)], axis=-1)
 
 
 def _along_ring(x: Array, y: Array) -> list[Array]:

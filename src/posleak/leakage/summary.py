@@ -4,26 +4,26 @@ profile: attention of late queries to the first positions, the width of the sink
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import xarray as xr
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
 from posleak.axes import EARLY, HEAD, LAYER, PARTS, PROMPT, QUERY, SCALING, layer_coordinates, layer_names
 
 from .contrast import Contrast
-from .power import by_cell, products_of
+from .power import by_cell, sum_products
 from .sampled import POWER_UNIT, SHARE_UNIT, Estimate, Jackknife, LabelledEstimate
 
 SHARED = (*PARTS, "residual", SCALING)
 """Components that have a share of the total."""
 
 HEAD_COLUMNS = (
-    "layer", "call", "head", "queries", "quantity", "component", "value", "low", "high", "unit", "n",
+    "layer", "call", "head", "queries", "norm", "quantity", "component", "value", "low", "high", "unit", "n",
 )  # fmt: skip
 """Columns of heads.parquet: `layer` is the model's layer id, `call` the index of the attention call."""
 
@@ -36,8 +36,21 @@ KEYS_AFTER_ORIGIN = 8
 
 QUERIES = ("all", "early")
 
-PowerKey = tuple[str, str]
-"""(queries, component): names one power of a model, such as ("all", "mask")."""
+LEADING, EVEN = NORMS = ("attention", "even")
+"""The norms: weights of the pairs (i, δ) in a power. LEADING: mean over i of Σ_δ w(δ) E[x]², where w(δ) is the
+attention of a head's references to the body keys whose offsets are nearest to δ. EVEN: every pair counts the same."""
+
+STABILISATION, ORDER = "stabilisation", "order"
+"""Ratios of products that are not shares of a part."""
+
+
+class PowerKey(NamedTuple):
+    """The name of one power of a model, such as ("attention", "all", "mask")."""
+
+    norm: str
+    queries: str
+    component: str
+
 
 Sums = Float64[np.ndarray, "*cells sums"]
 
@@ -48,34 +61,80 @@ class Products:
     the total.
 
     Cells are [L, H]. A layer's products, [L], are the mean over its heads; the model's, [], the mean over all heads.
+    The norm is LEADING; `even` has the same products in the norm EVEN.
     """
 
     own: dict[str, Sums]
     with_total: dict[str, Sums]
+    even: Products | None = None
 
     @classmethod
     def by_queries(
-        cls, components: Mapping[str, Float64[xr.DataArray, "B L H Q D"]], shared: Collection[str] = SHARED
+        cls,
+        components: Mapping[str, Float64[xr.DataArray, "B L H Q D"]],
+        weight: Float64[xr.DataArray, "B L H D"],
+        shared: Collection[str] = SHARED,
     ) -> dict[str, Products]:
-        """Return the products of early and of all queries.
+        """Return the products of early and of all queries, in both norms.
 
-        components: arrays with the same existing pairs, `total` among them; shared: those that have a share of it
+        components   arrays with the same existing pairs, `total` among them;  shared: those with a share of the total
+        weight       attention of the references by offset; the pairs are weighted by its mean over prompts
         """
         total = components["total"]
-        early = int((total[QUERY].values < EARLY).sum()) * total.shape[-1]  # queries increase: early ones come first
+        Q, D = total.shape[-2:]
+        early = int((total[QUERY].values < EARLY).sum())  # queries increase: early ones come first
         exists = np.isfinite(_flat(total)[0])  # [L, H, pairs]
         x = {name: by_cell(_flat(c), exists) for name, c in components.items()}  # [L, H, B, pairs]
-        products = {}
-        for queries, end in {"early": early, "all": exists.shape[-1]}.items():
-            count, some = exists[..., :end].sum(-1), {name: values[..., :end] for name, values in x.items()}
-            own = {name: products_of(values, values, count) for name, values in some.items()}
-            with_total = {name: products_of(some[name], some["total"], count) for name in some if name in shared}
-            products[queries] = cls(own, with_total)
-        return products
+        even = cls._of_norm(x, shared, early * D, exists)
+        root = np.nan_to_num(np.sqrt(weight.values.mean(0)))[:, :, None, :]  # [L, H, 1, D]
+        for values in x.values():
+            values.reshape(*values.shape[:-1], Q, D)[...] *= root[..., None, :]
+        attention = cls._of_norm(x, shared, early, exists.reshape(*exists.shape[:2], Q, D).any(-1))
+        return {queries: replace(products, even=even[queries]) for queries, products in attention.items()}
+
+    @classmethod
+    def _of_norm(
+        cls,
+        x: Mapping[str, Float64[np.ndarray, "L H B pairs"]],
+        shared: Collection[str],
+        early: int,
+        counted: Bool[np.ndarray, "L H counted"],
+    ) -> dict[str, Products]:
+        """Return the products of weighted components, divided by the number of `counted` pairs or queries.
+
+        early: how many of the first ones belong to early queries
+        """
+        split = early * (next(iter(x.values())).shape[-1] // counted.shape[-1])
+        counts = {"early": counted[..., :early].sum(-1)[..., None], "all": counted.sum(-1)[..., None]}
+
+        def products(one: str, other: str) -> dict[str, Sums]:
+            first, rest = (
+                sum_products(x[one][..., span], x[other][..., span]) for span in (slice(0, split), slice(split, None))
+            )
+            with np.errstate(invalid="ignore"):
+                return {"early": first / counts["early"], "all": (first + rest) / counts["all"]}
+
+        own = {name: products(name, name) for name in x}
+        with_total = {name: products(name, "total") for name in x if name in shared}
+        return {
+            queries: cls(
+                {name: sums[queries] for name, sums in own.items()},
+                {name: sums[queries] for name, sums in with_total.items()},
+            )
+            for queries in counts
+        }
+
+    @property
+    def norms(self) -> dict[str, Products]:
+        """The products by the name of their norm, the leading one first."""
+        return {LEADING: self} | ({} if self.even is None else {EVEN: self.even})
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
         """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
-        return Products(*({n: np.nanmean(g, axis=axes) for n, g in d.items()} for d in (self.own, self.with_total)))
+        own, with_total = (
+            {name: np.nanmean(sums, axis=axes) for name, sums in kind.items()} for kind in (self.own, self.with_total)
+        )
+        return Products(own, with_total, None if self.even is None else self.even.averaged(axes))
 
 
 def _flat(x: Float64[xr.DataArray, "B L H Q D"]) -> Float64[np.ndarray, "B L H pairs"]:
@@ -96,63 +155,89 @@ def contrasts(
 
 
 def model_products(products: Mapping[str, Products]) -> dict[PowerKey, Sums]:
-    """Return the products of the whole model, means over layers and heads, of all and of early queries."""
+    """Return the products of the whole model, means over layers and heads, in both norms, of all and early queries."""
     return {
-        (queries, component): sums
+        PowerKey(norm, queries, component): sums
         for queries in QUERIES
-        for component, sums in products[queries].averaged((0, 1)).own.items()
+        for norm, of_norm in products[queries].averaged((0, 1)).norms.items()
+        for component, sums in of_norm.own.items()
     }
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Powers in nats² and shares of the total, for the cells that the products have."""
+    """Powers in nats² and shares of the total, for the cells that the products have.
+
+    ratios   further ratios of products: of a run `stabilisation`, the power that the mask part would have without the
+             sink divided by the power that it has; of a trace `order`, the difference between the shares of `earlier`
+             in the two orders of intervention
+    even     the same in the norm EVEN; None in a decomposition that is in this norm itself
+    """
 
     power: dict[str, Estimate]
     share: dict[str, Estimate]
+    ratios: dict[str, Estimate] = field(default_factory=dict)
+    even: Decomposition | None = None
 
     @classmethod
     def of(cls, products: Products, jackknife: Jackknife) -> Decomposition:
-        """Estimate every power and share from the products of prompts."""
-        total = jackknife.inner(products.own["total"])
-        return cls(
-            power={name: jackknife.inner(sums).estimate for name, sums in products.own.items()},
-            share={name: jackknife.inner(sums).over(total).estimate for name, sums in products.with_total.items()},
-        )
+        """Estimate every power, share and ratio from the products of prompts."""
+        powers = {name: jackknife.inner(sums) for name, sums in products.own.items()}
+        shares = {
+            name: jackknife.inner(sums).over(powers["total"]).estimate for name, sums in products.with_total.items()
+        }
+        ratios = {ORDER: shares.pop(ORDER)} if ORDER in shares else {}
+        if {"mask", "mask_without_sink"} <= set(powers):
+            ratios[STABILISATION] = powers["mask_without_sink"].over(powers["mask"]).estimate
+        even = None if products.even is None else cls.of(products.even, jackknife)
+        return cls({name: power.estimate for name, power in powers.items() if name != ORDER}, shares, ratios, even)
+
+    @property
+    def stabilisation(self) -> Estimate:
+        """The stabilisation factor of a run."""
+        return self.ratios[STABILISATION]
 
     def __getitem__(self, index: Any) -> Decomposition:
         """Return the estimates of some of the cells."""
-        return Decomposition(*({name: x[index] for name, x in part.items()} for part in (self.power, self.share)))
+        power, share, ratios = (
+            {name: x[index] for name, x in part.items()} for part in (self.power, self.share, self.ratios)
+        )
+        return Decomposition(power, share, ratios, None if self.even is None else self.even[index])
+
+    @property
+    def norms(self) -> dict[str, Decomposition]:
+        """The decompositions by the name of their norm, the leading one first."""
+        return {LEADING: self} | ({} if self.even is None else {EVEN: self.even})
+
+    def disagreement(self, names: Collection[str]) -> bool:
+        """Return whether the two norms lead to different conclusions about these shares of one cell.
+
+        They do if another part is the largest one, or if the two intervals of a part do not overlap.
+        """
+        if self.even is None:
+            return False
+        pairs = {name: (self.share[name], self.even.share[name]) for name in names if name in self.share}
+        largest = {max(pairs, key=lambda name: float(pairs[name][norm].value)) for norm in (0, 1)} if pairs else set()
+        apart = any(one.low > other.high or other.low > one.high for one, other in pairs.values())
+        return apart or len(largest) > 1
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
-        """Yield every estimate with these labels, followed by quantity, component and unit."""
-        for quantity, unit, estimates in (("power", POWER_UNIT, self.power), ("share", SHARE_UNIT, self.share)):
-            for name, estimate in estimates.items():
-                yield LabelledEstimate(estimate, labels | {"quantity": quantity, "component": name, "unit": unit})
+        """Yield every estimate of both norms with these labels, followed by norm, quantity, component and unit."""
+        for norm, numbers in self.norms.items():
+            for quantity, unit, estimates in (
+                ("power", POWER_UNIT, numbers.power), ("share", SHARE_UNIT, numbers.share),
+            ):  # fmt: skip
+                for name, estimate in estimates.items():
+                    named = {"norm": norm, "quantity": quantity, "component": name, "unit": unit}
+                    yield LabelledEstimate(estimate, labels | named)
+            for name, estimate in numbers.ratios.items():
+                ratio = {"norm": norm, "quantity": name, "component": None, "unit": SHARE_UNIT}
+                yield LabelledEstimate(estimate, labels | ratio)
 
-
-@dataclass(frozen=True)
-class LeakageDecomposition(Decomposition):
-    """Powers and shares of mask, drift and sink, with the stabilisation factor: the power that the mask part would have
-    without the sink, divided by the power that it has."""
-
-    stabilisation: Estimate
-
-    @classmethod
-    def of(cls, products: Products, jackknife: Jackknife) -> LeakageDecomposition:
-        """Estimate every power, every share and the stabilisation factor from the products of prompts."""
-        parts = Decomposition.of(products, jackknife)
-        without, mask = (jackknife.inner(products.own[name]) for name in ("mask_without_sink", "mask"))
-        return cls(parts.power, parts.share, without.over(mask).estimate)
-
-    def __getitem__(self, index: Any) -> LeakageDecomposition:
-        parts = super().__getitem__(index)
-        return LeakageDecomposition(parts.power, parts.share, self.stabilisation[index])
-
-    def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
-        yield from super().labelled(**labels)
-        labels |= {"quantity": "stabilisation", "component": None, "unit": SHARE_UNIT}
-        yield LabelledEstimate(self.stabilisation, labels)
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form (docs/json.md): the leading norm in place, the other one under `even`."""
+        own = {"power": self.power, "share": self.share, **self.ratios}
+        return own if self.even is None else own | {EVEN: self.even.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -169,9 +254,9 @@ class Summary:
     layer_ids        the model's layer id of each attention call [L]
     """
 
-    heads: dict[str, LeakageDecomposition]
-    layers: dict[str, LeakageDecomposition]
-    model: dict[str, LeakageDecomposition]
+    heads: dict[str, Decomposition]
+    layers: dict[str, Decomposition]
+    model: dict[str, Decomposition]
     profile: Estimate
     layer_profile: Estimate
     layer_ordinary: Estimate
@@ -205,9 +290,9 @@ def summarise(data: xr.Dataset, products: dict[str, Products]) -> Summary:
     jackknife = Jackknife(data.sizes["prompt"])
     profile, ordinary = data["profile"].values, data["ordinary"].values
     return Summary(
-        heads={queries: LeakageDecomposition.of(p, jackknife) for queries, p in products.items()},
-        layers={queries: LeakageDecomposition.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
-        model={queries: LeakageDecomposition.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
+        heads={queries: Decomposition.of(p, jackknife) for queries, p in products.items()},
+        layers={queries: Decomposition.of(p.averaged((1,)), jackknife) for queries, p in products.items()},
+        model={queries: Decomposition.of(p.averaged((0, 1)), jackknife) for queries, p in products.items()},
         profile=jackknife.mean(profile).estimate,
         layer_profile=jackknife.mean(np.nanmean(profile, axis=2)).estimate,
         layer_ordinary=jackknife.mean(finite_mean(ordinary)).estimate,

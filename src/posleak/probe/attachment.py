@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -38,6 +38,9 @@ from .edit import Edit, EditEffectRecorder, only
 from .native import backbone, own_rotation, runnable_experts
 from .tracer import computes_own_attention, tracing_attention
 from .visibility import Visibility, read_mask, visibility_mask
+
+if TYPE_CHECKING:
+    from .placement import Placement
 
 T = TypeVar("T")
 
@@ -97,6 +100,7 @@ class Probe:
 
     calls, modules   number of attention calls of the current pass, and their modules
     layers           by the id of a module: the index of its layer
+    placements       effect of positions in each call, for edits that move keys; empty if it is not known
     effects          by the id of an edit: what it has changed
     """
 
@@ -108,6 +112,7 @@ class Probe:
     modules: list[torch.nn.Module] = field(default_factory=list)
     layers: dict[int, int | None] = field(default_factory=dict, repr=False)
     effects: dict[int, EditEffectRecorder] = field(default_factory=dict, repr=False)
+    placements: Sequence[Placement] = ()
     _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
@@ -139,6 +144,7 @@ class Probe:
         call = Call(
             self.calls, module, query, key, value, visibility, scaling, softcap, s_aux, bias,
             layer=self.calls if layer is None else layer,
+            placement=self.placements[self.calls] if self.calls < len(self.placements) else None,
         )  # fmt: skip
         if self.edits:
             with stage("edits"):
@@ -164,8 +170,6 @@ class Probe:
         The 2-D mask is always passed: without it, transformers infers packed documents from position ids. Position ids
         are passed only if an edit or the caller sets them, since some models do not accept them.
         """
-        mask = torch.ones_like(ids) if padding is None else padding
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if not self._passing.acquire(blocking=False):
             raise wrong_thread_error(self.hold)
         with ExitStack() as stack:
@@ -174,6 +178,12 @@ class Probe:
             stack.enter_context(preserve_random_state(self.model))
             for edit in self.edits:
                 edit.reads(ids)
+                ids, arranged = edit.arrange(ids)
+                if arranged is not None:
+                    kwargs["position_ids"] = arranged
+            mask = torch.ones_like(ids) if padding is None else padding
+            positions = kwargs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+            for edit in self.edits:
                 positions = edit.positions(before := positions)
                 if positions is not before:
                     kwargs["position_ids"] = positions
@@ -208,14 +218,22 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def attach(model: PreTrainedModel, observers: Sequence[Observer] = (), edits: Sequence[Edit] = ()) -> Iterator[Probe]:
-    """Replace the model's attention by a probe. Restore the model on exit."""
+def attach(
+    model: PreTrainedModel,
+    observers: Sequence[Observer] = (),
+    edits: Sequence[Edit] = (),
+    placements: Sequence[Placement] = (),
+) -> Iterator[Probe]:
+    """Replace the model's attention by a probe. Restore the model on exit.
+
+    placements: effect of positions in every attention call, for edits that move keys
+    """
     hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
     layers = {  # the first number in the path of a module
         id(module): next((int(part) for part in path.split(".") if part.isdigit()), None)
         for path, module in model.named_modules()
     }
-    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers)
+    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers, placements=placements)
     with holding(hold), hold.cleanup as stack:
         if computes_own_attention(model):
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,40 @@ from torch import Tensor
 
 from .visibility import Visibility
 
+if TYPE_CHECKING:
+    from .branches import Layout
+    from .placement import Placement
+
 QUERY_BLOCK = 256
 
 ALIBI, BIAS = "ALiBi", "other bias"
 
 EQUAL_STEPS = 1e-3
 """A bias is linear if its steps differ by at most this, relative to the largest step."""
+
+
+@dataclass(frozen=True)
+class MovedKey:
+    """A key that every query sees at another offset than its own.
+
+    start    index of the key, and of the first query that sees it there
+    logits   its logit with the queries start, start + 1, …; NaN: unchanged
+    """
+
+    start: int
+    logits: Float[Tensor, "B H n"]
+
+    def meets(self, start: int, stop: int) -> bool:
+        """Return whether one of the queries start … stop − 1 sees the key at another offset."""
+        return start < self.start + self.logits.shape[-1] and self.start < stop
+
+    def put(self, s: Float[Tensor, "B H P keys"], rows: Int[Tensor, "P"], first_key: int) -> None:
+        """Put its logits into those of the queries at `rows`, whose first column is the key `first_key`."""
+        column, at = self.start - first_key, rows - self.start
+        inside = (at >= 0) & (at < self.logits.shape[-1])
+        if 0 <= column < s.shape[-1] and bool(inside.any()):
+            new = self.logits[:, :, at.clamp(0, self.logits.shape[-1] - 1)].to(s)
+            s[..., column] = torch.where(inside & ~new.isnan(), new, s[..., column])
 
 
 @dataclass(frozen=True)
@@ -40,6 +69,10 @@ class Call:
     unread       heads in which queries after position 0 cannot attend to position 0
     frozen       share of attention that queries after position 0 pay to position 0; NaN: unchanged
     start        position of the first token of the prompt, after a donor
+    moved        a key at another position
+    layout       where the branches of the prompt are, if the pass reads several (branches.py)
+
+    placement    effect of positions in this call, if the probe knows it
     """
 
     index: int
@@ -56,6 +89,9 @@ class Call:
     frozen: Float[Tensor, "B _H"] | None = None
     start: int = 0
     layer: int = 0
+    moved: MovedKey | None = None
+    layout: Layout | None = None
+    placement: Placement | None = None
 
     @property
     def bias_kind(self) -> str | None:
@@ -105,7 +141,11 @@ class Call:
         q, k = self.query[:, :, rows], self.key[:, :, keys]
         wide = torch.promote_types(q.dtype, torch.float32)
         s = self.soft_capped(grouped_matmul(q.to(wide) * self.scaling, k.to(wide).transpose(-1, -2)))
-        return s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
+        s = s if self.bias is None else s.add_(self.bias[:, :, rows][..., keys])
+        if self.moved is not None:
+            T = self.query.shape[2]
+            self.moved.put(s, torch.arange(T, device=s.device)[rows], keys.indices(self.key.shape[2])[0])
+        return s
 
     def soft_capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
         """Apply the model's soft-cap, if it has one, to scaled products of queries and keys, in place."""
@@ -168,8 +208,10 @@ def _blocks(call: Call, attend_block: Callable[[Call, slice, slice, Tensor], Ten
     B, H, T, _ = call.query.shape
     out = call.value.new_zeros(B, H, T, call.value.shape[-1])
     for start, stop, low, high in call.visibility.spans(QUERY_BLOCK):
-        seen = call.visibility.rows(torch.arange(start, stop, device=call.query.device), slice(low, high))
-        block = attend_block(call, slice(start, stop), slice(low, high), seen)
+        seen = call.visibility.block(start, stop, low, high)
+        moved = call.moved is not None and call.moved.meets(start, stop)
+        compute = _explicit if moved else attend_block
+        block = compute(call, slice(start, stop), slice(low, high), seen)
         blind = ~seen.any(-1, keepdim=True)
         out[:, :, start:stop] = block.masked_fill(blind, 0) if bool(blind.any()) else block
     return out

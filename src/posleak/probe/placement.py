@@ -53,12 +53,16 @@ MATCH = 1e-2
 
 @dataclass(frozen=True)
 class Rotation:
-    """Pairs of dimensions (first, second) of a key, and their angles at the plan's rows; without rotation, 0 pairs."""
+    """Pairs of dimensions (first, second) of a key, and their angles at the plan's rows; without rotation, 0 pairs.
+
+    frequency   angle per position; None: the angles are not proportional to the position
+    """
 
     first: Int[Tensor, "pairs"]
     second: Int[Tensor, "pairs"]
     angles: Float64[Tensor, "P pairs"]
     width: int
+    frequency: Float64[Tensor, "pairs"] | None = None
     _turns: dict[torch.dtype, Float[Tensor, "R Q twice"]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -77,10 +81,15 @@ class Rotation:
             self._turns[dtype] = torch.cat([by.cos(), -by.sin()], dim=-1).to(dtype)
         return self._turns[dtype]
 
-    def turned(self, x: Float64[Tensor, "*rows E"], by: Float64[Tensor, "*#rows pairs"]) -> Float64[Tensor, "*rows E"]:
+    def rotated(self, x: Float[Tensor, "*rows T E"], steps: Int[Tensor, "#T"]) -> Float[Tensor, "*rows T E"]:
+        """Move queries or keys by numbers of positions; the angles must be proportional to the position."""
+        assert self.frequency is not None
+        return self.turned(x, steps[:, None] * self.frequency.to(x.device))
+
+    def turned(self, x: Float[Tensor, "*rows E"], by: Float64[Tensor, "*#rows pairs"]) -> Float[Tensor, "*rows E"]:
         """Rotate vectors by these angles."""
-        a, b, out = x[..., self.first], x[..., self.second], x.clone()
-        out[..., self.first], out[..., self.second] = a * by.cos() - b * by.sin(), a * by.sin() + b * by.cos()
+        a, b, out, cos, sin = x[..., self.first], x[..., self.second], x.clone(), by.cos().to(x), by.sin().to(x)
+        out[..., self.first], out[..., self.second] = a * cos - b * sin, a * sin + b * cos
         return out
 
 
@@ -158,13 +167,35 @@ def check_pairs(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def placement_positions(plan: Plan) -> tuple[int, ...]:
-    """Return the positions at which tokens are evaluated: 0, the plan's rows, and the sources and targets of checks.
+    """Return the positions at which tokens are evaluated: 0, the plan's rows, sources and targets of checks, and the
+    powers of two, which determine the frequencies.
 
     A key at a source, moved by r − i, must equal the key at the target.
     """
     sources = (0, plan.origin - 1, plan.origin - 1)
     targets = (j + plan.rows[r] - plan.rows[i] for j, (i, r) in zip(sources, check_pairs(plan), strict=True))
-    return (0, *plan.rows, *sources, *targets)
+    return (0, *plan.rows, *sources, *targets, *powers_of_two(plan.length))
+
+
+def powers_of_two(length: int) -> list[int]:
+    """Return 1, 2, 4, … below `length`."""
+    return [2**power for power in range((length - 1).bit_length())]
+
+
+def frequencies(angles: Float64[Tensor, "places pairs"], plan: Plan, bound: float) -> Float64[Tensor, "pairs"] | None:
+    """Return the angle per position, from angles at the `placement_positions`; None if they are not proportional.
+
+    The angle at position 1 determines it up to rounding, and each doubling of the position halves the error. It is
+    checked at all rows of the plan.
+    """
+    powers = powers_of_two(plan.length)
+    frequency = angles[-len(powers)].clone()
+    for power, angle in zip(powers, angles[-len(powers) :], strict=True):
+        miss = angle - power * frequency
+        frequency += torch.atan2(miss.sin(), miss.cos()) / power
+    rows = torch.tensor(plan.rows, device=angles.device)[:, None]
+    miss = (angles[1 : 1 + len(plan.rows)] - rows * frequency).div(2).sin().abs()
+    return frequency if not miss.numel() or 2 * float(miss.max()) <= bound else None
 
 
 @dataclass
@@ -195,7 +226,8 @@ class PlacementObserver:
         rotation = read_rotation(key[:-1], call.query.dtype)
         gap = self._gap(rotation, key[-1])
         moved = gap <= gap_bound(self.plan, call.value.dtype)
-        at = replace(rotation, angles=rotation.angles[rows]) if moved else None
+        frequency = frequencies(rotation.angles, self.plan, 3 * gap_bound(self.plan, call.value.dtype))
+        at = replace(rotation, angles=rotation.angles[rows], frequency=frequency) if moved else None
         self.placements.append(Placement(at, None if moved else CHANGED_AFTER_ROTATION, gap, t, uneven))
 
     def _by_place(self, x: Float[Tensor, "B H T E"]) -> Float64[Tensor, "X places H E"]:
@@ -208,7 +240,7 @@ class PlacementObserver:
         """Return the error of predicted keys of the check token: rows from position 0, targets from sources."""
         P, phi = len(self.plan.rows), rotation.angles[1 : 1 + len(self.plan.rows)]
         i, r = torch.tensor(check_pairs(self.plan), device=key.device).T
-        sources, targets = key[1 + P :].chunk(2)
+        sources, targets = key[1 + P : 1 + P + 2 * len(check_pairs(self.plan))].chunk(2)
         from_0 = rotation.turned(key[:1].expand(P, -1, -1), phi[:, None])
         from_sources = rotation.turned(sources, (phi[r] - phi[i])[:, None])
         predicted, actual = torch.cat([from_0, from_sources]), torch.cat([key[1 : 1 + P], targets])

@@ -11,7 +11,9 @@ All sums are computed in log space and float64. `References` are the late rows, 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -182,6 +184,16 @@ class References:
     def at_offsets(self, offsets: Int[Tensor, "D"]) -> Float64[Tensor, "B H R D"]:
         """Return s_r(δ); −inf before the start of the body."""
         return gather_offsets(self.logits, self.positions, offsets, self.origin).double()
+
+    def by_offset(self, offsets: Int[Tensor, "D"]) -> Float64[Tensor, "B H D"]:
+        """The mean attention of references to the visible body keys that each offset represents (`nearest_offsets`)."""
+        B, H, R, T = self.weights.shape
+        ends = tuple(nearest_offsets(offsets.tolist(), T))
+        member = segments(tuple(self.positions.tolist()), T, ends, self.weights.device, self.weights.dtype)
+        seen = self.weights if self.whole is self.keys else self.weights * self.frame.visible
+        sums = torch.matmul(seen.permute(2, 0, 1, 3).reshape(R, B * H, T), member).view(R, B, H, -1)
+        scale = (self.peak[..., 0] - self.log_z).movedim(2, 0)[..., None]
+        return (sums.double().log() + scale).exp().mean(0)
 
     def without_sink(self, seen: VisibleKeys) -> Float64[Tensor, "B H R Q"]:
         """Compute the mask part as if origin keys were ordinary body keys.
@@ -390,7 +402,7 @@ def nearest_sums(
     return sums.view(P, B, H, -1).permute(1, 2, 0, 3).cumsum(-1, dtype=torch.float64)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=6)
 def segments(
     positions: tuple[int, ...], keys: int, lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, "P T lengths"]:
@@ -399,6 +411,18 @@ def segments(
     segment = torch.searchsorted(torch.tensor(lengths), offset, right=True)
     member = (segment[..., None] == torch.arange(len(lengths))) & (offset >= 0)[..., None]
     return member.to(device, dtype)
+
+
+def nearest_offsets(offsets: Sequence[int], length: int) -> list[int]:
+    """Return the end of the range of offsets that each sampled offset represents: those nearest to it.
+
+    The ranges follow each other and cover 0 … length − 1; an offset halfway between two belongs to the smaller one.
+
+    >>> nearest_offsets([0, 1, 2, 4], 9)
+    [1, 2, 4, 9]
+    """
+    middles = [(one + other) // 2 + 1 for one, other in itertools.pairwise(offsets)]
+    return [*middles, length]
 
 
 def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:

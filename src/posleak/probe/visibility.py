@@ -22,6 +22,9 @@ Cached = TypeVar("Cached")
 Rule = Callable[..., Any]
 """(batch, head, query, key) index tensors -> bool, broadcast, like the mask functions of transformers."""
 
+CACHED_SIZE = 2**26
+"""Number of pairs of queries and keys, one byte each, up to which the visible keys of a pass are kept in memory."""
+
 MOVES = (torch.ops.aten._to_copy, torch.ops.aten.to)
 """Operations that `.to(device)` dispatches to."""
 
@@ -80,6 +83,17 @@ class Visibility(torch.Tensor):
             return (start, stop, int(seen[0]), int(seen[-1]) + 1) if len(seen) else (start, stop, start, start + 1)
 
         return self.cached(("spans", block), lambda: [span(start) for start in range(0, self.shape[2], block)])
+
+    def block(self, start: int, stop: int, low: int, high: int) -> Bool[Tensor, "#B 1 P keys"]:
+        """Return which of the keys low … high − 1 are visible to the queries start … stop − 1.
+
+        It is computed once for all layers of a pass, unless the passes are so long that it would take much memory.
+        """
+        size = (1 if self.padding is None else self.shape[0]) * self.shape[2] * self.shape[3]
+        queries = torch.arange(start, stop, device=self.device)
+        if size > CACHED_SIZE:
+            return self.rows(queries, slice(low, high))
+        return self.cached(("block", start, stop, low, high), lambda: self.rows(queries, slice(low, high)).contiguous())
 
     def with_rule(self, name: object, rule: Rule, causal: bool = False) -> Visibility:
         """Return the visibility of the same queries, keys and padding under another rule, cached by name."""

@@ -84,7 +84,7 @@ def _run_figures(view: RunView, of_page: Mapping[str, PageFigure]) -> Iterator[t
     yield "depth", drawn(lambda f: plots.depth(f, power, attention, view.parts, summary.places, title))
     yield "sink-profile", printed({title: of_page["sink-profile"]}, 1.2 + 0.09 * layers)
     if trace is not None:
-        above, below = (trace.layers["all"].power, view.sources), (power.power, view.parts)
+        above, below = (trace.layers["all"].power, view.by_source), (power.power, view.parts)
         yield "both", drawn(lambda f: plots.both(f, above, below, summary.places, title))
         if trace.ladder is not None:
             yield "by-layer", printed({title: of_page["ladder"]}, 1.2 + 0.2 * len(trace.ladder.upto))

@@ -1,14 +1,16 @@
 """Comparison of runs: every quantity of each run, and its difference from the first run, with intervals.
 
 Differences between runs on the same prompts are paired; other runs are treated as independent. Every quantity is a mean
-over all heads of all layers, so models of any size can be compared. A comparison is printed as a terminal table, as
-Markdown or as LaTeX.
+over all heads of all layers, so models of any size can be compared. Quantities are in the leading norm; notes say where
+evenly weighted ones lead to another conclusion. A run of the first run's model and prompts is weighted by the first
+run's attention, all others by their own. A comparison is printed as a terminal table, as Markdown or as LaTeX.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +18,11 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from posleak.analyses.trace.trace import SOURCES
-from posleak.axes import LEFT, PARTS, SCALING
+from posleak.analyses.trace.trace import CAUSES, SOURCES
+from posleak.axes import HEAD, LAYER, LEFT, OFFSET, PARTS, SCALING
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
-from posleak.leakage.summary import QUERIES, Products
+from posleak.leakage.summary import NORMS, QUERIES, STABILISATION, PowerKey, Products
+from posleak.runs.run import Run
 from posleak.show import numbers, terminal
 from posleak.show.lines import prose
 from posleak.show.words import QUERIES as QUERY_TITLES
@@ -34,11 +37,13 @@ ALWAYS = {
     "total": "nats²", "residual": "nats²", **dict.fromkeys(PARTS, "share"), "stabilisation": "times",
     "sink_attention": "share",
 }  # fmt: skip
-QUANTITIES = ALWAYS | {SCALING: "share", **dict.fromkeys(SOURCES, "share"), LEFT: "nats²"}
+BORROWED = "borrowed"
+QUANTITIES = ALWAYS | {SCALING: "share", **dict.fromkeys(SOURCES, "share"), BORROWED: "nats²"}
 """Quantities and their units. Parts and sources are shares of the total. `sink_attention` is the mean attention of the
-reference queries to position 0, not defined for early queries. Sources need a trace, `left` a borrowed context."""
+reference queries to position 0, not defined for early queries. Sources, and what is `left`, need a trace. BORROWED is
+the total in rows with borrowed keys; it needs a borrowed context."""
 
-TITLES = {"sink_attention": "attention to 0"}
+TITLES = {"sink_attention": "attention to 0", BORROWED: "with borrowed keys"}
 """Titles of columns that differ from the names of their quantities."""
 
 
@@ -101,7 +106,8 @@ class Comparison:
         """Explanation of the columns and marks."""
         shares = [name for name, unit in self.units.items() if unit == "share" and name not in TITLES]
         return (
-            f"{', '.join(shares)}: shares of the total; 95% jackknife intervals over prompts; – not defined; "
+            f"{', '.join(shares)}: shares of the total; weighted by the attention of late queries, in runs of the same "
+            f"model and prompts by that of {self.labels[0]}; 95% jackknife intervals over prompts; – not defined; "
             "* the difference is significant: its interval does not contain 0"
         )
 
@@ -154,17 +160,58 @@ def compare(runs: Iterable[RunLike]) -> Comparison:
 
 def comparison(views: Sequence[RunView], refused: Sequence[Refused] = ()) -> Comparison:
     """Compare runs with the first of them."""
-    first, rows = views[0], list[ComparisonRow]()
-    for queries in QUERIES:
-        own = [_quantities(view, queries) for view in views]
-        rows += [ComparisonRow(k, queries, {n: x.estimate for n, x in some.items()}) for k, some in enumerate(own)]
-        for k, view in enumerate(views[1:], start=1):
-            one, other = first.run, view.run
-            paired = one.prompts == other.prompts and one.record.inputs.same_tokens(other.record.inputs)
-            both = {name: Contrast(own[k][name], own[0][name], paired) for name in own[k] if name in own[0]}
-            rows.append(ComparisonRow(k, queries, {name: c.difference for name, c in both.items()}, 0, paired))
-    return Comparison([view.label for view in views], [facts(view) for view in views], rows, list(refused),
-                      _differing(views))  # fmt: skip
+    first = views[0].run
+    paired = [first.prompts == view.run.prompts and _same_tokens(first, view.run) for view in views]
+    weights = [first if pair and _same_shape(first, view.run) else view.run for pair, view in zip(paired, views)]
+    own = [_quantities(view, run) for view, run in zip(views, weights)]
+    leading, even = ([row for queries in QUERIES for row in _rows(queries, own, norm, paired)] for norm in NORMS)
+    compared = Comparison([view.label for view in views], [facts(view) for view in views], leading, list(refused), [])
+    return replace(compared, notes=[*_differing(views), *_disagreements(compared, even)])
+
+
+def _same_tokens(one: Run, other: Run) -> bool:
+    return one.record.inputs.same_tokens(other.record.inputs)
+
+
+def _same_shape(one: Run, other: Run) -> bool:
+    """Return whether two runs have the same architecture, layers, heads and offsets."""
+    same = one.record.identity.architecture == other.record.identity.architecture
+    return same and all(one.data[axis].equals(other.data[axis]) for axis in (LAYER, HEAD, OFFSET))
+
+
+def _rows(
+    queries: str, own: Sequence[Mapping[PowerKey, Sampled]], norm: str, paired: Sequence[bool]
+) -> Iterator[ComparisonRow]:
+    """Yield the quantities of every run in one norm, then their differences from the first run."""
+    runs = [{key.component: x for key, x in some.items() if key[:2] == (norm, queries)} for some in own]
+    for k, some in enumerate(runs):
+        yield ComparisonRow(k, queries, {name: x.estimate for name, x in some.items()})
+    for k, some in enumerate(runs[1:], start=1):
+        both = {name: Contrast(x, runs[0][name], paired[k]).difference for name, x in some.items() if name in runs[0]}
+        yield ComparisonRow(k, queries, both, 0, paired[k])
+
+
+def _disagreements(compared: Comparison, even: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield what evenly weighted rows show where another part is the largest or a difference has another sign."""
+    for leading, other in zip(compared.rows, even, strict=True):
+        if leading.minus is None:
+            groups = [[name for name in group if name in other.cells] for group in ((*PARTS, SCALING), CAUSES)]
+            names = [name for group in groups if _largest(leading, group) != _largest(other, group) for name in group]
+        else:
+            names = [name for name, cell in leading.cells.items() if _sign(cell) != _sign(other.cells[name])]
+        if names:
+            texts = (f"{TITLES.get(name, name)} {' '.join(other.texts(name))}".strip() for name in names)
+            yield f"{compared.name(leading)}, {leading.queries} queries, evenly weighted: {', '.join(texts)}"
+
+
+def _largest(row: ComparisonRow, names: Iterable[str]) -> str | None:
+    defined = [name for name in names if not math.isnan(row.cells[name].value)]
+    return max(defined, key=lambda name: float(row.cells[name].value), default=None)
+
+
+def _sign(estimate: Estimate) -> int:
+    """Return 1 or −1 if the interval does not contain 0, else 0."""
+    return int(estimate.low > 0) - int(estimate.high < 0)
 
 
 def facts(view: RunView) -> dict[str, Any]:
@@ -180,24 +227,29 @@ def facts(view: RunView) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _quantities(view: RunView, queries: str) -> dict[str, Sampled]:
-    """Return every quantity that a run has, with its replicates."""
-    run, jackknife = view.run, Jackknife(view.run.prompts)
-    products = run.products[queries].averaged((0, 1))
-    power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
-    quantities = {name: power[name] for name in ("total", "residual")}
-    quantities |= _shares(products, (*PARTS, SCALING), jackknife)
-    quantities["stabilisation"] = power["mask_without_sink"].over(power["mask"])
-    if queries == "all":
-        quantities["sink_attention"] = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
-    if view.trace is not None:
-        quantities |= _shares(view.trace.products[queries].averaged((0, 1)), SOURCES, jackknife)
-    return quantities | ({LEFT: power[LEFT]} if LEFT in power else {})
-
-
-def _shares(products: Products, names: Iterable[str], jackknife: Jackknife) -> dict[str, Sampled]:
-    total, sums = jackknife.inner(products.own["total"]), products.with_total
-    return {name: jackknife.inner(sums[name]).over(total) for name in names if name in sums}
+def _quantities(view: RunView, weights: Run) -> dict[PowerKey, Sampled]:
+    """Return every quantity of a run in both norms, with replicates, weighted by the attention of the run `weights`."""
+    run, trace, jackknife = view.run, view.trace, Jackknife(view.run.prompts)
+    if weights is run:
+        own, traced = run.products, None if trace is None else trace.products
+    else:
+        own, shared = run.weighted_by(weights), weights.data["weight"]
+        traced = None if trace is None else Products.by_queries(trace.components, shared, SOURCES)
+    quantities = dict[PowerKey, Sampled]()
+    attention = jackknife.mean(np.nanmean(run.data["profile"].values[..., 0], axis=(1, 2)))
+    for queries in QUERIES:
+        sources = {} if traced is None else traced[queries].averaged((0, 1)).norms
+        for norm, products in own[queries].averaged((0, 1)).norms.items():
+            power = {name: jackknife.inner(sums) for name, sums in products.own.items()}
+            shares = {name: products.with_total[name] for name in (*PARTS, SCALING) if name in products.with_total}
+            shares |= {name: sources[norm].with_total[name] for name in view.by_source}
+            some = {name: power[name] for name in ("total", "residual")}
+            some |= {name: jackknife.inner(sums).over(power["total"]) for name, sums in shares.items()}
+            some[STABILISATION] = power["mask_without_sink"].over(power["mask"])
+            some |= {BORROWED: power[LEFT]} if LEFT in power else {}
+            some |= {"sink_attention": attention} if queries == "all" else {}
+            quantities |= {PowerKey(norm, queries, name): x for name, x in some.items()}
+    return quantities
 
 
 def _differing(views: Sequence[RunView]) -> list[str]:
@@ -205,7 +257,7 @@ def _differing(views: Sequence[RunView]) -> list[str]:
     specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
     settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
     return [
-        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(map(str, sorted(values)))})"
+        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(map(str, sorted(values)))}), which may explain part of the differences"
         for name, values in (settings | {"dtype": dtypes}).items()
         if len(values) > 1
     ]

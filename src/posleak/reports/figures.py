@@ -16,12 +16,14 @@ import plotly.graph_objects as go
 
 from posleak.analyses.claims.catalogue import Kept
 from posleak.analyses.origin.origin import Origin
-from posleak.analyses.trace.trace import SOURCES, Ladder, Trace
+from posleak.analyses.trace.trace import Ladder, Trace
 from posleak.arrays import Array
+from posleak.axes import LEFT, PARTS, SCALING
 from posleak.leakage import Estimate
 from posleak.show.colours import power_range
 from posleak.typed import plain
 
+from .compare import Comparison
 from .view import RunView
 
 Figure = dict[str, Any]
@@ -62,10 +64,10 @@ def run_figures(view: RunView) -> dict[str, Figure]:
     return figures
 
 
-def comparison_figures(views: Sequence[RunView]) -> dict[str, Figure]:
+def comparison_figures(views: Sequence[RunView], compared: Comparison) -> dict[str, Figure]:
     """Return the figures that compare several runs."""
     trends = {f"overlay-{name}": overlay(views, name) for name in ("total", *every_part(views))}
-    return {"balance-all": balance(views), **trends}
+    return {"balance-all": balance(compared), **trends}
 
 
 def every_part(views: Sequence[RunView]) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def depth(view: RunView, queries: str) -> Figure:
 
 def both(view: RunView, trace: Trace, queries: str) -> Figure:
     """Draw the sources above the parts, over one axis of layers."""
-    sources, parts = ("total", *SOURCES), ("total", *view.parts)
+    sources, parts = ("total", *view.by_source), ("total", *view.parts)
     by_source, by_part = trace.layers[queries].power, view.summary.layers[queries].power
     below = [line.update(yaxis="y2", legend="legend2") for line in _components(by_part, parts, view.summary.places)]
     figure = go.Figure([*_components(by_source, sources, view.summary.places), *below])
@@ -99,7 +101,10 @@ def both(view: RunView, trace: Trace, queries: str) -> Figure:
 
 
 def _components(powers: Mapping[str, Estimate], names: Iterable[str], x: Array) -> list[go.Scatter]:
-    return [line for name in names for line in banded(powers[name], name, f"var(--{name})", x=x)]
+    dashes = {name: "dot" if name == LEFT else "solid" for name in names}
+    return [
+        line for name, dash in dashes.items() for line in banded(powers[name], name, f"var(--{name})", x=x, dash=dash)
+    ]
 
 
 def sink_profile(view: RunView) -> Figure:
@@ -144,7 +149,7 @@ def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: st
     """Map values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
     value = estimate.value
     top = float(np.nanmax([*value.flat, 1e-12]))
-    ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if (tick := m * 10.0**k) <= top][-5:]]
+    ticks = [0.0, *[tick for k in range(-12, 6) for m in (1, 3) if top / 40 <= (tick := m * 10.0**k) <= top]]
     return go.Heatmap(
         z=np.sqrt(np.maximum(value, 0)).tolist(), zmin=0, zmax=math.sqrt(top), xgap=1, ygap=1,
         colorscale=[[0, "var(--wash)"], [1, f"var(--{colour})"]], text=[[name] * value.shape[1] for name in rows],
@@ -299,10 +304,11 @@ def overlay(views: Sequence[RunView], name: str) -> Figure:
     return finished(figure, "relative depth", "power, nats²", title={"text": name})
 
 
-def balance(views: Sequence[RunView]) -> Figure:
+def balance(compared: Comparison) -> Figure:
     """Draw the shares of the parts of each run, all queries, with intervals."""
-    shares, figure = [view.summary.model["all"].share for view in views], go.Figure()
-    for rank, name in enumerate(every_part(views)):
+    shares = [row.cells for row in compared.rows if row.queries == "all" and row.minus is None]
+    figure, parts = go.Figure(), (*PARTS, SCALING) if SCALING in compared.units else PARTS
+    for rank, name in enumerate(parts):
         defined = [(k, s[name]) for k, s in enumerate(shares) if name in s and not math.isnan(s[name].value)]
         figure.add_scatter(
             x=[share.value for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined], name=name,
@@ -311,13 +317,13 @@ def balance(views: Sequence[RunView]) -> Figure:
             error_x=_error_bars([share for _, share in defined], f"var(--{name})", thickness=2, width=0),
         )  # fmt: skip
     labels = [
-        escaped(view.label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
-        for view, share in zip(views, shares, strict=True)
+        escaped(label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
+        for label, share in zip(compared.labels, shares, strict=True)
     ]
     figure.add_vline(x=0, line={"color": "var(--muted)", "width": 1})
     return finished(
         figure, "share of the total", "", xaxis={"tickformat": ".0%"},
-        yaxis={"tickvals": list(range(len(views))), "ticktext": labels, "range": [len(views) - 0.5, -0.5]},
+        yaxis={"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]},
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class Page:
     @cached_property
     def comparison_figures(self) -> dict[str, Figure]:
         """Figures that compare the runs; empty for one run."""
-        return {} if self.comparison is None else comparison_figures(self.views)
+        return {} if self.comparison is None else comparison_figures(self.views, self.comparison)
 
     def html(self) -> str:
         """Return the page."""
@@ -199,7 +199,7 @@ def static(name: str) -> Markup:
 def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
     """Return the data of a run except its figures; only the `most_curves` heads with the largest power have curves."""
     data: dict[str, Any] = {
-        "length": view.record.spec.length, "parts": view.parts, "sources": view.sources,
+        "length": view.record.spec.length, "parts": view.parts, "sources": view.by_source,
         "names": view.summary.layer_names, "windows": view.record.calibration.windows,
         "curves": _curves(view, most_curves), "origin": _origin(view),
     }  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posleak.analyses.trace.trace import SOURCES, Trace
+from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.axes import LAYER, PROMPT
 from posleak.leakage import MIN_PROMPTS, Jackknife
@@ -79,8 +79,8 @@ def _half(run: Run, trace: Trace | None, first: int) -> dict[str, dict[str, Valu
     prompts, metrics, products = Jackknife(some.prompts), some.metrics, dict(some.products["all"].own)
     assert metrics is not None, "a run with metrics has them for every prompt"
     if trace is not None:
-        borrowed = Run(trace.borrowed.record, trace.borrowed.data.isel({PROMPT: slice(first, None, 2)}))
-        products |= {name: Trace(some, borrowed).products["all"].own[name] for name in SOURCES}
+        branches = Run(trace.branches.record, trace.branches.data.isel({PROMPT: slice(first, None, 2)}))
+        products |= Trace(some, branches).products["all"].own
     powers = {name: products[name] for name in LEAKAGE if name in products}
     return {
         "metrics": {

@@ -99,9 +99,11 @@ def _of_claims(view: RunView) -> NamedRows:
 
 
 def _of_trace(trace: Trace) -> NamedRows:
-    """Yield the sources of the model (no layer), by layer and by head; `direct` is D, the power of the origin is that
-    of O. `trace_by_layer` has the power left if the layers up to `lent_up_to` have a borrowed context (−1: none); no
-    layer: mean from layer 1.
+    """Yield the decomposition by source in both norms: of the model (no layer), by layer and by head.
+
+    `direct` is D; `order` is the difference between the shares of `earlier` in the two orders of removing masks.
+    `trace_by_layer` has the power that remains if the layers up to `lent_up_to` have a borrowed context (−1: none), in
+    the leading norm; no layer: mean from layer 1.
     """
     for queries, decomposition in trace.model.items():
         yield "trace", decomposition.labelled(call=None, queries=queries)

@@ -14,13 +14,13 @@ from jaxtyping import Int64
 from posleak.analyses.claims.catalogue import ClaimResult, Edited
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin
-from posleak.analyses.trace.trace import SOURCES, Trace
+from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.axes import EARLY, HEAD, LAYER, LEFT, PROMPT
 from posleak.edits import unreadable
 from posleak.leakage import Estimate, Jackknife, Summary, component
-from posleak.leakage.power import products
-from posleak.leakage.summary import KEYS_AFTER_ORIGIN, sink_width
+from posleak.leakage.power import by_cell, sum_products
+from posleak.leakage.summary import KEYS_AFTER_ORIGIN, LEADING, sink_width
 from posleak.papers import ALL, POSITION
 from posleak.runs.record import Record
 from posleak.runs.run import Run
@@ -52,7 +52,7 @@ class Curves:
 
     by_query     by (quantity, component), at the positions `queries` [L, H, Q]
                  mean: expectation over prompts, averaged over offsets; parts add up to the total
-                 power: unbiased power, averaged over offsets; nothing cancels
+                 power: unbiased power, weighted by attention as in the summary; nothing cancels
                  attention_0: attention a_i0 to position 0, without a component
     by_offset    mean logit at `offsets` [L, H, D], over the early queries (before EARLY) and over the reference queries
     """
@@ -103,14 +103,15 @@ class RunView:
 
     @cached_property
     def head_columns(self) -> dict[HeadColumn, Estimate]:
-        """Numbers by layer and head [L, H]: those of heads.parquet, and the sources if there is a trace."""
+        """Numbers by layer and head [L, H] in the leading norm: those of heads.parquet, and of a trace by source."""
         columns: dict[HeadColumn, Estimate] = {}
         for queries, decomposition in self.summary.heads.items():
             for number in decomposition.labelled():
-                columns[queries, number.labels["quantity"], number.labels["component"]] = number.estimate
+                if number.labels["norm"] == LEADING:
+                    columns[queries, number.labels["quantity"], number.labels["component"]] = number.estimate
         columns["reference", "sink_attention", None] = self.summary.sink_attention
         for queries, sources in () if self.trace is None else self.trace.heads.items():
-            for name in SOURCES:
+            for name in self.by_source:
                 columns[queries, "power", name] = sources.power[name]
                 columns[queries, "share", name] = sources.share[name]
         return columns
@@ -146,10 +147,15 @@ class RunView:
         """Mask, drift and sink, and scaling if the model scales its queries by position."""
         return parts_of(self.summary.model["all"])
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources; empty without a trace."""
-        return () if self.trace is None else SOURCES
+        """Names of the sources that the model has; empty without a trace."""
+        return () if self.trace is None else self.trace.sources
+
+    @property
+    def by_source(self) -> tuple[str, ...]:
+        """Names of the sources, and what is left; empty without a trace."""
+        return (*self.sources, LEFT) if self.sources else ()
 
     @cached_property
     def existing(self) -> Array:
@@ -200,8 +206,11 @@ class RunView:
         options |= {"paper": paper} if verb == "claims" else {"origin": spec.origin}
         options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
         options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
+        trace = self.trace if verb == "trace" else None
+        long = trace is not None and trace.branches.record.spec.edit_texts[0].endswith(":long")
+        options |= {"donor": "long"} if long else {}
         edits = spec.edits if verb == "measure" else ()
-        by_layer = verb == "trace" and self.trace is not None and bool(self.trace.steps)
+        by_layer = trace is not None and bool(trace.steps)
         own = unreadable(spec.edits)
         if spec.inputs == GIVEN or own:
             inputs = f"{run.record.inputs.source}_that_were_given" if spec.inputs == GIVEN else repr(spec.inputs)
@@ -243,7 +252,12 @@ def _layer_curves(layer: xr.Dataset, parts: tuple[str, ...]) -> tuple[dict[Any, 
     x = {name: component(layer, name).values for name in ("total", *parts)}  # [B, 1, H, Q, D]
     by_query: dict[Any, Estimate] = {("attention_0", None): jackknife.mean(layer["attention_0"].values).estimate}
     by_query |= {("mean", name): jackknife.mean(nan_mean(x[name], -1)).estimate for name in x}
-    by_query |= {("power", name): jackknife.inner(products(x[name], x[name])).estimate for name in x}
+    root = np.nan_to_num(np.sqrt(layer["weight"].values.mean(0)))[:, :, None]  # [1, H, 1, D]
+    exists = np.isfinite(x["total"][0])
+    for name, values in x.items():
+        weighted = by_cell(values * root, exists)
+        sums = np.where(exists.any(-1, keepdims=True), sum_products(weighted, weighted), np.nan)
+        by_query["power", name] = jackknife.inner(sums).estimate
     s = (layer["drift"] + layer["renormalisation"] + layer["logit"]).where(layer["pairs"])
     s = s.transpose("prompt", "layer", "head", "query", "offset").sel(query=layer["query"] < EARLY)
     early, reference = jackknife.mean(nan_mean(s.values, -2)), jackknife.mean(layer["logit"].values)

@@ -9,7 +9,7 @@ import numpy as np
 
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.contrast import depth_slope
-from posleak.leakage.summary import LeakageDecomposition
+from posleak.leakage.summary import Decomposition
 
 from .run import Run
 
@@ -24,7 +24,7 @@ class Balance:
     relative   slopes divided by the mean over layers
     """
 
-    numbers: dict[str, LeakageDecomposition]
+    numbers: dict[str, Decomposition]
     slopes: dict[str, Estimate]
     relative: dict[str, Estimate]
     sink_attention: Estimate

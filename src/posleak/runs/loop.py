@@ -71,7 +71,7 @@ class Passes:
             placements = placements_of(self.model, first, self.plan, self.edits)
         observer = LeakageObserver(self.plan, placements=placements)
         meters = [] if self.meters is None else [self.meters]
-        with attach(self.model, [observer, *meters, *self.observers], self.edits) as probe:
+        with attach(self.model, [observer, *meters, *self.observers], self.edits, placements) as probe:
             for number, ids in enumerate(chain([first], remaining)):
                 tokens = torch.from_numpy(ids).to(input_device(self.model))
                 with stage(FORWARD):

@@ -254,7 +254,7 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     from posleak.probe import takes_positions
     from posleak.probe.native import LOGIT_BYTES
 
-    sizes, read, own = ModelSizes.of(subject), spec.borrowed + spec.length, subject.dtype.itemsize
+    sizes, read, own = ModelSizes.of(subject), spec.tokens_read, subject.dtype.itemsize
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = sizes.parameters * item if edited else 0

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from posleak.edits import NamedEdit
-from posleak.edits.context import MEASURE_INSTEAD, require_closed
+from posleak.edits.context import BRANCHED, MEASURE_INSTEAD, Branches, branches_of
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive, input_device
 from posleak.probe import Edit, Placement, Plan, read_placements
@@ -29,8 +29,9 @@ def placements_of(
 ) -> list[Placement]:  # fmt: skip
     """Return the effect of positions in every layer, at the plan's rows.
 
-    ids [B, T] may have a donor before each prompt. Then an UnsupportedError is raised if the donor changes the prompt
-    by anything but attention to its keys. alone: the placements without the donor, if they are known.
+    ids [B, T] may have a donor before each prompt. Then an UnsupportedError is raised if the donor changes the effect
+    of positions on the prompt, or if branches of one sequence are requested and the model does not allow them.
+    alone: the placements without the donor, if they are known.
     """
     with stage("constant token"), exclusive(model):
         tokens, start = torch.from_numpy(ids[:1]).to(input_device(model)), ids.shape[1] - plan.length
@@ -39,7 +40,12 @@ def placements_of(
         if alone is None:
             alone = read_placements(model, tokens[:, start:], plan, edits)
         _require_rotation_only(model, alone)  # first: a table of positions may be too short for a donor
-        require_closed(model)
+        if any(isinstance(edit, Branches) and not edit.apart for edit in edits) and branches_of(model).apart:
+            raise UnsupportedError(
+                "branches of one sequence are not defined for this model: a document changes the states of what "
+                "follows even if no query sees it, or the model counts its tokens itself", where=type(model).__name__,
+                remedy=f"use --edit {BRANCHED}:apart",
+            )  # fmt: skip
         placements = read_placements(model, tokens, plan, edits, start)
         _require_same_rotation(model, plan, placements, alone)
     return placements

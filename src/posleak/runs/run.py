@@ -19,9 +19,9 @@ from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
 from posleak.edits import require_readable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
-from posleak.leakage import Summary, assemble, by_head, component, components, summarise, tidy
+from posleak.leakage import Estimate, Summary, assemble, by_head, component, components, summarise, tidy
 from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
-from posleak.leakage.summary import LeakageDecomposition, Products
+from posleak.leakage.summary import EVEN, LEADING, Decomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
 from posleak.show.numbers import estimate
 from posleak.show.words import compact_html
@@ -114,7 +114,12 @@ class Run:
     @cached_property
     def products(self) -> dict[str, Products]:
         """Return the products of prompts, for early and for all queries, from which all powers are computed."""
-        return Products.by_queries({name: component(self.data, name) for name in components(self.data)})
+        return self.weighted_by(self)
+
+    def weighted_by(self, baseline: Run) -> dict[str, Products]:
+        """Return the products weighted by the attention of another run, as conditions are compared with a baseline."""
+        parts = {name: component(self.data, name) for name in components(self.data)}
+        return Products.by_queries(parts, baseline.data["weight"])
 
     @cached_property
     def summary(self) -> Summary:
@@ -183,12 +188,13 @@ class Run:
         fields: dict[str, Any] = plain(
             {
                 "model": self.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
-                "prompts": record.spec.prompts, "seed": record.spec.seed, "edits": record.spec.edit_texts,
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "norm": LEADING,
+                "edits": record.spec.edit_texts,
                 "touched": record.touched, "definitions": record.definitions_version, "origin": record.plan.origin,
                 "motion": record.motion, "positions": record.positions, "remainder": self.remainder,
                 "calibration": record.calibration,
                 "layers": [_layer(summary, layer) for layer in range(self.data.sizes["layer"])],
-                "early": _numbers(summary.model["early"]), "all": _numbers(summary.model["all"]),
+                "early": summary.model["early"], "all": summary.model["all"],
                 "units": {
                     "power": "nats²", "share": "1", "remainder": "nats", "sink_attention": "1", "loss": LOSS_UNIT,
                 },
@@ -261,20 +267,23 @@ def _unfinished(folder: Path, record: Record) -> RunError:
 
 
 def _layer(summary: Summary, layer: int) -> dict[str, Any]:
-    powers = {name: power[layer] for name, power in summary.layers["all"].power.items()}
-    cells = {**powers, "sink_attention": summary.layer_sink_attention[layer]}
-    values = {name: cell.value for name, cell in cells.items()}
-    shares = {name: share[layer].value for name, share in summary.layers["all"].share.items()}
-    profile = summary.layer_profile[layer]
+    numbers, profile = summary.layers["all"][layer], summary.layer_profile[layer]
     return {
-        "layer": summary.layer_ids[layer], "call": layer, **values,
-        "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}, "share": shares,
+        "layer": summary.layer_ids[layer], "call": layer, **flat_numbers(numbers, summary.layer_sink_attention[layer]),
         "profile": profile, "ordinary": summary.layer_ordinary[layer], "sink_width": summary.width[layer],
     }  # fmt: skip
 
 
-def _numbers(numbers: LeakageDecomposition) -> dict[str, Any]:
-    return {"power": numbers.power, "share": numbers.share, "stabilisation": numbers.stabilisation}
+def flat_numbers(numbers: Decomposition, sink_attention: Estimate | None = None) -> dict[str, Any]:
+    """Return the powers of one layer by name, their intervals under `ci`, shares, and the same under `even`."""
+    cells = numbers.power if sink_attention is None else {**numbers.power, "sink_attention": sink_attention}
+    flat = {
+        **{name: cell.value for name, cell in cells.items()},
+        "share": {name: share.value for name, share in numbers.share.items()},
+        "ci": {name: [cell.low, cell.high] for name, cell in cells.items()}
+        | {"share": {name: [share.low, share.high] for name, share in numbers.share.items()}},
+    }
+    return flat if numbers.even is None else flat | {EVEN: flat_numbers(numbers.even)}
 
 
 def describe_run(run: Run) -> str:

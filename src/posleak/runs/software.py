@@ -12,7 +12,7 @@ from typing import Any
 
 from posleak.typed import plain
 
-DEFINITIONS_VERSION = 2
+DEFINITIONS_VERSION = 3
 """Increased when the mathematics changes. Runs with different versions cannot be compared."""
 
 COMPUTED_WITH = ("posleak", "torch", "transformers")

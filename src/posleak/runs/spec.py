@@ -12,12 +12,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from posleak.defaults import LENGTH, PROMPTS
-from posleak.edits import NamedEdit, Site, parse_edits, require_measurable
+from posleak.edits import NamedEdit, parse_edits, require_measurable
+from posleak.edits.context import Borrow, Branches
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import GivenPrompts, Inputs, is_source_name, parse, read_given
 from posleak.inputs.bodies import SEED_LIMIT
-from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.metrics import parse_metrics
 from posleak.models import AnyModel, Subject, subject_of
 from posleak.probe import Plan, default_plan
@@ -113,7 +113,13 @@ class MeasureSpec:
     @property
     def borrowed(self) -> int:
         """Return the number of donor tokens before each prompt; 0 without a borrowed context."""
-        return self.length + DONOR_MARGIN if any(edit.site is Site.CONTEXT for edit in self.edits) else 0
+        return next((edit.donor_tokens(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches)), 0)
+
+    @property
+    def tokens_read(self) -> int:
+        """Return the number of tokens that the model reads for each prompt."""
+        edits = (edit.tokens_read(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches))
+        return next(edits, self.length)
 
     @property
     def shifted(self) -> int:
@@ -122,7 +128,7 @@ class MeasureSpec:
 
     def resolved(self) -> MeasureSpec:
         """Return the spec with every default filled in."""
-        batch = self.batch or max(1, TOKENS_AT_ONCE // self.length)
+        batch = self.batch or max(1, TOKENS_AT_ONCE // self.tokens_read)
         return replace(self, batch=min(batch, self.prompts))
 
     def batches(self) -> list[range]:

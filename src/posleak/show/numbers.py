@@ -67,6 +67,11 @@ def estimate(estimate: Estimate, unit: str = "") -> str:
     return f"{shown(estimate.value, unit)} {interval(estimate, unit)}".strip()
 
 
+def excludes_zero(estimate: Estimate) -> bool:
+    """Return whether the interval does not contain 0."""
+    return bool(estimate.low > 0 or estimate.high < 0)
+
+
 def formatted(estimate: Estimate, form: str) -> str:
     """Return value and interval in a format such as `.2f`: `0.31 (0.20…0.41)`."""
     if math.isnan(estimate.value):

@@ -25,7 +25,7 @@ from .colours import LIGHT, LINE, power_range
 
 if TYPE_CHECKING:
     from posleak.leakage import Estimate
-    from posleak.leakage.summary import LeakageDecomposition
+    from posleak.leakage.summary import Decomposition
 
     Powers = tuple[Mapping[str, Estimate], Sequence[str]]
 
@@ -85,7 +85,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, 4.
 
 
 def depth(
-    figure: Figure, numbers: LeakageDecomposition, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
+    figure: Figure, numbers: Decomposition, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
 ) -> None:  # fmt: skip
     """Draw powers by layer above stabilisation and attention to position 0; x: coordinates of the layers."""
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])

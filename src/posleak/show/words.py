@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from posleak.leakage.summary import Decomposition
 
 SOURCES = {
+    "state": "the state of recurrent layers",
     "earlier": "masks of earlier layers (through the residual stream)",
     "here": "each layer’s own mask",
-    "origin": "position 0 itself",
+    "origin": "the distance to position 0",
 }
-"""Where position comes from."""
+"""Where position comes from; `state` only in models with recurrent layers."""
 
 READ = {
     "mask": "the causal mask",
@@ -42,14 +43,20 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 
 def lead(shares: Mapping[str, Estimate]) -> str:
     """Return the predicate of the answer: the largest source or part, if the intervals support it."""
-    if set(SOURCES) <= set(shares):
-        return _lead({name: shares[name] for name in SOURCES}, SOURCES, "gets absolute position", "from")
-    return _lead({name: shares[name] for name in READ if name in shares}, READ, "leaks absolute position", "through")
+    if "here" in shares:
+        return _lead(shares, SOURCES, "gets absolute position", "from")
+    return _lead(shares, READ, "leaks absolute position", "through")
+
+
+def evenly(numbers: Decomposition, names: Collection[str]) -> Decomposition | None:
+    """Return the evenly weighted decomposition of one cell if it leads to another conclusion about these shares."""
+    return numbers.even if numbers.disagreement(names) else None
 
 
 def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str, by: str) -> str:
     from posleak.leakage.sampled import MIN_PROMPTS
 
+    shares = {name: shares[name] for name in names if name in shares}
     if any(math.isnan(share.value) for share in shares.values()):
         return "shows no significant leakage of absolute position"
     n = next(iter(shares.values())).n
@@ -73,12 +80,18 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     return f"{begins} {by} {' and '.join([*clear, *unclear])}, with no significantly largest share"
 
 
-def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition]) -> str:
-    """Return a heading, and a bar and a row of shares with intervals for early and for all queries."""
+def compact_html(
+    name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition], names: Collection[str] = tuple(GLYPHS)
+) -> str:
+    """Return a heading, and a bar and a row of shares with intervals for early and for all queries.
+
+    names: the shares to show. Evenly weighted shares follow where they lead to another conclusion.
+    """
     rows = "".join(
-        f"<tr><td style='text-align:left'>{queries}</td>{_cells(decomposition.share)}"
-        f"<td>{number(decomposition.power['total'].value)} nats²</td></tr>"
+        _row(queries + label, shown, names)
         for queries, decomposition in numbers.items()
+        for label, shown in (("", decomposition), (", evenly weighted", evenly(decomposition, names)))
+        if shown is not None
     )
     return (
         f"<div><b>{escape(visible(name))}</b>: shares of position leakage<br>"
@@ -86,9 +99,9 @@ def compact_html(name: str, facts: Iterable[str], numbers: Mapping[str, Decompos
     )
 
 
-def _cells(shares: Mapping[str, Estimate]) -> str:
-    """Return a bar of the positive shares, and each share, as cells of an HTML table."""
-    shares = {name: shares[name] for name in GLYPHS if name in shares}
+def _row(label: str, numbers: Decomposition, names: Iterable[str]) -> str:
+    """Return a bar of the positive shares, each share and the total as a row of an HTML table."""
+    shares = {name: numbers.share[name] for name in names if name in numbers.share}
     sizes = {name: 0.0 if math.isnan(share.value) else max(float(share.value), 0.0) for name, share in shares.items()}
     whole = sum(sizes.values()) or 1.0
     bar = "".join(
@@ -102,4 +115,8 @@ def _cells(shares: Mapping[str, Estimate]) -> str:
         for name, share in shares.items()
     )  # fmt: skip
     cells = "".join(f"<td style='text-align:left'>{text}</td>" for text in texts)
-    return f"<td><span style='white-space:nowrap;font-size:0'>{bar}</span></td>{cells}"
+    return (
+        f"<tr><td style='text-align:left'>{label}</td>"
+        f"<td><span style='white-space:nowrap;font-size:0'>{bar}</span></td>"
+        f"{cells}<td>{number(numbers.power['total'].value)} nats²</td></tr>"
+    )

@@ -20,12 +20,13 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.axes import MIN_LENGTH
+from posleak.edits.context import Branches
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular
 from posleak.inputs.corpus import STDLIB
 from posleak.models import builtin, pretrained
 from posleak.models.sources import snapshot_folder, split_revision
+from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
 from posleak.runs.spec import MeasureSpec
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 MEASURE, TRACE = "measure", "trace"
 KINDS = (MEASURE, TRACE)
+PLAIN, LONG = DONORS = "plain", "long"
+"""Donors of a trace, as in `trace(donor=...)`, whose module would import torch."""
+
 TEXT = "text:"
 
 RATE = 0.3
@@ -64,6 +68,7 @@ class Cell:
 
     model       what `load` takes;  dtype, device, device_map: how it is loaded, None: as `load` chooses
     spec        the measurement;  kind: `measure`, or `trace`, which takes no edits
+    donor       of a trace: `plain`, or `long`
     title       display name of the model
     series      the training run that the model is a checkpoint of;  step: the number of training steps
     resources   of the worker
@@ -72,6 +77,7 @@ class Cell:
     model: str
     spec: MeasureSpec = field(default_factory=MeasureSpec)
     kind: str = MEASURE
+    donor: str = PLAIN
     dtype: str | None = None
     device: str | None = None
     device_map: str | None = None
@@ -88,6 +94,11 @@ class Cell:
                 "a trace does not accept edits, since it is itself an intervention", where=self.label,
                 got=", ".join(self.spec.edit_texts), remedy="put cells with edits into a grid with kind: measure",
             )  # fmt: skip
+        if self.donor not in DONORS:
+            remedy = did_you_mean(self.donor, DONORS)
+            raise InputError("unknown donor", where="donor", got=self.donor, remedy=remedy)
+        if self.donor != PLAIN and self.kind != TRACE:
+            raise InputError("only a trace has a donor", where="donor", got=self.donor, remedy="use kind: trace")
 
     @property
     def loading(self) -> dict[str, str | None]:
@@ -109,6 +120,7 @@ class Cell:
         are not part of it.
         """
         request = {"metrics": [], **self.spec.identifying, "model": self.model, "kind": self.kind, **self.loading}
+        request |= {} if self.donor == PLAIN else {"donor": self.donor}
         installed = versions()
         inputs = self.spec.inputs
         text = text_hash(inputs.removeprefix(TEXT)) if inputs.startswith(TEXT) else None
@@ -146,6 +158,8 @@ class Cell:
         spec = self.spec
         extra = [*spec.edit_texts, *([spec.inputs] if spec.inputs != "random" else [])]
         extra += [f"bos {spec.bos}"] if spec.bos != "auto" else []
+        extra += [f"origin {spec.origin}"] if spec.origin != DEFAULT_ORIGIN else []
+        extra += [f"{self.donor} donor"] if self.donor != PLAIN else []
         return " · ".join([self.name, *extra])
 
     @property
@@ -155,10 +169,17 @@ class Cell:
         return ", ".join([self.kind, self.label, *size, *([] if self.dtype is None else [self.dtype])])
 
     @property
+    def longest(self) -> MeasureSpec:
+        """The measurement of the longest sequences: of a trace, that of its branches."""
+        if self.kind == MEASURE:
+            return self.spec
+        return replace(self.spec, edits=(Branches(long=self.donor == LONG),), metrics=(), loss=False)
+
+    @property
     def work(self) -> int:
         """Tokens that go through the model, for estimates of time."""
-        tokens = self.spec.prompts * max(self.spec.length, MIN_LENGTH)
-        return 3 * tokens if self.kind == TRACE else tokens
+        plain = self.spec.length if self.kind == TRACE else 0
+        return self.spec.prompts * (plain + self.longest.tokens_read)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, with those of the spec on the same level."""
@@ -239,8 +260,8 @@ def memory_of(cell: Cell) -> int | None:
     shape = shape_of(cell.model)
     if shape is None:
         return None
-    spec, item = cell.spec.resolved(), ITEM_BYTES.get(cell.dtype or "float32", 4)
-    read = spec.length * (3 if cell.kind == TRACE or spec.borrowed else 1)
+    spec, item = cell.longest.resolved(), ITEM_BYTES.get(cell.dtype or "float32", 4)
+    read = spec.tokens_read
     copies = ROW_COPIES if not spec.edits else 2 * ROW_COPIES
     rows = shape.sampled(spec.plan, spec.batch, read, item, copies)
     work = shape.forward(spec.batch * read, item) + rows + shape.results(spec.plan, spec.prompts)

@@ -2,7 +2,7 @@
 
 Cells that differ only in their seed have different prompts of the same kind: their numbers are pooled. Cells that
 differ only in their edits have the same prompts: powers under an edit are also given as their ratio to the cell without
-edits, paired by prompt.
+edits, paired by prompt. In the leading norm both are weighted by the attention of the cell without edits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,12 @@ import pandas as pd
 
 from posleak.arrays import Array
 from posleak.errors import PosleakError, RunError, error_line
+from posleak.files import sha256_of
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import SHARE_UNIT, LabelledEstimate
-from posleak.leakage.summary import PowerKey, contrasts, model_products
+from posleak.leakage.summary import EVEN, PowerKey, contrasts, model_products
 from posleak.runs.balance import Balance
+from posleak.runs.folder import HEADS_FILE, RECORD_FILE, RESULTS_FILE
 from posleak.runs.run import Run
 
 from .cells import Cell, Resources
@@ -34,7 +36,7 @@ TABLE_FILE, PAGE_FILE, BALANCE_FILE = "collected.parquet", "collected.html", "ba
 MAX_NUMBERS = 1 << 32
 """Bytes of a cell's numbers or products."""
 
-KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "dtype")
+KNOBS = ("model", "kind", "edits", "inputs", "bos", "length", "prompts", "origin", "density", "donor", "dtype")
 """Settings in which cells can differ, except the seed and the step of a checkpoint."""
 
 CELL_COLUMNS = ("cell", *KNOBS, "series", "step", "seed", "device", "architecture", "weights_sha256", "run")
@@ -48,7 +50,7 @@ Products = dict[PowerKey, Array]
 
 @dataclass(frozen=True)
 class Omitted:
-    """A cell that has no rows in the table, and why. `label`: its description, or its folder if it cannot be read."""
+    """A cell of which rows are missing, and why. `label`: its description, or its folder if it cannot be read."""
 
     label: str
     why: str
@@ -59,6 +61,7 @@ class Collected:
     """The cells of a sweep. `table` has one row per number (docs/sweeps.md).
 
     failed, left_out, omitted   cells without rows: failed, without effect, unreadable or outdated
+    notes                       cells without some of their rows
     """
 
     root: str
@@ -67,6 +70,7 @@ class Collected:
     failed: list[Failed]
     left_out: list[Failed]
     omitted: list[Omitted]
+    notes: list[Omitted] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return f"Collected({len(self.finished)} cells, {len(self.table)} numbers; {self.root})"
@@ -75,7 +79,7 @@ class Collected:
     def pooled(self) -> pd.DataFrame:
         """Numbers of the whole model, pooled over seeds."""
         whole = self.table[self.table["layer"].isna()]
-        key = [*KNOBS, "series", "step", "queries", "quantity", "component", "unit"]
+        key = [*KNOBS, "series", "step", "queries", "norm", "quantity", "component", "unit"]
         rows = [
             {**dict(zip(key, values, strict=True)), "seeds": len(group), **_pool(group)}
             for values, group in whole.groupby(key, sort=False, dropna=False)
@@ -104,10 +108,12 @@ class Collected:
             [{"cell": error.cell.details, "why": error.what} for error in errors]
             for errors in (self.failed, self.left_out)
         )
-        omitted = [{"cell": each.label, "why": each.why} for each in self.omitted]
+        omitted, notes = (
+            [{"cell": each.label, "why": each.why} for each in cells] for cells in (self.omitted, self.notes)
+        )
         return {
             "root": self.root, "finished": len(self.finished), "rows": len(self.table), "varied": self.varied(),
-            "failed": failed, "left_out": left_out, "omitted": omitted,
+            "failed": failed, "left_out": left_out, "omitted": omitted, "notes": notes,
         }  # fmt: skip
 
 
@@ -142,9 +148,10 @@ def collected(root: str) -> Collected:
             finished.append(record)
     finished, older = _newest(finished)
     omitted += older
+    notes = _add_ratios(storage, finished, tables, products)
     return Collected(
-        root, finished, _tidy(storage, finished, tables, products), [error for error in failed if not error.left_out],
-        [error for error in failed if error.left_out], omitted,
+        root, finished, _tidy(storage, finished, tables), [error for error in failed if not error.left_out],
+        [error for error in failed if error.left_out], omitted, notes,
     )  # fmt: skip
 
 
@@ -153,9 +160,13 @@ def _file(storage: Storage, folder: str, record: Finished, name: str) -> tuple[b
     place = f"{CELLS_FOLDER}/{folder}/{record.place}{name}"
     content, facts = storage.read(place, MAX_NUMBERS), record.files.get(name)
     if content is None or facts is None or hashlib.sha256(content).hexdigest() != facts.sha256:
-        what, remedy = f"{name} is missing, damaged or was changed", "run the sweep again to measure the cell again"
-        raise RunError(what, where=storage.path(place), remedy=remedy)
+        raise _damaged(name, storage.path(place))
     return content, storage.path(place)
+
+
+def _damaged(name: str, path: str) -> RunError:
+    what, remedy = f"{name} is missing, damaged or was changed", "run the sweep again to measure the cell again"
+    return RunError(what, where=path, remedy=remedy)
 
 
 @contextmanager
@@ -178,7 +189,7 @@ def _newest(records: Sequence[Finished]) -> tuple[list[Finished], list[Omitted]]
         """Sort checkpoints by training step, then by edits, lengths and seeds."""
         cell, spec = record.cell, record.cell.spec
         model = cell.series or cell.name, -1 if cell.step is None else cell.step, cell.name
-        return cell.kind, *model, spec.inputs, spec.edit_texts, spec.length, spec.seed
+        return cell.kind, *model, spec.inputs, spec.edit_texts, spec.length, spec.origin, cell.donor, spec.seed
 
     return sorted((record for record in records if record.id in kept), key=order), older
 
@@ -193,29 +204,56 @@ def settings(record: Finished) -> dict[str, Any]:
     return {**cell.as_dict(), "model": cell.name, "edits": edits, "bos": str(spec.bos), "dtype": record.model.dtype}
 
 
-def _tidy(
-    storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame], products: dict[str, Products]
-) -> pd.DataFrame:
+def _tidy(storage: Storage, finished: Sequence[Finished], tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return every number of every cell, with the cell's columns in front."""
     columns = [*CELL_COLUMNS, *SCHEMA.names]
     if not finished:
         return pd.DataFrame(columns=columns)
-    baselines = {_without_edits(record): record for record in finished if not record.cell.spec.edits}
-    numbers = dict[str, pd.DataFrame]()
-    for record in finished:
-        own, baseline = tables[record.id], baselines.get(_without_edits(record))
-        if baseline is not None and record.cell.spec.edits and baseline.inputs.same_tokens(record.inputs):
-            rows = list[dict[str, Any]]()
-            ratios = contrasts(products[record.id], products[baseline.id], record.cell.spec.prompts)
-            for (queries, component), contrast in ratios.items():
-                labels = {"queries": queries, "quantity": RATIO, "component": component, "unit": SHARE_UNIT}
-                rows.append(LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names))
-            own = pd.concat([own, pd.DataFrame(rows, columns=own.columns).astype(own.dtypes)])
-        numbers[record.id[:12]] = own
     cells = pd.DataFrame([_cell_columns(storage, record) for record in finished])
+    numbers = {record.id[:12]: tables[record.id] for record in finished}
     table = pd.concat(numbers, names=["cell", None]).reset_index(level=0)
     table = table.merge(cells, how="left", on="cell", validate="many_to_one")[columns]
     return table.astype({"step": "Int64", "layer": "Int64", "series": "string"})
+
+
+def _add_ratios(
+    storage: Storage, finished: Sequence[Finished], tables: dict[str, pd.DataFrame], products: Mapping[str, Products]
+) -> list[Omitted]:
+    """Add the ratios to the cell without edits to the tables of edited cells.
+
+    Return the cells that have evenly weighted ratios only, because arrays of one of the two cells cannot be read.
+    """
+    baselines = {_without_edits(record): record for record in finished if not record.cell.spec.edits}
+    weights, notes = dict[str, Run](), list[Omitted]()
+    for record in finished:
+        baseline = baselines.get(_without_edits(record))
+        if baseline is None or not record.cell.spec.edits or not baseline.inputs.same_tokens(record.inputs):
+            continue
+        after = {key: sums for key, sums in products[record.id].items() if key.norm == EVEN}
+        try:
+            if baseline.id not in weights:
+                run = load_run(storage, baseline)
+                weights[baseline.id] = replace(run, data=run.data[["weight"]])  # the other arrays are not kept
+            after = model_products(load_run(storage, record).weighted_by(weights[baseline.id])) | after
+        except (PosleakError, MemoryError) as error:
+            notes.append(Omitted(record.cell.details, f"its ratios are only evenly weighted: {error_line(error)}"))
+        own, rows = tables[record.id], list[dict[str, Any]]()
+        for key, contrast in contrasts(after, products[baseline.id], record.cell.spec.prompts).items():
+            labels = {**key._asdict(), "quantity": RATIO, "unit": SHARE_UNIT}
+            rows.append(LabelledEstimate(contrast.ratio.estimate, labels).as_row(SCHEMA.names))
+        tables[record.id] = pd.concat([own, pd.DataFrame(rows, columns=own.columns).astype(own.dtypes)])
+    return notes
+
+
+def load_run(storage: Storage, record: Finished) -> Run:
+    """Load the run of a finished cell after checking that its files are unchanged."""
+    names, path = (RECORD_FILE, RESULTS_FILE, HEADS_FILE), record.cell.path
+    with storage.cell_files(path, record.place, names) as folder:
+        for name in names:
+            facts, file = record.files.get(name), folder / name
+            if facts is None or not file.is_file() or sha256_of(file) != facts.sha256:
+                raise _damaged(name, storage.path(f"{path}/{record.place}{name}"))
+        return Run.load(folder)
 
 
 def _without_edits(record: Finished) -> tuple[str, Cell]:
@@ -264,8 +302,9 @@ class BalanceRow:
     """One finished cell.
 
     run       its folder;  dtype, quantisation: those in which it was measured
-    removed   `component, queries` -> 1 − power / power in the first cell of the same model, paired by prompt; empty in
-              the first cell, and where the prompts differ
+    removed   `component, queries` -> 1 − power / power in the first cell of the same model, paired by prompt and
+              weighted by the attention of that cell; `component, queries, even` -> the same, evenly weighted. Empty in
+              the first cell, and where prompts or sampled positions differ
     """
 
     cell: Cell
@@ -296,15 +335,16 @@ def balance_table(
     """Return the balance table of finished cells; the first cell of each model is the baseline of the others."""
     baselines, rows = dict[Any, Run](), list[BalanceRow]()
     for record in finished:
-        cell = record.cell
-        with storage.cell_files(cell.path, record.place, record.files) as folder:
-            run = Run.load(folder)
-            baseline = baselines.setdefault((cell.model, cell.dtype), run)
-            identity, path = run.record.identity, storage.path(cell.path)
-            removed = dict[str, Estimate]()
-            paired = run.prompts == baseline.prompts and run.record.inputs.same_tokens(baseline.record.inputs)
-            if run is not baseline and paired:
-                powers = contrasts(model_products(run.products), model_products(baseline.products), run.prompts)
-                removed = {f"{name}, {queries}": contrast.removed for (queries, name), contrast in powers.items()}
-            rows.append(BalanceRow(cell, path, identity.dtype, identity.quantisation, Balance.of(run), removed))
+        cell, run = record.cell, load_run(storage, record)
+        baseline = baselines.setdefault((cell.model, cell.dtype), run)
+        identity, path = run.record.identity, storage.path(cell.path)
+        removed = dict[str, Estimate]()
+        one, other = run.record, baseline.record
+        paired = run.prompts == baseline.prompts and one.plan == other.plan and one.inputs.same_tokens(other.inputs)
+        if run is not baseline and paired:
+            after = model_products(run.weighted_by(baseline))
+            for key, contrast in contrasts(after, model_products(baseline.products), run.prompts).items():
+                labels = [key.component, key.queries, *([EVEN] if key.norm == EVEN else [])]
+                removed[", ".join(labels)] = contrast.removed
+        rows.append(BalanceRow(cell, path, identity.dtype, identity.quantisation, Balance.of(run), removed))
     return BalanceTable(question, rows, dict(left_out))

@@ -42,7 +42,7 @@ from .schema import MOST, MOST_DIGITS, GridKeys, Loader, ManifestKeys, ModelKeys
 MOST_BYTES = 10**6
 NAMED = Path(__file__).parent / "named"
 
-AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density")
+AXES = ("edits", "length", "prompts", "seed", "inputs", "bos", "dtype", "origin", "density", "donor")
 """Keys, in addition to `models`, that may have several values: a grid has every combination."""
 
 _STEP = re.compile(r"(?:step|iter|checkpoint|ckpt)[-_]?(\d+)|(\d+)$", re.IGNORECASE)

@@ -1,6 +1,7 @@
 """The results of one finished cell as two files next to its run, small enough to read thousands of them.
 
-numbers.parquet   one row per number: powers and shares of the whole model and of every layer, with intervals and units
+numbers.parquet   one row per number: powers and shares of the whole model and of every layer, in both norms, with
+                  intervals and units
 products.npz      products of prompts of the whole model, for paired contrasts of cells with the same prompts
 """
 
@@ -23,7 +24,7 @@ from posleak.files import translate_read_errors, write_atomically
 from posleak.leakage import Estimate
 from posleak.leakage.power import prompt_pairs
 from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
-from posleak.leakage.summary import QUERIES, Decomposition, PowerKey, model_products
+from posleak.leakage.summary import NORMS, ORDER, QUERIES, STABILISATION, Decomposition, PowerKey, model_products
 from posleak.runs.balance import Balance
 from posleak.runs.loss import LOSS_UNIT
 from posleak.runs.run import Run
@@ -32,10 +33,13 @@ NUMBERS_FILE, PRODUCTS_FILE = "numbers.parquet", "products.npz"
 REMEDY = "delete the cell's cell.json and run the sweep again to measure the cell again"
 
 SCHEMA = pa.schema({
-    "layer": pa.int64(), "queries": pa.string(), "quantity": pa.string(), "component": pa.string(),
+    "layer": pa.int64(), "queries": pa.string(), "norm": pa.string(), "quantity": pa.string(), "component": pa.string(),
     "value": pa.float64(), "low": pa.float64(), "high": pa.float64(), "n": pa.int64(), "unit": pa.string(),
 })  # fmt: skip
-"""Columns of numbers.parquet. `layer` is null for the whole model."""
+"""Columns of numbers.parquet. `layer` is null for the whole model, `norm` for numbers without one."""
+
+RATIO_COMPONENTS = {STABILISATION: "mask", ORDER: "earlier"}
+"""The component that a ratio is about."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,7 @@ class CellResults:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every number of the whole model and of its layers."""
         summary, balance = self.run.summary, Balance.of(self.run)
-        for number in _labelled(summary.model, summary.layers, summary.layer_ids):
-            component = number.labels["component"] or "mask"  # stabilisation is a factor of the mask
-            yield number.as_row(SCHEMA.names) | {"component": component}
+        yield from _rows(summary.model, summary.layers, summary.layer_ids)
         yield _row(None, "reference", "attention", "position 0", balance.sink_attention, SHARE_UNIT)
         for call, layer_id in enumerate(summary.layer_ids):
             yield _row(layer_id, "reference", "attention", "position 0", summary.layer_sink_attention[call], SHARE_UNIT)
@@ -68,19 +70,18 @@ class CellResults:
             for where, estimate in self.run.loss.numbers.items():
                 yield _row(None, "sampled", "loss", where, estimate, LOSS_UNIT)
         if self.trace is not None:
-            own = set(summary.model["all"].power)
-            for number in _labelled(self.trace.model, self.trace.layers, summary.layer_ids):
-                if number.labels["component"] not in own:
-                    yield number.as_row(SCHEMA.names)
+            by_source = _rows(self.trace.model, self.trace.layers, summary.layer_ids)
+            yield from (row for row in by_source if row["component"] not in summary.model["all"].power)
         if self.run.metrics is not None:
             for row in self.run.metrics.rows:
                 yield _row(row.at, "all", "metric", row.metric.id, row.value, row.metric.unit)
 
     def products(self) -> dict[str, Array]:
-        """Return products of prompts of the whole model, by `queries/component`."""
+        """Return products of prompts of the whole model, by `norm/queries/component`."""
         products = model_products(self.run.products)
         if self.trace is not None:
-            products |= {key: sums for key, sums in model_products(self.trace.products).items() if key[1] in SOURCES}
+            by_source = model_products(self.trace.products)
+            products |= {key: sums for key, sums in by_source.items() if key.component in SOURCES}
         return {"/".join(key): sums for key, sums in products.items()}
 
 
@@ -90,10 +91,12 @@ def read_products(content: bytes, path: str, prompts: int) -> dict[PowerKey, Arr
     expected = (prompts + len(prompt_pairs(prompts)[0]),)
     with translate_read_errors(path, REMEDY):
         for name, sums in arrays.items():
-            queries, _, component = name.partition("/")
-            if queries not in QUERIES or not component or sums.dtype != np.float64 or sums.shape != expected:
-                raise ValueError(f"{name} is {sums.dtype} {sums.shape}, not float64 {expected} of some queries")
-            products[queries, component] = sums
+            norm, queries, component, *more = [*name.split("/"), "", ""]
+            if norm not in NORMS or queries not in QUERIES or not component or any(more):
+                raise ValueError(f"{name} is not norm/queries/component")
+            if sums.dtype != np.float64 or sums.shape != expected:
+                raise ValueError(f"{name} is {sums.dtype} {sums.shape}, not float64 {expected}")
+            products[PowerKey(norm, queries, component)] = sums
     return products
 
 
@@ -106,14 +109,16 @@ def read_numbers(content: bytes, path: str) -> pd.DataFrame:
         return table.to_pandas()
 
 
-def _labelled(
+def _rows(
     model: Mapping[str, Decomposition], layers: Mapping[str, Decomposition], layer_ids: tuple[int, ...]
-) -> Iterator[LabelledEstimate]:
-    """Yield every number of the whole model (layer None) and of its layers, for early and then for all queries."""
+) -> Iterator[dict[str, Any]]:
+    """Yield every number of the whole model (layer None) and of its layers, for all and then for early queries."""
     for queries in QUERIES:
-        yield from model[queries].labelled(layer=None, queries=queries)
-        for call, layer in enumerate(layer_ids):
-            yield from layers[queries][call].labelled(layer=layer, queries=queries)
+        of_layers = [(layer, layers[queries][call]) for call, layer in enumerate(layer_ids)]
+        for layer, numbers in [(None, model[queries]), *of_layers]:
+            for number in numbers.labelled(layer=layer, queries=queries):
+                row = number.as_row(SCHEMA.names)
+                yield row | {"component": row["component"] or RATIO_COMPONENTS[row["quantity"]]}
 
 
 def _row(

@@ -126,6 +126,7 @@ class GridKeys(Keys):
     dtype: Axis[Text | None] = []
     origin: Axis[StrictInt] = []
     density: Axis[StrictInt] = []
+    donor: Axis[Text] = []
     kind: Literal["measure", "trace"] = "measure"
     batch: StrictInt = 0
     metrics: Annotated[tuple[str, ...], _parsed(parse_metrics)] = ()

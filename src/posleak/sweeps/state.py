@@ -93,6 +93,10 @@ class Finished:
     finished: str
     warnings: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        """Keep the id, and so the folder, that the cell had with the software of that time."""
+        object.__setattr__(self, "cell", self.cell.with_id(self.id))
+
 
 @dataclass(frozen=True)
 class Failed:

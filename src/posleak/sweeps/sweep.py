@@ -126,7 +126,7 @@ def sweep(
     """Measure many cells: models × checkpoints × edits × lengths × seeds, on this machine or on a Ray cluster.
 
     manifest           a YAML file, the name of a manifest that ships with posleak ("architectures", "knobs", "lengths",
-                       "first-token", "dtypes"), a dict as in docs/sweeps.md, or your own cells
+                       "first-token", "dtypes", "robustness"), a dict as in docs/sweeps.md, or your own cells
     models             names, subjects or transformers models that replace those of the manifest, in its order
     length             tokens per prompt; replaces the value of the manifest
     prompts            number of prompts; replaces the value of the manifest

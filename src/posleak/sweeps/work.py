@@ -24,7 +24,7 @@ from posleak.runs.software import now, versions
 from posleak.text import visible
 
 from . import state
-from .cells import MEASURE, Cell
+from .cells import LONG, MEASURE, Cell
 from .state import CELL_FILE, ERROR_FILE, Outcome, State
 from .storage import Storage
 
@@ -144,7 +144,8 @@ class Worker:
             ready = PreparedRun.of(subject, cell.spec, max_memory=self.max_memory)
             run = ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
             return CellResults(run)
-        trace = traced(Conditions(subject, cell.spec, folder, fresh, self.max_memory, on_status))
+        conditions = Conditions(subject, cell.spec, folder, fresh, self.max_memory, on_status)
+        trace = traced(conditions, long_donor=cell.donor == LONG)
         return CellResults(trace.ordinary, trace)
 
     def _load(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:

@@ -1,8 +1,10 @@
 """The effect of settings on leakage and on the next-token loss, compared with the unchanged model.
 
 Every setting is a condition on the prompts of one baseline, so changes are paired. Changes of power are in nats², and
-relative to the baseline where its power is significantly above 0; changes of loss are in nats per token. A sentence
-says that a quantity goes up or down only if its simultaneous interval (Bonferroni over all sentences) excludes 0.
+relative to the baseline where its power is significantly above 0; changes of loss are in nats per token. Powers are
+weighted by the attention of the baseline; where evenly weighted ones change in another direction, sentences say so. A
+sentence says that a quantity goes up or down only if its simultaneous interval (Bonferroni over all sentences) excludes
+0.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_rec
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate
-from posleak.leakage.summary import QUERIES, PowerKey, contrasts, model_products
+from posleak.leakage.summary import EVEN, LEADING, QUERIES, PowerKey, contrasts, model_products
 from posleak.models import AnyModel, subject_of
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
@@ -43,6 +45,9 @@ CHANGED = ("total", "mask", "residual", SCALING)
 SIMULTANEOUS = ("total", "mask", "residual", "loss")
 """Quantities with simultaneous intervals."""
 
+Change = tuple[str, str]
+"""Queries and component of a changed power, such as ("all", "total")."""
+
 ADVICE_FILE, PLOT_FILE = "advice.json", "advice.png"
 
 
@@ -50,18 +55,21 @@ ADVICE_FILE, PLOT_FILE = "advice.json", "advice.png"
 class Effect:
     """The effect of one setting.
 
-    leakage        change of the power of each component in nats², for all and for early queries: ("all", "total") …
+    leakage        change of the power of each component in nats², for all and for early queries: ("all", "total") …;
+                   weighted by the attention of the baseline
     relative       the same divided by the baseline's power; NaN where that is not significantly above 0
     loss           change of the loss in nats per token, by part of the prompt (runs/loss.py)
     simultaneous   changes of SIMULTANEOUS (all queries, all positions), with intervals that hold jointly for all of
                    them and for all settings
+    even           the same with evenly weighted powers; None in such an effect itself
     """
 
     setting: Setting
-    leakage: dict[PowerKey, Estimate]
-    relative: dict[PowerKey, Estimate]
+    leakage: dict[Change, Estimate]
+    relative: dict[Change, Estimate]
     loss: dict[str, Estimate]
     simultaneous: dict[str, Estimate]
+    even: Effect | None = None
 
     def direction(self, name: str) -> int:
         """Return the sign of a significant change: −1 down, 1 up, 0 not significant or fewer than ENOUGH prompts."""
@@ -82,10 +90,31 @@ class Effect:
         relative = f", {percent(share)}" if np.isfinite(share) else ""
         words = {name: DIRECTIONS[self.direction(name)] for name in SIMULTANEOUS}
         total, loss = estimate(self.simultaneous["total"]), estimate(self.simultaneous["loss"])
+        even = [
+            f"{'leakage' if name == 'total' else name} {direction}: {estimate(self.even.simultaneous[name])} nats²"
+            for name, direction in self.even_directions.items()
+            if self.even is not None
+        ]
         return (
             f"Under {self.setting.name} leakage {words['total']}: {total} nats²{relative}; mask {words['mask']}, "
             f"residual {words['residual']}. Loss {words['loss']}: {loss} {LOSS_UNIT}."
+            + (f" Evenly weighted, {'; '.join(even)}." if even else "")
         )
+
+    @property
+    def even_directions(self) -> dict[str, str]:
+        """The powers that change in another direction if they are evenly weighted, with that direction in words."""
+        if self.even is None:
+            return {}
+        directions = {name: self.even.direction(name) for name in SIMULTANEOUS[:-1]}
+        return {
+            name: DIRECTIONS[direction] for name, direction in directions.items() if direction != self.direction(name)
+        }
+
+    @property
+    def powers(self) -> dict[str, Any]:
+        """The changes of powers for JSON (docs/json.md)."""
+        return {"leakage": _joined(self.leakage), "relative": _joined(self.relative), "sure": self.simultaneous}
 
 
 DIRECTIONS = {-1: "goes down", 0: "does not change significantly", 1: "goes up"}
@@ -122,7 +151,17 @@ class Advice:
             directions = None if effect.unchanged else (effect.direction("total"), effect.direction("loss"))
             groups.setdefault(directions, []).append(effect.setting.name)
         order = (*((a, b) for a in (-1, 0, 1) for b in (-1, 0, 1)), None)
-        return self._headline + [f"{_group(pair)}: {', '.join(groups[pair])}." for pair in order if pair in groups]
+        listed = [f"{_group(pair)}: {', '.join(groups[pair])}." for pair in order if pair in groups]
+        return self._headline + listed + self._even_sentences
+
+    @property
+    def _even_sentences(self) -> list[str]:
+        """The settings whose effect on the leakage has another direction if powers are evenly weighted."""
+        groups = dict[str, list[str]]()
+        for effect in self.effects:
+            if (direction := effect.even_directions.get("total")) is not None:
+                groups.setdefault(direction, []).append(effect.setting.name)
+        return [f"Evenly weighted, leakage {words} under: {', '.join(names)}." for words, names in groups.items()]
 
     @property
     def _headline(self) -> list[str]:
@@ -145,19 +184,20 @@ class Advice:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak advise --json` (docs/json.md)."""
         run, record = self.baseline, self.baseline.record
+        baseline = {
+            norm: {"power": {name: power for name, power in numbers.power.items() if name in CHANGED}}
+            for norm, numbers in run.summary.model["all"].norms.items()
+        }
         document: dict[str, Any] = plain(
             {
                 "model": run.name, "identity": record.identity, "inputs": record.inputs, "length": record.spec.length,
-                "prompts": record.spec.prompts, "seed": record.spec.seed,
-                "baseline": {
-                    "power": {name: power for name, power in run.summary.model["all"].power.items() if name in CHANGED},
-                    "loss": run.loss,
-                },
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "norm": LEADING,
+                "baseline": {**baseline[LEADING], "loss": run.loss, EVEN: baseline[EVEN]},
                 "settings": [
                     {
                         "setting": e.setting.name, "group": e.setting.group, "about": e.setting.about,
-                        "edits": e.setting.edits, "leakage": _joined(e.leakage), "relative": _joined(e.relative),
-                        "loss": e.loss, "sure": e.simultaneous, "sentence": e.sentence,
+                        "edits": e.setting.edits, **e.powers, "loss": e.loss, "sentence": e.sentence,
+                        EVEN: None if e.even is None else e.even.powers,
                     }
                     for e in self.effects
                 ],
@@ -169,7 +209,7 @@ class Advice:
         return document
 
 
-def _joined(estimates: dict[PowerKey, Estimate]) -> dict[str, Estimate]:
+def _joined(estimates: dict[Change, Estimate]) -> dict[str, Estimate]:
     """Return the estimates with the keys of the JSON: `all/total`."""
     return {"/".join(key): estimate for key, estimate in estimates.items()}
 
@@ -260,17 +300,28 @@ def advised(conditions: Conditions, settings: Sequence[Setting]) -> Advice:
 
 
 def _effect(setting: Setting, run: Run, baseline: Run, level: float) -> Effect:
-    powers = model_products(run.products), model_products(baseline.products)
-    keys = [(queries, part) for queries in QUERIES for part in CHANGED if any((queries, part) in own for own in powers)]
-    zero = np.zeros_like(powers[1]["all", "total"])  # the power of a part that one of the two runs does not have
+    powers = model_products(run.weighted_by(baseline)), model_products(baseline.products)
+    keys = {key for own in powers for key in own if key.component in CHANGED}
+    zero = np.zeros_like(next(iter(powers[1].values())))  # the power of a part that one of the two runs does not have
     after, before = ({key: own.get(key, zero) for key in keys} for own in powers)
     changes = contrasts(after, before, baseline.prompts)
     losses = loss_changes(run.data, baseline.data, baseline.record.plan)
-    return Effect(
-        setting,
-        leakage={key: contrast.difference for key, contrast in changes.items()},
-        relative={key: contrast.relative for key, contrast in changes.items()},
-        loss={name: change.estimate for name, change in losses.items()},
-        simultaneous={part: changes["all", part].at(level).difference for part in SIMULTANEOUS[:-1]}
-        | {"loss": losses["all"].at(level).estimate},
-    )
+
+    def in_norm(norm: str, even: Effect | None = None) -> Effect:
+        own = {
+            (queries, part): changes[key]
+            for queries in QUERIES
+            for part in CHANGED
+            if (key := PowerKey(norm, queries, part)) in changes
+        }
+        return Effect(
+            setting,
+            leakage={key: contrast.difference for key, contrast in own.items()},
+            relative={key: contrast.relative for key, contrast in own.items()},
+            loss={name: change.estimate for name, change in losses.items()},
+            simultaneous={part: own["all", part].at(level).difference for part in SIMULTANEOUS[:-1]}
+            | {"loss": losses["all"].at(level).estimate},
+            even=even,
+        )
+
+    return in_norm(LEADING, in_norm(EVEN))

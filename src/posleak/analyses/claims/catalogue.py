@@ -8,6 +8,9 @@ A claim states that an effect lies above (or below) a value that means no effect
                     below its level (docs/definitions.md), and another random seed could change the verdict
     not applicable  the model or the input lacks what the claim is about; `reason` says why
 
+Tests that read powers run in both norms (leakage/summary.py). The leading norm decides; the evenly weighted effect is
+the detail `even`, and `even_verdict` its verdict.
+
 `claim` registers a falsifiable statement with its test, also from a plugin.
 """
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,7 @@ import numpy as np
 
 from posleak.errors import InputError, did_you_mean
 from posleak.leakage import Estimate
+from posleak.leakage.summary import EVEN
 from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers, register
 from posleak.plugins import load_plugins, reject_builtin_name
 from posleak.typed import Number
@@ -97,6 +101,7 @@ class Finding:
     no_effect   the value that means no effect;  side: the claimed side of it
     reason      why the claim is not applicable, else None
     edited      the condition that was compared with the baseline, if there is one
+    details     further numbers and facts by name; `even`: the evenly weighted effect, if it depends on a norm
     """
 
     effect: Number
@@ -144,6 +149,21 @@ class Finding:
             return Verdict.INCONCLUSIVE
         return Verdict.SUPPORTED if above == (self.side is Side.ABOVE) else Verdict.CONTRADICTED
 
+    @property
+    def even_verdict(self) -> Verdict | None:
+        """The verdict in the evenly weighted norm; None if the effect does not depend on a norm."""
+        even = self.details.get(EVEN)
+        if not isinstance(even, Estimate):
+            return None
+        value, low, high = (float(end) for end in (even.value, even.low, even.high))
+        return replace(self, effect=value, low=low, high=high, n=even.n).verdict
+
+    @property
+    def disagreement(self) -> str | None:
+        """The verdict in the evenly weighted norm in words, if it is not the same; else None."""
+        even = self.even_verdict
+        return None if even in (None, self.verdict) else f"evenly weighted: {even.value}"
+
 
 Test = Callable[["Lab"], Finding]
 
@@ -158,6 +178,7 @@ class Claim:
     method    how it is tested, in words
     paper     name of the paper (posleak.papers); None: a claim of your own
     metrics   whether the test reads `Lab.metrics`, so that they are measured together with the baseline
+    decided   what was chosen after data had been seen; None: sentence, test and bound were fixed before
     """
 
     number: int
@@ -168,6 +189,7 @@ class Claim:
     test: Test
     paper: str | None = None
     metrics: bool = False
+    decided: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,16 +205,18 @@ class ClaimResult(Finding):
     claim: str
     method: str
     paper: str | None = POSITION
+    decided: str | None = None
 
     @classmethod
     def about(cls, claim: Claim, finding: Finding) -> ClaimResult:
         """Combine a claim with its finding."""
         about: dict[str, Any] = {"number": claim.number, "id": claim.id, "title": claim.title, "method": claim.method}
-        return cls(**vars(finding), **about, claim=claim.sentence, paper=claim.paper)
+        return cls(**vars(finding), **about, claim=claim.sentence, paper=claim.paper, decided=claim.decided)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and the verdict."""
-        return {**vars(self), "verdict": self.verdict, "too_few": self.too_few}
+        """Return the fields and the verdicts."""
+        verdicts = {"verdict": self.verdict, "even_verdict": self.even_verdict, "too_few": self.too_few}
+        return {**vars(self), **verdicts}
 
 
 REGISTRY: dict[str, Claim] = {}
@@ -208,6 +232,7 @@ def claim(
     *,
     paper: Paper | str | None = None,
     metrics: bool = False,
+    decided: str | None = None,
 ) -> Callable[[Test], Test]:
     """Register the decorated function as the test of this claim (fields as in Claim).
 
@@ -224,7 +249,7 @@ def claim(
         )  # fmt: skip
 
     def add(test: Test) -> Test:
-        registered = Claim(number, id, title, sentence, method, test, name, metrics)
+        registered = Claim(number, id, title, sentence, method, test, name, metrics, decided)
         reject_builtin_name("claim", id, REGISTRY.get(id), registered)
         REGISTRY[id] = registered
         return test

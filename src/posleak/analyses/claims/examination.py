@@ -147,7 +147,7 @@ def examine(lab: Lab, chosen: Sequence[Claim] | None = None) -> Iterator[ClaimRe
         lab.progress(f"claim {claim.number}: {claim.title}")
         try:
             with stage(claim.id):
-                finding = claim.test(lab)
+                finding = lab.tested(claim.test)
         except PosleakError as error:
             finding = Finding.not_applicable(str(error))
         except Exception as error:

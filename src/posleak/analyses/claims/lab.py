@@ -1,13 +1,16 @@
 """The measurements that claims are tested with: one model under many conditions on the same prompts.
 
-Conditions are compared with the baseline prompt by prompt (paired).
+Conditions are compared with the baseline prompt by prompt (paired), and their powers are weighted by the baseline's
+attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +26,8 @@ from posleak.arrays import Array
 from posleak.defaults import ORIGIN_TOKENS
 from posleak.errors import BusyError, InputError, RunError, StorageError
 from posleak.inputs import prepare
-from posleak.leakage import Contrast, Estimate, Jackknife, Sampled, combined
+from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
+from posleak.leakage.summary import EVEN, LEADING, Decomposition, Products
 from posleak.models import exclusive
 from posleak.runs.conditions import METRICS, Conditions
 from posleak.runs.folder import has_record
@@ -39,7 +43,9 @@ from posleak.runs.record import clear_run
 from posleak.runs.run import Run
 from posleak.runs.spec import parse_bytes
 
-from .catalogue import ENOUGH, Edited, Kept
+from .catalogue import ENOUGH, Edited, Finding, Kept, Test
+
+T = TypeVar("T")
 
 TEXT_CROPS = 64
 
@@ -55,16 +61,44 @@ LATER = slice(1, None)
 """The layers after the first."""
 
 
-def draw_texts(edit: str, draws: int) -> list[str]:
-    """Return the texts of an edit's random draws, numbered; the edit itself for a single draw."""
-    return [edit] if draws == 1 else [f"{edit}:{draw}" for draw in range(draws)]
-
-
 @dataclass
 class Lab(Conditions):
-    """The conditions of one model, with the comparisons that the tests of claims need."""
+    """The conditions of one model, with the comparisons that the tests of claims need.
+
+    norm        norm of the powers and shares that a test reads
+    reads_norm  whether the current test has read any
+    """
 
     extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE)
+
+    norm: str = LEADING
+    reads_norm: bool = False
+    _products: dict[tuple[str, ...], dict[str, Products]] = field(default_factory=dict)
+
+    def tested(self, test: Test) -> Finding:
+        """Run a test. One that reads powers or shares is run in both norms: the detail `even` is the second effect."""
+        self.reads_norm = False
+        finding = test(self)
+        if not self.reads_norm or finding.reason is not None:
+            return finding
+        self.norm = EVEN
+        try:
+            even = test(self)
+        finally:
+            self.norm = LEADING
+        return replace(finding, details={**finding.details, EVEN: even.estimate})
+
+    def _in_norm(self, norms: Mapping[str, T]) -> T:
+        self.reads_norm = True
+        return norms[self.norm]
+
+    def products(self, *edits: str, early: bool = False) -> Products:
+        """Return the products of a condition in the current norm, weighted by the baseline's attention."""
+        run, baseline = self.run(*edits), self.run()
+        texts = run.record.spec.edit_texts
+        if texts not in self._products:
+            self._products[texts] = baseline.products if run is baseline else run.weighted_by(baseline)
+        return self._in_norm(self._products[texts]["early" if early else "all"].norms)
 
     @cached_property
     def jackknife(self) -> Jackknife:
@@ -72,8 +106,19 @@ class Lab(Conditions):
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace: the baseline and the run with a borrowed context."""
+        """The trace: the baseline, and the run of the three branches after a donor."""
         return Trace.of(self)
+
+    @property
+    def sources(self) -> Decomposition:
+        """Powers and shares of the sources, of the whole model and all queries, in the current norm."""
+        return self._in_norm(self.trace.model["all"].norms)
+
+    @property
+    def branches(self) -> str:
+        """The edit of the branches. The arrays of its run are those of branch B, in which all layers lend keys."""
+        (edit,) = self.trace.branches.record.spec.edit_texts
+        return edit
 
     @cached_property
     def metrics(self) -> xr.Dataset:
@@ -126,34 +171,27 @@ class Lab(Conditions):
 
     def layers(self, name: str, *edits: str) -> Sampled:
         """Return the power of a component by layer [L], mean over heads."""
-        return self.jackknife.inner(np.nanmean(self.run(*edits).products["all"].own[name], axis=1))
+        return self.jackknife.inner(np.nanmean(self.products(*edits).own[name], axis=1))
 
     def power(self, name: str, *edits: str, early: bool = False, layers: slice = slice(None)) -> Sampled:
         """Return the power of a component, mean over heads and the chosen layers."""
-        sums = self.run(*edits).products["early" if early else "all"].own[name][layers]
+        sums = self.products(*edits, early=early).own[name][layers]
         return self.jackknife.inner(np.nanmean(sums, axis=(0, 1)))
 
-    def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False, draws: int = 1) -> Kept:
+    def kept(self, name: str, edit: str, *, early: bool = False, later: bool = False) -> Kept:
         """Return the share of a component's power that remains under an edit, paired.
 
         early   use early queries only;  later: use the layers after the first only
-        draws   number of runs of a random edit, as EDIT:0, EDIT:1, …; the interval of their mean includes the variation
-                over prompts and over draws
         """
         at = LATER if later else slice(None)
-        before = self.power(name, early=early, layers=at)
-        after = [self.power(name, text, early=early, layers=at) for text in draw_texts(edit, draws)]
-        ratios = [Contrast(power, before).ratio for power in after]
-        mean = (combined(lambda *x: sum(x) / draws, *ratios)).estimate
-        if draws > 1:
-            mean = mean.widened(self.mean(np.array([float(ratio.value) for ratio in ratios])))
-        return Kept(name, mean, "early" if early else "all", "after the first" if later else "all")
+        after, before = (self.power(name, *edits, early=early, layers=at) for edits in ((edit,), ()))
+        ratio = Contrast(after, before).ratio.estimate
+        return Kept(name, ratio, "early" if early else "all", "after the first" if later else "all")
 
-    def edited(self, edit: str, about: str, *kept: Kept, draws: int = 1) -> Edited:
+    def edited(self, edit: str, about: str, *kept: Kept) -> Edited:
         """Describe the condition, with mean attention of reference queries to position 0 before and after."""
-        conditions = [(), *((text,) for text in draw_texts(edit, draws))]
-        before, *after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in conditions)
-        return Edited(edit if draws == 1 else f"{edit}, {draws} draws", about, kept, before, sum(after) / draws)
+        before, after = (float(self.run(*edits).data["profile"][..., 0].mean()) for edits in ((), (edit,)))
+        return Edited(edit, about, kept, before, after)
 
     def mean(self, x: Array) -> Estimate:
         """Return the mean over the first axis of x (prompts, heads or tokens), with a jackknife interval."""

@@ -1,15 +1,19 @@
-"""Decompose leakage by source, with two runs on the same prompts: with and without a borrowed context.
+"""Decompose leakage by source, from the prompt alone and from three branches of it after a donor document.
 
-    T  leakage in the ordinary run
-    D  leakage in the borrowed run, rows without donor keys: only this layer's own mask hides keys
-    O  leakage in the borrowed run, rows with donor keys: no layer's mask hides keys
+    T_fresh   leakage of the prompt alone
+    T, T'     branch A, in which no layer lends keys: rows without and with the donor's keys
+    D, O      branch B, in which all layers lend keys: rows without and with them
+    Z         branch C, in which position 0 also stands at one distance from every query: rows with them
 
-    earlier = T − D     masks of earlier layers, carried here by the residual stream
-    here    = D − O     this layer's own mask
-    origin  = O         position 0, when every query sees equally many keys
+    state   = T_fresh − T                     what a recurrent state tells; 0 to rounding in models without one
+    earlier = ½ [(T − D) + (T' − O)]          masks of earlier layers, carried here by the residual stream
+    here    = ½ [(D − O) + (T − T')]          this layer's own mask
+    origin  = O − Z                           position 0: what its distance tells
+    left    = Z                               what remains: a check, expected to be 0 within its interval
+    order   = (T − D) − (T' − O)              difference between the two orders of removing masks; not part of the sum
 
-This is an exact additive decomposition of T. The borrowed run is the condition `context=borrowed` (edits/context.py).
-Further runs that borrow up to layer K only, for several K, show which layers write position.
+The first five are an exact additive decomposition of T_fresh. The branches are the condition `context=branches`
+(edits/context.py). Further runs that borrow keys up to layer K only, for several K, show which layers write position.
 """
 
 from __future__ import annotations
@@ -25,18 +29,20 @@ import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
 from posleak.defaults import TRACED
-from posleak.errors import RunError
+from posleak.edits.context import BORROWED, Branches, branches_of
+from posleak.errors import InputError, RunError
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate, Jackknife, component
-from posleak.leakage.summary import Decomposition, Products
+from posleak.leakage.summary import LEADING, ORDER, Decomposition, Products
 from posleak.metrics import parse_metrics
-from posleak.models import AnyModel
+from posleak.models import AnyModel, exclusive
 from posleak.probe.plan import DEFAULT_ORIGIN
+from posleak.rounding import AGREE
 from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD_FILE
 from posleak.runs.record import is_finished
-from posleak.runs.run import Run, describe_run
-from posleak.show.numbers import estimate
+from posleak.runs.run import Run, describe_run, flat_numbers
+from posleak.show.numbers import estimate, excludes_zero
 from posleak.show.words import compact_html
 from posleak.signatures import checked
 from posleak.typed import plain
@@ -44,11 +50,14 @@ from posleak.typed import plain
 if TYPE_CHECKING:
     from posleak.show.plots import Picture
 
-BORROWED = "context=borrowed"
-"""The edit of the second run."""
+CAUSES = ("state", "earlier", "here", "origin")
+"""Sources of the leakage of a layer. With what is `left`, their sum is its total."""
 
-SOURCES = ("earlier", "here", "origin")
-"""Sources of the leakage of a layer; their sum is its total."""
+SOURCES = (*CAUSES, LEFT)
+"""All parts of the decomposition by source."""
+
+DONORS = ("plain", "long")
+"""Kinds of donors: of N + 64 tokens, and of 3N tokens whose queries see N keys each."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,10 @@ class Ladder:
     mean: Estimate
 
     @classmethod
-    def of(cls, runs: dict[int, Run]) -> Ladder:
+    def of(cls, ordinary: Run, runs: dict[int, Run]) -> Ladder:
+        runs = {-1: ordinary, **runs}
         upto = tuple(sorted(runs))
-        owns = [runs[k].products["all"].own for k in upto]
+        owns = [runs[k].weighted_by(ordinary)["all"].own for k in upto]
         sums = np.stack([np.nanmean(own[LEFT if LEFT in own else "total"], axis=1) for own in owns])  # [K, L, sums]
         prompts = Jackknife(runs[upto[0]].prompts)
         return cls(upto, prompts.inner(sums).estimate, prompts.inner(sums[:, 1:].mean(1)).estimate)
@@ -74,37 +84,41 @@ class Ladder:
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """A trace: `ordinary` and `borrowed` are runs on the same prompts; `steps[K]` borrows up to layer K only."""
+    """A trace: `ordinary` and `branches` are runs on the same prompts; `steps[K]` borrows up to layer K only."""
 
     ordinary: Run
-    borrowed: Run
+    branches: Run
     steps: dict[int, Run] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, conditions: Conditions, upto: Iterable[int] = ()) -> Trace:
+    def of(cls, conditions: Conditions, upto: Iterable[int] = (), *, long_donor: bool = False) -> Trace:
         """Measure the runs under these conditions, or load them; `upto`: layers K of further runs."""
-        ordinary, borrowed = conditions.run(), conditions.run(BORROWED)
-        return cls(ordinary, borrowed, {k: conditions.run(_step(k)) for k in upto})
+        ordinary = conditions.run()
+        branches = conditions.run(branches_edit(conditions, long_donor=long_donor))
+        return cls(ordinary, branches, {k: conditions.run(_step(k)) for k in upto})
 
     @classmethod
     def load(cls, path: str | Path, ordinary: Run | None = None) -> Trace | None:
-        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no borrowed run.
+        """Load what `posleak trace` or `posleak claims` wrote into a folder; None if it has no branches.
 
         ordinary: the folder's ordinary run, if it is loaded already.
         """
         folder = Path(path)
-        second = condition_folder(folder, BORROWED)
-        if not (second / RECORD_FILE).is_file():
+        stored = (
+            condition_folder(folder, Branches(apart, long).text) for long in (False, True) for apart in (False, True)
+        )
+        second = next((at for at in stored if (at / RECORD_FILE).is_file()), None)
+        if second is None:
             return None
         if not is_finished(second):
-            raise RunError("the run with a borrowed context is not finished", where=str(second),
+            raise RunError("the run of the branches is not finished", where=str(second),
                            remedy="run the same `posleak trace` or `posleak claims` again to resume it")  # fmt: skip
-        ordinary, borrowed = ordinary or Run.load(folder), Run.load(second)
-        if not ordinary.record.inputs.same_tokens(borrowed.record.inputs):
+        ordinary, branches = ordinary or Run.load(folder), Run.load(second)
+        if not ordinary.record.inputs.same_tokens(branches.record.inputs):
             raise RunError("the two runs of the trace read different prompts", where=str(folder),
                            remedy="run `posleak trace` again with --fresh")  # fmt: skip
         steps = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
-        return cls(ordinary, borrowed, {k: Run.load(at) for k, at in steps.items() if is_finished(at)})
+        return cls(ordinary, branches, {k: Run.load(at) for k, at in steps.items() if is_finished(at)})
 
     def plot(self) -> Picture:
         """Plot powers by layer with their intervals: sources above, parts of the ordinary run below."""
@@ -117,7 +131,7 @@ class Trace:
         return Picture(drawn(lambda figure: both(figure, above, below, run.summary.places, title)), title)
 
     def __repr__(self) -> str:
-        shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in SOURCES)
+        shares = ", ".join(f"{name} {estimate(self.model['all'].share[name], 'share')}" for name in self.sources)
         return f"Trace({describe_run(self.ordinary)}; {shares})"
 
     def _repr_html_(self) -> str:
@@ -126,22 +140,46 @@ class Trace:
 
     @cached_property
     def components(self) -> dict[str, xr.DataArray]:
-        """Return total, earlier, here, origin and direct (D) at every pair: (prompt, layer, head, query, offset)."""
-        total, direct = component(self.ordinary.data, "total"), component(self.borrowed.data, "total")
-        left = component(self.borrowed.data, LEFT)
-        return {"total": total, "earlier": total - direct, "here": direct - left, "origin": left, "direct": direct}
+        """Return total, the parts, order and direct (D) at every pair: (prompt, layer, head, query, offset)."""
+        data, fresh = self.branches.data, component(self.ordinary.data, "total")
+        own, direct, lent = component(data, "total_a"), component(data, "total"), component(data, LEFT)
+        own_lent, left = own - data["lent_a"], component(data, "total_c")
+        return {
+            "total": fresh, "state": fresh - own, "earlier": ((own - direct) + (own_lent - lent)) / 2,
+            "here": ((direct - lent) + (own - own_lent)) / 2, "origin": lent - left, LEFT: left,
+            ORDER: (own - direct) - (own_lent - lent), "direct": direct,
+        }  # fmt: skip
 
     @cached_property
     def remainder(self) -> float:
-        """Return the largest |earlier + here + origin − total|, or the largest remainder of the two runs, in nats."""
+        """Return the largest |sum of the parts − total|, or the largest remainder of the two runs, in nats."""
         x = self.components
-        gap = float(np.nanmax(np.abs((x["earlier"] + x["here"] + x["origin"] - x["total"]).values)))
-        return max(gap, self.ordinary.remainder, self.borrowed.remainder)
+        gap = float(np.nanmax(np.abs((sum(x[name] for name in SOURCES) - x["total"]).values)))
+        return max(gap, self.ordinary.remainder, self.branches.remainder)
 
     @cached_property
     def products(self) -> dict[str, Products]:
-        """Return the products of prompts, for early and for all queries."""
-        return Products.by_queries(self.components, SOURCES)
+        """Return the products of prompts, for early and for all queries, weighted by the ordinary run's attention."""
+        return Products.by_queries(self.components, self.ordinary.data["weight"], (*SOURCES, ORDER))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources that this model has: `state` only if it exceeds the rounding of shifted positions."""
+        state, total = (float(np.nanmean(self.components[name].values ** 2)) for name in ("state", "total"))
+        rounding = max(AGREE.of(self.ordinary.record.identity.dtype), AGREE.float32)
+        return CAUSES if state > rounding**2 * total else CAUSES[1:]
+
+    @property
+    def checks(self) -> tuple[str, str]:
+        """Return a sentence about `order` and one about `left`, for all queries of the whole model."""
+        numbers = self.model["all"]
+        order, left = numbers.ratios[ORDER], numbers.share[LEFT]
+        differ = f"the two orders of removing masks differ by {estimate(order, 'share')} of the leakage"
+        remains = f"{estimate(left, 'share')} of the leakage"
+        return (
+            differ if excludes_zero(order) else f"{differ}, which is not significant",
+            f"{remains} is left without a source" if excludes_zero(left) else f"nothing significant is left: {remains}",
+        )
 
     @cached_property
     def layers(self) -> dict[str, Decomposition]:
@@ -166,12 +204,12 @@ class Trace:
 
     @cached_property
     def attention(self) -> dict[str, Estimate]:
-        """Return the mean attention of reference queries to the origin by layer [L] in both runs, without donor
+        """Return the mean attention of references to the origin by layer [L], alone and in branch B, without donor
         keys."""
         m, prompts = self.ordinary.record.plan.origin, Jackknife(self.ordinary.prompts)
         return {
             name: prompts.mean(np.nanmean(run.data["profile"].values[..., :m].sum(-1), axis=2)).estimate
-            for name, run in (("ordinary", self.ordinary), ("borrowed", self.borrowed))
+            for name, run in (("ordinary", self.ordinary), ("borrowed", self.branches))
         }
 
     @cached_property
@@ -180,7 +218,7 @@ class Trace:
         if not self.steps:
             return None
         last = max(self.ordinary.record.calibration.numbers)
-        return Ladder.of({-1: self.ordinary, **self.steps, last: self.borrowed})
+        return Ladder.of(self.ordinary, {**self.steps, last: self.branches})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak trace --json` (docs/json.md)."""
@@ -189,10 +227,11 @@ class Trace:
             {
                 "model": run.name, "identity": record.identity, "positions": record.positions,
                 "inputs": record.inputs, "length": record.spec.length,
-                "prompts": record.spec.prompts, "seed": record.spec.seed, "definitions": record.definitions_version,
+                "prompts": record.spec.prompts, "seed": record.spec.seed, "norm": LEADING,
+                "definitions": record.definitions_version, "donor": self.branches.record.inputs.context,
                 "origin": record.plan.origin, "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [self._layer(layer) for layer in range(run.data.sizes["layer"])],
-                "early": _numbers(self.model["early"]), "all": _numbers(self.model["all"]),
+                "early": self.model["early"], "all": self.model["all"], "checks": self.checks,
                 "attention_to_origin": self.attention,
                 "metrics": None if run.metrics is None else run.metrics.as_dict(),
                 "by_layer": None if ladder is None else {
@@ -205,20 +244,10 @@ class Trace:
         return fields
 
     def _layer(self, layer: int) -> dict[str, Any]:
-        numbers = self.layers["all"]
-        powers = {name: power[layer] for name, power in numbers.power.items()} | {LEFT: numbers.power["origin"][layer]}
-        shares = {name: share[layer] for name, share in numbers.share.items()}
         return {
             "layer": self.ordinary.summary.layer_ids[layer], "call": layer,
-            **{name: power.value for name, power in powers.items()},
-            "share": {name: share.value for name, share in shares.items()},
-            "ci": {name: [power.low, power.high] for name, power in powers.items()}
-            | {"share": {name: [share.low, share.high] for name, share in shares.items()}},
+            **flat_numbers(self.layers["all"][layer]),
         }  # fmt: skip
-
-
-def _numbers(numbers: Decomposition) -> dict[str, Any]:
-    return {"power": numbers.power | {LEFT: numbers.power["origin"]}, "share": numbers.share}
 
 
 def _step(upto: int) -> str:
@@ -243,6 +272,7 @@ def trace(
     bos: str | int = "auto",
     origin: int = DEFAULT_ORIGIN,
     by_layer: bool = False,
+    donor: str = "plain",
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
     root: str | Path | None = None,
@@ -250,7 +280,7 @@ def trace(
     max_memory: str | int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Decompose a subject's leakage by source (here, earlier, origin), with a second run over a borrowed context.
+    """Decompose a subject's leakage by source (earlier, here, origin), with a second run over three branches.
 
     subject     a Subject, a transformers model, or anything that `load` accepts
     inputs      source of the prompts, or your own prompts, as in `measure`
@@ -260,6 +290,7 @@ def trace(
     bos         token at position 0, as in `measure`
     origin      number of leading tokens treated as the origin
     by_layer    also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more run for each K
+    donor       `plain`: a document of length + 64 tokens; `long`: of 3 × length, whose queries see `length` keys each
     metrics     metrics of other papers in the ordinary run, as in `measure`: `trace.ordinary.metrics`
     out         folder for the ordinary run, with the other runs below it; finished runs in it are loaded
     root        parent of the folder if `out` is not given, as in `measure`
@@ -269,17 +300,31 @@ def trace(
 
     Example: `posleak.trace("smollm2-135m").model["all"].share["here"]`
     """
+    if donor not in DONORS:
+        raise InputError("unknown donor", where="--donor", got=donor, expected=" or ".join(DONORS))
     conditions = Conditions.of(
         subject, inputs, length=length, prompts=prompts, default_length=TRACED, seed=seed, bos=bos, origin=origin,
         metrics=parse_metrics(metrics), out=out, root=root, fresh=fresh, max_memory=max_memory, progress=progress,
     )  # fmt: skip
-    return traced(conditions, by_layer=by_layer)
+    return traced(conditions, by_layer=by_layer, long_donor=donor == "long")
 
 
-def traced(conditions: Conditions, *, by_layer: bool = False) -> Trace:
+def traced(conditions: Conditions, *, by_layer: bool = False, long_donor: bool = False) -> Trace:
     """Return the trace; raise UnsupportedError before measuring if the model does not support a borrowed context."""
     with conditions.writing():
         if conditions.folder is None or not is_finished(conditions.folder):
             conditions.require_supported(BORROWED)
         layer_ids = conditions.run().record.calibration.numbers
-        return Trace.of(conditions, rungs(layer_ids) if by_layer else ())
+        return Trace.of(conditions, rungs(layer_ids) if by_layer else (), long_donor=long_donor)
+
+
+def branches_edit(conditions: Conditions, *, long_donor: bool = False) -> str:
+    """Return the edit under which a trace measures the branches: in one sequence where the model allows it."""
+    for edit in (Branches(False, long_donor), Branches(True, long_donor)):
+        if conditions.folder is not None and is_finished(condition_folder(conditions.folder, edit.text)):
+            return edit.text
+    subject = conditions.baseline.subject
+    with exclusive(subject.model):
+        edit = branches_of(subject.model, long=long_donor)
+    biased = any(bias is not None for bias in conditions.run().record.calibration.biases)
+    return Branches(edit.apart or biased, long_donor).text

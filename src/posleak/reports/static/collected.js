@@ -7,6 +7,7 @@
   const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
   const named = (value) => (value === null ? "–" : String(value));
   const quantityOf = (key) => DATA.quantities.find((q) => q.key === key);
+  const numberOf = (state, point) => ((state.norm === "even" && point.even[state.key]) || point.numbers[state.key]);
   const text = ([x, low, high, n]) =>
     `${show(x)}${low === null || high === null ? "" : ` (${show(low)} … ${show(high)})`}, n = ${n}`;
 
@@ -38,6 +39,11 @@
   const kept = (state, free) => DATA.points.filter((point) => knobs.every((knob) =>
     free.includes(knob) || [undefined, ALL].includes(state.only[knob]) || point.knobs[knob] === DATA.knobs[knob].values[Number(state.only[knob])]));
   const quantities = () => DATA.quantities.map((q) => [q.key, q.axis]);
+  const NORMS = [["attention", "by attention"], ["even", "evenly"]];
+  const chooseQuantity = (spot, state, redraw) => {
+    select(spot, `${state.name}-quantity`, "quantity", quantities(), state.key, (value) => { state.key = value; redraw(); });
+    select(spot, `${state.name}-norm`, "weighted", NORMS, state.norm, (value) => { state.norm = value; redraw(); });
+  };
 
   /* a setting as an axis: numbers on a log scale if they span a wide range, texts in order */
   const scaleOf = (knob) => {
@@ -54,18 +60,18 @@
   };
 
   /* curves */
-  const curve = { name: "curve", all: true, x: knobs.includes("step") ? "step" : knobs[0], key: DATA.quantities[0] && DATA.quantities[0].key, only: {} };
+  const curve = { name: "curve", all: true, norm: "attention", x: knobs.includes("step") ? "step" : knobs[0], key: DATA.quantities[0] && DATA.quantities[0].key, only: {} };
   const drawCurves = () => {
     const spot = $("#curve-controls");
     spot.replaceChildren();
-    select(spot, "curve-quantity", "quantity", quantities(), curve.key, (value) => { curve.key = value; drawCurves(); });
+    chooseQuantity(spot, curve, drawCurves);
     select(spot, "curve-x", "over", knobs.map((k) => [k, DATA.knobs[k].title]), curve.x, (value) => { curve.x = value; drawCurves(); });
     filters(spot, curve, [curve.x], drawCurves);
     const scale = scaleOf(curve.x), lines = new Map();
-    const drawn = kept(curve, [curve.x]).filter((point) => point.numbers[curve.key] && point.numbers[curve.key][0] !== null && scale.place(point.knobs[curve.x]) !== null);
+    const drawn = kept(curve, [curve.x]).filter((point) => numberOf(curve, point) && numberOf(curve, point)[0] !== null && scale.place(point.knobs[curve.x]) !== null);
     const others = knobs.filter((k) => k !== curve.x && new Set(drawn.map((point) => point.knobs[k])).size > 1);
     for (const point of drawn) {
-      const number = point.numbers[curve.key];
+      const number = numberOf(curve, point);
       const name = others.map((k) => (k === "model" ? named(point.knobs[k]) : `${DATA.knobs[k].title} ${named(point.knobs[k])}`)).join(" · ") || "all cells";
       if (!lines.has(name)) lines.set(name, []);
       lines.get(name).push([scale.place(point.knobs[curve.x]), number, point]);
@@ -112,7 +118,7 @@
   const preferred = ([, y]) => (y === "edits" ? 2 : y === "model" ? 1 : 0);
   const best = pairs.map((pair) => [fullest(...pair).filled, preferred(pair), pair])
     .sort((a, b) => (b[0] > 0) - (a[0] > 0) || b[1] - a[1] || b[0] - a[0])[0];
-  const map = { name: "map", all: false, key: curve.key, only: {} };
+  const map = { name: "map", all: false, norm: "attention", key: curve.key, only: {} };
   const lay = (x, y) => Object.assign(map, { x, y, only: fullest(x, y).only });
   if (best) lay(...best[2]);
   const drawMap = () => {
@@ -126,7 +132,7 @@
       drawMap();
     };
     const options = knobs.map((k) => [k, DATA.knobs[k].title]);
-    select(spot, "map-quantity", "quantity", quantities(), map.key, (value) => { map.key = value; drawMap(); });
+    chooseQuantity(spot, map, drawMap);
     select(spot, "map-y", "rows", options, map.y, turn("y", "x"));
     select(spot, "map-x", "columns", options, map.x, turn("x", "y"));
     filters(spot, map, [map.x, map.y], drawMap);
@@ -135,23 +141,23 @@
     const xs = measured(map.x), ys = measured(map.y);
     const empty = () => ys.map(() => xs.map(() => null));
     const z = empty(), marks = empty().map((row) => row.map(() => "")), hover = empty().map((row) => row.map(() => ""));
-    const even = quantity.key.includes("/ratio/") ? 1 : 0;
+    const neutral = quantity.key.includes("/ratio/") ? 1 : 0;
     for (const point of there) {
-      const number = point.numbers[map.key], r = ys.indexOf(point.knobs[map.y]), c = xs.indexOf(point.knobs[map.x]);
+      const number = numberOf(map, point), r = ys.indexOf(point.knobs[map.y]), c = xs.indexOf(point.knobs[map.x]);
       if (!number) continue;
       const [x, low, high] = number;
       z[r][c] = x;
-      const unsure = low !== null && high !== null && low <= even && even <= high;
+      const unsure = low !== null && high !== null && low <= neutral && neutral <= high;
       marks[r][c] = x === null ? "×" : unsure ? `(${show(x)})` : show(x);
       hover[r][c] = `${escape(named(ys[r]))}, ${escape(named(xs[c]))}: ${text(number)}`;
     }
-    const found = z.flat().filter((x) => x !== null), most = Math.max(...found.map((x) => Math.abs(x - even)), 1e-12);
-    const diverging = even === 1 || found.some((x) => x < 0);
+    const found = z.flat().filter((x) => x !== null), most = Math.max(...found.map((x) => Math.abs(x - neutral)), 1e-12);
+    const diverging = neutral === 1 || found.some((x) => x < 0);
     draw($("#map"), {
       data: [{
         type: "heatmap", z, text: marks, texttemplate: "%{text}", customdata: hover, hovertemplate: "%{customdata}<extra></extra>", xgap: 2, ygap: 2,
         hoverongaps: false, x: xs.map((_, k) => k), y: ys.map((_, k) => k),
-        zmin: diverging ? even - most : 0, zmax: even + most,
+        zmin: diverging ? neutral - most : 0, zmax: neutral + most,
         colorscale: diverging ? [[0, "var(--negative)"], [0.5, "var(--wash)"], [1, "var(--mask)"]] : [[0, "var(--wash)"], [1, "var(--mask)"]],
         colorbar: { thickness: 12, outlinewidth: 0 },
       }],

@@ -6,7 +6,7 @@
   const state = { run: 0, head: null, component: "total", quantity: "power", queries: "all" };
   const article = () => $(`article[data-run="${state.run}"]`);
   const current = () => DATA.runs[state.run];
-  const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual", "earlier", "here", "origin"]);
+  const SHARED = new Set(["mask", "drift", "sink", "scaling", "residual", "state", "earlier", "here", "origin", "left"]);
   const shownParts = () => ["total", ...current().parts];
 
   /* names show the model's layer ids; data-layer and state.head are indices of attention calls */
@@ -182,7 +182,7 @@
     const logx = (title) => ({ type: "log", title: { text: title }, tickvals: octaves, ticktext: octaves, tickangle: 0 });
     draw($(".head-parts", panel), {
       data: shownParts().flatMap((name) => band(c.queries, series(c[kind][name], at, n), name, `--${name}`)),
-      layout: { shapes: [zero], xaxis: logx("query i"), yaxis: { title: { text: kind === "mean" ? "nats, mean over offsets" : "power, nats²" } } },
+      layout: { shapes: [zero], xaxis: logx("query i"), yaxis: { title: { text: kind === "mean" ? "nats, mean over offsets" : "weighted power, nats²" } } },
     });
     draw($(".head-attention", panel), {
       data: band(c.queries, series(c.attention, at, n), "attention", "--sink"),

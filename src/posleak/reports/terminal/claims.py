@@ -87,7 +87,8 @@ def _leakage(advice: Advice) -> Iterator[RenderableType]:
     power = run.summary.model["all"].power
     before = ", ".join(f"{part} {estimate(power[part])}" for part in parts if part != SCALING)
     yield prose(
-        f"change of the power in nats², all queries; baseline: {before} nats²."
+        "change of the power in nats², all queries, weighted by the attention of the baseline; "
+        f"baseline: {before} nats²."
         + (" scaling: leakage caused by the factor on queries itself" if scaled else ""),
         style="dim",
     )

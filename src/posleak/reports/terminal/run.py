@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from posleak.analyses.trace.trace import SOURCES
 from posleak.runs.loss import LOSS_UNIT
-from posleak.show.colours import LIGHT
+from posleak.show.colours import GLYPHS, LIGHT
 from posleak.show.lines import Prose, prose
 from posleak.show.numbers import NAN, estimate, percent, short
 from posleak.show.terminal import cell, parts_of, share_bar, table
-from posleak.show.words import QUERIES
+from posleak.show.words import QUERIES, SOURCES, evenly
 
 if TYPE_CHECKING:
     from posleak.analyses.trace.trace import Trace
     from posleak.leakage import Estimate, Summary
+    from posleak.leakage.summary import Decomposition
     from posleak.metrics import Metrics
     from posleak.runs.run import Run
 
-LEGEND = """\
+NORM = "powers weighted by the attention of late queries; evenly weighted ones: --json"
+
+LEGEND = f"""\
 powers in nats², mean over heads, all queries, with 95% jackknife intervals over prompts
+{NORM}
 shares of the total: █ mask ▒ drift · sink ╱ scaling, − negative; n.s.: total not significantly above 0
 at 0: attention to position 0, mean over reference queries"""
 
-TRACE_LEGEND = """\
-earlier: masks of earlier layers, through the residual stream   here: this layer's own mask   origin: position 0
+TRACE_LEGEND = f"""\
 powers in nats², mean over heads, all queries, with 95% intervals over prompts; n.s.: total not significantly above 0
-to origin: attention of late queries to the first tokens, in the ordinary pass → with the borrowed context"""
+{NORM}
+to origin: attention of late queries to the first tokens, in the prompt alone → with borrowed context"""
 
 SINK_WIDTHS = {"no sink": (0, 0), "1": (1, 1), "2": (2, 2), "3–4": (3, 4), "5 or more": (5, 10**9)}
 """Smallest and largest width of each group of heads."""
@@ -45,9 +48,7 @@ def run_tables(run: Run) -> Iterator[RenderableType]:
     yield layers_table(summary)
     yield prose(LEGEND, style="dim", indent=2)
     yield _sink_lines(summary, run.record.plan.origin)
-    for queries, label in QUERIES.items():
-        shares = summary.model[queries].share
-        yield shares_line(label, {name: shares[name] for name in parts_of(summary.model[queries])}, summary.prompts)
+    yield from shares_lines(summary.model, parts_of(summary.model["all"]), summary.prompts)
     yield _stabilisation(summary)
     if run.loss is not None:
         parts = "  ".join(f"{name} {estimate(loss)}" for name, loss in run.loss.numbers.items())
@@ -97,6 +98,15 @@ def metrics_table(metrics: Metrics) -> Group:
     )
 
 
+def shares_lines(model: Mapping[str, Decomposition], names: Collection[str], prompts: int) -> Iterator[Prose]:
+    """Yield the shares of early and of all queries, then evenly weighted ones that lead to another conclusion."""
+    shown = {label: model[queries] for queries, label in QUERIES.items()}
+    even = {f"evenly weighted, {queries}": evenly(model[queries], names) for queries in QUERIES}
+    for label, numbers in (shown | even).items():
+        if numbers is not None:
+            yield shares_line(label, {name: numbers.share[name] for name in names}, prompts)
+
+
 def shares_line(label: str, shares: dict[str, Estimate], prompts: int) -> Prose:
     """Return `label   mask 31% (20%…41%)  drift …  n=16`."""
     parts = []
@@ -143,20 +153,22 @@ def _stabilisation(summary: Summary) -> Prose:
 
 
 def trace_tables(trace: Trace) -> Iterator[RenderableType]:
-    """Yield the heading, layers, the ladder if there is one, shares of the sources, metrics and the remainder."""
+    """Yield the heading, layers, the ladder if there is one, shares of the sources, checks, metrics and remainder."""
     yield heading(trace.ordinary)
     yield trace_layers(trace)
+    sources = "   ".join(f"{GLYPHS[name]} {name}: {SOURCES[name]}" for name in trace.sources)
+    yield prose(f"{sources}   − negative", style="dim", indent=2)
     yield prose(TRACE_LEGEND, style="dim", indent=2)
     if trace.ladder is not None:
-        rungs = table(["borrowed up to layer", "left"], right=["borrowed up to layer"])
+        rungs = table(["borrowed up to layer", "power"], right=["borrowed up to layer"])
         for row, upto in enumerate(trace.ladder.upto):
             name = "none" if upto < 0 else f"{upto}, all" if row == len(trace.ladder.upto) - 1 else str(upto)
             rungs.add_row(name, cell(trace.ladder.mean[row]))
         yield rungs
-        yield prose("left: total power in layers after the first, with the context borrowed up to layer K", style="dim")
-    for queries, label in QUERIES.items():
-        shares = trace.model[queries].share
-        yield shares_line(label, {name: shares[name] for name in SOURCES}, trace.ordinary.prompts)
+        yield prose("total power in layers after the first, with the context borrowed up to layer K", style="dim")
+    yield from shares_lines(trace.model, trace.sources, trace.ordinary.prompts)
+    for check in trace.checks:
+        yield prose(check, indent=2)
     if trace.ordinary.metrics is not None:
         yield metrics_table(trace.ordinary.metrics)
     yield remainder_line(trace.remainder, trace.ordinary)
@@ -164,11 +176,11 @@ def trace_tables(trace: Trace) -> Iterator[RenderableType]:
 
 def trace_layers(trace: Trace) -> RenderableType:
     """Return one row per layer: powers and shares of the sources, attention to the origin in both passes."""
-    decomposition, attention = trace.layers["all"], trace.attention
-    layers = table(["layer", "total", *SOURCES, "shares", "to origin"], right=["layer"], gap=1)
+    decomposition, attention, sources = trace.layers["all"], trace.attention, trace.sources
+    layers = table(["layer", "total", *sources, "shares", "to origin"], right=["layer"], gap=1)
     for layer, layer_name in enumerate(trace.ordinary.summary.layer_names):
-        powers = [cell(decomposition.power[name][layer], name) for name in ("total", *SOURCES)]
-        bar = share_bar({name: float(decomposition.share[name][layer].value) for name in SOURCES})
+        powers = [cell(decomposition.power[name][layer], name) for name in ("total", *sources)]
+        bar = share_bar({name: float(decomposition.share[name][layer].value) for name in sources})
         to_origin = " → ".join(f"{attention[name].value[layer]:.2f}" for name in ("ordinary", "borrowed"))
         layers.add_row(layer_name, *powers, bar, to_origin)
     return layers

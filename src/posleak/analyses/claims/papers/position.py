@@ -19,11 +19,10 @@ from posleak.analyses.doctor import laws
 from posleak.analyses.doctor.passes import RECURRENT, SHIFT, first_entrance
 from posleak.analyses.origin.reading import reader_counts
 from posleak.analyses.origin.states import closure, states
-from posleak.analyses.trace.trace import BORROWED
 from posleak.arrays import Array
 from posleak.axes import LEFT
 from posleak.edits import parse_edits
-from posleak.leakage import Estimate, combined
+from posleak.leakage import combined
 from posleak.leakage.contrast import depth_slope, slope
 from posleak.models import exclusive
 from posleak.papers import POSITION
@@ -39,12 +38,22 @@ FIRST_LAYER = 0.05
 ROLL = 11
 """Number of positions by which prompts are rolled."""
 
+NORM = (
+    "the norm: powers are weighted by attention since version 3 of the definitions, after results of version 2, in "
+    "which every pair counted the same, had been seen"
+)
+LAWS = "the first 64 tokens of 16 prompts are read since a law had been inconclusive with 4 whole prompts"
+ISOLATED = f"sentence and test, when a trial on SmolLM2-135M was known; {NORM}"
+SAME_WEIGHTS = f"sentence and test, when measurements of SmolLM2-135M were known; {NORM}"
+"""Choices that were made after data had been seen (`Claim.decided`)."""
+
 
 @claim(
     1, "relative-logits", "Logits are relative",
     "RoPE logits are relative: shifting all positions has no effect beyond rounding.",
     f"rms change of log-attention when all position ids are shifted by {SHIFT}, per prompt (its first {LAW_TOKENS} "
     "tokens); claimed to be below the rounding bound of the dtype",
+    decided=LAWS,
 )  # fmt: skip
 def relative_logits(lab: Lab) -> Finding:
     rotary, context = lab.subject.identity.rotary, lab.subject.context
@@ -65,6 +74,7 @@ def relative_logits(lab: Lab) -> Finding:
     2, "leakage", "Leakage exists",
     "Leakage exists: attention at the same offset differs between early and late queries.",
     "power of log a_i(δ) − log a_r(δ), mean over heads, layers, queries and offsets",
+    decided=NORM,
 )  # fmt: skip
 def leakage_exists(lab: Lab) -> Finding:
     return Finding.of(lab.power("total").estimate, "nats²")
@@ -74,6 +84,7 @@ def leakage_exists(lab: Lab) -> Finding:
     3, "mask.every-layer", "The mask leaks in every layer",
     "The mask leaks by construction, in every layer.",
     "mask power of the layer with the smallest lower end of its interval",
+    decided=NORM,
 )  # fmt: skip
 def mask_in_every_layer(lab: Lab) -> Finding:
     powers = lab.layers("mask").estimate
@@ -85,6 +96,7 @@ def mask_in_every_layer(lab: Lab) -> Finding:
     3, "mask.first-layer", "The first layer leaks by the mask only",
     "In the first layer, all leakage is caused by the mask.",
     f"residual power of the first layer as a share of its mask power; claimed to be less than {FIRST_LAYER:.0%}",
+    decided=f"the bound of {FIRST_LAYER:.0%}, when measurements of SmolLM2-135M were known; {NORM}",
 )  # fmt: skip
 def first_layer_is_mask(lab: Lab) -> Finding:
     residual, mask = (lab.power(name, layers=slice(0, 1)) for name in ("residual", "mask"))
@@ -96,6 +108,7 @@ def first_layer_is_mask(lab: Lab) -> Finding:
     "Without the mask, on a ring of positions, there is no absolute position at all.",
     f"largest relative change of any state when the input is rolled by {ROLL} positions: mask off, frequencies rounded "
     f"to the ring, no BOS, the first {LAW_TOKENS} tokens of each prompt, in float64. Details: the same with the mask",
+    decided=LAWS,
 )  # fmt: skip
 def ring(lab: Lab) -> Finding:
     model, wide, count = lab.subject.model, "dtype=float64", lab.enough
@@ -124,6 +137,7 @@ def rolled_gaps(model: PreTrainedModel, ids: Tensor, texts: list[str]) -> list[f
     4, "residual", "The residual stream leaks",
     "The residual stream leaks beyond the first layer.",
     "residual power (drift + sink), mean over the heads of all layers but the first",
+    decided=NORM,
 )  # fmt: skip
 def residual_leaks(lab: Lab) -> Finding:
     return Finding.of(lab.power("residual", layers=LATER).estimate, "nats²")
@@ -132,39 +146,45 @@ def residual_leaks(lab: Lab) -> Finding:
 @claim(
     5, "isolation.total", "Equal numbers of keys, no leakage",
     "Controlled isolation: leakage disappears if every query sees the same number of keys.",
-    "context=borrowed: each query also attends to keys of another document, so that all queries see equally many; "
-    "1 − total power with the borrowed keys / ordinary total power, paired",
+    "branch B of the trace, in which each query also attends to keys of another document, so that all queries see "
+    "equally many: 1 − total power of its rows with these keys / ordinary total power, paired",
+    decided=ISOLATED,
 )  # fmt: skip
 def isolation_total(lab: Lab) -> Finding:
     def remaining(early: bool) -> Kept:
-        ratio = lab.power(LEFT, BORROWED, early=early).over(lab.power("total", early=early))
+        ratio = lab.power(LEFT, lab.branches, early=early).over(lab.power("total", early=early))
         return Kept("total", ratio.estimate, "early" if early else "all")
 
     kept = [remaining(early) for early in (False, True)]
-    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(BORROWED, "borrowed context", *kept))
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(lab.branches, "keys of another document", *kept))
 
 
 @claim(
     5, "isolation.downstream", "Earlier masks cause the residual",
     "The residual component of later layers is caused by the masks of earlier layers.",
-    "context=borrowed, rows of the measured layer without the borrowed keys: 1 − residual power after / before in the "
+    "branch B of the trace, rows without the keys of the other document: 1 − residual power after / before in the "
     "layers after the first, paired",
+    decided=ISOLATED,
 )  # fmt: skip
 def isolation_downstream(lab: Lab) -> Finding:
-    kept, early = (lab.kept("residual", BORROWED, early=queries, later=True) for queries in (False, True))
-    edited = lab.edited(BORROWED, "borrowed context, rows without it", kept, early)
+    kept, early = (lab.kept("residual", lab.branches, early=queries, later=True) for queries in (False, True))
+    edited = lab.edited(lab.branches, "keys of another document, rows without them", kept, early)
     return Finding.of(1 - kept.ratio, REMOVED, edited=edited)
 
 
 @claim(
     5, "isolation.origin", "Position 0 is a separate source",
-    "Position 0 is a separate source: it leaks position even where no key is masked.",
-    "context=borrowed: share of the total leakage that remains with the borrowed keys, paired",
+    "Position 0 is a separate source: it leaks position even where every query sees equally many keys.",
+    "share of `origin` in the total leakage: how much of it disappears if, in addition, every query sees position 0 at "
+    "the same distance (branches B and C of the trace). Details: the other shares, what is `left`, and `order`, the "
+    "difference between the two orders of removing masks",
+    decided=f"origin is an intervention on position 0 since version 3; in version 2 it was the remainder, −2% "
+    f"(−11% … 5%) on SmolLM2-135M; {ISOLATED}",
 )  # fmt: skip
 def isolation_origin(lab: Lab) -> Finding:
-    shares = lab.trace.model["all"].share
-    details = {name: share for name, share in shares.items() if name != "origin"}
-    return Finding.of(shares["origin"], "share", details=details)
+    sources = lab.sources
+    shares = {name: share for name, share in sources.share.items() if name != "origin"}
+    return Finding.of(sources.share["origin"], "share", details={**shares, **sources.ratios})
 
 
 @claim(
@@ -172,6 +192,7 @@ def isolation_origin(lab: Lab) -> Finding:
     "Position 0 is a closed system: its states do not depend on later tokens.",
     f"largest relative difference between the state at position 0 in context and alone, over all depths, per prompt "
     f"(its first {LAW_TOKENS} tokens)",
+    decided=LAWS,
 )  # fmt: skip
 def closed_system(lab: Lab) -> Finding:
     model, ids = lab.subject.model, torch.from_numpy(lab.few)
@@ -188,6 +209,7 @@ def closed_system(lab: Lab) -> Finding:
     7, "sink-heads.count", "Heads read position 0",
     "Sink-reading heads read position 0.",
     "share of heads whose mean attention to position 0 over the reference queries is above 0.3",
+    decided="the 16 prompts of the baseline instead of 8 others, after results of version 1 had been seen",
 )  # fmt: skip
 def sink_heads(lab: Lab) -> Finding:
     at_0 = lab.run().data["profile"].values[..., 0]
@@ -201,19 +223,15 @@ def sink_heads(lab: Lab) -> Finding:
     "The output of sink-reading heads comes from position 0.",
     "norm of a_i0 · W_O v_0 divided by the norm of the head's output, mean over sink-reading heads; claimed to be more "
     "than the share of one of N equal positions, 1 / N",
+    decided="the interval is a jackknife over prompts of the mean over heads since version 3; before, it was the mean "
+    "of the ends of the heads' intervals, and the verdict had been seen",
 )  # fmt: skip
 def sink_writes(lab: Lab) -> Finding:
     reading = lab.origin.reading
     if not reading.heads:
         return Finding.not_applicable("no head reads position 0 with more than 0.3 of its attention")
-    written = [head.written for head in reading.heads]
-    value, low, high = (np.asarray(np.nanmean([getattr(x, end) for x in written])) for end in ("value", "low", "high"))
-    share = Estimate(value, low, high, written[0].n)
-    return Finding.of(share, "share of norm", no_effect=1 / lab.spec.length, details={"space": reading.space})
-
-
-DRAWS = 8
-"""Number of random draws of the noise."""
+    share, details = reading.mean["written"], {"space": reading.space}
+    return Finding.of(share, "share of norm", no_effect=1 / lab.spec.length, details=details)
 
 
 def replacement(lab: Lab, edit: str, about: str) -> Finding:
@@ -226,20 +244,22 @@ def replacement(lab: Lab, edit: str, about: str) -> Finding:
     if edit == "bos=token":
         allowed = lab.tokens.vocabulary.allowed
         edit = f"{edit}:{int(allowed[len(allowed) // 2])}"
-    draws = DRAWS if edit == "bos=noise" else 1
     parts = (("residual", True), ("residual", False), ("mask", True), ("total", True))
-    kept = [lab.kept(name, edit, early=early, draws=draws) for name, early in parts]
-    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(edit, about, *kept, draws=draws))
+    kept = [lab.kept(name, edit, early=early) for name, early in parts]
+    return Finding.of(1 - kept[0].ratio, REMOVED, edited=lab.edited(edit, about, *kept))
 
 
 REPLACEMENTS = {
     "zero": ("bos=zero", "a zero vector", "BOS → zero"),
     "mean": ("bos=mean", "the mean embedding", "BOS → mean embedding"),
-    "noise": ("bos=noise", f"noise of the same norm, {DRAWS} times", "BOS → noise, same norm"),
+    "noise": ("bos=noise", "noise of the same norm, different in each prompt,", "BOS → noise, same norm"),
     "token": ("bos=token", "another token's embedding", "BOS → another token"),
     "none": ("bos=none", "the token of the text at this position", "no BOS"),
     "random": ("bos=random", "a random token for each prompt", "BOS → a random token per prompt"),
 }
+
+
+NOISE = "the noise differs between prompts since version 3; before, 8 directions were each measured on all prompts"
 
 
 def _replacing(edit: str, about: str) -> catalogue.Test:
@@ -251,6 +271,7 @@ for _name, (_edit, _what, _about) in REPLACEMENTS.items():
         8, f"bos.{_name}", _about, f"Replacing the BOS by {_what} removes residual leakage at early queries.",
         f"{_edit}: 1 − residual power after / before at queries before 32, mean over layers and heads, paired "
         "(the paper reports 40% on Llama-3.2-3B under its own protocol)",
+        decided=f"{NOISE}; {NORM}" if _name == "noise" else NORM,
     )(_replacing(_edit, _about))  # fmt: skip
 
 
@@ -258,6 +279,7 @@ for _name, (_edit, _what, _about) in REPLACEMENTS.items():
     9, "stabiliser.factor", "Sinks damp the mask",
     "Sinks are stabilisers: they damp the leakage of the mask.",
     "mask power if the keys of the origin were ordinary keys, divided by mask power; 1 is no effect",
+    decided=NORM,
 )  # fmt: skip
 def stabilisation(lab: Lab) -> Finding:
     return Finding.of(lab.power("mask_without_sink").over(lab.power("mask")).estimate, "times", no_effect=1.0)
@@ -267,6 +289,7 @@ def stabilisation(lab: Lab) -> Finding:
     9, "stabiliser.cut", "Cutting the sink raises mask leakage",
     "Cutting the sink raises the leakage of the mask.",
     "sink=cut: mask power after / before, paired; 1 is no effect",
+    decided=NORM,
 )  # fmt: skip
 def cutting(lab: Lab) -> Finding:
     mask, residual = lab.kept("mask", "sink=cut"), lab.kept("residual", "sink=cut")
@@ -322,6 +345,7 @@ def fingerprint_of_text(lab: Lab) -> Finding:
     11, "depth", "The residual grows with depth",
     "The residual component grows with depth.",
     "least-squares slope of the residual power of layers against relative depth, divided by the mean over layers",
+    decided=NORM,
 )  # fmt: skip
 def depth_trend(lab: Lab) -> Finding:
     powers = lab.layers("residual")
@@ -336,6 +360,7 @@ NTK = "rope=ntk:4"
     12, "ntk", "NTK scaling suppresses the residual",
     "NTK scaling suppresses the residual component.",
     f"{NTK} on the same weights: 1 − residual power after / before, mean over layers and heads, paired",
+    decided=SAME_WEIGHTS,
 )  # fmt: skip
 def ntk_suppresses(lab: Lab) -> Finding:
     kept = lab.kept("residual", NTK)
@@ -361,6 +386,7 @@ def accumulation(lab: Lab, edit: str, about: str) -> Finding:
     "A sliding window lets the residual component accumulate with depth.",
     "a window of a quarter of the prompt on the same weights: slope of the residual power against relative depth, "
     "after − before, divided by the mean residual power before, paired",
+    decided=SAME_WEIGHTS,
 )  # fmt: skip
 def window_accumulates(lab: Lab) -> Finding:
     return accumulation(lab, window_of(lab), "window of a quarter")
@@ -370,6 +396,7 @@ def window_accumulates(lab: Lab) -> Finding:
     13, "window.with-sink", "Also with position 0 always visible",
     "A sliding window that keeps position 0 visible also lets the residual component accumulate with depth.",
     "a window of a quarter of the prompt with position 0 visible: slope after − before, as for the plain window",
+    decided=SAME_WEIGHTS,
 )  # fmt: skip
 def window_with_sink_accumulates(lab: Lab) -> Finding:
     return accumulation(lab, window_of(lab) + "+sink", "the same window, position 0 kept")
@@ -380,6 +407,7 @@ def window_with_sink_accumulates(lab: Lab) -> Finding:
     "Standard RoPE lies between NTK scaling and a sliding window.",
     f"the smaller of residual(standard) − residual({NTK}) and residual(window) − residual(standard), divided by "
     "residual(standard), same weights, paired",
+    decided=SAME_WEIGHTS,
 )  # fmt: skip
 def standard_between(lab: Lab) -> Finding:
     def smaller(ntk: Array, standard: Array, window: Array) -> Array:
