@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery format wheel wheel-check clean
+.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery robustness format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -108,6 +108,11 @@ gallery: $(READY) chromium  ## measure the built-in models and the zoo; generate
 	$(BIN)/python -m tools.question runs/gallery/smollm2-135m docs
 	$(BIN)/python -m tools.claims_docs docs
 	$(BIN)/python -m tools.pictures docs/gallery/smollm2-135m.html docs/gallery/zoo.html docs/images
+
+# Finished traces are stored in runs/robustness and are not measured again.
+robustness: $(READY)  ## trace models under many settings; generate docs/robustness.md and its figure; one to two hours
+	$(BIN)/posleak sweep robustness --out runs/robustness
+	$(BIN)/python -m tools.robustness runs/robustness docs
 
 format: $(READY)  ## format the code with ruff
 	$(BIN)/ruff check --fix

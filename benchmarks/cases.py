@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
-from posleak.edits.context import borrowed
+from posleak.edits.context import BRANCHED, Branches
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import Subject, exclusive, input_device
 from posleak.probe import Plan, Visibility, backbone
@@ -44,8 +43,9 @@ FORWARD = "forward"
 
 POSLEAK = "posleak"
 ONCE = "posleak, once per run"
-TWO_PASSES, TRACE = "two passes", "posleak trace"
-"""The two plain passes of a trace, over the prompt and over a borrowed context; the trace, compared with them."""
+BRANCHES_PASS, TRACE = "branches", "posleak trace"
+"""One plain pass over the tokens of the branches with their mask; the whole trace, compared with it: the prompt alone,
+the branches, their parts and arrays."""
 
 RUN, WITH_METRICS, WITH_LOSS = "whole measurement", "whole measurement, all metrics", "whole measurement, loss"
 """A whole measurement: alone, with metrics of other papers, and with the next-token loss."""
@@ -110,20 +110,20 @@ def _posleak(*edits: str) -> Callable[[Subject, Plan, Ids], Runner]:
     return make
 
 
-def _two_passes(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    T = after_donor(ids).shape[1]
-    mask = Visibility((1, 1, T, T), borrowed(causal_mask_function, ids.shape[1]), device=subject.device).dense()
+def _branches_pass(subject: Subject, plan: Plan, ids: Ids) -> Runner:
+    edit, documents = Branches(), after_donor(ids)
+    layout, T = edit.layout(documents.shape[1]), edit.sequences(ids.shape[1])[1]
+    mask = edit.branched(layout, Visibility((1, 1, T, T), causal_mask_function, device=subject.device))[1].dense()
 
     def run(ids: Ids) -> None:
-        _forward_pass(subject.model, ids)
-        tokens = torch.from_numpy(after_donor(ids)).to(subject.device)
-        native(subject.model, tokens, padding=mask)
+        tokens, positions = layout.arrange(torch.from_numpy(after_donor(ids)).to(subject.device))
+        native(subject.model, tokens, padding=mask, position_ids=positions)
 
     return run
 
 
 def _trace(subject: Subject, plan: Plan, ids: Ids) -> Runner:
-    plain, second = _posleak()(subject, plan, ids), _posleak(BORROWED)(subject, plan, after_donor(ids))
+    plain, second = _posleak()(subject, plan, ids), _posleak(BRANCHED)(subject, plan, after_donor(ids))
 
     def run(ids: Ids) -> None:
         plain(ids)
@@ -267,8 +267,8 @@ CASES = (
     ),  # the same pass with the sampled rows, the decomposition and the arrays
     Case(ONCE, _once, memory.posleak()),
     Case("posleak sink=cut", _posleak("sink=cut"), memory.posleak("sink=cut")),
-    Case(TWO_PASSES, _two_passes, memory.two_passes),  # the plain pass, and one over a borrowed context
-    Case(TRACE, _trace, memory.trace, base=TWO_PASSES),
+    Case(BRANCHES_PASS, _branches_pass, memory.branches),  # one plain pass over all branches with a dense mask
+    Case(TRACE, _trace, memory.trace, base=BRANCHES_PASS),
     Case(RUN, _run(), memory.run()),  # 8,192 tokens, as `posleak measure` does it, without writing
     Case(WITH_METRICS, _run("all"), memory.run("all"), base=RUN),
     Case(WITH_LOSS, _run(loss=True), memory.run(loss=True), base=RUN),

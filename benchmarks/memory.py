@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from posleak.analyses.trace.trace import BORROWED
 from posleak.edits import parse_edits
-from posleak.inputs.prompts import DONOR_MARGIN
+from posleak.edits.context import BRANCHED, Branches
 from posleak.models import Subject
 from posleak.runs.memory import ModelSizes, memory_plan
 from posleak.runs.spec import MeasureSpec
@@ -58,15 +57,15 @@ def run_spec(length: int, metrics: str = "none", loss: bool = False) -> MeasureS
     return MeasureSpec(length=length, prompts=max(2, RUN_TOKENS // length), metrics=(metrics,), loss=loss)
 
 
-def two_passes(subject: Subject, prompts: int, length: int) -> CaseMemory:
-    """Return the memory of both passes; the second is twice as long, with a dense mask that is kept."""
-    longer, item = 2 * length + DONOR_MARGIN, subject.dtype.itemsize
+def branches(subject: Subject, prompts: int, length: int) -> CaseMemory:
+    """Return the memory of one pass over all branches, with a dense mask that is kept."""
+    longer, item = Branches().sequences(length)[1], subject.dtype.itemsize
     return CaseMemory(longer**2, ModelSizes.of(subject).forward(prompts * longer, item) + longer**2 * (4 + 2 * item))
 
 
 def trace(subject: Subject, prompts: int, length: int) -> CaseMemory:
     """Return the memory of the trace, whose second pass needs most."""
-    return posleak(BORROWED)(subject, prompts, length)
+    return posleak(BRANCHED)(subject, prompts, length)
 
 
 def patterns(copies: int, layers: bool) -> Needs:

@@ -3,6 +3,7 @@
 census, shrink, traits, matrix   every causal-LM family as a tiny random model: docs/families.md
 cli_docs, edit_docs              docs/cli.md from the commands, docs/edits.md from the registry of edits
 claims_docs, metric_docs         docs/claims.md and docs/metrics.md from the registries and stored results
+robustness                       docs/robustness.md and its figure from a sweep of traces
 zoo_docs, ship                   docs/zoo.md from the zoo's tables; the trained models that ship with posleak
 gallery, question, pictures      docs/gallery, the figures of docs/pictures.md, screenshots
 tutorials                        notebooks from the scripts in docs/tutorials

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posleak.analyses.claims.catalogue import ENOUGH, Claim, registry
+from posleak.analyses.claims.catalogue import ENOUGH, UNTESTED, Claim, registry
 from posleak.papers import ALL, PAPERS
 from posleak.show.numbers import effect
 from posleak.show.words import MARKS
@@ -33,8 +33,8 @@ posleak claims smollm2-135m               # the paper on position
 posleak claims smollm2-135m --paper all   # all three
 ```
 
-One rule, fixed before any claim was tested, decides all verdicts. A claim states on which side of "no effect" its
-effect lies; the verdict follows from the 95% interval:
+One rule decides all verdicts. A claim states on which side of "no effect" its effect lies; the verdict follows from the
+95% interval:
 
 | verdict | means |
 |---|---|
@@ -43,9 +43,31 @@ effect lies; the verdict follows from the 95% interval:
 | ? inconclusive | the interval contains "no effect", or n is below {ENOUGH} |
 | – not applicable | the model does not have what the claim is about |
 
+Powers and shares are weighted by attention ([definitions](definitions.md)). If the verdict differs where every pair
+counts the same, it is given after the effect as "evenly weighted".
+
 The numbering is ours: if a sentence of a paper makes several statements, they are tested separately under one number.
 The effects below were measured on 16 prompts of 256 random tokens, seed 0. They hold for these models, not for all
 models. To add your own claims, see [extending](extending.md#a-claim).
+"""
+
+BEFOREHAND = """\
+## Fixed before data were seen
+
+- The rule for verdicts: a side, a value of no effect, and a 95% interval. It was written before any claim was tested.
+- Sentence, test and bound of the claims that are not listed in the next section:"""
+
+AFTERWARDS = f"""\
+## Chosen after data had been seen
+
+Such a choice can favour a verdict, even if nobody intends it. LOG.md and CHANGELOG.md give the reasons.
+
+- The definitions changed twice: version 2 replaced the split of version 1, and version 3 leads with another norm,
+  removes masks in both orders, and makes `origin` an intervention. Results on SmolLM2-135M with the versions before
+  were known. CHANGELOG.md lists the verdicts that changed.
+- A verdict needs n = {ENOUGH}, since a law had been inconclusive with 4 prompts, and one claim had been supported with
+  one seed and contradicted with another at 2 prompts.
+- Claims of which a part was chosen later:
 """
 
 
@@ -54,7 +76,7 @@ def page(stored: Mapping[str, Any]) -> str:
     models = {name: model for entry in stored.values() for name, model in entry.items()}
     results = {name: model["claims"] for name, model in models.items() if "claims" in model}
     claims = [claim for claim in registry(ALL) if claim.paper is not None]
-    lines = [HEAD, *summary(claims, results), ""]
+    lines = [HEAD, *choices(claims), *summary(claims, results), ""]
     for name, paper in PAPERS.items():
         lines += [
             f"## {paper.title}",
@@ -66,6 +88,20 @@ def page(stored: Mapping[str, Any]) -> str:
             if claim.paper == name:
                 lines += section(claim, results)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def choices(claims: Sequence[Claim]) -> Iterator[str]:
+    """Yield the claims by what was fixed before data were seen, and by what was chosen afterwards."""
+    by_choice: dict[str, list[str]] = {}
+    for claim in claims:
+        if claim.method != UNTESTED:
+            for choice in (claim.decided or "").split("; "):
+                by_choice.setdefault(choice, []).append(f"`{claim.id}`")
+    yield f"{BEFOREHAND} {', '.join(by_choice.pop('', ['none']))}"
+    yield ""
+    yield AFTERWARDS
+    yield from table(("what was chosen", "claims"), [(choice, ", ".join(ids)) for choice, ids in by_choice.items()])
+    yield ""
 
 
 def summary(claims: Sequence[Claim], results: Mapping[str, Any]) -> Iterator[str]:
@@ -87,6 +123,9 @@ def section(claim: Claim, results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"*Tested:* {claim.method.rstrip('.')}."
     yield ""
+    if claim.decided is not None:
+        yield f"*Chosen after data had been seen:* {claim.decided}."
+        yield ""
     own = {name: by_claim[claim.id] for name, by_claim in results.items() if claim.id in by_claim}
     if own:
         rows = [(name, _effect(each), f"{MARKS[each['verdict']]} {each['verdict']}") for name, each in own.items()]
@@ -97,7 +136,9 @@ def section(claim: Claim, results: Mapping[str, Any]) -> Iterator[str]:
 def _effect(result: Mapping[str, Any]) -> str:
     if result["reason"] is not None:
         return str(result["reason"])
-    return f"{' '.join(effect(read_estimate(result), result['unit']))}, n = {result['n']}"
+    even = result.get("even_verdict")
+    other = f"; evenly weighted: {even}" if even not in (None, result["verdict"]) else ""
+    return f"{' '.join(effect(read_estimate(result), result['unit']))}, n = {result['n']}{other}"
 
 
 def main() -> None:

@@ -26,15 +26,16 @@ from posleak.show.unexpected import UNEXPECTED
 from .markdown import table
 
 LENGTH, PROMPTS, TOKENS = 48, 4, 32
-WORKS = "works"
+WORKS, WITH_STATE = "works", "with state"
 COMMANDS = ("measure", "metrics", "trace", "origin", "claims", "doctor")
 
 HEAD = """\
 Each command was run on the tiny model of each supported family ({length} tokens, {prompts} prompts). `doctor`: `sound`
 if every law holds, `by design` if the model violates a law by design. `claims`: number of claims with an effect; the
 others are not applicable, in most families because a tiny random model has no sink and no tokenizer. `metrics`: number
-of metrics of other papers that are defined (`measure --metrics all`), without natural text, which needs a tokenizer. A
-number in brackets refers to the reasons below the table.
+of metrics of other papers that are defined (`measure --metrics all`), without natural text, which needs a tokenizer.
+`trace`: the parts are earlier, here, origin and left if it `works`, and state as well if it works `with state`, as in
+models with recurrent or convolutional layers. A number in brackets refers to the reasons below the table.
 """
 
 
@@ -52,7 +53,7 @@ def run_commands(subject: Subject, doctor: str) -> CommandOutcomes:
     commands: dict[str, Callable[[], str]] = {
         "measure": lambda: _works(measure(subject, **size)),
         "metrics": lambda: _metrics(measure(subject, **size, metrics="all")),
-        "trace": lambda: _works(trace(subject, **size)),
+        "trace": lambda: WITH_STATE if "state" in trace(subject, **size).sources else WORKS,
         "origin": lambda: _works(origin(subject, **size, tokens=TOKENS)),
         "claims": lambda: _claims(subject),
         "doctor": lambda: doctor,

@@ -36,7 +36,7 @@ UNSEEN = 1_000_000
 EXPECTED_WARNINGS = (
     ".*is beyond the model's context",  # positions of a borrowed context; offsets stay within the context
     "origin keys cannot be moved",  # learned position embeddings
-    "the origin of .* tokens is too narrow",
+    "the origin of .* tokens is narrower than the sink",
     ".*intervals.* are too narrow",
 )
 """Patterns of warnings that are expected for these models; docs/zoo.md explains them."""

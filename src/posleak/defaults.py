@@ -10,6 +10,9 @@ LENGTH, PROMPTS = 512, 16
 TRACED = 256
 """Tokens per prompt in analyses that read every prompt several times: `trace`, `claims`, `origin`."""
 
+DONORS = ("plain", "long")
+"""Documents before the prompt in `trace`: of N + 64 tokens, and of 3N tokens whose queries see at most N keys each."""
+
 ORIGIN_PROMPTS, ORIGIN_TOKENS = 8, 1024
 """Prompts of `origin`, and first tokens in its portrait."""
 

@@ -11,7 +11,7 @@ import pytest
 from posleak.leakage import Contrast, Estimate, Jackknife, Sampled
 from posleak.leakage.power import products
 from posleak.leakage.sampled import LabelledEstimate
-from posleak.leakage.summary import contrasts
+from posleak.leakage.summary import PowerKey, contrasts
 from posleak.typed import plain
 
 PROMPTS = 7
@@ -66,16 +66,18 @@ def test_a_higher_level_is_wider() -> None:
 
 
 def test_contrasts_of_what_both_have() -> None:
-    after = {("all", "mask"): sums(0), ("all", "left"): sums(1)}
-    before = {("all", "mask"): sums(2), ("early", "mask"): sums(3)}
+    mask = PowerKey("attention", "all", "mask")
+    after = {mask: sums(0), mask._replace(component="left"): sums(1), mask._replace(norm="even"): sums(4)}
+    before = {mask: sums(2), mask._replace(queries="early"): sums(3)}
     (key, contrast), *others = contrasts(after, before, PROMPTS).items()
     assert not others
-    assert key == ("all", "mask")
+    assert key == mask
     assert ends(contrast.difference) == ends((sampled(0) - sampled(2)).estimate)
 
 
 def test_a_scaled_copy_removes_its_share_exactly() -> None:
-    (contrast,) = contrasts({("all", "mask"): sums(0, 0.5)}, {("all", "mask"): sums(0)}, PROMPTS).values()
+    mask = PowerKey("attention", "all", "mask")
+    (contrast,) = contrasts({mask: sums(0, 0.5)}, {mask: sums(0)}, PROMPTS).values()
     assert ends(contrast.removed)[:3] == pytest.approx((0.75, 0.75, 0.75))
 
 

@@ -242,7 +242,10 @@ def naive_power(x: NDArray[np.float64], y: NDArray[np.float64], weights: NDArray
 def test_the_trace_agrees_with_a_naive_one(family: str, apart: bool) -> None:
     """T, T', D, O and Z of every layer, the parts of B, and both norms, in one sequence and in three."""
     origin = 1 if apart else 4
-    spec, model = MeasureSpec(length=N, prompts=ENOUGH, origin=origin), exact_rotation(tiny(family, dtype=torch.float64))
+    spec, model = (
+        MeasureSpec(length=N, prompts=ENOUGH, origin=origin),
+        exact_rotation(tiny(family, dtype=torch.float64)),
+    )
     conditions = Conditions(Subject.of(model, name=family), spec)
     ordinary_run = conditions.run()
     trace, plan, donor = Trace(ordinary_run, conditions.run(Branches(apart=apart).text)), spec.plan, N + 64
@@ -262,10 +265,11 @@ def test_the_trace_agrees_with_a_naive_one(family: str, apart: bool) -> None:
                 ("O", b, donor, 0), ("Z", c, donor, 0),
             )
         }  # fmt: skip
-        fresh, T, T_lent, D, O, Z = rows.values()
+        fresh, T, T_lent, D, D_lent, Z = rows.values()
         expected = {
-            "total": fresh, "state": fresh - T, "earlier": ((T - D) + (T_lent - O)) / 2,
-            "here": ((D - O) + (T - T_lent)) / 2, "origin": O - Z, "left": Z, "order": (T - D) - (T_lent - O),
+            "total": fresh, "state": fresh - T, "earlier": ((T - D) + (T_lent - D_lent)) / 2,
+            "here": ((D - D_lent) + (T - T_lent)) / 2, "origin": D_lent - Z, "left": Z,
+            "order": (T - D) - (T_lent - D_lent),
         }  # fmt: skip
         if at:
             assert np.nanmax(np.abs(T - D)) > 0.1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given, settings, strategies as st
 from scipy.special import stdtrit
 
 from posleak.leakage import MIN_PROMPTS, Estimate, Jackknife, combined
 from posleak.leakage.power import of_gram, products, prompt_pairs, unbiased
+from posleak.leakage.summary import Decomposition, Products
 
 
 def sample(rng: np.random.Generator, mean: float, prompts: int, width: int) -> np.ndarray:
@@ -204,3 +206,68 @@ def test_products_are_those_of_the_whole_gram_matrix(prompts: int) -> None:
 def test_products_grow_with_the_prompts_and_not_with_their_square() -> None:
     sizes = [products(x := np.ones((prompts, 1, 1, 2)), x).size for prompts in (100, 200)]
     assert sizes == [900, 1800]
+
+
+# Two norms
+
+
+def weighted_run(seed: int = 0, B: int = 6) -> tuple[dict[str, xr.DataArray], xr.DataArray]:
+    """Two components [B, L, H, Q, D] with missing pairs, and weights [B, L, H, D]; every axis is another prime."""
+    rng, (L, H, Q, D) = np.random.default_rng(seed), (2, 3, 7, 5)
+    axes, exists = ("prompt", "layer", "head", "query", "offset"), np.arange(D) <= np.arange(1, Q + 1)[:, None]
+    part, rest = (np.where(exists, 1 + rng.standard_normal((B, L, H, Q, D)), np.nan) for _ in range(2))
+    at = {"query": [1, 5, 17, 31, 32, 40, 50]}
+    parts = {"mask": xr.DataArray(part, at, axes), "total": xr.DataArray(part + rest, at, axes)}
+    return parts, xr.DataArray(rng.dirichlet(np.ones(D), (B, L, H)), dims=("prompt", "layer", "head", "offset"))
+
+
+@pytest.mark.parametrize(("queries", "first"), [("early", 4), ("all", 7)])
+def test_a_weighted_power_is_the_mean_over_queries_of_weighted_sums(queries: str, first: int) -> None:
+    parts, weight = weighted_run()
+    products = Products.by_queries(parts, weight)[queries]
+    B, w, x = len(weight), weight.values.mean(0), {name: part.values[:, :, :, :first] for name, part in parts.items()}
+    for name in parts:
+        for sums, other in ((products.own, name), *([(products.with_total, "total")] if name == "mask" else [])):
+            expected = np.zeros(w.shape[:2])
+            for b in range(B):
+                for c in range(B):
+                    if b != c:
+                        pairs = x[name][b] * x[other][c] * w[:, :, None]
+                        expected += np.nansum(pairs, axis=-1).mean(-1) / (B * (B - 1))
+            assert np.allclose(unbiased(sums[name], B), expected)
+
+
+def test_even_weights_are_the_mean_over_existing_pairs() -> None:
+    parts, weight = weighted_run()
+    even = Products.by_queries(parts, weight)["all"].even
+    assert even is not None
+    x = parts["mask"].values.reshape(*parts["mask"].shape[:3], -1)
+    assert np.allclose(even.own["mask"], products(x, x))
+
+
+def test_a_head_that_looks_elsewhere_counts_less() -> None:
+    """Its power is proportional to the attention that it gives to the body; evenly weighted, it is not."""
+    parts, weight = weighted_run()
+    less = weight.copy(data=weight.values * np.array([1.0, 0.03, 1.0])[:, None])
+    before, after = (Products.by_queries(parts, w)["all"] for w in (weight, less))
+    assert np.allclose(after.own["total"][:, 1], 0.03 * before.own["total"][:, 1])
+    assert np.allclose(after.own["total"][:, ::2], before.own["total"][:, ::2])
+    assert before.even is not None
+    assert after.even is not None
+    assert np.array_equal(after.even.own["total"], before.even.own["total"])
+
+
+def test_norms_disagree_about_the_largest_part_or_about_an_interval() -> None:
+    def shares(first: float, half: float = 0.05) -> dict[str, Estimate]:
+        values = {"mask": first, "drift": 1 - first}
+        return {name: Estimate(value, value - half, value + half, 16) for name, value in values.items()}
+
+    def disagree(one: dict[str, Estimate], other: dict[str, Estimate]) -> bool:
+        return Decomposition({}, one, even=Decomposition({}, other)).disagreement(("mask", "drift", "absent"))
+
+    nothing = {name: Estimate(np.nan, np.nan, np.nan, 16) for name in ("mask", "drift")}
+    assert not disagree(shares(0.7), shares(0.75))
+    assert disagree(shares(0.52), shares(0.48)), "another part is the largest"
+    assert disagree(shares(0.6), shares(0.75)), "the intervals do not overlap"
+    assert disagree(shares(0.7), nothing), "one norm has no significant total"
+    assert not disagree(nothing, nothing)

@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.xdist_group("measured"),  # the tests share one measurement
-    pytest.mark.filterwarnings("ignore:the origin of 4 tokens is too narrow"),
+    pytest.mark.filterwarnings("ignore:the origin of 4 tokens is narrower than the sink"),
 ]
 
 

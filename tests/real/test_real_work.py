@@ -18,7 +18,7 @@ from posleak.runs.loss import loss_positions
 from support.sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 from zoo.__main__ import app
 
-NOTES = ("ignore:the origin of 4 tokens is too narrow", "ignore:the sliding window of 512 tokens is longer")
+NOTES = ("ignore:the origin of 4 tokens is narrower than the sink", "ignore:the sliding window of 512 tokens is longer")
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings(*NOTES)]
 
 

@@ -388,6 +388,7 @@ def test_heads_are_ranked_by_unbiased_power(unsaved_run: Run, tmp_path: Path) ->
         assert row.n == SMALL["prompts"]
     unsaved_run.save(tmp_path / "run")
     stored = pq.read_table(tmp_path / "run" / "heads.parquet").to_pandas()
+    stored = stored[stored["norm"] == "attention"]
     chosen = stored[(stored["component"] == "total") & (stored["quantity"] == "power") & (stored["queries"] == "all")]
     assert sorted(chosen["value"], reverse=True) == table["total"].tolist()
     assert table.attrs["units"]["total"] == "nats²"

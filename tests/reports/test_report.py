@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from posleak.analyses.claims.lab import Lab
 from posleak.analyses.trace.trace import CAUSES, SOURCES, Trace
 from posleak.cli.commands import app
 from posleak.errors import PosleakWarning, RunError
-from posleak.leakage import Estimate, split
+from posleak.leakage import Estimate, Jackknife, split
+from posleak.leakage.summary import Decomposition
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
@@ -34,14 +37,16 @@ from posleak.reports.compare import FORMATS, compare, escape_latex
 from posleak.reports.gather import gather
 from posleak.reports.page import Page, script_json
 from posleak.reports.tables import tables
+from posleak.reports.terminal.run import run_tables
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import write_batch
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show.colours import power_range
+from posleak.show.lines import PlainConsole
 from posleak.show.numbers import effect, estimate, interval, number, percent
-from posleak.show.words import lead
+from posleak.show.words import compact_html, lead
 from support.errors import raises
 from support.families import subject, tiny
 from support.report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced
@@ -206,6 +211,62 @@ def test_a_comparison_has_each_runs_own_numbers(folders: dict[str, Path]) -> Non
     assert found.facts[1]["layers"] == 2
 
 
+def test_runs_of_one_model_are_weighted_by_the_attention_of_the_first(folders: dict[str, Path]) -> None:
+    first, edited = (Run.load(folders[name]) for name in ("llama", "edited"))
+    found = compare([first, edited])
+    (row,) = [row for row in found.rows if (row.run, row.queries, row.minus) == (1, "all", None)]
+    expected, own = (
+        Decomposition.of(products["all"].averaged((0, 1)), Jackknife(PROMPTS))
+        for products in (edited.weighted_by(first), edited.products)
+    )
+    assert row.cells["total"].value == pytest.approx(expected.power["total"].value)
+    assert row.cells["drift"].value == pytest.approx(expected.share["drift"].value)
+    assert row.cells["total"].value != pytest.approx(own.power["total"].value, rel=1e-3)
+    assert "by that of tiny-llama" in found.legend
+
+
+def split_by_norm(run: Run) -> Run:
+    """Return a run with a large drift in a head that gets no weight: only evenly weighted, drift is the largest."""
+    drift, weight = run.data["drift"].copy(deep=True), run.data["weight"].copy(deep=True)
+    drift.values[:, 0, 0] += 20.0
+    weight.values[:, 0, 0] = 0.0
+    return Run(run.record, run.data.assign(drift=drift, weight=weight))
+
+
+def test_evenly_weighted_shares_are_shown_where_they_lead_to_another_conclusion(folders: dict[str, Path]) -> None:
+    plain = replace(Run.load(folders["traced"]), path=None)
+    run = split_by_norm(plain)
+    model = run.summary.model["all"]
+    assert model.even is not None
+    assert model.share["mask"].value > 0.5 > model.share["drift"].value
+    value = percent(model.even.share["drift"].value)
+    html = Page.of(gather([run])[0]).html()
+    assert re.search(rf"Evenly weighted, all queries: .*drift</span> <b>{value}</b>", section(html, "answer"))
+    shown = " ".join(" ".join(rendered(run_tables(run))).split())
+    assert re.search(rf"evenly weighted, all +mask .* drift {value}", shown)
+    assert "all, evenly weighted" in run._repr_html_()
+    found = compare([run, plain])
+    assert any("(1), all queries, evenly weighted: mask" in note and f"drift {value}" in note for note in found.notes)
+    assert any("(2) − " in note and "drift −" in note for note in found.notes), "only evenly weighted, drift differs"
+    for text in (section(Page.of(gather([plain])[0]).html(), "answer"), plain._repr_html_()):
+        assert "venly weighted" not in text
+
+
+def rendered(items: Iterable[Any]) -> list[str]:
+    stream = io.StringIO()
+    for item in items:
+        PlainConsole(file=stream, width=200).print(item)
+    return stream.getvalue().splitlines()
+
+
+def test_a_notebook_shows_the_sources_that_are_asked_for(folders: dict[str, Path]) -> None:
+    trace = Trace.load(folders["traced"])
+    assert trace is not None
+    text = compact_html("name", [], trace.model, trace.sources)
+    assert "state" not in text
+    assert all(f"{name} <b>{percent(trace.model['all'].share[name].value)}</b>" in text for name in trace.sources)
+
+
 def test_the_same_prompts_are_paired_and_others_are_not(folders: dict[str, Path]) -> None:
     paired = compare([folders["llama"], folders["edited"]])
     assert {row.paired for row in paired.rows if row.minus is not None} == {True}
@@ -306,6 +367,14 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
     assert "from masks of earlier layers (through the residual stream) and each layer’s own mask, " in lead(cancelling)
     mostly = shares(earlier=(0.8, 0.7, 0.9), here=(0.15, 0.1, 0.2), origin=(0.05, 0.0, 0.1))
     assert lead(mostly).startswith("gets absolute position mostly from masks of earlier layers")
+    recurrent = shares(
+        state=(0.7, 0.6, 0.8),
+        earlier=(0.1, 0.0, 0.2),
+        here=(0.1, 0.0, 0.2),
+        origin=(0.1, 0.0, 0.2),
+        left=(0.9, 0.9, 0.9),
+    )
+    assert lead(recurrent) == "gets absolute position mostly from the state of recurrent layers"
     behind = shares(earlier=(0.9, 0.85, 0.95), here=(0.6, 0.55, 0.65), origin=(-0.5, -0.6, -0.4))
     assert "more from masks of earlier layers" in lead(behind), "two shares above one half: neither is most of it"
 

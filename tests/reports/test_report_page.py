@@ -124,12 +124,15 @@ def test_with_a_trace_the_first_sentence_is_about_where_it_comes_from(
     assert "state" not in shown
     answer = seen.page.locator("section.answer").inner_text().lower()
     assert all(check in answer for check in loaded.checks)
-    colours = seen.page.evaluate(
-        "['earlier', 'here', 'origin'].map((n) => [`.part.u-${n}`, `.bar i.${n}`].map((s) => document.querySelector(s)))"
-        ".map(([part, bar]) => [getComputedStyle(part).borderBottomColor, bar && getComputedStyle(bar).backgroundColor])"
+    lines, swatches = (
+        [
+            seen.page.locator(f"{kind}{name}").first.evaluate(f"(e) => getComputedStyle(e).{colour}")
+            for name in SOURCES[1:-1]
+        ]
+        for kind, colour in ((".part.u-", "borderBottomColor"), (".swatch.", "backgroundColor"))
     )
-    assert len({line for line, _ in colours}) == 3
-    assert all(bar in (line, None) for line, bar in colours)
+    assert lines == swatches
+    assert len(set(lines)) == 3
 
 
 def test_both_splits_are_drawn_over_one_axis_and_switch_queries(chromium: Any, traced_page: Path, trace: Path) -> None:
@@ -354,8 +357,8 @@ def test_curves_and_depth_are_the_runs(page: Path, hostile_folder: Path) -> None
     )
     np.testing.assert_allclose(mean[:, :, 0], expected.values, rtol=1e-5)
     power = np.frombuffer(base64.b64decode(data["curves"]["power"]["drift"]), dtype="<f4").reshape(mean.shape)[:, :, 0]
-    expected = stored.summary.heads["all"].power["drift"].value
-    np.testing.assert_allclose(np.nanmean(power, axis=-1), expected, rtol=1e-4, atol=1e-6)
+    of_heads = stored.summary.heads["all"].power["drift"].value
+    np.testing.assert_allclose(np.nanmean(power, axis=-1), of_heads, rtol=1e-4, atol=1e-6)
 
 
 def test_logits_of_the_head_panel_are_the_runs(page: Path, hostile_folder: Path) -> None:

@@ -315,7 +315,9 @@ def test_after_a_donor_every_query_of_a_kept_window_sees_equally_many_keys(N: in
     assert not rows[:, 0].any(), "the donor's first token is not the prompt's"
     dense = read_mask(whole.dense())
     assert dense is not None
-    again = Visibility((1, 1, start + N, start + N), borrowed(dense[0].rule, N, start, keeps_origin=True), dense[0].padding)
+    again = Visibility(
+        (1, 1, start + N, start + N), borrowed(dense[0].rule, N, start, keeps_origin=True), dense[0].padding
+    )
     assert torch.equal(again.rows(torch.arange(start, start + N))[0, 0], rows), "a dense mask of the model"
     donor = lent.rows(torch.arange(start))[0, 0]
     assert torch.equal(donor, whole.rows(torch.arange(start))[0, 0])

@@ -285,7 +285,7 @@ def test_an_origin_that_is_too_narrow_is_named_with_one_that_would_do(run: Run) 
     data = run.data.copy(deep=True)
     data["profile"][:, 1, :, 4:7] = 0.8
     (note,) = result_notes(Run(run.record, data))
-    assert note.startswith("the origin of 4 tokens is too narrow in layer 1:")
+    assert note.startswith("the origin of 4 tokens is narrower than the sink in layer 1:")
     assert note.endswith("use --origin 7")
 
 

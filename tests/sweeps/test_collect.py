@@ -123,7 +123,7 @@ def test_without_arrays_ratios_are_only_evenly_weighted(root: Path, table: pd.Da
     assert all("results.nc" in each.why for each in found.notes)
     columns = ["edits", "length", "seed", "component", "value", "low", "high"]
     now, before = (whole(each, "even", quantity="ratio")[columns] for each in (found.table, table))
-    pd.testing.assert_frame_equal(now, before)
+    pd.testing.assert_frame_equal(now.reset_index(drop=True), before.reset_index(drop=True))
     left, all_of_them = (whole(each, quantity="ratio") for each in (found.table, table))
     assert left.cell.nunique() == all_of_them.cell.nunique() - 3
     assert "incomplete" in CollectedPage(found).html()

@@ -273,39 +273,3 @@ def test_robustness_changes_one_setting_at_a_time() -> None:
     assert {(cell.model, cell.spec.length, cell.spec.prompts) for cell in cells if cell not in main} == {
         ("gemma3-270m", 256, 16), ("gemma3-270m", 768, 16), ("qwen2.5-coder-1.5b", 256, 8),
     }  # fmt: skip
-
-
-def test_donors_are_those_of_a_trace() -> None:
-    from posleak.analyses.trace.trace import DONORS as TRACE_DONORS
-    from posleak.sweeps.cells import DONORS
-
-    assert DONORS == TRACE_DONORS
-
-
-def test_the_work_of_a_trace_is_that_of_both_of_its_passes() -> None:
-    cell = Cell("a/b", MeasureSpec(length=64, prompts=3), kind="trace")
-    assert cell.work == 3 * (64 + 4 * 64 + 64)
-    assert replace(cell, donor="long").work == 3 * (64 + 6 * 64)
-    assert replace(cell, kind="measure").work == 3 * 64
-
-
-def test_an_unknown_name_suggests_the_nearest() -> None:
-    with raises(InputError, where="architecture", remedy="'architectures'"):
-        read_manifest("architecture")
-
-
-def test_a_file_comes_before_a_manifest_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "knobs").write_text("models: a/b")
-    assert [cell.model for cell in read_manifest("knobs").cells] == ["a/b"]
-
-
-def test_models_and_sizes_can_be_changed() -> None:
-    other = read_manifest("architectures").changed(["a", "b", "c"], length=64)
-    assert [(cell.model, cell.spec.length) for cell in other.cells] == [("a", 64), ("b", 64), ("c", 64)]
-    assert [cell.model for cell in read_manifest("architectures").changed(["a"]).cells] == ["a"]
-    assert len(read_manifest("lengths").changed(length=64).cells) == 1, "cells that became the same are one"
-    series = manifest({"models": [{"model": "org/name", "revisions": ["step1", "step2"]}]})
-    assert [cell.name for cell in series.changed(["a", "b"], seed=3).cells] == ["a", "b"]
-    with raises(InputError, where="dtypes", got="a, b", expected=1):
-        read_manifest("dtypes").changed(["a", "b"])

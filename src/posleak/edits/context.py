@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from posleak.probe import Call, Visibility
-    from posleak.probe.branches import Layout
+    from posleak.probe.branches import BranchLayout
     from posleak.probe.call import MovedKey
     from posleak.probe.placement import Rotation
     from posleak.probe.visibility import Rule
@@ -49,11 +49,12 @@ class Borrow(ScopedEdit):
     site: ClassVar[Site] = Site.CONTEXT
     needs_causal: ClassVar[bool] = True
 
-    @staticmethod
-    def donor_tokens(length: int) -> int:
+    def donor_tokens(self, length: int) -> int:
         return length + DONOR_MARGIN
 
-    tokens_read = staticmethod(lambda length: 2 * length + DONOR_MARGIN)
+    def sequences(self, length: int) -> tuple[int, int]:
+        """Return the number of sequences that the model reads for a prompt, and their tokens."""
+        return 1, self.donor_tokens(length) + length
 
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
@@ -102,19 +103,20 @@ class Branches(NamedEdit):
     def donor_tokens(self, length: int) -> int:
         return 3 * length if self.long else length + DONOR_MARGIN
 
-    def tokens_read(self, length: int) -> int:
+    def sequences(self, length: int) -> tuple[int, int]:
+        """Return the number of sequences that the model reads for a prompt, and their tokens."""
         donor, branches = self.donor_tokens(length), 3
-        return branches * (donor + length) if self.apart else donor + branches * length
+        return (branches, donor + length) if self.apart else (1, donor + branches * length)
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors(self.donor_tokens(prompts.length))
 
-    def layout(self, document: int) -> Layout:
+    def layout(self, document: int) -> BranchLayout:
         """Return the layout for documents of this many tokens: a donor and the prompt after it."""
-        from posleak.probe.branches import Layout
+        from posleak.probe.branches import BranchLayout
 
         length = document // 4 if self.long else (document - DONOR_MARGIN) // 2
-        return Layout(length, document - length, joined=not self.apart)
+        return BranchLayout(length, document - length, joined=not self.apart)
 
     def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.layout(ids.shape[1]).arrange(ids)
@@ -129,16 +131,7 @@ class Branches(NamedEdit):
                 where=f"layer {call.layer}", remedy=f"use --edit {replace(self, apart=True).text}",
             )  # fmt: skip
 
-        def make() -> tuple[Layout, Visibility]:
-            require_shift_invariant(old, layout.length, layout.donor)
-            rule_of = partial(
-                borrowed, old.rule, layout.length, layout.donor, keeps_origin=keeps_first(old), even_donor=self.long
-            )
-            rules = rule_of(visible_donor=False), rule_of(), rule_of(fixed=True)
-            branched = replace(layout, rules=rules)
-            return branched, branched.visibility(old)
-
-        branched, visibility = old.cached(("branches", self), make)
+        branched, visibility = old.cached(("branches", self), lambda: self.branched(layout, old))
         rotation = None if call.placement is None else call.placement.rotation
         if rotation is None or rotation.frequency is None:
             raise UnsupportedError(
@@ -149,7 +142,15 @@ class Branches(NamedEdit):
         call = call if branched.joined else branched.closed_up(call, rotation)
         return replace(call, visibility=visibility, layout=branched, moved=moved)
 
-    def _moved(self, call: Call, layout: Layout, rotation: Rotation) -> MovedKey:
+    def branched(self, layout: BranchLayout, own: Visibility) -> tuple[BranchLayout, Visibility]:
+        """Return the layout with the rules of its branches, and the visible keys of the pass; own: the model's."""
+        length, donor = layout.length, layout.donor
+        require_shift_invariant(own, length, donor)
+        rule_of = partial(borrowed, own.rule, length, donor, keeps_origin=keeps_first(own), even_donor=self.long)
+        ruled = replace(layout, rules=(rule_of(visible_donor=False), rule_of(), rule_of(fixed=True)))
+        return ruled, ruled.visibility(own)
+
+    def _moved(self, call: Call, layout: BranchLayout, rotation: Rotation) -> MovedKey:
         """Return the key of position 0 in branch C at offset N from every query."""
         import torch
 

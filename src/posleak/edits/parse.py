@@ -131,8 +131,8 @@ def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
 
 
 FORWARDED = (
-    "placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "positions", "edit", "temperature",
-    "changed_heads", "placed",
+    "placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "arrange", "positions", "edit",
+    "temperature", "changed_heads", "placed",
 )  # fmt: skip
 """Attributes that an `UnnamedEdit` takes from the edit that it wraps."""
 

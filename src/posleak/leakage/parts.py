@@ -27,7 +27,7 @@ from torch import Tensor
 
 from posleak.errors import CheckError
 from posleak.probe import Call, Placement, Plan, Rows, call_rows
-from posleak.probe.branches import BRANCHES, B, Layout
+from posleak.probe.branches import BRANCHES, B, BranchLayout
 from posleak.stopwatch import stage
 
 
@@ -171,7 +171,7 @@ class LeakageObserver:
         with stage("split"):
             self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
-    def _branched(self, call: Call, layout: Layout, place: Placement | None) -> Parts:
+    def _branched(self, call: Call, layout: BranchLayout, place: Placement | None) -> Parts:
         with stage("rows"):
             a, b, c = (
                 call_rows(layout.view(call, branch), self.plan, self.start, place if branch == B else None)

@@ -212,14 +212,15 @@ class Decomposition:
     def disagreement(self, names: Collection[str]) -> bool:
         """Return whether the two norms lead to different conclusions about these shares of one cell.
 
-        They do if another part is the largest one, or if the two intervals of a part do not overlap.
+        They do if another part is the largest one, if the two intervals of a part do not overlap, or if the total is
+        significantly above 0 in one norm only.
         """
-        if self.even is None:
-            return False
-        pairs = {name: (self.share[name], self.even.share[name]) for name in names if name in self.share}
-        largest = {max(pairs, key=lambda name: float(pairs[name][norm].value)) for norm in (0, 1)} if pairs else set()
-        apart = any(one.low > other.high or other.low > one.high for one, other in pairs.values())
-        return apart or len(largest) > 1
+        pairs = [] if self.even is None else [(self.share[n], self.even.share[n]) for n in names if n in self.share]
+        values = np.array([[float(one.value), float(other.value)] for one, other in pairs])
+        if not pairs or np.isnan(values).any():
+            return bool(pairs) and len(set(np.isnan(values).any(0).tolist())) > 1
+        apart = any(one.low > other.high or other.low > one.high for one, other in pairs)
+        return apart or len(set(values.argmax(0).tolist())) > 1
 
     def labelled(self, **labels: Any) -> Iterator[LabelledEstimate]:
         """Yield every estimate of both norms with these labels, followed by norm, quantity, component and unit."""

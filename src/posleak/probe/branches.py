@@ -9,10 +9,11 @@ smaller by one, so that the donor ends right before position 1, and every query 
 the positions of B, query i would miss the offset i, which tells its position.
 
 The donor sees itself only, so that its states do not depend on the branch, and one copy of it serves all branches: a
-joined `Layout` is the sequence [A][B][donor][C], with explicit masks and position ids. Models with a recurrent state or with biases, and those that count their tokens
-themselves, read one document for each branch instead; these follow one another in the batch.
+joined `BranchLayout` is the sequence [A][B][donor][C], with explicit masks and position ids. Models with a recurrent
+state or with biases, and those that count their tokens themselves, read one document for each branch instead; these
+follow one another in the batch.
 
-`Layout.view` returns the attention call of one branch in the coordinates of its document, where rows are sampled.
+`BranchLayout.view` returns the attention call of one branch in the coordinates of its document, where rows are sampled.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DONOR = len(BRANCHES)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BranchLayout:
     """Where donor and branches are in the tokens of a forward pass.
 
     length, donor   tokens of the prompt, and of the donor before it

@@ -18,7 +18,7 @@ from torch import Tensor
 from .visibility import Visibility
 
 if TYPE_CHECKING:
-    from .branches import Layout
+    from .branches import BranchLayout
     from .placement import Placement
 
 QUERY_BLOCK = 256
@@ -90,7 +90,7 @@ class Call:
     start: int = 0
     layer: int = 0
     moved: MovedKey | None = None
-    layout: Layout | None = None
+    layout: BranchLayout | None = None
     placement: Placement | None = None
 
     @property

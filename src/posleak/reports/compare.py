@@ -257,7 +257,8 @@ def _differing(views: Sequence[RunView]) -> list[str]:
     specs, dtypes = [view.record.spec for view in views], {view.record.identity.dtype for view in views}
     settings = {name: {getattr(spec, name) for spec in specs} for name in ("length", "inputs", "density", "origin")}
     return [
-        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(map(str, sorted(values)))}), which may explain part of the differences"
+        f"{name} differ{'s' if name != 'inputs' else ''} between the runs ({', '.join(map(str, sorted(values)))}), "
+        "which may explain part of the differences"
         for name, values in (settings | {"dtype": dtypes}).items()
         if len(values) > 1
     ]

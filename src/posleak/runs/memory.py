@@ -254,23 +254,24 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     from posleak.probe import takes_positions
     from posleak.probe.native import LOGIT_BYTES
 
-    sizes, read, own = ModelSizes.of(subject), spec.tokens_read, subject.dtype.itemsize
+    sizes, (sequences, read), own = ModelSizes.of(subject), spec.sequences, subject.dtype.itemsize
+    batch = spec.batch * sequences
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = sizes.parameters * item if edited else 0
     # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.
-    tokens = spec.batch * read if takes_positions(subject.model) else max(spec.batch * read, 2 * spec.length)
-    pairs = max(sizes.own_pairs(spec.batch, read, item), sizes.own_pairs(2, spec.length, item))
-    rows = sizes.sampled(spec.plan, spec.batch, read, item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
+    tokens = batch * read if takes_positions(subject.model) else max(batch * read, 2 * spec.length)
+    pairs = max(sizes.own_pairs(batch, read, item), sizes.own_pairs(2, spec.length, item))
+    rows = sizes.sampled(spec.plan, batch, read, item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
     if spec.metrics:
-        rows += sizes.glimpses(spec.batch, read, item)
+        rows += sizes.glimpses(batch, read, item)
         weights += 2 * sizes.parameters if "shift" in spec.metrics else 0  # a copy in bfloat16
     if spec.loss:
         rows += LOGIT_COPIES * max(LOGIT_BYTES, 4 * spec.batch * subject.identity.vocab)
     return MemoryPlan(
         sizes.forward(tokens, item) + pairs + weights,
         max(rows, sizes.eager(1, min(calibration_length(subject), read), own)),
-        sizes.results(spec.plan, spec.prompts),
+        sizes.results(spec.plan, spec.prompts) * (2 if sequences * read > 3 * spec.length else 1),  # totals of branches
     )
 
 

@@ -85,9 +85,10 @@ def result_notes(run: Run) -> Iterator[str]:
     if narrow := narrow_layers(run.data, origin):
         where = f"layer{'s' if len(narrow) > 1 else ''} {', '.join(names[call] for call in narrow)}"
         yield (
-            f"the origin of {origin} token{'s' if origin > 1 else ''} is too narrow in {where}: late queries attend to "
-            f"the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to ordinary ones; "
-            f"use --origin {max(narrow.values())}"
+            f"the origin of {origin} token{'s' if origin > 1 else ''} is narrower than the sink in {where}: late "
+            f"queries attend to the {KEYS_AFTER_ORIGIN} keys after it more than {SINK_RATIO:g} times as much as to "
+            "ordinary ones. The split into mask, drift and sink depends on the width there: compare with --origin "
+            f"{max(narrow.values())}. The shares by source hardly do (docs/robustness.md)"
         )
     if motion.stays:
         layers = f"layers {', '.join(names[call] for call in motion.stays)}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from dataclasses import dataclass, fields, replace
@@ -116,10 +117,15 @@ class MeasureSpec:
         return next((edit.donor_tokens(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches)), 0)
 
     @property
+    def sequences(self) -> tuple[int, int]:
+        """Return the number of sequences that the model reads for each prompt, and their tokens."""
+        read = (edit.sequences(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches))
+        return next(read, (1, self.length))
+
+    @property
     def tokens_read(self) -> int:
         """Return the number of tokens that the model reads for each prompt."""
-        edits = (edit.tokens_read(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches))
-        return next(edits, self.length)
+        return math.prod(self.sequences)
 
     @property
     def shifted(self) -> int:

@@ -20,6 +20,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posleak.defaults import DONORS
 from posleak.edits.context import Branches
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
 
 MEASURE, TRACE = "measure", "trace"
 KINDS = (MEASURE, TRACE)
-PLAIN, LONG = DONORS = "plain", "long"
-"""Donors of a trace, as in `trace(donor=...)`, whose module would import torch."""
+PLAIN, LONG = DONORS
 
 TEXT = "text:"
 

@@ -178,7 +178,8 @@ class Claim:
     method    how it is tested, in words
     paper     name of the paper (posleak.papers); None: a claim of your own
     metrics   whether the test reads `Lab.metrics`, so that they are measured together with the baseline
-    decided   what was chosen after data had been seen; None: sentence, test and bound were fixed before
+    decided   choices that were made after data had been seen, separated by semicolons; None: sentence, test and bound
+              were fixed before
     """
 
     number: int
@@ -257,9 +258,13 @@ def claim(
     return add
 
 
+UNTESTED = "not tested: one checkpoint cannot decide it"
+"""The method of a claim without a test."""
+
+
 def untestable(number: int, id: str, title: str, sentence: str, reason: str, *, paper: str) -> None:
     """Register a claim that no measurement of one checkpoint can decide; it is listed with the reason."""
-    register_test = claim(number, id, title, sentence, "not tested: one checkpoint cannot decide it", paper=paper)
+    register_test = claim(number, id, title, sentence, UNTESTED, paper=paper)
     register_test(lambda lab: Finding.not_applicable(reason))
 
 

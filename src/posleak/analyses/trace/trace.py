@@ -18,6 +18,7 @@ The first five are an exact additive decomposition of T_fresh. The branches are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,7 @@ import numpy as np
 import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
-from posleak.defaults import TRACED
+from posleak.defaults import DONORS, TRACED
 from posleak.edits.context import BORROWED, Branches, branches_of
 from posleak.errors import InputError, RunError
 from posleak.inputs import Inputs
@@ -55,9 +56,6 @@ CAUSES = ("state", "earlier", "here", "origin")
 
 SOURCES = (*CAUSES, LEFT)
 """All parts of the decomposition by source."""
-
-DONORS = ("plain", "long")
-"""Kinds of donors: of N + 64 tokens, and of 3N tokens whose queries see N keys each."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Trace:
         run, read = self.ordinary, self.ordinary.summary.layers["all"]
         parts = [name for name in (*PARTS, SCALING) if name in read.share]
         title = f"{run.name}, n = {run.prompts}, {run.record.spec.length} tokens"
-        above, below = (self.layers["all"].power, SOURCES), (read.power, parts)
+        above, below = (self.layers["all"].power, (*self.sources, LEFT)), (read.power, parts)
         return Picture(drawn(lambda figure: both(figure, above, below, run.summary.places, title)), title)
 
     def __repr__(self) -> str:
@@ -136,7 +134,7 @@ class Trace:
 
     def _repr_html_(self) -> str:
         """Return a compact table of shares with intervals, for notebooks."""
-        return compact_html(self.ordinary.name, self.ordinary.record.facts, self.model)
+        return compact_html(self.ordinary.name, self.ordinary.record.facts, self.model, self.sources)
 
     @cached_property
     def components(self) -> dict[str, xr.DataArray]:
@@ -162,7 +160,7 @@ class Trace:
         """Return the products of prompts, for early and for all queries, weighted by the ordinary run's attention."""
         return Products.by_queries(self.components, self.ordinary.data["weight"], (*SOURCES, ORDER))
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """The sources that this model has: `state` only if it exceeds the rounding of shifted positions."""
         state, total = (float(np.nanmean(self.components[name].values ** 2)) for name in ("state", "total"))
@@ -174,6 +172,9 @@ class Trace:
         """Return a sentence about `order` and one about `left`, for all queries of the whole model."""
         numbers = self.model["all"]
         order, left = numbers.ratios[ORDER], numbers.share[LEFT]
+        if math.isnan(order.value):
+            undefined = "the total leakage is not significantly above 0"
+            return f"the difference between the two orders has no share: {undefined}", f"nothing is left: {undefined}"
         differ = f"the two orders of removing masks differ by {estimate(order, 'share')} of the leakage"
         remains = f"{estimate(left, 'share')} of the leakage"
         return (

@@ -43,16 +43,22 @@ def claims_tables(claims: ClaimsRun) -> Iterator[RenderableType]:
             rows.add_row(mark, Text(f"{result.number:2}. {result.title}"), _effect(result))
         yield rows
     yield prose("  ".join(f"{mark} {verdict}" for verdict, mark in MARKS.items()), style="dim")
+    if later := sum(result.decided is not None for result in claims.results):
+        yield prose(
+            f"the rule for verdicts was fixed before any test; {later} of {len(claims.results)} claims include choices "
+            "made after data had been seen (`decided` in the JSON)", style="dim",
+        )  # fmt: skip
     yield prose(f"full text and method of every claim: claims.json in {claims.run.path}", style="dim")
 
 
 def _effect(result: ClaimResult) -> Text:
-    """Return `39% (22% … 50%) removed, n=16`, or the reason why there is no effect."""
+    """Return `39% (22% … 50%) removed, n=16`, and the verdict of the other norm if it differs, or why there is none."""
     if math.isnan(result.effect):
         return Text(str(result.reason or "could not be estimated").splitlines()[0], style="dim")
     value, rest = effect(result.estimate, result.unit)
     needs = f", a verdict needs {ENOUGH}" if result.too_few else ""
-    return Text(value, style="bold").append(f" {rest}, n={result.n}{needs}", style="dim not bold")
+    even = f"; {result.disagreement}" if result.disagreement else ""
+    return Text(value, style="bold").append(f" {rest}, n={result.n}{needs}{even}", style="dim not bold")
 
 
 def advice_tables(advice: Advice) -> Iterator[RenderableType]:
@@ -88,8 +94,7 @@ def _leakage(advice: Advice) -> Iterator[RenderableType]:
     before = ", ".join(f"{part} {estimate(power[part])}" for part in parts if part != SCALING)
     yield prose(
         "change of the power in nats², all queries, weighted by the attention of the baseline; "
-        f"baseline: {before} nats²."
-        + (" scaling: leakage caused by the factor on queries itself" if scaled else ""),
+        f"baseline: {before} nats²." + (" scaling: leakage caused by the factor on queries itself" if scaled else ""),
         style="dim",
     )
 

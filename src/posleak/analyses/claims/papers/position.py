@@ -38,10 +38,7 @@ FIRST_LAYER = 0.05
 ROLL = 11
 """Number of positions by which prompts are rolled."""
 
-NORM = (
-    "the norm: powers are weighted by attention since version 3 of the definitions, after results of version 2, in "
-    "which every pair counted the same, had been seen"
-)
+NORM = "the norm: weighted by attention since version 3, after evenly weighted results of version 2 had been seen"
 LAWS = "the first 64 tokens of 16 prompts are read since a law had been inconclusive with 4 whole prompts"
 ISOLATED = f"sentence and test, when a trial on SmolLM2-135M was known; {NORM}"
 SAME_WEIGHTS = f"sentence and test, when measurements of SmolLM2-135M were known; {NORM}"
@@ -178,8 +175,8 @@ def isolation_downstream(lab: Lab) -> Finding:
     "share of `origin` in the total leakage: how much of it disappears if, in addition, every query sees position 0 at "
     "the same distance (branches B and C of the trace). Details: the other shares, what is `left`, and `order`, the "
     "difference between the two orders of removing masks",
-    decided=f"origin is an intervention on position 0 since version 3; in version 2 it was the remainder, −2% "
-    f"(−11% … 5%) on SmolLM2-135M; {ISOLATED}",
+    decided=f"origin is an intervention on position 0 since version 3, after the remainder of version 2 had been "
+    f"seen: −2% (−11% … 5%) on SmolLM2-135M, 16 prompts; {ISOLATED}",
 )  # fmt: skip
 def isolation_origin(lab: Lab) -> Finding:
     sources = lab.sources
@@ -223,8 +220,8 @@ def sink_heads(lab: Lab) -> Finding:
     "The output of sink-reading heads comes from position 0.",
     "norm of a_i0 · W_O v_0 divided by the norm of the head's output, mean over sink-reading heads; claimed to be more "
     "than the share of one of N equal positions, 1 / N",
-    decided="the interval is a jackknife over prompts of the mean over heads since version 3; before, it was the mean "
-    "of the ends of the heads' intervals, and the verdict had been seen",
+    decided="the interval is a jackknife over prompts of the mean over heads since version 3, after the verdict by the "
+    "mean of the ends of the heads' intervals had been seen",
 )  # fmt: skip
 def sink_writes(lab: Lab) -> Finding:
     reading = lab.origin.reading
@@ -259,7 +256,7 @@ REPLACEMENTS = {
 }
 
 
-NOISE = "the noise differs between prompts since version 3; before, 8 directions were each measured on all prompts"
+NOISE = "the noise differs between prompts since version 3, after 8 directions had each been measured on all prompts"
 
 
 def _replacing(edit: str, about: str) -> catalogue.Test:

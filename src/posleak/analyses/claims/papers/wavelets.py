@@ -135,8 +135,8 @@ untestable(
     "correlation over heads of the entropy of attention by offset with the entropy of its power spectrum; claimed to "
     "be below 0, no trade-off. A bound on the sum of the entropies would hold for any profile: only the trade-off can "
     "fail. The paper reports −0.42 to −0.74 on four RoPE models",
-    decided="the profile is mirrored at offset 0 before its spectrum is computed; before, a window was 0 at offset 0, "
-    "where most attention is, and the verdict (contradicted) had been seen",
+    decided="the profile is mirrored at offset 0 before its spectrum is computed, after the verdict (contradicted) "
+    "with a window that was 0 at offset 0, where most attention is, had been seen",
 )  # fmt: skip
 def uncertainty(lab: Lab) -> Finding:
     if not lab.rotary:
