@@ -19,9 +19,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from posleak.analyses.trace.trace import SOURCES, Trace, trace as trace_of
+from posleak.analyses.trace.trace import CAUSES, Trace, trace as trace_of
 from posleak.arrays import Array
-from posleak.axes import PARTS, PROMPT
+from posleak.axes import LEFT, PARTS, PROMPT
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import products
 from posleak.reports.terminal.run import trace_tables
@@ -54,8 +54,8 @@ def figures(trace: Trace) -> dict[str, Picture]:
         "leakage": lambda figure: _draw_leakage(figure.subplots(), run),
         "mask": lambda figure: _draw_mask(figure, _causal_mask(), "an ordinary pass"),
         "read": lambda figure: _draw_powers(figure.subplots(), parts, PARTS, x),
-        "lent": lambda figure: _draw_mask(figure, borrowed_mask(), "second pass: keys of another document"),
-        "sources": lambda figure: _draw_powers(figure.subplots(), sources, SOURCES, x),
+        "lent": lambda figure: _draw_mask(figure, borrowed_mask(), "branch B: keys of another document"),
+        "sources": lambda figure: _draw_powers(figure.subplots(), sources, (*trace.sources, LEFT), x),
         "first": lambda figure: _draw_attention(figure.subplots(), run.summary.layer_sink_attention, x),
     }
     title = f"{run.name}, n = {run.prompts} prompts of {run.record.spec.length} tokens"
@@ -124,7 +124,7 @@ def sentences(stored: Mapping[str, Any]) -> dict[str, str]:
         "leakage": f"In {MODEL} the power of that difference is **{number(total.value)}** {interval(total)} nats², "
         f"mean over all heads of all layers ({n}).",
         "read": list_shares(*PARTS),
-        "sources": list_shares(*SOURCES),
+        "sources": list_shares(*CAUSES[1:], LEFT),
     }
 
 
@@ -151,7 +151,7 @@ def output(trace: Trace, columns: int = START_COLUMNS) -> str:
 
 def first() -> Trace:
     """Measure what docs/start.md shows."""
-    return trace_of("zoo-text-rope", length=128, prompts=16)
+    return trace_of("zoo-backcopy-nope", length=128, prompts=16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,6 +26,8 @@ FREE: dict[str, set[str]] = {
         "settings[].relative",
         "settings[].loss",
         "settings[].sure",
+        "settings[].even",
+        "baseline.even.power",
         "left_out",
     },
     "claims": {*SAME, "claims[].details", "claims[].edited"},

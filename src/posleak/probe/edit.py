@@ -40,7 +40,7 @@ class Edit:
         """Receive the ids of the next forward pass."""
 
     def arrange(self, ids: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B2 T2"], Int[Tensor, "B2 T2"] | None]:
-        """Return the tokens of the next forward pass, and their position ids if these are not 0, 1, 2, …"""
+        """Return the tokens of the next forward pass, and their position ids; None: 0, 1, 2, and so on."""
         return ids, None
 
     def positions(self, positions: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
