@@ -260,12 +260,15 @@ def test_a_head_that_looks_elsewhere_counts_less() -> None:
 def test_norms_disagree_about_the_largest_part_or_about_an_interval() -> None:
     def shares(first: float, half: float = 0.05) -> dict[str, Estimate]:
         values = {"mask": first, "drift": 1 - first}
-        return {name: Estimate(value, value - half, value + half, 16) for name, value in values.items()}
+        return {name: of(value, half) for name, value in values.items()}
+
+    def of(value: float, half: float = 0.0) -> Estimate:
+        return Estimate(np.asarray(value), np.asarray(value - half), np.asarray(value + half), 16)
 
     def disagree(one: dict[str, Estimate], other: dict[str, Estimate]) -> bool:
         return Decomposition({}, one, even=Decomposition({}, other)).disagreement(("mask", "drift", "absent"))
 
-    nothing = {name: Estimate(np.nan, np.nan, np.nan, 16) for name in ("mask", "drift")}
+    nothing = {name: of(np.nan) for name in ("mask", "drift")}
     assert not disagree(shares(0.7), shares(0.75))
     assert disagree(shares(0.52), shares(0.48)), "another part is the largest"
     assert disagree(shares(0.6), shares(0.75)), "the intervals do not overlap"

@@ -41,29 +41,35 @@ CHECK_LENGTH = 32
 """Length of the prompt on which it is checked that a donor changes prompts through attention only."""
 
 
-@dataclass(frozen=True)
-class Borrow(ScopedEdit):
-    """Edit that lets queries of the layers in scope also attend to keys of a donor: branch B alone."""
+class AfterDonor(NamedEdit):
+    """An edit under which the model reads a donor document before each prompt."""
 
-    name: ClassVar[str] = BORROWED
     site: ClassVar[Site] = Site.CONTEXT
     needs_causal: ClassVar[bool] = True
 
     def donor_tokens(self, length: int) -> int:
+        """Return the number of tokens of the donor before a prompt of this length."""
         return length + DONOR_MARGIN
 
     def sequences(self, length: int) -> tuple[int, int]:
         """Return the number of sequences that the model reads for a prompt, and their tokens."""
         return 1, self.donor_tokens(length) + length
 
+    def prompts(self, prompts: Prompts) -> Prompts:
+        return prompts.after_donors(self.donor_tokens(prompts.length))
+
+
+@dataclass(frozen=True)
+class Borrow(AfterDonor, ScopedEdit):
+    """Edit that lets queries of the layers in scope also attend to keys of a donor: branch B alone."""
+
+    name: ClassVar[str] = BORROWED
+
     def __post_init__(self) -> None:
         if any(head is not None for _, _, head in self.scope.items):
             raise InputError(
                 "a borrowed context applies to whole layers", where=self.text, expected="layers, as in @0-5"
             )
-
-    def prompts(self, prompts: Prompts) -> Prompts:
-        return prompts.after_donors(self.donor_tokens(prompts.length))
 
     def edit(self, call: Call) -> Call:
         length, visible_donor = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
@@ -83,7 +89,7 @@ class Borrow(ScopedEdit):
 
 
 @dataclass(frozen=True)
-class Branches(NamedEdit):
+class Branches(AfterDonor):
     """Edit that reads the prompt three times after its donor, as the branches A, B and C (probe/branches.py).
 
     apart   each branch is a sequence of its own, for models that one sequence with several branches is not defined for
@@ -93,9 +99,6 @@ class Branches(NamedEdit):
     apart: bool = False
     long: bool = False
 
-    site: ClassVar[Site] = Site.CONTEXT
-    needs_causal: ClassVar[bool] = True
-
     @property
     def text(self) -> str:
         return BRANCHED + ":apart" * self.apart + ":long" * self.long
@@ -104,27 +107,21 @@ class Branches(NamedEdit):
         return 3 * length if self.long else length + DONOR_MARGIN
 
     def sequences(self, length: int) -> tuple[int, int]:
-        """Return the number of sequences that the model reads for a prompt, and their tokens."""
         donor, branches = self.donor_tokens(length), 3
         return (branches, donor + length) if self.apart else (1, donor + branches * length)
 
-    def prompts(self, prompts: Prompts) -> Prompts:
-        return prompts.after_donors(self.donor_tokens(prompts.length))
-
-    def layout(self, document: int) -> BranchLayout:
-        """Return the layout for documents of this many tokens: a donor and the prompt after it."""
+    def layout(self, tokens: int, prompts: int = 1) -> BranchLayout:
+        """Return the layout for sequences of this many tokens: a donor, and the prompt 1 or 3 times."""
         from posleak.probe.branches import BranchLayout
 
-        length = document // 4 if self.long else (document - DONOR_MARGIN) // 2
-        return BranchLayout(length, document - length, joined=not self.apart)
+        length = tokens // (3 + prompts) if self.long else (tokens - DONOR_MARGIN) // (1 + prompts)
+        return BranchLayout(length, self.donor_tokens(length), joined=not self.apart)
 
     def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.layout(ids.shape[1]).arrange(ids)
 
     def edit(self, call: Call) -> Call:
-        T = call.query.shape[2]
-        document = T if self.apart else 4 * (T // 6) if self.long else DONOR_MARGIN + 2 * ((T - DONOR_MARGIN) // 4)
-        layout, old = self.layout(document), call.visibility
+        layout, old = self.layout(call.query.shape[2], 1 if self.apart else 3), call.visibility
         if call.bias is not None and not self.apart:
             raise UnsupportedError(
                 "branches of one sequence are not defined where the model adds a bias by position to its logits",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from posleak.defaults import LENGTH, PROMPTS
 from posleak.edits import NamedEdit, parse_edits, require_measurable
-from posleak.edits.context import Borrow, Branches
+from posleak.edits.context import AfterDonor
 from posleak.edits.positions import Shift
 from posleak.errors import InputError
 from posleak.inputs import GivenPrompts, Inputs, is_source_name, parse, read_given
@@ -114,12 +114,12 @@ class MeasureSpec:
     @property
     def borrowed(self) -> int:
         """Return the number of donor tokens before each prompt; 0 without a borrowed context."""
-        return next((edit.donor_tokens(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches)), 0)
+        return next((edit.donor_tokens(self.length) for edit in self.edits if isinstance(edit, AfterDonor)), 0)
 
     @property
     def sequences(self) -> tuple[int, int]:
         """Return the number of sequences that the model reads for each prompt, and their tokens."""
-        read = (edit.sequences(self.length) for edit in self.edits if isinstance(edit, Borrow | Branches))
+        read = (edit.sequences(self.length) for edit in self.edits if isinstance(edit, AfterDonor))
         return next(read, (1, self.length))
 
     @property

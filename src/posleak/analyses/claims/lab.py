@@ -17,7 +17,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.origin.fingerprint import projections, written_by_readers
+from posleak.analyses.origin.fingerprint import FINGERPRINT_TOKENS, projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
 from posleak.analyses.origin.portrait import joined_cosines, pair_cosine
 from posleak.analyses.origin.states import alone
@@ -41,6 +41,7 @@ from posleak.runs.memory import (
 )
 from posleak.runs.record import clear_run
 from posleak.runs.run import Run
+from posleak.runs.short_prompts import PROSE
 from posleak.runs.spec import parse_bytes
 
 from .catalogue import ENOUGH, Edited, Finding, Kept, Test
@@ -54,7 +55,7 @@ CLAIMS_FILE = "claims.json"
 METERS = ("all",)
 """Metrics that are measured: all, because the report shows them next to the claims."""
 
-LAW_TOKENS = 64
+LAW_TOKENS = 32
 """Tokens of each prompt that are used for laws which hold at any length."""
 
 LATER = slice(1, None)
@@ -209,10 +210,14 @@ class Lab(Conditions):
 
     @cached_property
     def origin(self) -> Origin:
-        """The analysis of position 0, on prompts with the same seed."""
+        """The analysis of position 0, on prompts with the same seed.
+
+        No claim reads the portrait: it has all first tokens only if it is stored.
+        """
         self.progress("position 0")
+        tokens = FINGERPRINT_TOKENS if self.folder is None else ORIGIN_TOKENS
         return origin(
-            self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=ORIGIN_TOKENS, seed=self.spec.seed,
+            self.subject, length=self.spec.length, prompts=self.spec.prompts, tokens=tokens, seed=self.spec.seed,
             bos=self.tokens.policy, probe=False, max_memory=self.max_memory,
         )  # fmt: skip
 
@@ -223,7 +228,7 @@ class Lab(Conditions):
         """
         readers, jackknife = self.origin.reading.is_reader, Jackknife(TEXT_CROPS)
         start = torch.from_numpy(self.ids[:1, :16]).to(self.subject.device)
-        crops = prepare(self.subject, "text:stdlib", bos="none", length=16, seed=self.spec.seed)
+        crops = prepare(self.subject, PROSE, bos="none", length=16, seed=self.spec.seed)
         firsts = torch.from_numpy(crops.batch(range(TEXT_CROPS))[:, 0])
         with exclusive(self.subject.model):
             values, outputs = alone(self.subject.model, firsts).values, projections(self.subject.model, start)

@@ -39,7 +39,7 @@ ROLL = 11
 """Number of positions by which prompts are rolled."""
 
 NORM = "the norm: weighted by attention since version 3, after evenly weighted results of version 2 had been seen"
-LAWS = "the first 64 tokens of 16 prompts are read since a law had been inconclusive with 4 whole prompts"
+LAWS = "the first tokens of 16 prompts are read since a law had been inconclusive with 4 whole prompts"
 ISOLATED = f"sentence and test, when a trial on SmolLM2-135M was known; {NORM}"
 SAME_WEIGHTS = f"sentence and test, when measurements of SmolLM2-135M were known; {NORM}"
 """Choices that were made after data had been seen (`Claim.decided`)."""
