@@ -19,12 +19,13 @@ from typing import Any
 import posleak as pl
 from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import ClaimsRun
-from posleak.analyses.trace.trace import SOURCES, Trace
-from posleak.axes import PARTS
+from posleak.analyses.trace.trace import CAUSES, Trace
+from posleak.axes import LEFT, PARTS
 from posleak.errors import InputError, UnsupportedError
 from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import LabelledEstimate
+from posleak.leakage.summary import EVEN, Decomposition
 from posleak.papers import ALL
 from posleak.reports.gather import DOCTOR_FILE
 from posleak.runs.run import Run
@@ -40,6 +41,9 @@ ZOO = (
     "zoo-backcopy-window-first", "zoo-backcopy-sink-logit", "zoo-backcopy-no-bos",
 )  # fmt: skip
 
+SHOWN = (*CAUSES[1:], LEFT)
+"""Parts by source; none of the models has a recurrent state."""
+
 OnStatus = Callable[[str], None]
 """Callback that receives a status line."""
 
@@ -54,6 +58,7 @@ class Entry:
     claims: bool = False
     by_layer: bool = False
     length: int = 256
+    prompts: int = 16
 
 
 ENTRIES = (
@@ -66,7 +71,7 @@ ENTRIES = (
           claims=True),
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
           "Qwen2.5-Coder-1.5B-Instruct: larger, with a large RoPE base. It was trained without a BOS token; here every "
-          "prompt starts with the BOS token of its config (`--bos auto`)."),
+          "prompt starts with the BOS token of its config (`--bos auto`). 8 prompts.", prompts=8),
     Entry("zoo", ZOO,
           "The twelve small models that ship with posleak, side by side; each differs from `rope` in one setting "
           "([the zoo](../zoo.md)). The model without position encoding (`nope`) can infer position from masks only: it "
@@ -88,7 +93,7 @@ def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
     results: list[ModelResults] = []
     for name in entry.models:
         subject, folder = pl.load(name, progress=progress), runs / name
-        options: dict[str, Any] = {"length": entry.length, "prompts": 16, "out": folder}
+        options: dict[str, Any] = {"length": entry.length, "prompts": entry.prompts, "out": folder}
         try:
             trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, progress=progress, **options)
         except (UnsupportedError, InputError):  # a borrowed context is not defined for learned positions
@@ -101,21 +106,28 @@ def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
 
 
 def numbers(results: Sequence[ModelResults]) -> dict[str, Any]:
-    """Return the shares, the leakage and the claims of each model, with intervals, as JSON."""
+    """Return the shares, the leakage and the claims of each model, with intervals, as JSON.
+
+    Evenly weighted shares are there where they lead to another conclusion.
+    """
     by_model: dict[str, Any] = {}
     for each in results:
         run = each.trace.ordinary if isinstance(each.trace, Trace) else each.trace
-        shares = {name: run.summary.model["all"].share[name] for name in PARTS}
-        if isinstance(each.trace, Trace):
-            shares |= {name: each.trace.model["all"].share[name] for name in SOURCES}
-        model = {
-            "leakage": run.summary.model["all"].power["total"], "shares": shares,
-            "facts": [*run.record.model_facts, *run.record.facts],
-        }  # fmt: skip
+        read, traced = run.summary.model["all"], each.trace.model["all"] if isinstance(each.trace, Trace) else None
+        model = _shares_and_total(read, traced) | {"facts": [*run.record.model_facts, *run.record.facts]}
+        if read.disagreement(PARTS) or (traced is not None and traced.disagreement(SHOWN)):
+            model["even"] = _shares_and_total(read.norms[EVEN], None if traced is None else traced.norms[EVEN])
         if each.claims is not None:
             model["claims"] = {result.id: _claim_row(result) for result in each.claims.results}
         by_model[run.name] = plain(model)
     return by_model
+
+
+def _shares_and_total(read: Decomposition, traced: Decomposition | None) -> dict[str, Any]:
+    """Return the leakage and all shares of a model in one norm."""
+    shares = {name: read.share[name] for name in PARTS}
+    shares |= {} if traced is None else {name: traced.share[name] for name in SHOWN}
+    return {"leakage": read.power["total"], "shares": shares}
 
 
 def _claim_row(result: ClaimResult) -> dict[str, Any]:
@@ -138,19 +150,27 @@ def index(stored: dict[str, dict[str, Any]]) -> str:
             lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "",
                       *_tables(stored[entry.name]), ""]  # fmt: skip
     lines += [
-        "Leakage: power in nats², all queries, mean over heads and layers. Shares of the leakage by source (*earlier*, "
-        "*here*, *origin*) and by part (*mask*, *drift*, *sink*), see [definitions](../definitions.md). 95% jackknife "
-        "intervals over n = 16 prompts of random tokens; –: not defined.", "",
+        "Leakage: power in nats², all queries, mean over heads and layers, weighted by attention; evenly weighted if "
+        "that leads to another conclusion. Shares of the leakage by source (*earlier*, *here*, *origin*, and what is "
+        "*left*) and by part (*mask*, *drift*, *sink*), see [definitions](../definitions.md). 95% jackknife intervals "
+        "over prompts of random tokens, n = 16 unless stated otherwise; –: not defined, since the leakage is not "
+        "significantly above 0.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
 def _tables(models: dict[str, Any]) -> list[str]:
-    """Return two tables, one per decomposition."""
-    sources = [(name, _cell(own["leakage"]), *_shares(own, SOURCES)) for name, own in models.items()]
-    parts = [(name, *_shares(own, PARTS)) for name, own in models.items()]
+    """Return two tables, one per decomposition; evenly weighted numbers are shown where the norms disagree."""
+    norms = [
+        (title, numbers)
+        for name, own in models.items()
+        for title, numbers in ((name, own), (f"{name}, evenly weighted", own.get("even")))
+        if numbers is not None
+    ]
+    sources = [(title, _cell(numbers["leakage"]), *_shares(numbers, SHOWN)) for title, numbers in norms]
+    parts = [(title, *_shares(numbers, PARTS)) for title, numbers in norms]
     return [
-        *table(("where it comes from", "leakage", *SOURCES), sources), "",
+        *table(("where it comes from", "leakage", *SHOWN), sources), "",
         *table(("where it is read", *PARTS), parts),
     ]  # fmt: skip
 

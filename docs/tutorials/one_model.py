@@ -30,7 +30,7 @@ print(subject.identity.short())
 #
 # `measure` runs the model over random tokens, so that content cannot look like position. In every head it compares
 # queries early in the prompt with late ones at equal offsets. The difference of their log-attention is the leakage, in
-# nats; its power, in nats², is split into three parts:
+# nats; its power, in nats², weighted by the attention of late queries, is split into three parts:
 #
 # - **mask**: early queries see fewer keys, so each key gets more;
 # - **drift**: attention is spread over the text differently;
@@ -59,18 +59,20 @@ run.plot()
 # %% [markdown]
 # ## Where does it come from?
 #
-# What a layer reads may have been written by an earlier one. `trace` runs the model a second time: every query is lent
-# the keys that it lacks, from another document, so that no query can tell its position by counting. What goes away was
-# the doing of causal masks.
+# What a layer reads may have been written by an earlier one. `trace` reads the prompt again, in three branches after
+# another document. Queries that also attend to keys of that document see equally many keys, so that they cannot infer
+# their position by counting. The leakage that disappears is caused by causal masks.
 #
 # - **here**: this layer's own mask;
 # - **earlier**: masks of earlier layers, carried by the residual stream;
-# - **origin**: what is left, the doing of position 0.
+# - **origin**: the distance to position 0;
+# - **left**: what remains, a check.
 
 # %%
 trace = pl.trace(subject, seed=0, **SIZE)
-for source in ("earlier", "here", "origin"):
+for source in ("earlier", "here", "origin", "left"):
     print(f"{source}: {estimate(trace.model['all'].share[source], 'share')}")
+print(*trace.checks, sep="; ")
 
 # %%
 trace.plot()

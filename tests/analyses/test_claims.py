@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -14,10 +15,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from rich.console import Console
 from transformers import PreTrainedModel
 
-from posleak.analyses.claims.catalogue import ENOUGH, Claim, ClaimResult, Finding, Side, Verdict, registry
-from posleak.analyses.claims.examination import claims, examine
+from posleak.analyses.claims.catalogue import (
+    ENOUGH,
+    UNTESTED,
+    Claim,
+    ClaimResult,
+    Finding,
+    Side,
+    Verdict,
+    registry,
+)
+from posleak.analyses.claims.examination import ClaimsRun, claims, examine
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.claims.papers.position import rolled_gaps
 from posleak.analyses.origin.reading import LayerReading, Reading
@@ -26,10 +37,13 @@ from posleak.leakage.contrast import depth_slope, slope
 from posleak.leakage.power import of_gram
 from posleak.leakage.summary import LEADING
 from posleak.models import Subject
+from posleak.papers import ALL
 from posleak.probe import Plan
+from posleak.reports.terminal.claims import claims_tables
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import plain
 from support.families import tiny
+from tools import claims_docs
 
 numbers = st.floats(-10, 10)
 
@@ -336,3 +350,25 @@ def test_choices_after_data_are_named_where_a_claim_has_them() -> None:
     assert decided["fingerprint.fixed"] is None
     result = ClaimResult.about(registry()[1], Finding(1.0, 0.5, 1.5, "", 16))
     assert plain(result)["decided"] == registry()[1].decided
+
+
+def test_the_table_names_the_other_verdict_and_counts_later_choices() -> None:
+    even = Estimate(np.asarray(-3.0), np.asarray(-4.0), np.asarray(-2.0), ENOUGH)
+    leakage = next(claim for claim in registry() if claim.id == "leakage")
+    result = ClaimResult.about(leakage, Finding(3.0, 2.0, 4.0, "nats²", ENOUGH, details={"even": even}))
+    console = Console(width=200, file=io.StringIO())
+    for item in claims_tables(ClaimsRun(llama_lab().run(), (result,))):
+        console.print(item)
+    text = cast(io.StringIO, console.file).getvalue()
+    assert "evenly weighted: contradicted" in " ".join(text.split())
+    assert "1 of 1 claims" in text
+
+
+def test_the_page_of_claims_separates_rules_from_later_choices() -> None:
+    page = claims_docs.page({})
+    before = page.partition("## Fixed before data were seen")[2].partition("\n## ")[0]
+    after = page.partition("## Chosen after data had been seen")[2].partition("\n## ")[0]
+    for claim in registry(ALL):
+        tested = claim.method != UNTESTED
+        assert (f"`{claim.id}`" in before) == (tested and claim.decided is None), claim.id
+        assert (f"`{claim.id}`" in after) == (claim.decided is not None), claim.id

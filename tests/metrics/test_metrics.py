@@ -401,7 +401,9 @@ def test_metrics_before_the_softmax_are_blind_to_leakage_of_the_mask() -> None:
         metrics="all",
     )  # fmt: skip
     assert run.metrics is not None
-    heads = run.summary.heads["all"].power
+    evenly = run.summary.heads["all"].even
+    assert evenly is not None
+    heads = evenly.power
     assert (heads["total"].value > 0.1).all()
     np.testing.assert_allclose(heads["mask"].value, heads["total"].value, rtol=1e-4)
     assert np.nanmax(run.metrics.heads["toeplitz"].value) < 1e-5  # the rotation is made in float32

@@ -22,6 +22,7 @@ from posleak.analyses.claims.catalogue import REGISTRY, Verdict, registry
 from posleak.edits import KINDS, parse_edit, parse_edits
 from posleak.errors import InputError
 from posleak.inputs import prepare
+from posleak.leakage.power import unbiased
 from posleak.metrics import catalogue
 from posleak.plugins import ENTRY_POINT_GROUP, ENVIRONMENT_VARIABLE, load_plugins
 from support.errors import raises
@@ -157,7 +158,9 @@ def test_the_claim_gets_a_verdict_and_a_place_on_the_page(plugins: Path) -> None
     assert mine.verdict in (Verdict.SUPPORTED, Verdict.CONTRADICTED)
     assert mine.edited is not None
     after = pl.measure(soft_llama(), length=64, prompts=16, edits="temperature=2")
-    assert mine.effect == pytest.approx(power(after, "mask") / power(claims.run, "mask"))
+    masks = (run.weighted_by(claims.run)["all"].averaged((0, 1)).own["mask"] for run in (after, claims.run))
+    one, other = (unbiased(mask, 16) for mask in masks)  # both weighted by the baseline's attention
+    assert mine.effect == pytest.approx(float(one / other))
 
     page = pl.report(plugins / "run", plugins / "page.html").read_text(encoding="utf-8")
     assert f"<b>{mine.title}</b>" in section(page, "answer")

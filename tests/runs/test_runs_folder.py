@@ -140,7 +140,7 @@ def test_damaged_results_are_named(finished: Path, llama: Subject, name: str, da
         ('{"format": "posleak run", "format_version": 2}', {"got": "version 2", "expected": "version 5"}),
         (
             '{"format": "posleak run", "format_version": 3, "definitions_version": 1}',
-            {"what": ("version 1", "version 2")},
+            {"what": ("version 1", "version 3")},
         ),
         ('{"format": "posleak run", "format_version": 99}', {"got": "version 99", "expected": "version 5"}),
     ],
