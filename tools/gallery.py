@@ -133,7 +133,7 @@ def _shares_and_total(read: Decomposition, traced: Decomposition | None) -> dict
 def _claim_row(result: ClaimResult) -> dict[str, Any]:
     return {
         "value": result.effect, "low": result.low, "high": result.high, "n": result.n, "unit": result.unit,
-        "verdict": result.verdict, "reason": result.reason,
+        "verdict": result.verdict, "even_verdict": result.even_verdict, "reason": result.reason,
     }  # fmt: skip
 
 

@@ -542,7 +542,7 @@ def test_an_estimate_of_one_cell_holds_floats(run: Run) -> None:
     single = {
         "model": total, "layer": several[1], "head": run.summary.heads["all"].power["mask"][0, 1], "minus": 1 - total,
         "over": total / 2, "mean": Estimate.average([total, drawn]), "difference": total.minus_independent(drawn),
-        "widened": total.widened(drawn), "jackknife": drawn, "few": Jackknife(2).mean(np.array([1.0, 2.0])).estimate,
+        "jackknife": drawn, "few": Jackknife(2).mean(np.array([1.0, 2.0])).estimate,
         "read": from_json(Estimate, '{"value": 1.5, "low": null, "high": 2, "n": 3}'),
     }  # fmt: skip
     for name, found in single.items():

@@ -87,12 +87,6 @@ class Estimate:
         up = np.hypot(self.high - self.value, other.value - other.low)
         return Estimate(value, value - down, value + up, min(self.n, other.n))
 
-    def widened(self, other: Estimate) -> Estimate:
-        """Return the same value with the half-widths of `other`, its mean over random draws, added in quadrature."""
-        low = self.value - np.hypot(self.value - self.low, other.value - other.low)
-        high = self.value + np.hypot(self.high - self.value, other.high - other.value)
-        return Estimate(self.value, low, high, self.n)
-
     @classmethod
     def average(cls, parts: Sequence[Estimate]) -> Estimate:
         """Return the mean of estimates of different prompts; half-widths are combined in quadrature."""

@@ -303,8 +303,9 @@ class PreparedRun:
 
 def _finish(run: Run, notes: Sequence[str]) -> Run:
     """Write the results, then the record of the finished run, and only then remove the batches."""
-    with stage("summary"):
-        _ = run.summary
+    if run.path is not None:
+        with stage("summary"):
+            _ = run.summary
     notes, files = [*result_notes(run), *notes, *filter(None, [run.record.changed])], {}
     if run.path is not None:
         with stage("write"):
