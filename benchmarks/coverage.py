@@ -1,7 +1,7 @@
 """Coverage of 95% intervals: posleak's intervals, and alternatives that were rejected.
 
-    python benchmarks/coverage.py simulate                      # synthetic prompts with known truth; four minutes
-    python benchmarks/coverage.py real smollm2-135m --truth 384 # a model's own prompts; ten minutes
+    python -m benchmarks.coverage simulate                      # synthetic prompts with known truth; four minutes
+    python -m benchmarks.coverage real smollm2-135m --truth 384 # a model's own prompts; ten minutes
 
 `real` measures many prompts once. The estimate from the first half is the truth, and subsets of n prompts are drawn
 from the second half, each weighted by its own attention. The truth has its own variance, n / prompts of that of a

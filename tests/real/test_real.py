@@ -43,8 +43,8 @@ def eight(smollm: Subject) -> Run:
 
 
 def layers(run: Run) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run.as_dict()["layers"]
-    return found
+    """Evenly weighted powers, whose sizes are those of the logits."""
+    return [layer | layer["even"] for layer in run.as_dict()["layers"]]
 
 
 def test_the_parts_add_up(ordinary: Run) -> None:
