@@ -15,7 +15,7 @@ import numpy as np
 
 from posleak.analyses.origin.origin import origin
 from posleak.analyses.origin.reading import EPSILON
-from posleak.analyses.trace.trace import SOURCES, trace
+from posleak.analyses.trace.trace import CAUSES, trace
 from posleak.axes import PARTS
 from posleak.errors import PosleakWarning, UnsupportedError
 from posleak.files import Sealed, sole_writer
@@ -184,7 +184,7 @@ def measure_quantities(subject: Subject, inputs: str, length: int, prompts: int,
     estimates: dict[str, Estimate] = {}
     try:
         traced = trace(subject, inputs, length=length, prompts=prompts, seed=seed)
-        run, estimates = traced.ordinary, {name: traced.model["all"].share[name] for name in SOURCES}
+        run, estimates = traced.ordinary, {name: traced.model["all"].share[name] for name in CAUSES[1:]}
     except UnsupportedError:
         run = measure(subject, inputs, length=length, prompts=prompts, seed=seed)
     balance = Balance.of(run)

@@ -381,7 +381,7 @@ def test_what_shipped_models_of_the_task_show() -> None:
     options: dict[str, Any] = {"length": 64, "prompts": 32}
     nope = pl.trace("zoo-backcopy-nope", "backcopy", **options)
     assert nope.ordinary.summary.model["all"].power["total"].low > 0
-    assert nope.model["all"].share["earlier"].low > 0.7
+    assert nope.model["all"].share["earlier"].low > 0.5
     with pytest.warns(PosleakWarning, match="origin"):
         learned = pl.measure("zoo-backcopy-learned", "backcopy", **options)
     assert learned.summary.model["all"].share["residual"].low > 0.8
