@@ -45,7 +45,7 @@ from support.runs_tiny import sealed
 SECONDS, MEMORY = 10, 3 * 10**9
 """Limits of one case: CPU time, which does not depend on other work on the machine, and address space."""
 
-CONDITION = "conditions/context-borrowed/run.json"
+CONDITION = "conditions/context-branches/run.json"
 
 Case = tuple[str, Callable[[], object]]
 """The kind of file, and a function that reads it."""
