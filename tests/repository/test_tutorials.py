@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import posleak as pl
 from posleak.leakage import Estimate
+from posleak.leakage.power import unbiased
 from posleak.models import Subject
 from posleak.runs.loss import loss_by_prompt
 from tools.gallery import NUMBERS, read_estimate
@@ -104,7 +105,8 @@ def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
     assert_shows(line_with(lines, "as it is: loss"), base.loss.numbers["all"])
     place = lines.index(line_with(lines, "sink=cut@10-29"))
     changes = [numbers(line.partition(name)[2]) for line, name in zip(lines[place:], ("leakage", "loss"))]
-    powers = [float(run.summary.model["all"].power["total"].value) for run in (cut, base)]
+    weighted = (run.weighted_by(base)["all"].own["total"] for run in (cut, base))
+    powers = [float(unbiased(np.nanmean(sums, axis=(0, 1)), 6)) for sums in weighted]
     losses = [loss_by_prompt(run.data, base.record.plan)["all"].mean() for run in (cut, base)]
     assert changes[0][0] == pytest.approx(powers[0] - powers[1], rel=1e-2)
     assert changes[1][0] == pytest.approx(losses[0] - losses[1], rel=1e-2)
