@@ -303,9 +303,8 @@ class PreparedRun:
 
 def _finish(run: Run, notes: Sequence[str]) -> Run:
     """Write the results, then the record of the finished run, and only then remove the batches."""
-    if run.path is not None:
-        with stage("summary"):
-            _ = run.summary
+    with stage("summary"):
+        _ = run.summary
     notes, files = [*result_notes(run), *notes, *filter(None, [run.record.changed])], {}
     if run.path is not None:
         with stage("write"):
