@@ -1,12 +1,12 @@
 """Coverage of 95% intervals: posleak's intervals, and alternatives that were rejected.
 
     python -m benchmarks.coverage simulate                      # synthetic prompts with known truth; four minutes
-    python -m benchmarks.coverage real smollm2-135m --truth 384 # a model's own prompts; ten minutes
+    python -m benchmarks.coverage real smollm2-135m             # a model's own prompts; ten minutes
 
-`real` measures many prompts once. The estimate from the first half is the truth, and subsets of n prompts are drawn
-from the second half, each weighted by its own attention. The truth has its own variance, n / prompts of that of a
-subset, so that a perfect 95% interval of 32 prompts covers 94.1% for a truth of 384. Subsets overlap and coverage is
-averaged over layers, so that its error is not known.
+`real` measures many prompts once. The number of all prompts is the truth, and subsets of n prompts are drawn from them
+without replacement, each weighted by its own attention. The truth therefore has no sampling error. Its variance is
+smaller than that of independent prompts by the factor 1 − n / prompts, so that a perfect 95% interval of 32 out of 768
+prompts covers 95.5%. Subsets overlap and coverage is averaged over layers, so that its standard error is not known.
 
 Both print a markdown table and write it into results/coverage.json.
 """
@@ -376,12 +376,12 @@ def real(model: str, prompts: int, length: int, subsets: int, sizes: list[int]) 
     """Return the coverage of powers and shares in both norms, for each layer and for the whole model."""
     import posleak
 
-    run = posleak.measure(posleak.load(model), length=length, prompts=2 * prompts, seed=1)
+    run = posleak.measure(posleak.load(model), length=length, prompts=prompts, seed=1)
     truth, rng = decompositions(run, np.arange(prompts)), np.random.default_rng(0)
     hits = dict[str, dict[int, list[Array]]]()
     for n in sizes:
         for _ in range(subsets):
-            chosen = prompts + rng.choice(prompts, n, replace=False)
+            chosen = rng.choice(prompts, n, replace=False)
             for name, (low, high) in {k: (x.low, x.high) for k, x in decompositions(run, chosen).items()}.items():
                 expected = truth[name].value
                 inside = np.where(np.isnan(low), np.nan, (low <= expected) & (expected <= high))
@@ -433,14 +433,14 @@ def main() -> None:
     simulated.add_argument("--trials", type=int, default=2000)
     measured = commands.add_parser("real")
     measured.add_argument("model")
-    measured.add_argument("--truth", type=int, default=384, help="number of prompts of each half")
+    measured.add_argument("--prompts", type=int, default=768, help="number of prompts from which subsets are drawn")
     measured.add_argument("--length", type=int, default=64)
     measured.add_argument("--subsets", type=int, default=200)
     options = parser.parse_args()
     if options.what == "simulate":
         results = simulate([MIN_PROMPTS, MIN_PROMPTS + 1, 6], [8, 16, 64], options.trials)
     else:
-        results = real(options.model, options.truth, options.length, options.subsets, [4, 8, 16, 32])
+        results = real(options.model, options.prompts, options.length, options.subsets, [4, 8, 16, 32])
     stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps({**stored, options.what: results}, indent=2) + "\n", encoding="utf-8")
 
