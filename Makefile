@@ -10,7 +10,7 @@ DEMO    = runs/demo-$(MODEL)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery robustness format wheel wheel-check clean
+.PHONY: help venv demo test nightly lint unit shapes real chromium fuzz faults zoo bench docs tutorials gallery robustness architectures format wheel wheel-check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name does; do \
@@ -113,6 +113,10 @@ gallery: $(READY) chromium  ## measure the built-in models and the zoo; generate
 robustness: $(READY)  ## trace models under many settings; generate docs/robustness.md and its figure; one to two hours
 	$(BIN)/posleak sweep robustness --out runs/robustness
 	$(BIN)/python -m tools.robustness runs/robustness docs
+
+# Finished cells are stored in runs/ and are not measured again.
+architectures: $(READY)  ## run the sweeps of docs/architectures.md and generate its tables; twenty minutes
+	$(BIN)/python -m tools.architectures docs/architectures.md runs
 
 format: $(READY)  ## format the code with ruff
 	$(BIN)/ruff check --fix
