@@ -96,7 +96,7 @@ bench: $(READY)  ## measure the cost of posleak and of other tools; twenty minut
 
 # Warnings are errors, but not with --quiet, which drops them. The variable keeps the theme from printing its news.
 docs: $(READY)  ## build the documentation in site/: open site/index.html, no server or network needed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Outputs are stored, so that the site shows them without running models; tests run the tutorials in a lean form.
 tutorials: $(READY)  ## run the tutorials and write the notebooks that the site shows; ten minutes
