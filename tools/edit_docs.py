@@ -52,6 +52,8 @@ layers of the model are counted, also those of hybrid models that have no attent
 | `@3.1` | layer 3, head 1 |
 | `@2-5,7.0` | layers 2 to 5, and head 0 of layer 7 |
 
+`position` takes depths in place of layers: 0 is the embedding, d the output of d layers.
+
 A layer or head that the model does not have raises an error. So does a scope of a single layer without attention.
 """
 
@@ -111,7 +113,8 @@ def scope(kind: EditKind) -> str:
     """Return the scopes that a kind accepts after @."""
     if not kind.scoped:
         return "none: it acts everywhere"
-    return "layers and heads" if "HEADS" in kind.form else "whole layers"
+    scopes = {"HEADS": "layers and heads", "DEPTHS": "depths of the residual stream"}
+    return next((text for name, text in scopes.items() if name in kind.form), "whole layers")
 
 
 def command(kind: EditKind) -> Iterator[str]:

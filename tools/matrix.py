@@ -1,4 +1,5 @@
-"""Outcomes of the commands on every family: `measure`, with and without metrics, `trace`, `origin`, `claims`, `doctor`.
+"""Outcomes of the commands on every family: `measure`, with and without metrics, `trace`, `circuit`, `origin`, `claims`,
+`doctor`.
 
 They run on the tiny models of the census. Each gives a result or a message of posleak; other exceptions are bugs, which
 are not caught here.
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posleak.analyses.circuit.circuit import Circuit, circuit
 from posleak.analyses.claims.examination import examine
 from posleak.analyses.claims.lab import Lab
 from posleak.analyses.origin.origin import origin
@@ -25,9 +27,9 @@ from posleak.show.unexpected import UNEXPECTED
 
 from .markdown import table
 
-LENGTH, PROMPTS, TOKENS = 48, 4, 32
-WORKS, WITH_STATE = "works", "with state"
-COMMANDS = ("measure", "metrics", "trace", "origin", "claims", "doctor")
+LENGTH, PROMPTS, TOKENS, NODES = 48, 4, 32, 2
+WORKS, WITH_STATE, WITHOUT_CARRIER = "works", "with state", "writers only"
+COMMANDS = ("measure", "metrics", "trace", "circuit", "origin", "claims", "doctor")
 
 HEAD = """\
 Each command was run on the tiny model of each supported family ({length} tokens, {prompts} prompts). `doctor`: `sound`
@@ -35,7 +37,8 @@ if every law holds, `by design` if the model violates a law by design. `claims`:
 others are not applicable, in most families because a tiny random model has no sink and no tokenizer. `metrics`: number
 of metrics of other papers that are defined (`measure --metrics all`), without natural text, which needs a tokenizer.
 `trace`: the parts are earlier, here, origin and left if it `works`, and state as well if it works `with state`, as in
-models with recurrent or convolutional layers. A number in brackets refers to the reasons below the table.
+models with recurrent or convolutional layers. `circuit`: writers, readers and carrier if it `works`; `writers only` if
+the layers exchange several streams, so that there is no direction to erase. A number in brackets refers to the reasons below the table.
 """
 
 
@@ -54,6 +57,7 @@ def run_commands(subject: Subject, doctor: str) -> CommandOutcomes:
         "measure": lambda: _works(measure(subject, **size)),
         "metrics": lambda: _metrics(measure(subject, **size, metrics="all")),
         "trace": lambda: WITH_STATE if "state" in trace(subject, **size).sources else WORKS,
+        "circuit": lambda: _circuit(circuit(subject, length=LENGTH, prompts=2 * PROMPTS, nodes=NODES)),
         "origin": lambda: _works(origin(subject, **size, tokens=TOKENS)),
         "claims": lambda: _claims(subject),
         "doctor": lambda: doctor,
@@ -64,6 +68,10 @@ def run_commands(subject: Subject, doctor: str) -> CommandOutcomes:
 
 def _works(result: object) -> str:
     return WORKS
+
+
+def _circuit(result: Circuit) -> str:
+    return WITHOUT_CARRIER if result.carrier is None else WORKS
 
 
 def _metrics(run: Run) -> str:

@@ -1,5 +1,6 @@
 from ._version import __version__ as __version__
 from .analyses.advise.effects import advise as advise
+from .analyses.circuit.circuit import circuit as circuit
 from .analyses.claims.examination import claims as claims
 from .analyses.doctor.doctor import doctor as doctor
 from .analyses.origin.origin import origin as origin

@@ -10,6 +10,10 @@ LENGTH, PROMPTS = 512, 16
 TRACED = 256
 """Tokens per prompt in analyses that read every prompt several times: `trace`, `claims`, `origin`."""
 
+CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES = 128, 48, 5
+"""Tokens per prompt and prompts of `circuit`, which ranks heads on one half and tests them on the other; nodes of the
+integral of its gradients."""
+
 DONORS = ("plain", "long")
 """Documents before the prompt in `trace`: of N + 64 tokens, and of 3N tokens whose queries see at most N keys each."""
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from posleak.errors import InputError, did_you_mean
 from posleak.plugins import load_plugins
 
-POSITION, SINKS, WAVELETS = "position", "sinks", "wavelets"
+POSITION, SINKS, WAVELETS, OWN_CLAIMS = "position", "sinks", "wavelets", "posleak"
 ALL = "all"
 """The name that stands for every paper."""
 
@@ -40,6 +40,7 @@ _BUILT_IN = {
         Paper(POSITION, "Where does Absolute Position come from in decoder-only Transformers?", "2606.06160"),
         Paper(SINKS, "What are you sinking? A geometric approach on attention sink", "2508.02546"),
         Paper(WAVELETS, "Beyond Position: the emergence of wavelet-like properties in Transformers", "2410.18067"),
+        Paper(OWN_CLAIMS, "The circuit of position: claims of posleak itself"),
     )
 }
 

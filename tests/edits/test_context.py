@@ -339,8 +339,3 @@ def test_chunks_that_begin_elsewhere_after_a_donor_are_refused(length: int) -> N
         return
     with raises(UnsupportedError, what=("borrowed", "chunks"), remedy=("--length", DONOR_MARGIN)):
         pl.trace(subject, length=length, prompts=4, bos="none")
-
-
-def test_whole_layers_only() -> None:
-    with raises(InputError, where="context=borrowed@0.1", expected="@0-5"):
-        parse_edits(["context=borrowed@0.1"])

@@ -17,7 +17,7 @@ ROOT = Path(posleak.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
     "models", "inputs", "probe", "edits", "leakage", "metrics", "show", "runs", "analyses.trace", "analyses.origin",
-    "analyses.doctor", "analyses.claims", "analyses.advise", "sweeps", "reports", "cli",
+    "analyses.circuit", "analyses.doctor", "analyses.claims", "analyses.advise", "sweeps", "reports", "cli",
 ]  # fmt: skip
 
 

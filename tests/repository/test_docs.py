@@ -26,6 +26,7 @@ from posleak.sweeps.cells import Cell, Guess
 from posleak.sweeps.state import CellStatus, State
 from posleak.sweeps.sweep import Sweep, sweep
 from posleak.typed import plain
+from support.circuit_tiny import LENGTH, counting
 from support.documented import FREE, documented, expanded, produced
 from support.families import subject, tiny
 from support.runs_tiny import SPEC
@@ -114,6 +115,7 @@ def outputs() -> dict[str, Any]:
     return {
         "measure": measure_output(),
         "trace": pl.trace(llama, length=48, prompts=4).as_dict(),
+        "circuit": pl.circuit(counting(), length=LENGTH, prompts=16).as_dict(),
         "doctor": plain(pl.doctor(llama, length=48, prompts=4)),
         "models": {"models": plain([asdict(entry) for entry in builtin.list_models()])},
         "claims": pl.claims(llama, length=48, prompts=4).as_dict(),

@@ -15,6 +15,18 @@ SAME = {"identity", "inputs", "calibration"}
 FREE: dict[str, set[str]] = {
     "measure": {"identity.rotary", "metrics.frames[]", "metrics.layers", "metrics.depths"},
     "trace": {*SAME, "by_layer"},
+    "circuit": {
+        *SAME,
+        "positions",
+        "attribution.overlap",
+        "writers[].alone",
+        "writers[].even",
+        "removed[].others",
+        "removed[].random",
+        "removed[].difference",
+        "removed[].even",
+        "erasure[].random",
+    },
     "advise": {
         "identity",
         "inputs",

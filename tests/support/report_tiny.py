@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from posleak.analyses.circuit.carrier import Carrier, FitFacts
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, SEALED, Circuit, CircuitFile, CircuitParts
+from posleak.analyses.circuit.erasure import Erased
+from posleak.analyses.circuit.writing import Attribution, Edge, Reader, RemovedBySize, SetEffect, Writer, Writing
 from posleak.analyses.claims.examination import claims
-from posleak.analyses.trace.trace import trace
+from posleak.analyses.trace.trace import Trace, trace
+from posleak.leakage import Estimate
 from posleak.models import Subject
 from posleak.runs.measure import measure
 from support.families import VOCAB, subject, tiny
@@ -108,3 +114,83 @@ def opened(chromium: Any, path: Path, fragment: str = "", width: int = 1280, sch
     result.page.goto(path.as_uri() + fragment)
     result.page.wait_for_function("document.documentElement.dataset.ready === 'true'")
     return result
+
+
+def made_up_circuit(trace: Trace, seed: int = 0, writers: int = 3) -> Circuit:
+    """Return a made-up circuit that fits a trace; its numbers are clear, unclear, not defined, or not measured."""
+    generator, n = np.random.default_rng(seed), trace.ordinary.prompts
+    calls, heads = trace.ordinary.data.sizes["layer"], trace.ordinary.data.sizes["head"]
+    ids, depths = trace.ordinary.summary.layer_ids, max(trace.ordinary.summary.layer_ids) + 2
+
+    def estimate(value: float, width: float) -> Estimate:
+        return Estimate(np.asarray(value), np.asarray(value - width), np.asarray(value + 1.2 * width), n)
+
+    def effect(k: int) -> SetEffect:
+        own, draws = estimate(1 - 0.55 ** (k * 3 / writers), 0.15 / k), tuple(generator.normal(0.1, 0.2, 8).tolist())
+        others = estimate(0.4, 0.2) if k <= writers else None
+        if k not in (1, writers):
+            return SetEffect(own, others)
+        return SetEffect(own, others, estimate(0.1, 0.15), estimate(0.6, 0.2), draws)
+
+    order = [divmod(int(at), heads) for at in generator.permutation((calls - 1) * heads)[:writers]]
+    late = [divmod(int(at), heads) for at in heads + generator.permutation((calls - 1) * heads)[:4]]
+    alone = [estimate(0.5 * 0.7**k, 0.1) for k in range(writers)]
+    every = [
+        Writer(ids[c], c, h, 0.4 * 0.7**k, *((None, None) if k and k == writers - 1 else (alone[k], alone[k])))
+        for k, (c, h) in enumerate(order)
+    ]
+    readers = [Reader(ids[c], c, h, estimate(0.3 / (k + 1), 0.1), estimate(0.8, 0.1)) for k, (c, h) in enumerate(late)]
+    edges = [
+        Edge(w, r, estimate(0.05 * (w + r % 2), 0.02), estimate(0.3 * (r % 2) + 0.1 * w, 0.05))
+        for w, writer in enumerate(every)
+        for r, reader in enumerate(readers)
+        if reader.call > writer.call
+    ]
+    attributions = tuple(map(tuple, generator.normal(size=(calls, heads)).tolist()))
+    attribution = Attribution("gradients", 0.31, 0.3, 0.03, 5, n, {1: 1.0, 3: 2 / 3}, 0.7, attributions)
+    sizes = sorted({1, 2, 3, 5, writers})
+    writing = Writing(
+        calls * heads, attribution, tuple(RemovedBySize(k, effect(k), effect(k)) for k in sizes), tuple(every), True,
+        tuple(readers), tuple(edges),
+    )  # fmt: skip
+    return Circuit(trace, writing, made_up_carrier(n, depths, generator), made_up_erasure(estimate), (HOSTILE,))
+
+
+def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carrier:
+    """Return a carrier whose direction is not defined at depth 0, with 4 directions at 12 positions."""
+    positions = tuple(range(4, 64, 5))
+    spectrum = np.array([0.9, 0.06, 0.02, 0.005]) * generator.uniform(0.9, 1.05, (depths, 4))
+    spectrum[0] = np.nan
+    curve = np.arange(1, depths + 1)[:, None] * (4 / np.sqrt(np.array(positions)) - 1)
+    share, turns = np.linspace(0.002, 0.05, depths), np.abs(np.arange(depths)[:, None] - np.arange(depths))
+
+    def estimated(value: Any, width: float) -> Estimate:
+        return Estimate(value, value - width, value + width, n)
+
+    return Carrier(
+        estimated(share, 0.004), estimated(spectrum[:, 0], 0.03), estimated(spectrum, 0.03),
+        (None, *(1,) * (depths - 1)), np.exp(-turns / depths), np.linspace(-0.3, 0.9, depths),
+        np.linspace(0, 0.5, depths), ((), *((3, 7),) * (depths - 1)), estimated(curve, 0.2), positions,
+        FitFacts("ab" * 32, 24, 64, 7, "random"),
+    )  # fmt: skip
+
+
+def made_up_erasure(estimate: Callable[[float, float], Estimate]) -> tuple[Erased, ...]:
+    """Return one row per method; the loss is measured."""
+    rows = []
+    for method, k in (("erase", 1), ("erase", 2), ("leace", 1), ("random", 1), ("random", 2)):
+        random = method == "random"
+        share, loss = estimate(0.02 if random else 0.7 + 0.05 * k, 0.08), estimate(0.001 if random else 0.02 * k, 0.01)
+        control = None if random else estimate(0.02, 0.08)
+        rows.append(Erased(method, k, f"position={method}:{k}", share, share, estimate(0.1, 0.05), loss, loss, control))
+    return tuple(rows)
+
+
+def with_circuit(folder: Path, **changes: Any) -> Circuit:
+    """Write a made-up circuit into a folder that has a trace, and return it; `changes` are fields of the circuit."""
+    trace = Trace.load(folder)
+    assert trace is not None
+    circuit = replace(made_up_circuit(trace), **changes)
+    parts = CircuitParts(circuit.writing, circuit.carrier, circuit.erasure, circuit.warnings)
+    SEALED.write(folder / CIRCUIT_FILE, CircuitFile("0" * 64, parts))
+    return circuit

@@ -26,6 +26,13 @@ DOCTOR_STATUSES = {"sound": SUCCESS, "by design": BY_DESIGN, "wrong": FAILED}
 """Exit statuses of `posleak doctor`, by verdict."""
 
 
+class Rank(StrEnum):
+    """Methods with which `posleak circuit` ranks heads."""
+
+    gradients = "gradients"
+    intervene = "intervene"
+
+
 class Donor(StrEnum):
     """Documents that `posleak trace` places before a prompt."""
 
@@ -46,10 +53,7 @@ def measure_command(
     density: Annotated[
         int, typer.Option(help="Multiply the numbers of sampled queries, references and offsets by this factor.")
     ] = defaults.DENSITY,
-    edit: Annotated[
-        list[str] | None,
-        typer.Option(help="Intervention on the model, e.g. bos=zero or sink=cut (docs/edits.md); repeatable."),
-    ] = None,
+    edit: options.Edits = None,
     metrics: options.Metrics = "none",
     loss: options.Loss = False,
 ) -> None:
@@ -88,6 +92,7 @@ def trace_command(
             "most `length` keys each)."
         ),
     ] = Donor.plain,
+    edit: options.Edits = None,
     metrics: options.Metrics = "none",
 ) -> None:
     """Trace where position comes from: own mask, masks of earlier layers, position 0, recurrent state.
@@ -102,11 +107,49 @@ def trace_command(
     """
     trace = model.compute(
         "trace", {"by_layer": by_layer, "donor": donor.value}, inputs=inputs, bos=bos, length=length, prompts=prompts,
-        seed=seed, origin=origin, metrics=metrics,
+        seed=seed, origin=origin, edits=edit or (), metrics=metrics,
     )  # fmt: skip
     from posleak.reports.terminal.run import trace_tables
 
     model.present(trace, trace_tables, trace.branches.record.memory.total)
+
+
+@model_command("circuit", stored=True, profiled=True)
+def circuit_command(
+    model: ModelRequest,
+    inputs: options.Inputs = defaults.INPUTS,
+    bos: options.Bos = defaults.BOS,
+    length: options.Length = defaults.CIRCUIT_LENGTH,
+    prompts: Annotated[
+        int, typer.Option(min=4, help="Number of prompts: one half ranks the heads, the other half is evidence.")
+    ] = defaults.CIRCUIT_PROMPTS,
+    seed: options.Seed = defaults.SEED,
+    origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
+    rank: Annotated[
+        Rank,
+        typer.Option(
+            help="Method of the ranking: gradients (integrated gradients), or intervene (lend in every head alone; for "
+            "small models, and for weights that have no gradients)."
+        ),
+    ] = Rank.gradients,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes of the integral of the gradients.")] = defaults.NODES,
+) -> None:
+    """Find the heads that write position, the direction that carries it, and the heads that read it.
+
+    Heads are ranked by integrated gradients on one half of the prompts, and tested by intervention on the other half:
+    what goes away if only these heads see equally many keys at every position, compared with random heads of the same
+    layers and with all other heads. The direction of the residual stream that carries position is fitted on further
+    prompts, and erased.
+
+    Example: `posleak circuit smollm2-135m`
+    """
+    circuit = model.compute(
+        "circuit", {"rank": rank.value, "nodes": nodes}, inputs=inputs, bos=bos, length=length, prompts=prompts,
+        seed=seed, origin=origin,
+    )  # fmt: skip
+    from posleak.reports.terminal.circuit import circuit_tables
+
+    model.present(circuit, circuit_tables)  # every condition has a memory plan of its own
 
 
 @model_command("origin")
@@ -148,7 +191,8 @@ def claims_command(
         str,
         typer.Option(
             help="Paper whose claims are tested: position (sources of positional information), sinks (attention sinks "
-            "as reference frames), wavelets (heads as multi-resolution filters), a paper of a plugin, or all."
+            "as reference frames), wavelets (heads as multi-resolution filters), posleak (claims of our own about the "
+            "circuit), a paper of a plugin, or all."
         ),
     ] = POSITION,
     length: options.Length = defaults.TRACED,

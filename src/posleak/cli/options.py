@@ -58,6 +58,10 @@ Prompts = Annotated[int, typer.Option(help="Number of prompts. Estimates and int
 Seed = Annotated[int, typer.Option(help="Random seed for the prompts.")]
 OriginWidth = Annotated[int, typer.Option(help="Number of leading tokens treated as the origin.")]
 
+Edits = Annotated[
+    list[str] | None,
+    typer.Option("--edit", help="Intervention on the model, e.g. bos=zero or sink=cut (docs/edits.md); repeatable."),
+]
 Metrics = Annotated[
     str,
     typer.Option(help="Metrics of other papers, from the same forward passes: all, none, or names (docs/metrics.md)."),

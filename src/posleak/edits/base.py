@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from posleak.inputs import Prompts
 from posleak.plugins import reject_builtin_name
 from posleak.probe.edit import Edit
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from posleak.models import Subject
     from posleak.probe import Calibration, Call
 
 
@@ -28,6 +30,7 @@ class Site(Enum):
     DTYPE = "dtype"
     CONTEXT = "context before the prompt"
     EMBEDDING = "embedding at position 0"
+    STREAM = "residual stream"
     POSITIONS = "positions"
     ROTATION = "rotation"
     LOGITS = "logits"
@@ -68,6 +71,18 @@ class NamedEdit(Edit):
 
     def require_length(self, length: int) -> None:
         """Raise a NoEffectError if prompts are too short for the edit to change anything."""
+
+    def fit_bytes(self, depths: int, width: int, length: int) -> int:
+        """Return the bytes of what `prepared` fits, on prompts of this length."""
+        return 0
+
+    def prepared(self, subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any]) -> NamedEdit:
+        """Return the edit with what it fits to the model before a run starts.
+
+        base     prompts of the run before edits;  origin: number of leading tokens treated as the origin
+        cache    what edits of earlier runs of this model have fitted
+        """
+        return self
 
     @property
     def is_control(self) -> bool:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from posleak.errors import InputError, UnsupportedError
+from posleak.errors import UnsupportedError
 from posleak.inputs import Prompts
 from posleak.inputs.prompts import DONOR_MARGIN
 from posleak.models import input_device
@@ -26,12 +26,14 @@ from .base import EditKind, NamedEdit, ScopedEdit, Site, register
 from .scope import Scope
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
     from transformers import PreTrainedModel
 
     from posleak.probe import Call, Visibility
     from posleak.probe.branches import BranchLayout
     from posleak.probe.call import MovedKey
+    from posleak.probe.lending import CopyLayout
     from posleak.probe.placement import Rotation
     from posleak.probe.visibility import Rule
 
@@ -61,31 +63,96 @@ class AfterDonor(NamedEdit):
 
 @dataclass(frozen=True)
 class Borrow(AfterDonor, ScopedEdit):
-    """Edit that lets queries of the layers in scope also attend to keys of a donor: branch B alone."""
+    """Edit that lets queries of the layers and heads in scope also attend to keys of a donor: branch B alone."""
 
     name: ClassVar[str] = BORROWED
 
-    def __post_init__(self) -> None:
-        if any(head is not None for _, _, head in self.scope.items):
-            raise InputError(
-                "a borrowed context applies to whole layers", where=self.text, expected="layers, as in @0-5"
-            )
-
     def edit(self, call: Call) -> Call:
-        length, visible_donor = (call.query.shape[2] - DONOR_MARGIN) // 2, bool(self.scope.heads(call).any())
-        old = call.visibility
+        from posleak.probe.lending import Lending
+
+        length, heads, old = (call.query.shape[2] - DONOR_MARGIN) // 2, self.scope.heads(call), call.visibility
         start = self.donor_tokens(length)
 
-        def rule() -> Rule:
-            require_shift_invariant(old, length, start)
-            return borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
+        def seen(visible_donor: bool) -> Visibility:
+            def rule() -> Rule:
+                require_shift_invariant(old, length, start)
+                return borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
 
-        name = "borrowed", visible_donor
-        return replace(call, visibility=old.with_rule(name, old.cached(("rule", *name), rule)), start=start)
+            name = "borrowed", visible_donor
+            return old.with_rule(name, old.cached(("rule", *name), rule))
+
+        if bool(heads.all()) or not bool(heads.any()):
+            return replace(call, visibility=seen(bool(heads.any())), start=start)
+        lending = Lending(heads[None].to(call.query), seen(False))
+        return replace(call, visibility=seen(True), start=start, lending=lending)
 
     def changed_heads(self, before: Call, after: Call) -> int:
         """Return the number of heads that see donor keys."""
         return int(self.scope.heads(before).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class LendByHead(AfterDonor):
+    """Edit that reads several copies of the prompt after its donor, each with the heads of its own that see its keys.
+
+    share    α of each copy, attention call and head (probe/lending.py)
+    apart    each copy is a sequence of its own
+    """
+
+    share: Float[Tensor, "C L H"]
+    apart: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text, which does not describe the shares: the edit belongs to one analysis, not to a run."""
+        return f"{BORROWED}×{len(self.share)}"
+
+    def layout(self, tokens: int) -> CopyLayout:
+        """Return the layout for sequences of this many tokens."""
+        from posleak.probe.lending import CopyLayout
+
+        prompts = 1 if self.apart else len(self.share)
+        length = (tokens - DONOR_MARGIN) // (1 + prompts)
+        return CopyLayout(length, self.donor_tokens(length), len(self.share), joined=not self.apart)
+
+    def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        length = (ids.shape[1] - DONOR_MARGIN) // 2
+        return self.layout(self.donor_tokens(length) + length * (1 if self.apart else len(self.share))).arrange(ids)
+
+    def edit(self, call: Call) -> Call:
+        from posleak.probe.lending import Copies, Lending
+
+        layout, old = self.layout(call.query.shape[2]), call.visibility
+        if call.bias is not None and layout.joined:
+            raise UnsupportedError(
+                "copies of one sequence are not defined where the model adds a bias by position to its logits",
+                where=f"layer {call.layer}", remedy="read every copy as a sequence of its own",
+            )  # fmt: skip
+        lent, own = old.cached(("copies", layout), lambda: self._visible(layout, old))
+        share = self.share[:, call.index, : call.heads].to(call.query)
+        lending = Lending(share.repeat(call.query.shape[0] // (1 if layout.joined else layout.copies), 1), own)
+        donor = call.slice_positions(0, layout.donor)
+        return replace(call, copies=Copies(layout, layout.view(call, lent, lending), donor))
+
+    def _visible(self, layout: CopyLayout, old: Visibility) -> tuple[Visibility, Visibility]:
+        """Return the visible keys of a prompt's queries, with lent keys and without them."""
+        from posleak.probe import Visibility
+
+        length, start = layout.length, layout.donor
+        require_shift_invariant(old, length, start)
+
+        def seen(visible_donor: bool) -> Visibility:
+            rule = borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
+
+            def of_prompt(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return cast("Tensor", rule(b, h, q + start, k))
+
+            return Visibility((1, 1, length, start + length), of_prompt, device=old.device)
+
+        return seen(True), seen(False)
+
+    def changed_heads(self, before: Call, after: Call) -> int:
+        return before.heads
 
 
 @dataclass(frozen=True)
@@ -286,11 +353,12 @@ register(
     EditKind(
         "context", "context=borrowed[@LAYERS]|branches[:apart][:long]",
         "what each query sees. `borrowed`: it also attends to keys of another document before the prompt, so that "
-        "every query sees equally many keys. `@LAYERS`: in these layers only; in the others the prompt sees itself "
-        "only. Rows are measured without the donor keys; `left` is the total with them. `branches`: the prompt is read "
-        "three times after the document: alone, with borrowed keys, and with borrowed keys and position 0 at one "
-        "distance. `posleak trace` decomposes the leakage by source from it. `:apart` reads three sequences instead of "
-        "one; `:long` uses a document of three times the length, whose queries see equally many keys too",
+        "every query sees equally many keys. `@LAYERS`: in these layers only, or heads, as in `@0.8,1.5`; in the "
+        "others the prompt sees itself only. Rows are measured without the donor keys; `left` is the total with them. "
+        "`branches`: the prompt is read three times after the document: alone, with borrowed keys, and with borrowed "
+        "keys and position 0 at one distance. `posleak trace` decomposes the leakage by source from it. `:apart` reads "
+        "three sequences instead of one; `:long` uses a document of three times the length, whose queries see equally "
+        "many keys too",
         "edits of the embedding or the read of position 0, and of visibility; models with learned positions or scaled "
         "queries", "context=borrowed@0-5", _make, scoped=True,
     )

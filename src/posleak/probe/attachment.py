@@ -164,8 +164,15 @@ class Probe:
         """Return the recorder of an edit's changes, in which edits note changes outside attention calls."""
         return self.effects.setdefault(id(edit), EditEffectRecorder())
 
-    def forward(self, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "B T"] | None = None, **kwargs: Any) -> Any:
-        """Run the backbone of the model on ids, without the language-model head.
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        *,
+        padding: Shaped[Tensor, "B T"] | None = None,
+        grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the backbone of the model on ids, without the language-model head; `grad`: record the graph.
 
         The 2-D mask is always passed: without it, transformers infers packed documents from position ids. Position ids
         are passed only if an edit or the caller sets them, since some models do not accept them.
@@ -189,7 +196,7 @@ class Probe:
                     kwargs["position_ids"] = positions
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
-            with torch.no_grad():  # not inference mode, see native.unmodified
+            with torch.set_grad_enabled(grad):  # not inference mode, see native.unmodified
                 return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
 
     @contextmanager

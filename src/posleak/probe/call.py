@@ -19,6 +19,7 @@ from .visibility import Visibility
 
 if TYPE_CHECKING:
     from .branches import BranchLayout
+    from .lending import Copies, Lending
     from .placement import Placement
 
 QUERY_BLOCK = 256
@@ -71,6 +72,8 @@ class Call:
     start        position of the first token of the prompt, after a donor
     moved        a key at another position
     layout       where the branches of the prompt are, if the pass reads several (branches.py)
+    lending      the heads that attend to lent keys; None: all heads, as far as `visibility` shows lent keys
+    copies       the copies of the prompt, if the pass reads several (lending.py)
 
     placement    effect of positions in this call, if the probe knows it
     """
@@ -91,6 +94,8 @@ class Call:
     layer: int = 0
     moved: MovedKey | None = None
     layout: BranchLayout | None = None
+    lending: Lending | None = None
+    copies: Copies | None = None
     placement: Placement | None = None
 
     @property
@@ -149,7 +154,7 @@ class Call:
 
     def soft_capped(self, s: Float[Tensor, "B H *rest"]) -> Float[Tensor, "B H *rest"]:
         """Apply the model's soft-cap, if it has one, to scaled products of queries and keys, in place."""
-        return s if self.softcap is None else torch.tanh_(s.div_(self.softcap)).mul_(self.softcap)
+        return s if self.softcap is None else torch.tanh_(s.div_(self.softcap)) * self.softcap
 
 
 def grouped_matmul(
@@ -165,8 +170,37 @@ def grouped_matmul(
 
 
 def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
-    """Compute softmax(s) v in the dtype of the values, under the edits `unread` and `frozen` of the call."""
+    """Compute softmax(s) v in the dtype of the values, under the edits of the call."""
+    if call.copies is not None:
+        return call.copies.layout.sequence(_attend(call.copies.donor), attend(call.copies.call))
+    if call.lending is not None:
+        return _with_lending(call, call.lending)
     return _with_first_key_edited(call) if call.unread is not None or call.frozen is not None else _attend(call)
+
+
+def _with_lending(call: Call, lending: Lending) -> Float[Tensor, "B H T Ev"]:
+    """Mix attention to own keys and attention to own and lent keys; shares 0 and 1 are exact.
+
+    The second kernel is called only for heads with a share above 0, the first only for heads with a share below 1.
+    """
+    some, all_ = (lending.share > 0).any(0), (lending.share == 1).all(0)
+    own = _at_heads(replace(call, visibility=lending.own, lending=None), ~all_)
+    if not bool(some.any()):
+        return own
+    lent = _at_heads(replace(call, lending=None), some)
+    share = lending.share[..., None, None].to(own)
+    mixed = own + share * (lent - own)
+    return torch.where(share == 1, lent, mixed)
+
+
+def _at_heads(call: Call, chosen: Bool[Tensor, "H"]) -> Float[Tensor, "B H T Ev"]:
+    """Compute attention of the chosen heads; 0 for the others."""
+    if bool(chosen.all()):
+        return _attend(call)
+    out = call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    if bool(chosen.any()):
+        out[:, chosen] = _attend(call.select_heads(chosen))
+    return out
 
 
 def _attend(call: Call) -> Float[Tensor, "B H T Ev"]:

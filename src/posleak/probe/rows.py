@@ -305,6 +305,8 @@ def _lent(call: Call, rows: Int[Tensor, "P"]) -> Float64[Tensor, "B H P"]:
     seen = call.visibility.rows(rows, slice(0, call.start))
     low = int(seen.any(2).flatten().nonzero()[0]) if bool(seen.any()) else call.start
     s = call.logits(rows, slice(low, call.start)).masked_fill_(~seen[..., low:], LOG_ZERO)
+    if call.lending is not None:
+        s = s.masked_fill(call.lending.share[..., None, None] == 0, LOG_ZERO)
     return s.logsumexp(-1).double() if s.shape[-1] else s.new_full(s.shape[:-1], LOG_ZERO, dtype=torch.float64)
 
 

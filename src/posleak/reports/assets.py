@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 
+from posleak.analyses.circuit.circuit import Circuit
 from posleak.errors import StorageError
 from posleak.files import remove_leftovers, write_atomically
 from posleak.metrics.agreement import Agreement
@@ -29,7 +30,7 @@ from posleak.show import plots
 from posleak.show.colours import LIGHT
 from posleak.show.plots import WIDTH, as_text, drawn, write
 
-from . import metric_figures
+from . import circuit_figures, metric_figures
 from .figures import Figure as PageFigure
 from .page import Page
 from .tables import tables
@@ -94,6 +95,8 @@ def _run_figures(view: RunView, of_page: Mapping[str, PageFigure]) -> Iterator[t
         yield "position-0", printed({name: of_page[key] for name, key in panels.items()}, 2.4, columns=2)
     if view.edited:
         yield "edits", printed({title: of_page["edits"]}, 0.8 + 0.42 * len(view.edited))
+    if view.circuit is not None:
+        yield from _circuit_figures(view.circuit, of_page, title)
     if view.related is not None:
         if view.related.agreements:
             yield "agreement", agreement_figure(view.related.agreements, of_page, title)
@@ -102,6 +105,26 @@ def _run_figures(view: RunView, of_page: Mapping[str, PageFigure]) -> Iterator[t
         if curves := metric_figures.curves_of(view.related.metrics.depths):
             states = {curve.title: of_page[f"by-depth-{curve.array}"] for curve in curves}
             yield "states", printed(states, 1.7 * ((len(curves) + 1) // 2), columns=2)
+
+
+def _circuit_figures(
+    circuit: Circuit, of_page: Mapping[str, PageFigure], title: str
+) -> Iterator[tuple[str, Figure]]:  # fmt: skip
+    if "circuit-removed" in of_page:
+        yield "circuit-removed", printed({f"{title}: share removed": of_page["circuit-removed"]}, 2.8)
+    if (carrier := circuit.carrier) is not None:
+        curves = {
+            f"depth {depth}": circuit_figures.curve(carrier, depth) for depth in circuit_figures.some_depths(carrier)
+        }
+        yield "circuit-curve", printed(curves, 1.9 * ((len(curves) + 1) // 2), columns=2)
+        shares = {f"{title}: positional share of the variance": of_page["circuit-share"]}
+        if "circuit-spectrum" in of_page:
+            shares |= {"share of the positional variance by direction": of_page["circuit-spectrum"]}
+        yield "circuit-carrier", printed(shares, 2.0 * len(shares))
+        yield "circuit-alignment", printed({title: of_page["circuit-alignment"]}, 4.4)
+    for name in ("circuit-erasure", "circuit-loss"):
+        if name in of_page:
+            yield name, printed({title: of_page[name]}, 1.0 + 0.3 * len(circuit_figures.erasures(circuit.erasure)))
 
 
 def agreement_figure(agreements: Mapping[str, Agreement], of_page: Mapping[str, PageFigure], title: str) -> Figure:
@@ -171,9 +194,11 @@ def _scatter(axes: Axes, trace: Mapping[str, Any]) -> None:
             shape = MARKERS[symbol.removesuffix("-open")]
             axes.plot(x[at], y[at], shape, color=_colour(colour), markersize=4, markerfacecolor=face, label=label)
             label = None
-    if error := trace.get("error_x"):
-        ends = np.array([error["arrayminus"], error["array"]], dtype=float)
-        axes.errorbar(x, y, xerr=ends, fmt="none", ecolor=_colour(error["color"]), elinewidth=1)
+    for name in ("error_x", "error_y"):
+        if error := trace.get(name):
+            ends = np.array([error["arrayminus"], error["array"]], dtype=float)
+            across, up = (ends, None) if name == "error_x" else (None, ends)
+            axes.errorbar(x, y, xerr=across, yerr=up, fmt="none", ecolor=_colour(error["color"]), elinewidth=1)
 
 
 def _map(axes: Axes, trace: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ def sink_profile(view: RunView) -> Figure:
     profile, y = view.profile, view.summary.places
     layers, positions = profile.attention.value.shape
     rows = [f"layer {name}" for name in view.summary.layer_names]
-    figure = go.Figure(_map(profile.attention, rows, "position", "sink", "attention").update(y=y.tolist()))
+    figure = go.Figure(value_map(profile.attention, rows, "position", "sink", "attention").update(y=y.tolist()))
     wide = [layer for layer in range(layers) if 0 < profile.width[layer] <= positions]
     ends = [float(profile.width[layer]) - 0.5 for layer in wide]
     texts = [f"{rows[k]}: sink of {profile.width[k]}" for k in wide]
@@ -128,7 +128,7 @@ def ladder(steps: Ladder, view: RunView) -> Figure:
     """Map the power left in each layer if the layers up to K have a borrowed context; a bar marks layer K."""
     rows, layers = len(steps.upto), lent_to(steps)
     names = [f"borrowed in {name}" for name in layers]
-    figure = go.Figure(_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.summary.places.tolist()))
+    figure = go.Figure(value_map(steps.left, names, "layer", "earlier", "nats²").update(x=view.summary.places.tolist()))
     after = [int(np.searchsorted(view.summary.layer_ids, k, side="right")) for k in steps.upto[1:-1]]
     ends = [float(view.summary.places[k - 1 : k + 1].mean()) for k in after]
     texts = [f"borrowed up to layer {k}" for k in steps.upto[1:-1]]
@@ -145,7 +145,7 @@ def lent_to(steps: Ladder) -> list[str]:
     return [*names[:-1], "all"]
 
 
-def _map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
+def value_map(estimate: Estimate, rows: list[str], column: str, colour: str, unit: str) -> go.Heatmap:
     """Map values [row, column] on a square-root scale from 0; negative estimates have the colour of 0."""
     value = estimate.value
     top = float(np.nanmax([*value.flat, 1e-12]))
@@ -212,7 +212,7 @@ def readers(origin: Origin) -> Figure:
     calls = origin.reading.calls
     bars = go.Bar(
         x=[call.layer for call in calls], y=[call.readers.value for call in calls], marker={"color": "var(--sink)"},
-        error_y=_error_bars([call.readers for call in calls], "var(--ink)", thickness=1, width=2),
+        error_y=error_bars([call.readers for call in calls], "var(--ink)", thickness=1, width=2),
         hovertemplate=f"layer %{{x}}: %{{y}} heads{NO_TRACE_NAME}",
     )  # fmt: skip
     return finished(go.Figure(bars), "layer", "sink-reading heads")
@@ -314,7 +314,7 @@ def balance(compared: Comparison) -> Figure:
             x=[share.value for _, share in defined], y=[k + 0.2 * (rank - 1) for k, _ in defined], name=name,
             mode="markers", marker={"color": f"var(--{name})", "size": 10, "symbol": "circle"},
             hovertemplate=f"{name} %{{x:.1%}}{NO_TRACE_NAME}",
-            error_x=_error_bars([share for _, share in defined], f"var(--{name})", thickness=2, width=0),
+            error_x=error_bars([share for _, share in defined], f"var(--{name})", thickness=2, width=0),
         )  # fmt: skip
     labels = [
         escaped(label) + (" (n.s.)" if math.isnan(share["mask"].value) else "")
@@ -327,7 +327,7 @@ def balance(compared: Comparison) -> Figure:
     )  # fmt: skip
 
 
-def _error_bars(estimates: Iterable[Estimate], colour: str, **style: float) -> dict[str, Any]:
+def error_bars(estimates: Iterable[Estimate], colour: str, **style: float) -> dict[str, Any]:
     """Return plotly's error bars of the intervals; a value without an interval has none."""
     ends = np.array([[abs(x.low - x.value), abs(x.high - x.value)] for x in estimates]).reshape(-1, 2)
     down, up = np.nan_to_num(ends).T.tolist()

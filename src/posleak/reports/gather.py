@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, Circuit
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin, read_origin
@@ -25,8 +26,8 @@ DOCTOR_FILE = "doctor.json"
 
 T = TypeVar("T")
 
-RunLike = Run | Trace | str | Path
-"""A run, a trace, or a folder that has one."""
+RunLike = Run | Trace | Circuit | str | Path
+"""A run, a trace, a circuit, or a folder that has one."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,22 @@ def gather(
     """
     views, refused = list[RunView](), list[Refused]()
     for run in runs:
-        trace, source = (run, run.ordinary) if isinstance(run, Trace) else (None, run)
+        source, trace, circuit = _known(run)
         try:
             if not isinstance(source, Run):
                 source = Run.load_partial(source) if unfinished else Run.load(source)
-            views.append(_read(source, trace, only_traces))
+            views.append(_read(source, trace, None if only_traces else circuit, only_traces))
         except Exception as error:  # a damaged file can raise anything; the other runs are still shown
             name = source.path or source.name if isinstance(source, Run) else source
             refused.append(Refused(str(name), error_line(error)))
     return _labelled(views), refused
+
+
+def _known(run: RunLike) -> tuple[Run | str | Path, Trace | None, Circuit | None]:
+    """Return the run or its folder, and the trace and the circuit that are in memory already."""
+    if isinstance(run, Circuit):
+        return run.trace.ordinary, run.trace, run
+    return (run.ordinary, run, None) if isinstance(run, Trace) else (run, None, None)
 
 
 def require_some(runs: Sequence[object], refused: Sequence[Refused], least: int, what: str) -> None:
@@ -72,10 +80,10 @@ def require_some(runs: Sequence[object], refused: Sequence[Refused], least: int,
         )  # fmt: skip
 
 
-def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
+def _read(run: Run, trace: Trace | None, circuit: Circuit | None, only_traces: bool) -> RunView:
     """Read the other results of the run's folder; a note says which of them are damaged or unfinished."""
     if run.path is None:
-        return RunView(run, run.name, trace)
+        return RunView(run, run.name, trace, circuit=circuit)
     folder, finished, notes = run.path, run.record.finished is not None, list[str]()
 
     def read(name: str, reader: Callable[[], T]) -> T | None:
@@ -94,7 +102,9 @@ def _read(run: Run, trace: Trace | None, only_traces: bool) -> RunView:
     claims = read("claims.json", lambda: read_findings(folder, run.record.digest))
     origin = read("origin.json", lambda: _origin(folder, run.record.digest))
     doctor = read(DOCTOR_FILE, lambda: _doctor(folder, run.name))
-    return RunView(run, run.name, trace, claims or None, origin, doctor, tuple(notes))
+    if trace is not None and circuit is None:
+        circuit = read(CIRCUIT_FILE, partial(Circuit.load, folder, trace))
+    return RunView(run, run.name, trace, claims or None, origin, doctor, tuple(notes), circuit=circuit)
 
 
 def _with_metrics(run: Run) -> Run:

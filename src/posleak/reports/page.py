@@ -30,7 +30,8 @@ from posleak.show.colours import style_sheet
 from posleak.signatures import checked
 from posleak.typed import plain
 
-from . import metric_figures
+from . import circuit_figures, metric_figures
+from .circuit_drawing import draw_circuit
 from .compare import Comparison, comparison
 from .figures import Figure, comparison_figures, every_part, lent_to, run_figures
 from .gather import Refused, RunLike, gather, require_some
@@ -40,7 +41,8 @@ MOST_CURVES = 640
 """Number of heads per page that have curves, so that the page stays below 10 MB."""
 
 TEMPLATE_NAMES = {
-    "words": words, "numbers": numbers, "metric_figures": metric_figures, "lent_to": lent_to, "run_facts": run_facts,
+    "words": words, "numbers": numbers, "metric_figures": metric_figures, "circuit_figures": circuit_figures,
+    "draw_circuit": draw_circuit, "lent_to": lent_to, "run_facts": run_facts,
     "by_paper": by_paper, "fewest": MIN_PROMPTS, "least": SINK_ATTENTION, "times": SINK_RATIO,
     "level": f"{100 * LEVEL:.0f}", "version": __version__,
 }  # fmt: skip
@@ -59,9 +61,9 @@ class PageRun:
     def of(cls, view: RunView, index: int, most_curves: int) -> PageRun:
         """Render a run; if its other results make that fail, render it without them and with a note."""
         try:
-            figures = run_figures(view) | metric_figures.of_run(view)
+            figures = run_figures(view) | metric_figures.of_run(view) | circuit_figures.of_run(view)
             article, method = (
-                Markup(environment().get_template(name).render(view=view, run=index))
+                Markup(environment().get_template(name).render(view=view, run=index, figures=figures))
                 for name in ("article.html.j2", "method_run.html.j2")
             )
             return cls(view, run_data(view, most_curves) | {"figures": figures}, article, method)
@@ -105,7 +107,9 @@ class Page:
     def html(self) -> str:
         """Return the page."""
         views, data = self.views, {"runs": [run.data for run in self.runs], "compared": self.comparison_figures}
-        return rendered("page.html.j2", data, "page.js", page=self, views=views, all_parts=every_part(views))
+        return rendered(
+            "page.html.j2", data, "circuit.js", "page.js", page=self, views=views, all_parts=every_part(views)
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def report(runs: Iterable[RunLike] | RunLike, out: str | Path, assets: str | Pat
 
     Unfinished runs are shown as partial. Runs that cannot be shown are listed on the page with the reason.
 
-    runs        runs, traces or run folders: one, or several
+    runs        runs, traces, circuits or run folders: one, or several
     out         path of the page, such as report.html
     assets      folder for figures (PNG, SVG) and tables (CSV, Parquet); None: write the page only
 
@@ -164,11 +168,12 @@ def report(runs: Iterable[RunLike] | RunLike, out: str | Path, assets: str | Pat
     return write_report([runs] if isinstance(runs, RunLike) else runs, out, assets).page
 
 
-def rendered(template: str, data: dict[str, Any], script: str, **context: Any) -> str:
-    """Return a whole page: a template with its data, and with the style and the scripts that all pages share."""
+def rendered(template: str, data: dict[str, Any], *scripts: str, **context: Any) -> str:
+    """Return a whole page: a template with its data, the shared style and script, and scripts of its own."""
     return environment().get_template(template).render(
         data=script_json(data), style=Markup(style_sheet()) + static("page.css"),
-        script=static("common.js") + static(script), plotly=Markup(plotly.offline.get_plotlyjs()), **context,
+        script=Markup().join(map(static, ("common.js", *scripts))), plotly=Markup(plotly.offline.get_plotlyjs()),
+        **context,
     )  # fmt: skip
 
 
@@ -201,7 +206,7 @@ def run_data(view: RunView, most_curves: int) -> dict[str, Any]:
     data: dict[str, Any] = {
         "length": view.record.spec.length, "parts": view.parts, "sources": view.by_source,
         "names": view.summary.layer_names, "windows": view.record.calibration.windows,
-        "curves": _curves(view, most_curves), "origin": _origin(view),
+        "curves": _curves(view, most_curves), "origin": _origin(view), "circuit": _circuit(view),
     }  # fmt: skip
     columns = view.head_columns
     data["heads"] = {  # numbers: float64 [column, layer, head, (value, low, high)]
@@ -247,6 +252,14 @@ def _origin(view: RunView) -> dict[str, Any] | None:
         "cosine": matrices, "cosine_size": int(arrays.sizes["token_a"]), "explained": portrait.explained,
         "among": portrait.among,
     }  # fmt: skip
+
+
+def _circuit(view: RunView) -> dict[str, Any] | None:
+    """Return the coefficient along the direction, float32 [depth, (value, low, high), position]."""
+    if view.circuit is None or view.circuit.carrier is None:
+        return None
+    curve = view.circuit.carrier.curve
+    return {"curve": packed(_ends(curve, -2), "<f4"), "positions": curve.value.shape[-1]}
 
 
 def _ends(estimate: Estimate, axis: int) -> Array:

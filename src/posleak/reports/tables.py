@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from posleak.analyses.circuit.carrier import Carrier
+from posleak.analyses.circuit.circuit import Circuit
 from posleak.analyses.origin.origin import StoredOrigin
 from posleak.analyses.trace.trace import Trace
 from posleak.leakage import Estimate, tidy
@@ -26,6 +28,12 @@ NamedRows = Iterator[tuple[str, Iterable[LabelledEstimate | Row]]]
 """Names of tables, each with some of the table's rows; a name can occur several times."""
 
 CURVE_UNITS = {"attention_0": SHARE_UNIT, "mean": "nats", "power": POWER_UNIT}
+LOSS_UNIT = "nats per token"
+ERASED_UNITS = {
+    "earlier_removed": SHARE_UNIT, "even": SHARE_UNIT, "random": SHARE_UNIT, "left": POWER_UNIT,
+    "loss_change": LOSS_UNIT, "loss_change_end": LOSS_UNIT,
+}  # fmt: skip
+"""Quantities of an erasure and their units; `even` is `earlier_removed`, evenly weighted."""
 
 
 def tables(views: Sequence[RunView], compared: Comparison | None = None) -> dict[str, list[Row]]:
@@ -34,6 +42,7 @@ def tables(views: Sequence[RunView], compared: Comparison | None = None) -> dict
     for view in views:
         sources = [_of_run(view), _of_claims(view)]
         sources += [] if view.trace is None else [_of_trace(view.trace)]
+        sources += [] if view.circuit is None else [_of_circuit(view.circuit)]
         sources += [] if view.origin is None else [_of_origin(view.origin)]
         sources += [] if view.related is None else [_of_metrics(view.related)]
         for name, rows in chain.from_iterable(sources):
@@ -115,6 +124,67 @@ def _of_trace(trace: Trace) -> NamedRows:
             yield "trace_by_layer", [LabelledEstimate(ladder.mean[k], labels)]
             for call in range(ladder.left.value.shape[1]):
                 yield "trace_by_layer", [LabelledEstimate(ladder.left[k, call], labels | {"call": call})]
+
+
+def _of_circuit(circuit: Circuit) -> NamedRows:
+    """Yield the circuit: writers, sets of heads in both norms (draw: index of a random set), readers, edges, erasure.
+
+    `circuit_attribution` has the attribution of every head, without an interval. `circuit_carrier` has the shares of
+    the variance by depth and direction (1: the leading one; none: all together), `circuit_curve` the mean coefficient
+    along the leading direction, and `circuit_alignment` |cos| between the leading directions of two depths.
+    """
+    writing = circuit.writing
+    for rank, head in enumerate(writing.writers):
+        labels: Row = {"layer": head.layer, "call": head.call, "head": head.head, "rank": rank + 1}
+        labels |= {"attribution": head.attribution, "unit": SHARE_UNIT}
+        for norm, estimate in (("attention", head.alone), ("even", head.even)):
+            if estimate is not None:
+                yield "circuit_writers", [LabelledEstimate(estimate, labels | {"norm": norm})]
+    for call, heads in enumerate(writing.attribution.heads):
+        cells = [{"call": call, "head": head, "attribution": x, "unit": POWER_UNIT} for head, x in enumerate(heads)]
+        yield "circuit_attribution", plain([cell | {"n": writing.attribution.prompts} for cell in cells])
+    for row in writing.removed:
+        for norm, effect in (("attention", row.leading), ("even", row.even)):
+            labels = {"k": row.k, "norm": norm, "unit": SHARE_UNIT}
+            for heads_of in ("removed", "random", "difference", "others"):
+                if (share := getattr(effect, heads_of)) is not None:
+                    yield "circuit_removed", [LabelledEstimate(share, labels | {"heads": heads_of, "draw": None})]
+            for draw, x in enumerate(effect.draws):
+                single = {"heads": "random", "draw": draw, "value": x, "low": None, "high": None, "n": effect.removed.n}
+                yield "circuit_removed", [plain(labels | single)]
+    for reader in writing.readers:
+        labels = {"layer": reader.layer, "call": reader.call, "head": reader.head}
+        for quantity, unit in (("earlier", POWER_UNIT), ("share", SHARE_UNIT)):
+            cell = LabelledEstimate(getattr(reader, quantity), labels | {"quantity": quantity, "unit": unit})
+            yield "circuit_readers", [cell]
+    for edge in writing.edges:
+        ends = {"writer": writing.writers[edge.writer].name, "reader": writing.readers[edge.reader].name}
+        for quantity, unit in (("removed", POWER_UNIT), ("share", SHARE_UNIT)):
+            cell = LabelledEstimate(getattr(edge, quantity), ends | {"quantity": quantity, "unit": unit})
+            yield "circuit_edges", [cell]
+    if circuit.carrier is not None:
+        yield from _of_carrier(circuit.carrier)
+    for erased in circuit.erasure:
+        for quantity, unit in ERASED_UNITS.items():
+            if (found := getattr(erased, quantity)) is not None:
+                labels = {"edit": erased.edit, "method": erased.method, "k": erased.k, "quantity": quantity}
+                yield "circuit_erasure", [LabelledEstimate(found, labels | {"unit": unit})]
+
+
+def _of_carrier(carrier: Carrier) -> NamedRows:
+    for depth, count in enumerate(carrier.dimensions):
+        labels: Row = {"depth": depth, "direction": None, "quantity": "share", "unit": SHARE_UNIT}
+        facts: Row = plain({
+            "dimensions": count, "with_origin": carrier.with_origin[depth], "in_massive": carrier.in_massive[depth],
+        })  # fmt: skip
+        yield "circuit_carrier", [LabelledEstimate(carrier.share[depth], labels | facts)]
+        for k in range(carrier.spectrum.value.shape[1]):
+            labels |= {"direction": k + 1, "quantity": "eigenvalue"}
+            yield "circuit_carrier", [LabelledEstimate(carrier.spectrum[depth, k], labels | facts)]
+        for at, position in enumerate(carrier.positions):
+            yield "circuit_curve", [LabelledEstimate(carrier.curve[depth, at], {"depth": depth, "position": position})]
+        cosines = enumerate(np.asarray(carrier.alignment)[depth].tolist())
+        yield "circuit_alignment", plain([{"depth": depth, "other": other, "cosine": x} for other, x in cosines])
 
 
 def _of_origin(origin: StoredOrigin) -> NamedRows:

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Int64
 
+from posleak.analyses.circuit.circuit import Circuit
 from posleak.analyses.claims.catalogue import ClaimResult, Edited
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import StoredOrigin
@@ -69,7 +70,7 @@ class RunView:
 
     Everything derived from them is computed on first use and kept: a page and its assets share one RunView.
 
-    trace, claims, origin, doctor   None if the folder does not have them
+    trace, claims, origin, doctor, circuit   None if the folder does not have them; a circuit has the same trace
     notes          results that could not be used, with the reason
     show_metrics   False: ignore metrics of other papers
     """
@@ -82,11 +83,13 @@ class RunView:
     doctor: Diagnosis | None = None
     notes: tuple[str, ...] = ()
     show_metrics: bool = True
+    circuit: Circuit | None = None
 
     @property
     def alone(self) -> RunView:
         """The view without any other result and without metrics; the same object if it has none."""
-        others = (self.trace, self.claims, self.origin, self.doctor, self.run.metrics if self.show_metrics else None)
+        metrics = self.run.metrics if self.show_metrics else None
+        others = (self.trace, self.claims, self.origin, self.doctor, self.circuit, metrics)
         if all(result is None for result in others):
             return self
         return RunView(self.run, self.label, notes=self.notes, show_metrics=False)
@@ -199,6 +202,8 @@ class RunView:
         """
         run, spec = self.run, self.record.spec
         verb = "claims" if self.claims is not None else "measure" if self.trace is None else "trace"
+        if self.circuit is not None and self.claims is None:  # claims measure the circuit, too
+            return self._circuit_command(self.circuit)
         # claims without a paper are tested with every paper
         papers = {claim.paper for claim in self.claims or () if claim.paper is not None}
         paper = ALL if len(papers) > 1 else papers.pop() if papers else POSITION
@@ -207,9 +212,9 @@ class RunView:
         options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
         options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
         trace = self.trace if verb == "trace" else None
-        long = trace is not None and trace.branches.record.spec.edit_texts[0].endswith(":long")
+        long = trace is not None and any(text.endswith(":long") for text in trace.branches.record.spec.edit_texts)
         options |= {"donor": "long"} if long else {}
-        edits = spec.edits if verb == "measure" else ()
+        edits = () if verb == "claims" else spec.edits
         by_layer = trace is not None and bool(trace.steps)
         own = unreadable(spec.edits)
         if spec.inputs == GIVEN or own:
@@ -221,6 +226,21 @@ class RunView:
         line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         line += [word for edit in edits for word in ("--edit", edit.text)]
         return shlex.join(line + ["--by-layer"] * by_layer)
+
+    def _circuit_command(self, circuit: Circuit) -> str:
+        """Return the command that repeats a circuit; half of its prompts are those of the run."""
+        spec, ranking = self.record.spec, circuit.writing.attribution
+        options: dict[str, Any] = {
+            "length": spec.length, "prompts": 2 * spec.prompts, "seed": spec.seed, "bos": spec.bos,
+            "origin": spec.origin, "rank": ranking.method,
+        }  # fmt: skip
+        options |= {"nodes": ranking.nodes} if ranking.nodes else {}
+        if spec.inputs == GIVEN:
+            arguments = [f"{name}={value!r}" for name, value in options.items()]
+            given = f"{self.record.inputs.source}_that_were_given"
+            return f"posleak.circuit({self.run.name!r}, {given}, {', '.join(arguments)})"
+        line = ["posleak", "circuit", self.run.name, "--inputs", spec.inputs]
+        return shlex.join(line + [word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def run_facts(run: Run) -> list[str]:

@@ -7,6 +7,7 @@ work is resumed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import CheckError
-from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
+from posleak.files import is_posleak_file, remove, remove_leftovers, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Inputs, Prompts
 from posleak.models import AnyModel, Subject
 from posleak.probe.fingerprint import behaviour_difference
@@ -35,13 +36,18 @@ from .spec import MeasureSpec, resolve_request
 CONDITIONS = "conditions"
 """Folder of the conditions' runs, below the baseline's folder."""
 
+STEPS = "steps"
+"""Folder of finished steps of an unfinished analysis, below the baseline's folder."""
+
+_STEP = re.compile(r"[0-9a-z]{8,}\.npz")
+
 METRICS = "metrics"
 """Name of the condition that is the baseline measured with the metrics of other papers."""
 
 
 @dataclass
 class Conditions:
-    """The conditions of one subject: `run()` is the baseline, `run(*edits)` the run under edits.
+    """The conditions of one subject: `run()` is the baseline, `run(*edits)` the run under these edits, too.
 
     With a folder, use it inside `writing()`.
 
@@ -87,7 +93,7 @@ class Conditions:
 
     @cached_property
     def baseline(self) -> PreparedRun:
-        """Return the prepared run without edits."""
+        """Return the prepared run of the spec, which `claims` and `advise` make without edits."""
         return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
 
     @property
@@ -128,6 +134,7 @@ class Conditions:
                 clear_run(record.parent)
                 remove_if_empty(record.parent)
         remove_if_empty(folder / CONDITIONS)
+        clear_steps(folder)
         clear_run(folder)
 
     def run(self, *edits: str) -> Run:
@@ -159,15 +166,18 @@ class Conditions:
         replace(self.baseline, spec=spec).placements()
 
     def _spec_under(self, edits: tuple[NamedEdit, ...]) -> MeasureSpec:
-        """Return the baseline's spec under edits, without metrics, and without a loss where it is not defined."""
-        spec = replace(self.spec, edits=edits, metrics=(), loss=False)
+        """Return the baseline's spec under further edits, without metrics, and a loss only where it is defined."""
+        spec = replace(self.spec, edits=(*self.spec.edits, *edits), metrics=(), loss=False)
         return replace(spec, loss=self.spec.loss and not spec.borrowed)
 
     def condition(self, spec: MeasureSpec, *names: str) -> Run:
         """Measure the baseline's prompts under `spec`; with a folder, store the run below it by these names."""
         on_progress = self._started(name := ", ".join(names))
-        subject, cache = self.baseline.subject, self.baseline.placement_cache
-        prepared = PreparedRun.of(subject, spec, None, self.max_memory, base=self.tokens, placement_cache=cache)
+        baseline, subject = self.baseline, self.baseline.subject
+        prepared = PreparedRun.of(
+            subject, spec, None, self.max_memory, base=self.tokens, placement_cache=baseline.placement_cache,
+            fit_cache=baseline.fit_cache,
+        )  # fmt: skip
         if gap := behaviour_difference(subject.identity, prepared.subject.identity):
             raise CheckError(
                 "the model has changed since its baseline was measured", where=name, got=gap,
@@ -181,6 +191,15 @@ class Conditions:
 def condition_folder(folder: Path, *names: str) -> Path:
     """Return the folder of a condition: of the run under these edits, or of METRICS."""
     return folder / CONDITIONS / slug("+".join(names))
+
+
+def clear_steps(folder: Path) -> None:
+    """Remove the finished steps of an analysis, and their folder unless it has other files."""
+    for path in sorted((folder / STEPS).glob("*.npz")):
+        if _STEP.fullmatch(path.name):
+            remove(path)
+    remove_leftovers(folder / STEPS, _STEP.fullmatch)
+    remove_if_empty(folder / STEPS)
 
 
 def _writable(folder: Path) -> bool:

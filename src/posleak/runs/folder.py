@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,23 +84,36 @@ def batch_path(folder: Path, prompts: range) -> Path:
 
 def write_batch(folder: Path, prompts: range, arrays: Chunk, digest: str) -> None:
     """Write a finished batch of the run with this digest, with a seal that describes it."""
-
-    def save(path: Path) -> None:
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays, **{_SEAL: np.array(_seal(prompts, arrays, digest))})
-
-    write_atomically(batch_path(folder, prompts), save)
+    write_arrays(batch_path(folder, prompts), _of_batch(prompts, digest), arrays)
 
 
 def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
     """Return a finished batch; None if there is none. Raise a RunError if it is of another run or was changed."""
-    path = batch_path(folder, prompts)
+    return read_arrays(batch_path(folder, prompts), _of_batch(prompts, digest))
+
+
+def _of_batch(prompts: range, digest: str) -> list[str]:
+    return [f"prompts {prompts.start} to {prompts.stop - 1}", f"the run {digest}"]
+
+
+def write_arrays(path: Path, contents: Sequence[str], arrays: Chunk) -> None:
+    """Write arrays with a seal: the lines `contents`, which describe them, and a checksum."""
+
+    def save(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays, **{_SEAL: np.array(_seal(contents, arrays))})
+
+    write_atomically(path, save)
+
+
+def read_arrays(path: Path, contents: Sequence[str]) -> Chunk | None:
+    """Return arrays that `write_arrays` wrote with these contents; None if there is no such file."""
     if not path.exists():
         return None
     with translate_read_errors(path, REMEASURE), open_regular(path) as file:
         arrays = read_npz(file, path, REMEASURE)
     seal = [str(line) for line in arrays.pop(_SEAL, np.array([])).flat]
-    if seal != (expected := _seal(prompts, arrays, digest)):
+    if seal != (expected := _seal(contents, arrays)):
         differing = [pair for pair in zip(seal, expected) if pair[0] != pair[1]] or [("a batch without a seal", "one")]
         raise RunError(
             "a finished batch is of another run, or was changed after it was written", where=str(path),
@@ -110,17 +123,13 @@ def read_batch(folder: Path, prompts: range, digest: str) -> Chunk | None:
     return arrays
 
 
-def _seal(prompts: range, arrays: Chunk, digest: str) -> list[str]:
-    """Return lines that describe a batch: its prompts, its run, and a checksum of all arrays."""
+def _seal(contents: Sequence[str], arrays: Chunk) -> list[str]:
+    """Return lines that describe arrays: their contents, and a checksum of all of them."""
     checksum = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         checksum.update(f"{name} {array.dtype.str} {array.shape} ".encode())
         checksum.update(np.ascontiguousarray(array).data)
-    return [
-        f"prompts {prompts.start} to {prompts.stop - 1}",
-        f"the run {digest}",
-        f"arrays of sha256 {checksum.hexdigest()}",
-    ]
+    return [*contents, f"arrays of sha256 {checksum.hexdigest()}"]
 
 
 def remove_batches(folder: Path) -> None:

@@ -35,6 +35,7 @@ EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explic
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
 GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
 LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
+GRAPH_LAYERS = 2  # kept for the derivatives of one layer, in its activations; with two attention kernels
 MOVED_COPIES = 6  # in float64, of the logits of moved keys
 RESULT_COPIES = 3  # of the results: in batches, joined, and as they are written
 COMPONENT_COPIES = 8 + 3  # components of the leakage at every pair, and intermediates of the same size
@@ -103,6 +104,11 @@ class ModelSizes:
         """Return the activations of one forward pass."""
         per_token = STATE_COPIES * self.width + HEAD_COPIES * self.all_heads + INNER_COPIES * self.inner
         return int(SLACK * tokens * per_token * item)
+
+    def graph(self, tokens: int, item: int, *, whole: bool = True) -> int:
+        """Return what a pass keeps for its derivatives; not `whole`: the inputs of all layers, and one layer."""
+        one = GRAPH_LAYERS * self.forward(tokens, item)
+        return self.layers * one if whole else one + 2 * self.states(tokens, item)
 
     def states(self, tokens: int, item: int) -> int:
         """Return the residual stream at all depths."""
@@ -259,6 +265,7 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = sizes.parameters * item if edited else 0
+    weights += sum(edit.fit_bytes(sizes.layers + 1, sizes.width, spec.length) for edit in spec.edits)
     # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.
     tokens = batch * read if takes_positions(subject.model) else max(batch * read, 2 * spec.length)
     pairs = max(sizes.own_pairs(batch, read, item), sizes.own_pairs(2, spec.length, item))

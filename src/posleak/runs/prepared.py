@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class PreparedRun:
     base              prompts before edits
     notes             warnings that are known before the run
     observers         see the attention calls of every batch after posleak's own observers
-    placement_cache   placements that were read from this model already
+    placement_cache   placements that were read from this model already;  fit_cache: what edits were fitted
     """
 
     subject: Subject
@@ -58,6 +59,7 @@ class PreparedRun:
     notes: tuple[str, ...]
     observers: tuple[Observer, ...] = ()
     placement_cache: PlacementCache = field(default_factory=dict, repr=False, compare=False)
+    fit_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -69,13 +71,14 @@ class PreparedRun:
         base: Prompts | None = None,
         observers: tuple[Observer, ...] = (),
         placement_cache: PlacementCache | None = None,
+        fit_cache: dict[Any, Any] | None = None,
     ) -> PreparedRun:
         """Prepare a measurement; the subject's identity is computed again.
 
         given             prompts that the user passed
         max_memory        memory limit of the process, as in `measure`: batches are chosen to fit
         base              prompts that another run of this subject has prepared
-        placement_cache   placements that such a run has read
+        placement_cache   placements that such a run has read;  fit_cache: what its edits were fitted
         """
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # the checks must be about the model as it is now
@@ -92,8 +95,14 @@ class PreparedRun:
             subject = identified(subject)
         if spec.loss:
             require_finite_logits(subject)
-        cache = {} if placement_cache is None else placement_cache
-        return cls(subject, spec, resolved, base, tuple(notes), observers, cache)
+        caches = ({} if cache is None else cache for cache in (placement_cache, fit_cache))
+        return cls(subject, spec, resolved, base, tuple(notes), observers, *caches)
+
+    @cached_property
+    def edits(self) -> tuple[NamedEdit, ...]:
+        """Return the edits with what they fit to the model."""
+        spec = self.spec
+        return tuple(edit.prepared(self.subject, self.base, spec.origin, self.fit_cache) for edit in spec.edits)
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -223,7 +232,7 @@ class PreparedRun:
         if folder is not None:
             record.write(folder)
         passes = Passes(
-            self.subject.model, self.spec.plan, self.spec.edits, placements, self.observers, meters_of(self.spec),
+            self.subject.model, self.spec.plan, self.edits, placements, self.observers, meters_of(self.spec),
             self.spec.loss, len(calibration.heads), write_effects,
         )  # fmt: skip
         store, chunks = BatchStore(folder, self.digest, calibration.heads), []
@@ -233,7 +242,7 @@ class PreparedRun:
             for batch, chunk in measured:
                 chunks.append(chunk)
                 progress(batch.stop, self.spec.prompts)
-        short, notes = short_prompt_metrics(self.subject, self.spec, self.prompts)
+        short, notes = short_prompt_metrics(self.subject, replace(self.spec, edits=self.edits), self.prompts)
         with stage("identity"):
             record = replace(record, changed=changed(self.subject))
         with stage("metrics"):

@@ -17,6 +17,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, Circuit, circuit_of
 from posleak.analyses.origin.fingerprint import FINGERPRINT_TOKENS, projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
 from posleak.analyses.origin.portrait import joined_cosines, pair_cosine
@@ -70,7 +71,7 @@ class Lab(Conditions):
     reads_norm  whether the current test has read any
     """
 
-    extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE)
+    extra_files = (CLAIMS_FILE, ORIGIN_FILE, ARRAYS_FILE, CIRCUIT_FILE)
 
     norm: str = LEADING
     reads_norm: bool = False
@@ -89,7 +90,8 @@ class Lab(Conditions):
             self.norm = LEADING
         return replace(finding, details={**finding.details, EVEN: even.estimate})
 
-    def _in_norm(self, norms: Mapping[str, T]) -> T:
+    def in_norm(self, norms: Mapping[str, T]) -> T:
+        """Return the one of these that is of the current norm."""
         self.reads_norm = True
         return norms[self.norm]
 
@@ -99,7 +101,7 @@ class Lab(Conditions):
         texts = run.record.spec.edit_texts
         if texts not in self._products:
             self._products[texts] = baseline.products if run is baseline else run.weighted_by(baseline)
-        return self._in_norm(self._products[texts]["early" if early else "all"].norms)
+        return self.in_norm(self._products[texts]["early" if early else "all"].norms)
 
     @cached_property
     def jackknife(self) -> Jackknife:
@@ -110,10 +112,15 @@ class Lab(Conditions):
         """The trace: the baseline, and the run of the three branches after a donor."""
         return Trace.of(self)
 
+    @cached_property
+    def circuit(self) -> Circuit:
+        """The circuit on the prompts of the baseline; heads are ranked on as many further prompts."""
+        return circuit_of(self)
+
     @property
     def sources(self) -> Decomposition:
         """Powers and shares of the sources, of the whole model and all queries, in the current norm."""
-        return self._in_norm(self.trace.model["all"].norms)
+        return self.in_norm(self.trace.model["all"].norms)
 
     @property
     def branches(self) -> str:

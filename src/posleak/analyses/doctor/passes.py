@@ -243,7 +243,7 @@ class SharedPasses:
         """Prompts for the laws that hold for each prompt separately."""
         return self.ids[:FEW]
 
-    def tokens(self, ids: Ids, padding: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, ids: Ids, padding: int = 0) -> tuple[Tensor, dict[str, Any]]:
         """Return left-padded ids, and padding mask and positions as arguments of the probe's forward pass."""
         tokens = torch.from_numpy(np.pad(ids, ((0, 0), (padding, 0)), mode="edge")).to(input_device(self.model))
         keep, positions = torch.ones_like(tokens), torch.arange(tokens.shape[1], device=tokens.device) - padding

@@ -30,6 +30,7 @@ import xarray as xr
 
 from posleak.axes import LEFT, PARTS, SCALING
 from posleak.defaults import DONORS, TRACED
+from posleak.edits import parse_edits
 from posleak.edits.context import BORROWED, Branches, branches_of
 from posleak.errors import InputError, RunError
 from posleak.inputs import Inputs
@@ -37,6 +38,7 @@ from posleak.leakage import Estimate, Jackknife, component
 from posleak.leakage.summary import LEADING, ORDER, Decomposition, Products
 from posleak.metrics import parse_metrics
 from posleak.models import AnyModel, exclusive
+from posleak.probe import Edit
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.rounding import AGREE
 from posleak.runs.conditions import Conditions, condition_folder
@@ -229,7 +231,8 @@ class Trace:
                 "model": run.name, "identity": record.identity, "positions": record.positions,
                 "inputs": record.inputs, "length": record.spec.length,
                 "prompts": record.spec.prompts, "seed": record.spec.seed, "norm": LEADING,
-                "definitions": record.definitions_version, "donor": self.branches.record.inputs.context,
+                "edits": record.spec.edit_texts, "definitions": record.definitions_version,
+                "donor": self.branches.record.inputs.context,
                 "origin": record.plan.origin, "remainder": self.remainder, "calibration": record.calibration,
                 "layers": [self._layer(layer) for layer in range(run.data.sizes["layer"])],
                 "early": self.model["early"], "all": self.model["all"], "checks": self.checks,
@@ -274,6 +277,7 @@ def trace(
     origin: int = DEFAULT_ORIGIN,
     by_layer: bool = False,
     donor: str = "plain",
+    edits: Iterable[str | Edit] | str | Edit = (),
     metrics: str | Iterable[str] = (),
     out: str | Path | None = None,
     root: str | Path | None = None,
@@ -292,6 +296,7 @@ def trace(
     origin      number of leading tokens treated as the origin
     by_layer    also borrow the context up to layer K only, for K = 0, 1, 2, 4, …; one more run for each K
     donor       `plain`: a document of length + 64 tokens; `long`: of 3 × length, whose queries see `length` keys each
+    edits       edits of all runs, as in `measure`; those that `context` cannot be combined with are rejected
     metrics     metrics of other papers in the ordinary run, as in `measure`: `trace.ordinary.metrics`
     out         folder for the ordinary run, with the other runs below it; finished runs in it are loaded
     root        parent of the folder if `out` is not given, as in `measure`
@@ -303,9 +308,11 @@ def trace(
     """
     if donor not in DONORS:
         raise InputError("unknown donor", where="--donor", got=donor, expected=" or ".join(DONORS))
+    parse_edits([*(named := parse_edits(edits)), BORROWED])  # raises before the model is loaded
     conditions = Conditions.of(
         subject, inputs, length=length, prompts=prompts, default_length=TRACED, seed=seed, bos=bos, origin=origin,
-        metrics=parse_metrics(metrics), out=out, root=root, fresh=fresh, max_memory=max_memory, progress=progress,
+        edits=named, metrics=parse_metrics(metrics), out=out, root=root, fresh=fresh, max_memory=max_memory,
+        progress=progress,
     )  # fmt: skip
     return traced(conditions, by_layer=by_layer, long_donor=donor == "long")
 

@@ -293,7 +293,7 @@
   const drawFigures = (within, figures) => {
     for (const spot of $$("[data-figure]", within)) {
       const name = spot.dataset.figure;
-      if (name !== "portrait" && name !== "fingerprint" && figures[name]) draw(spot, figures[name]);
+      if (!["portrait", "fingerprint", "circuit-curve"].includes(name) && figures[name]) draw(spot, figures[name]);
     }
   };
   const drawRun = () => {
@@ -313,6 +313,7 @@
     buildTable();
     drawPortrait();
     drawFingerprint();
+    CIRCUIT.drawCurve(article(), current());
   };
   const strongest = () => {
     const run = current(), at = column(run, "all", "power", "total");
@@ -346,6 +347,7 @@
     writeAddress();
   });
   addEventListener("hashchange", () => { readAddress(); drawRun(); });
+  CIRCUIT.start();
   readAddress();
   follow(drawAll);
   ROOT.dataset.ready = "true";

@@ -1,0 +1,1 @@
+from .circuit import Circuit as Circuit

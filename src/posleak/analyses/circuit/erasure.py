@@ -1,0 +1,123 @@
+"""What remains of the leakage if the directions that carry position are erased, and what it costs in next-token loss.
+
+    P = power of the total, summed over the layers after the first
+    earlier removed = [P(T) − P(T under the edit)] / [P(T) − P(D)]
+
+T is the ordinary run and D the rows of branch B without the donor's keys, in which no layer before has told position: 1
+means that the edit removes as much as lending keys in all earlier layers. Each erasure has as control as many random
+directions. All runs read the same prompts, so that differences are paired.
+
+The loss is measured on crops of a text, with the same directions, because the loss on random tokens means nothing. A
+model without a tokenizer for text reads the prompts of the baseline instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+
+from posleak.analyses.trace.trace import Trace
+from posleak.defaults import TEXT_INPUTS
+from posleak.edits.base import NamedEdit
+from posleak.edits.direction import ERASE, LEACE, RANDOM, PositionEdit
+from posleak.errors import InputError
+from posleak.inputs import Prompts, prepare
+from posleak.inputs.source import parse
+from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.leakage.summary import EVEN, LEADING, Products
+from posleak.models import exclusive, input_device
+from posleak.probe import attach
+from posleak.probe.native import token_losses
+from posleak.runs.conditions import Conditions
+from posleak.runs.loss import loss_positions
+from posleak.runs.spec import GIVEN
+
+METHODS = ((ERASE, 1), (ERASE, 2), (ERASE, 4), (LEACE, 1), (RANDOM, 1), (RANDOM, 2), (RANDOM, 4))
+"""Methods of erasure, and numbers of directions."""
+
+
+@dataclass(frozen=True)
+class Erased:
+    """The effect of one edit of the residual stream.
+
+    earlier_removed   in the leading norm, weighted by the ordinary run's attention;  even: in the norm EVEN
+    left              power of the total that is left, summed over the layers after the first, in nats²
+    loss_change       change of the next-token loss at the sampled positions of `loss_inputs`, in nats per token
+    random            `earlier_removed` of as many random directions; None for these themselves
+    """
+
+    method: str
+    k: int
+    edit: str
+    earlier_removed: Estimate
+    even: Estimate
+    left: Estimate
+    loss_change: Estimate
+    loss_inputs: str
+    random: Estimate | None = None
+
+    @property
+    def norms(self) -> dict[str, Estimate]:
+        return {LEADING: self.earlier_removed, EVEN: self.even}
+
+
+def erasure(conditions: Conditions, trace: Trace) -> tuple[Erased, ...]:
+    """Measure the conditions of METHODS, or load them; `trace`: of the same conditions."""
+    text = loss_prompts(conditions)
+    before = losses(conditions, text)
+    rows = [_erased(conditions, trace, PositionEdit(method, k), text, before) for method, k in METHODS]
+    random = {row.k: row.earlier_removed for row in rows if row.method == RANDOM}
+    return tuple(row if row.method == RANDOM else replace(row, random=random[row.k]) for row in rows)
+
+
+def _erased(
+    conditions: Conditions, trace: Trace, edit: PositionEdit, text: Prompts, before: Float64[np.ndarray, "B"]
+) -> Erased:
+    run, ordinary = conditions.run(edit.text), trace.ordinary
+    jackknife = Jackknife(ordinary.prompts)
+    after, sources = run.weighted_by(ordinary)["all"].norms, trace.products["all"].norms
+    removed = {norm: earlier_removed(after[norm], sources[norm], jackknife).estimate for norm in (LEADING, EVEN)}
+    conditions.progress(f"loss under {edit.text}")
+    change = jackknife.mean(losses(conditions, text, edit) - before).estimate
+    left = later_power(after[LEADING], "total", jackknife).estimate
+    return Erased(
+        edit.kind, edit.count or 0, edit.text, removed[LEADING], removed[EVEN], left, change, text.source
+    )  # fmt: skip
+
+
+def loss_prompts(conditions: Conditions) -> Prompts:
+    """Return crops of text as prompts; the baseline's prompts if these are text, or if the model cannot read text."""
+    base, inputs = conditions.tokens, conditions.spec.inputs
+    if inputs == GIVEN or type(parse(inputs)) is type(parse(TEXT_INPUTS)):
+        return base
+    try:
+        return prepare(conditions.subject, TEXT_INPUTS, bos=base.policy, length=base.length, seed=base.seed)
+    except InputError:
+        return base
+
+
+def losses(conditions: Conditions, prompts: Prompts, edit: NamedEdit | None = None) -> Float64[np.ndarray, "B"]:
+    """Return the mean next-token loss of each prompt at the sampled positions, under an edit that the baseline fits."""
+    run, at = conditions.baseline, loss_positions(conditions.spec.plan)
+    model, means = run.subject.model, list[torch.Tensor]()
+    edits = [] if edit is None else [edit.prepared(run.subject, run.base, conditions.spec.origin, run.fit_cache)]
+    with exclusive(model), attach(model, edits=edits) as probe:
+        for batch in run.spec.batches():
+            ids = torch.from_numpy(prompts.batch(batch)).to(input_device(model))
+            means.append(token_losses(model, probe.forward(ids), ids, at).double().mean(1).cpu())
+    return torch.cat(means).numpy()
+
+
+def earlier_removed(after: Products, before: Products, jackknife: Jackknife) -> Sampled:
+    """Return the part of what earlier layers tell that is removed. before: products of the sources of a trace"""
+    total = later_power(before, "total", jackknife)
+    removed = total - later_power(after, "total", jackknife)
+    return removed.over(total - later_power(before, "direct", jackknife))
+
+
+def later_power(products: Products, component: str, jackknife: Jackknife) -> Sampled:
+    """Return the power of a component, mean over heads, summed over the layers after the first."""
+    return jackknife.inner(products.averaged((1,)).own[component][1:].sum(0))

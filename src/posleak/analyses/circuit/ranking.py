@@ -1,0 +1,236 @@
+"""Rank heads by integrated gradients: how much of the leakage of later layers each head writes.
+
+Give all heads the same share x of lent keys (probe/lending.py). With P the power of the total, summed over the layers
+after the first, the attribution of head h is
+
+    a_h = − ∫ ∂P/∂α_h dx  at α = (x, …, x), x from 0 to 1,   Σ_h a_h = P(no head) − P(all heads)
+
+with Gauss-Legendre nodes in √x, because P falls steeply near 0. P is quadratic in the totals t_b of prompts, without
+terms of one prompt with itself. Its derivative is that of Σ_b g_b · t_b with g_b = 2 w (Σ_c t_c − t_b) / (n (n − 1)): a
+first pass computes the totals of all prompts, a second one the derivatives, batch by batch.
+
+Attributions are only an order. What is claimed is measured by intervention on other prompts (writing.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xarray as xr
+from jaxtyping import Float, Float64
+from numpy.polynomial.legendre import leggauss
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from posleak.arrays import Array
+from posleak.axes import HEAD, LAYER, OFFSET, PROMPT
+from posleak.defaults import NODES
+from posleak.edits.context import LendByHead
+from posleak.leakage import attention_by_offset
+from posleak.leakage.dataset import stack_calls
+from posleak.leakage.power import unbiased
+from posleak.models import exclusive
+from posleak.probe import Call, Collector, Probe, attach
+from posleak.probe.attachment import decoder_layers
+
+from .lending import TOKENS_WITH_GRAPH, LendingPasses, LendingStudy, total_of_copies
+
+GRADIENTS, INTERVENE = METHODS = ("gradients", "intervene")
+"""Rank by integrated gradients, or by lending in every head alone."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """An order of the heads.
+
+    method        GRADIENTS or INTERVENE
+    attribution   of each head, in nats² of P [L, H]; NaN where a head does not exist
+    truth         P(no head) − P(all heads) on the same prompts, which the sum of integrated gradients approximates
+    prompts       number of prompts;  nodes: of the integral; 0: none
+    """
+
+    method: str
+    attribution: Array
+    truth: float
+    prompts: int
+    nodes: int
+
+    @property
+    def sum(self) -> float:
+        """The sum of the attributions."""
+        return float(np.nansum(self.attribution))
+
+    @property
+    def error(self) -> float:
+        """The difference between sum and truth, as a share of the truth."""
+        return self.sum / self.truth - 1
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """The heads (call, head), largest attribution first."""
+        flat = np.argsort(-np.nan_to_num(self.attribution, nan=-np.inf), axis=None, kind="stable")
+        heads = [divmod(int(at), self.attribution.shape[1]) for at in flat]
+        return [(call, head) for call, head in heads if np.isfinite(self.attribution[call, head])]
+
+    def overlap(self, other: Ranking, k: int) -> float:
+        """Return the share of the first k heads that are also among the first k of another ranking."""
+        return len(set(self.order[:k]) & set(other.order[:k])) / k
+
+
+def weights(totals: Float64[np.ndarray, "B L H Q D"], by_offset: Float64[np.ndarray, "B L H D"]) -> Array:
+    """Return the weights w [L, H, Q, D] with which squared means of totals add up to P, in the leading norm.
+
+    by_offset: attention of references by offset
+    """
+    exists = np.isfinite(totals[0])
+    queries, heads = exists.any(-1).sum(-1), exists.any((-1, -2)).sum(-1)  # [L, H], [L]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        w = exists * by_offset.mean(0)[:, :, None] / queries[..., None, None] / heads[:, None, None, None]
+    w = np.nan_to_num(w)
+    w[0] = 0  # the first layer
+    return np.asarray(w)
+
+
+def power(totals: Float64[np.ndarray, "B L H Q D"], w: Float64[np.ndarray, "L H Q D"]) -> float:
+    """Return P: the weighted unbiased square of the mean total."""
+    t, n = np.nan_to_num(totals), len(totals)
+    return float((w * (t.sum(0) ** 2 - (t**2).sum(0))).sum() / (n * (n - 1)))
+
+
+def rank(
+    passes: LendingPasses, progress: Callable[[str], None], *, nodes: int = NODES, keep_graph: bool = True
+) -> Ranking:
+    """Rank the heads by integrated gradients.
+
+    keep_graph: keep the whole graph of a pass; otherwise every layer is computed again in the backward pass
+    """
+    t, node_weights = leggauss(nodes)
+    x, node_weights = ((t + 1) / 2) ** 2, node_weights * (t + 1) / 2  # dx = 2t dt, on the interval 0 … 1
+    shape, attention = (len(passes.heads), max(passes.heads)), weights_observer(passes)
+    share = torch.from_numpy(x).float()[:, None, None].expand(-1, *shape).clone()
+    ends = torch.stack([torch.zeros(shape), torch.ones(shape)])
+    shares = torch.cat([ends, share])
+    totals = passes.totals(shares, lambda line: progress(f"ranking, totals: {line}"), [attention])
+    w = weights(totals[:, 0], stacked(attention, passes))
+    truth = power(totals[:, 0], w) - power(totals[:, 1], w)
+    own, n = np.nan_to_num(totals[:, 2:]), len(totals)
+    cotangent = (
+        2 * w * node_weights[:, None, None, None, None] * (own.sum(0) - own) / (n * (n - 1))
+    )  # [B, C, L, H, Q, D]
+    gradient = derivatives(passes, share, cotangent, progress, keep_graph=keep_graph)
+    exists = np.arange(shape[1]) < np.array(passes.heads)[:, None]
+    return Ranking(GRADIENTS, np.where(exists, -gradient.sum(0), np.nan), truth, n, nodes)
+
+
+def rank_by_intervention(study: LendingStudy) -> Ranking:
+    """Rank the heads by lending in every head alone: P(no head) − P(the head)."""
+    passes, attention = study.passes, weights_observer(study.passes)
+    none, every = frozenset[tuple[int, int]](), passes.every_head
+    passes.totals(passes.share([none]), study.progress, [attention])
+    dims = (PROMPT, LAYER, HEAD, OFFSET)
+    study = replace(study, weight=xr.DataArray(stacked(attention, passes), dims=dims))
+    singles = {head: frozenset([head]) for head in sorted(every)}
+    study.measure([none, every, *singles.values()], "ranking")
+    n = len(passes.indices)
+    before, least = (float(unbiased(study.later(heads), n)) for heads in (none, every))
+    attribution = np.full((len(passes.heads), max(passes.heads)), np.nan)
+    for head, heads in singles.items():
+        attribution[head] = before - float(unbiased(study.later(heads), n))
+    return Ranking(INTERVENE, attribution, before - least, n, 0)
+
+
+def weights_observer(passes: LendingPasses) -> Collector[Tensor]:
+    """Return an observer of the attention of references by offset, in the first copy of every prompt."""
+
+    def read(call: Call, out: Tensor) -> Float64[Tensor, "B H D"]:
+        assert call.copies is not None
+        own, copies = call.copies.call, call.copies.layout.copies
+        bias = own.bias if own.bias is None or len(own.bias) == 1 else own.bias[::copies]
+        first = replace(own, query=own.query[::copies], key=own.key[::copies], bias=bias)
+        return attention_by_offset(first, passes.plan).detach().cpu()
+
+    return Collector(read)
+
+
+def stacked(attention: Collector[Tensor], passes: LendingPasses) -> Float64[np.ndarray, "B L H D"]:
+    """Return what the observer has read in several passes, as one array."""
+    layers, L = attention.collect(), len(passes.heads)
+    batches = [stack_calls([x.numpy() for x in layers[at : at + L]]) for at in range(0, len(layers), L)]
+    return np.concatenate(batches)
+
+
+def derivatives(
+    passes: LendingPasses,
+    share: Float[Tensor, "C L H"],
+    cotangent: Float64[np.ndarray, "B C L H Q D"],
+    progress: Callable[[str], None],
+    *,
+    keep_graph: bool = True,
+) -> Float64[np.ndarray, "C L H"]:
+    """Return the derivative of Σ cotangent · total with respect to the shares."""
+    share = share.clone().requires_grad_()
+    edits, collector = [LendByHead(share, passes.apart)], Collector(partial(total_of_copies, plan=passes.plan))
+    gradient, model = torch.zeros_like(share, dtype=torch.float64), passes.subject.model
+    with ExitStack() as stack:
+        stack.enter_context(exclusive(model))
+        stack.enter_context(frozen_weights(model))
+        probe = stack.enter_context(attach(model, [collector], edits))
+        if not keep_graph:
+            stack.enter_context(recomputing(probe))
+        for batch, ids in passes.batches(edits[-1], TOKENS_WITH_GRAPH):
+            progress(f"ranking, gradients: prompts {batch.start + 1} to {batch.stop} of {len(passes.indices)}")
+            probe.forward(ids, grad=True)
+            g = torch.from_numpy(cotangent[batch.start : batch.stop]).flatten(0, 1)  # [BC, L, H, Q, D]
+            layers = enumerate(collector.collect())
+            objective = sum((x.nan_to_num() * g[:, call, : x.shape[1]].to(x)).sum().to(share) for call, x in layers)
+            gradient += torch.autograd.grad(cast("Tensor", objective), share)[0].double()
+            collector.collect()  # of layers that were computed again
+    return gradient.numpy()
+
+
+@contextmanager
+def frozen_weights(model: PreTrainedModel) -> Iterator[None]:
+    """Switch gradients of the weights off: only derivatives with respect to shares are needed."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def recomputing(probe: Probe) -> Iterator[None]:
+    """Keep the inputs of decoder layers only, and compute each layer again in the backward pass."""
+    layers = decoder_layers(probe.model)
+
+    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            first = probe.calls
+
+            def again(*args: Any) -> Any:
+                probe.calls = first
+                probe.hold.thread = threading.current_thread()  # autograd may use a thread of its own
+                return forward(*args, **kwargs)
+
+            return checkpoint(again, *args, use_reentrant=False)
+
+        return run
+
+    try:
+        for layer in layers:
+            layer.forward = checkpointed(layer.forward)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)

@@ -1,0 +1,343 @@
+"""Which heads write position, and which read it: evidence by intervention, on prompts that were not used for ranking.
+
+    removed(Ω) = [P(∅) − P(Ω)] / [P(∅) − P(all heads)]     lending.py
+
+For k = 1, 2, 3, 5, 8, … it is measured for the first k heads of the ranking, for all heads but these (`others`: can
+other heads take over?), and for sets of k random heads, matched by layer. The **writers** are the smallest of the first
+sets that removes at least 90%. The **readers** are the heads with the largest power of the source `earlier` (trace). An
+**edge** is what lending in one writer alone removes of the power of one reader.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from posleak.analyses.trace.trace import Trace
+from posleak.leakage import Estimate, Jackknife, Sampled
+from posleak.leakage.sampled import LEVEL
+from posleak.leakage.summary import EVEN, LEADING
+from posleak.typed import Number
+
+from .lending import Heads, LendingStudy
+from .ranking import Ranking
+
+SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
+"""Sizes k of the sets of heads."""
+
+CONTROLLED = (1, 3, 8)
+"""Sizes that random sets are drawn for, besides the number of writers."""
+
+DRAWS = 8
+"""Random sets of each size."""
+
+MOST_REMOVED = 0.9
+"""The writers are the smallest set that removes this share."""
+
+SHOWN = 8
+"""Number of readers, and largest number of writers whose edges are reported."""
+
+MOST_ALONE = 16
+"""Largest number of writers that are measured alone."""
+
+
+@dataclass(frozen=True)
+class SetEffect:
+    """What sets of k heads remove, in one norm.
+
+    removed      by the first k heads of the ranking
+    others       by all heads but these; None: not measured
+    random       mean over random sets of k heads, matched by layer; its interval covers prompts and draws; None: none
+                 were drawn
+    difference   removed − random
+    draws        by each random set
+    """
+
+    removed: Estimate
+    others: Estimate | None = None
+    random: Estimate | None = None
+    difference: Estimate | None = None
+    draws: tuple[Number, ...] = ()
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the JSON form: the estimate in place, the controls below it."""
+        own = {"value": self.removed.value, "low": self.removed.low, "high": self.removed.high, "n": self.removed.n}
+        return own | {name: getattr(self, name) for name in ("others", "random", "difference", "draws")}
+
+
+@dataclass(frozen=True)
+class RemovedBySize:
+    """The effect of sets of k heads, in both norms."""
+
+    k: int
+    leading: SetEffect
+    even: SetEffect
+
+    @property
+    def norms(self) -> dict[str, SetEffect]:
+        return {LEADING: self.leading, EVEN: self.even}
+
+    def as_row(self) -> dict[str, Any]:
+        return {"k": self.k, **self.leading.as_row(), EVEN: self.even.as_row()}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head: the model's layer id, the attention call, and the index of the head."""
+
+    layer: int
+    call: int
+    head: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+
+@dataclass(frozen=True)
+class Writer(Head):
+    """A head that writes position.
+
+    attribution   share of the sum of all attributions
+    alone         share that lending in this head alone removes; None: not measured
+    even          the same, evenly weighted
+    """
+
+    attribution: Number
+    alone: Estimate | None
+    even: Estimate | None
+
+
+@dataclass(frozen=True)
+class Reader(Head):
+    """A head that reads position which earlier layers have written. earlier: power of that source in nats²;  share: of
+    its total"""
+
+    earlier: Estimate
+    share: Estimate
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What lending in one writer alone removes of the power of one reader: in nats², and as a share of what lending in
+    all heads removes of it. writer, reader: indices in the lists"""
+
+    writer: int
+    reader: int
+    removed: Estimate
+    share: Estimate
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The ranking, as stored in results.
+
+    method      `gradients` (integrated gradients) or `intervene` (lending in every head alone)
+    sum, truth  of the attributions, and P(no head) − P(all heads) on the same prompts, which it approximates;  error:
+                their difference as a share of the truth
+    overlap     share of the first k heads that a ranking on the other half of the prompts has among its first k, by k
+    correlation rank correlation (Spearman) of the attributions of the two halves over heads
+    heads       attribution of every head in nats² [L, H]
+    """
+
+    method: str
+    sum: Number
+    truth: Number
+    error: Number
+    nodes: int
+    prompts: int
+    overlap: dict[int, Number]
+    correlation: Number
+    heads: tuple[tuple[Number, ...], ...]
+
+    @classmethod
+    def of(cls, ranking: Ranking, other: Ranking) -> Attribution:
+        """Describe a ranking; other: the ranking on the other half of the prompts."""
+        from scipy.stats import spearmanr
+
+        one, two = (x.attribution[np.isfinite(ranking.attribution)] for x in (ranking, other))
+        overlap = {k: ranking.overlap(other, k) for k in sizes(len(one))}
+        return cls(
+            ranking.method, ranking.sum, ranking.truth, ranking.error, ranking.nodes, ranking.prompts, overlap,
+            float(spearmanr(one, two).statistic) if len(one) > 2 else float("nan"),
+            tuple(map(tuple, ranking.attribution.tolist())),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The heads that write position, with the evidence, and the heads that read it.
+
+    heads     number of heads of the model
+    writers   empty if the position that earlier layers pass on is not significantly above 0
+    reached   whether a set removes at least 90%; otherwise the writers are the largest set that was measured
+    """
+
+    heads: int
+    attribution: Attribution
+    removed: tuple[RemovedBySize, ...]
+    writers: tuple[Writer, ...]
+    reached: bool
+    readers: tuple[Reader, ...]
+    edges: tuple[Edge, ...]
+
+    def of_size(self, k: int) -> RemovedBySize | None:
+        """Return the effect of the sets of k heads, if they were measured."""
+        return next((row for row in self.removed if row.k == k), None)
+
+    @property
+    def chosen(self) -> RemovedBySize | None:
+        """The effect of the writers together; None without writers."""
+        return self.of_size(len(self.writers))
+
+
+def sizes(heads: int) -> list[int]:
+    """Return the sizes of the sets in a model with this many heads."""
+    return [k for k in SIZES if k < heads] or [1]
+
+
+def evidence(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace, seed: int) -> Writing:
+    """Measure the writers of a ranking on the prompts of the study, with controls, readers and edges.
+
+    other: the ranking on the prompts of the study, for the overlap only;  trace: on the prompts of the study
+    """
+    order, every = ranking.order, study.passes.every_head
+    none, tops = frozenset[tuple[int, int]](), {k: frozenset(order[:k]) for k in sizes(len(order))}
+    study.measure([none, every, *tops.values()], "first heads")
+    removed = {k: float(Removal(study, none, every).of(heads).value) for k, heads in tops.items()}
+    reaching = [k for k in tops if removed[k] >= MOST_REMOVED]
+    count = reaching[0] if reaching else 0 if np.isnan(removed[1]) else max(tops)
+    controlled = {
+        k: random_sets(order[:k], study.passes.heads, seed)
+        for k in tops
+        if k == count or (k in CONTROLLED and k < count)
+    }
+    study.measure([every - tops[k] for k in tops if k <= count], "all heads but the first")
+    study.measure([drawn for sets in controlled.values() for drawn in sets], "random heads")
+    alone = [frozenset([head]) for head in order[: min(count, MOST_ALONE)]]
+    study.measure(alone, "single heads")
+    removals = [Removal(study, none, every, norm) for norm in (LEADING, EVEN)]
+    rows = [
+        RemovedBySize(
+            k,
+            *(
+                removal.effect(heads, every - heads if k <= count else None, controlled.get(k, ()))
+                for removal in removals
+            ),
+        )
+        for k, heads in tops.items()
+    ]
+    readers = _readers(trace)
+    return Writing(
+        len(order), Attribution.of(ranking, other), tuple(rows),
+        _writers(ranking, order[:count], study.passes.layer_ids, removals, alone), bool(reaching), readers,
+        tuple(_edges(study, none, every, alone[:SHOWN], readers)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Removal:
+    """removed(Ω) of sets that a study has measured, in one norm; all are paired."""
+
+    study: LendingStudy
+    none: Heads
+    every: Heads
+    norm: str = LEADING
+
+    def sampled(self, heads: Heads) -> Sampled:
+        """Return removed(Ω) with its replicates; NaN where P(∅) − P(all heads) is not significantly above 0."""
+        jackknife = Jackknife(len(self.study.passes.indices))
+        before, after, least = (jackknife.inner(self.study.later(x, self.norm)) for x in (self.none, heads, self.every))
+        return (before - after).over(before - least)
+
+    def of(self, heads: Heads) -> Estimate:
+        return self.sampled(heads).estimate
+
+    def effect(self, heads: Heads, others: Heads | None, drawn: Sequence[Heads]) -> SetEffect:
+        """Return the effect of a set with its controls."""
+        own, rest = self.sampled(heads), None if others is None else self.of(others)
+        if not drawn:
+            return SetEffect(own.estimate, rest)
+        draws = [self.sampled(x) for x in drawn]
+        total = draws[0]
+        for more in draws[1:]:
+            total = total + more
+        mean, values = total / len(draws), [float(x.value) for x in draws]
+        spread = float(stdtrit(len(draws) - 1, (1 + LEVEL) / 2) * np.std(values, ddof=1) / len(draws) ** 0.5)
+        random, difference = (widened(x.estimate, spread) for x in (mean, own - mean))
+        return SetEffect(own.estimate, rest, random, difference, tuple(values))
+
+
+def widened(estimate: Estimate, spread: float) -> Estimate:
+    """Return the estimate with its half-widths combined in quadrature with another one."""
+    down, up = np.hypot(estimate.value - estimate.low, spread), np.hypot(estimate.high - estimate.value, spread)
+    return Estimate(estimate.value, estimate.value - down, estimate.value + up, estimate.n)
+
+
+def random_sets(heads: Sequence[tuple[int, int]], counts: Sequence[int], seed: int) -> list[Heads]:
+    """Return DRAWS sets with as many heads in every layer as `heads` has.
+
+    They are drawn from the other heads of the layer; from all of its heads if there are too few others.
+    counts: number of heads of every attention call
+    """
+    generator, needed = np.random.default_rng([seed, len(heads)]), Counter(call for call, _ in heads)
+
+    def drawn() -> Heads:
+        chosen = set[tuple[int, int]]()
+        for call, count in sorted(needed.items()):
+            others = [head for head in range(counts[call]) if (call, head) not in heads]
+            pool = others if len(others) >= count else range(counts[call])
+            chosen |= {(call, int(head)) for head in generator.choice(pool, count, replace=False)}
+        return frozenset(chosen)
+
+    return [drawn() for _ in range(DRAWS)]
+
+
+def _writers(
+    ranking: Ranking,
+    order: Sequence[tuple[int, int]],
+    ids: Sequence[int],
+    removals: Sequence[Removal],
+    alone: Sequence[Heads],
+) -> tuple[Writer, ...]:
+    """Return the first heads of a ranking, with what lending in each of them alone removes, as far as it was measured.
+
+    removals: in the leading norm, and evenly weighted
+    """
+    shares = {head: float(ranking.attribution[head]) / ranking.sum for head in order}
+    measured = {head: [removal.of(heads) for removal in removals] for heads in alone for head in heads}
+    return tuple(
+        Writer(ids[call], call, head, shares[call, head], *measured.get((call, head), (None, None)))
+        for call, head in order
+    )
+
+
+def _readers(trace: Trace) -> tuple[Reader, ...]:
+    """Return the heads with the largest power of the source `earlier`."""
+    heads, ids = trace.heads["all"], trace.ordinary.summary.layer_ids
+    power, share = heads.power["earlier"], heads.share["earlier"]
+    value = np.nan_to_num(np.asarray(power.value), nan=-np.inf)
+    order = [divmod(int(at), value.shape[1]) for at in np.argsort(-value, axis=None, kind="stable")[:SHOWN]]
+    return tuple(Reader(ids[c], c, h, power[c, h], share[c, h]) for c, h in order if np.isfinite(value[c, h]))
+
+
+def _edges(
+    study: LendingStudy, none: Heads, every: Heads, writers: Sequence[Heads], readers: Sequence[Reader]
+) -> list[Edge]:
+    """Return the edges from every writer to every reader of a later layer."""
+    jackknife, edges = Jackknife(len(study.passes.indices)), []
+    for w, writer in enumerate(writers):
+        ((written, _),) = writer
+        for r, reader in enumerate(readers):
+            if reader.call > written:
+                before, after, least = (
+                    jackknife.inner(study.by_head(x)[reader.call, reader.head]) for x in (none, writer, every)
+                )
+                removed = before - after
+                edges.append(Edge(w, r, removed.estimate, removed.over(before - least).estimate))
+    return edges

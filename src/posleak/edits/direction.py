@@ -1,0 +1,312 @@
+"""Erase or set the directions of the residual stream that carry position: `position=erase|leace|random|at:…[@DEPTHS]`.
+
+At every depth in scope and at positions ≥ m of each document, with V the K leading positional directions, c the mean
+state and a(p) the mean coefficients of the fit (positional.py),
+
+    erase:K    h ← h − V Vᵀ (h − c);   all directions: h ← c
+    leace:K    h ← h − W⁺ U Uᵀ W (h − c), LEACE
+    random:K   as erase, with K random orthonormal directions: a control
+    at:P       h ← h − v (vᵀ (h − c) − a(P)), with the leading direction v
+
+The text does not hold the directions. They are fitted on the model and on prompts of their own when a run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from posleak.errors import InputError, UnsupportedError
+from posleak.inputs import Prompts
+from posleak.inputs.prompts import DONOR_MARGIN
+
+from .base import EditKind, NamedEdit, Site, register
+from .context import AfterDonor, Borrow, Branches
+from .scope import EVERYWHERE, Scope
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float64
+    from torch import Tensor
+
+    from posleak.models import Subject
+    from posleak.probe import Edit, Probe
+
+    from .positional import PositionFit
+
+ERASE, LEACE, RANDOM, AT = "erase", "leace", "random", "at"
+ALL = "all"
+
+
+class StreamProjection(NamedTuple):
+    """The change at one depth: h ← h − out (readᵀ (h − c) − target); `out` None: h ← c."""
+
+    mean: Float64[Tensor, "W"]
+    out: Float64[Tensor, "W K"] | None
+    read: Float64[Tensor, "W K"] | None
+    target: Float64[Tensor, "K"] | None = None
+
+    def of(self, x: Float[Tensor, "B T W"]) -> Float[Tensor, "B T W"]:
+        """Return the changed states; sums are in float32 at least."""
+        import torch
+
+        if self.out is None or self.read is None:
+            return self.mean.to(x).expand_as(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean, out, read = (part.to(x.device, wide) for part in (self.mean, self.out, self.read))
+        coefficient = (x.to(wide) - mean) @ read
+        if self.target is not None:
+            coefficient = coefficient - self.target.to(coefficient)
+        return (x.to(wide) - coefficient @ out.mT).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class PositionEdit(NamedEdit):
+    """Edit of the residual stream along positional directions.
+
+    kind     ERASE, LEACE, RANDOM or AT
+    count    number K of directions; None: all
+    number   random seed of RANDOM, or the position of AT
+    scope    depths: 0 is the embedding, d the output of d layers; by default 1 to the last one
+    fit      the directions; a run fits them itself (`prepared`)
+    """
+
+    kind: str
+    count: int | None = 1
+    number: int = 0
+    scope: Scope = EVERYWHERE
+    fit: PositionFit | None = field(default=None, compare=False, repr=False)
+
+    site: ClassVar[Site] = Site.STREAM
+
+    def __post_init__(self) -> None:
+        if any(head is not None for _, _, head in self.scope.items):
+            raise InputError(
+                "an edit of the residual stream applies to depths, not to heads", where=f"--edit {self.text}",
+                expected="depths, as in @0-5",
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        count = ALL if self.count is None else str(self.count)
+        seed = f":{self.number}" if self.number else ""
+        value = {AT: str(self.number), RANDOM: count + seed}.get(self.kind, count)
+        return f"position={self.kind}:{value}{self.scope.text}"
+
+    @property
+    def is_control(self) -> bool:
+        return self.count == 0
+
+    def require_length(self, length: int) -> None:
+        self.require_position(0, length)
+
+    def require_position(self, origin: int, length: int) -> None:
+        """Raise an InputError if AT names a position that the fit does not have."""
+        if self.kind == AT and not origin <= self.number < length:
+            raise InputError(
+                "the edit names a position without a mean coefficient", where=f"--edit {self.text}",
+                got=f"position {self.number}", expected=f"{origin} to {length - 1}",
+                remedy="use a position after the origin (--origin) and within the prompt (--length)",
+            )  # fmt: skip
+
+    def depths(self, layers: int) -> list[int]:
+        """Return the depths in scope; raise an InputError if the model of this many layers does not have them."""
+        last = max((last for _, last, _ in self.scope.items), default=0)
+        if last > layers:
+            raise InputError(
+                "the edit names a depth that the model does not have", where=f"--edit {self.text}",
+                got=f"depth {last}", expected=f"0 (the embedding) to {layers} (the output of the last layer)",
+            )  # fmt: skip
+        if self.scope.everywhere:
+            return list(range(1, layers + 1))
+        return [d for d in range(layers + 1) if any(first <= d <= last for first, last, _ in self.scope.items)]
+
+    def fit_bytes(self, depths: int, width: int, length: int) -> int:
+        full = width if self.count is None else min(self.count, width)
+        squares = width * width + 2 * width * full if self.kind == LEACE else 0
+        return 8 * depths * (3 * length * width + squares)
+
+    def prepared(self, subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any]) -> PositionEdit:
+        """Return the edit with directions fitted on prompts like `base`."""
+        from posleak.probe.attachment import decoder_layers
+
+        from .positional import cached_fit
+
+        if self.is_control:
+            return self
+        self.require_position(origin, base.length)
+        self.depths(len(decoder_layers(subject.model)))
+        leace = self.count if self.kind == LEACE else 0
+        return self.fitted(cached_fit(subject, base, origin, cache, leace=leace))
+
+    def fitted(self, fit: PositionFit) -> PositionEdit:
+        """Return the edit with these directions; raise an InputError if the fit does not have what it needs."""
+        self.require_position(fit.origin, fit.length)
+        _, W, K = fit.directions.shape
+        if self.kind == ERASE and self.count is not None and K < self.count < W:
+            raise InputError(
+                "the edit names more directions than a fit keeps", where=f"--edit {self.text}", got=self.count,
+                expected=f"0 to {K}, or {ALL}",
+            )  # fmt: skip
+        if self.kind == LEACE and not self.is_control and fit.leace is None:
+            raise InputError(
+                "the fit has no LEACE directions", where=f"--edit {self.text}",
+                remedy=f"use PositionFit.of(…, leace={self.count})",
+            )  # fmt: skip
+        return replace(self, fit=fit)
+
+    @contextmanager
+    def installed(self, probe: Probe) -> Iterator[None]:
+        if self.is_control:
+            yield
+            return
+        if self.fit is None:
+            raise InputError(
+                "the edit has no directions yet", where=f"--edit {self.text}",
+                remedy="use edit.fitted(fit), with fit = posleak.edits.positional.PositionFit.of(subject, prompts, "
+                "origin), or `posleak.measure`, which fits them itself",
+            )  # fmt: skip
+        with ExitStack() as hooks:
+            self._register(probe, self.fit, hooks)
+            yield
+
+    def _register(self, probe: Probe, fit: PositionFit, hooks: ExitStack) -> None:
+        """Change the input of layer d for depth d, and the output of the last layer for the last depth.
+
+        These hooks run before those by which observers receive the stream.
+        """
+        from posleak.probe.attachment import decoder_layers
+
+        layers = decoder_layers(probe.model)
+        count = "all directions" if self.count is None else f"{self.count} direction{'s' * (self.count > 1)}"
+        what = f"the residual stream along {count} (sha256 {fit.sha256[:12]})"
+        for depth in self.depths(len(layers)):
+            change = StreamChange(self, probe, self.projection(depth, fit), fit.origin, what)
+            if depth < len(layers):
+                hook = layers[depth].register_forward_pre_hook(change.before_layer, prepend=True, with_kwargs=True)
+            else:
+                hook = layers[-1].register_forward_hook(change.after_layer, prepend=True)
+            hooks.enter_context(hook)
+
+    def projection(self, depth: int, fit: PositionFit) -> StreamProjection:
+        """Return the change at one depth."""
+        import torch
+
+        mean, W = torch.from_numpy(fit.mean[depth]), fit.mean.shape[1]
+        if self.kind == LEACE and fit.leace is not None:
+            out, read = (torch.from_numpy(part[depth])[:, : self.count] for part in (fit.leace.out, fit.leace.read))
+            return StreamProjection(mean, out, read)
+        if self.count is None or self.count >= W:
+            return StreamProjection(mean, None, None)
+        if self.kind == RANDOM:
+            v = random_directions(W, self.count, self.number, depth)
+        else:
+            v = torch.from_numpy(fit.directions[depth])[:, : self.count]
+        at = torch.from_numpy(fit.coefficient[depth, self.number - fit.origin, :1]) if self.kind == AT else None
+        return StreamProjection(mean, v, v, at)
+
+
+@dataclass(frozen=True)
+class StreamChange:
+    """Hooks that change the residual stream at one depth, at positions >= origin. what: the change, for the record"""
+
+    edit: PositionEdit
+    probe: Probe
+    projection: StreamProjection
+    origin: int
+    what: str
+
+    def before_layer(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        changed = self._changed((*args, kwargs.get("hidden_states")))
+        return changed[:-1], kwargs if changed[-1] is None else {**kwargs, "hidden_states": changed[-1]}
+
+    def after_layer(self, _: Any, __: Any, output: Any) -> Any:
+        if isinstance(output, (tuple, list)):
+            return type(output)(self._changed(output))
+        return self._changed((output,))[0]
+
+    def _changed(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the values with the stream among them changed at positions >= m of each document."""
+        import torch
+
+        from posleak.probe.attachment import one_stream
+
+        from .positional import several_streams
+
+        if (x := one_stream(values)) is None:
+            raise several_streams(self.probe.model)
+        self.probe.effect_of(self.edit).note(self.what)
+        body = body_tokens(self.probe.edits, x.shape[1], self.origin)
+        new = torch.where(body.to(x.device)[:, None], self.projection.of(x), x)
+        return tuple(new if value is x else value for value in values)
+
+
+def random_directions(width: int, count: int, seed: int, depth: int) -> Float64[Tensor, "W K"]:
+    """Return random orthonormal columns, which depend on nothing but the arguments."""
+    import numpy as np
+    import torch
+
+    words = np.random.SeedSequence([seed, depth]).generate_state(1)  # torch reads 32 bits of a seed
+    generator = torch.Generator().manual_seed(int(words[0]))
+    columns: Tensor = torch.linalg.qr(torch.randn(width, count, generator=generator, dtype=torch.float64))[0]
+    return columns
+
+
+def body_tokens(edits: Sequence[Edit], tokens: int, origin: int) -> Bool[Tensor, "T"]:
+    """Return which tokens of a sequence are at positions >= `origin` of their document."""
+    import torch
+
+    body = torch.ones(tokens, dtype=torch.bool)
+    for start in document_starts(edits, tokens):
+        body[start : start + origin] = False
+    return body
+
+
+def document_starts(edits: Sequence[Edit], tokens: int) -> list[int]:
+    """Return the index of the first token of each document in a sequence that the model reads under these edits."""
+    edit = next((edit for edit in edits if isinstance(edit, AfterDonor)), None)
+    if edit is None:
+        return [0]
+    if isinstance(edit, Borrow):
+        return [0, edit.donor_tokens((tokens - DONOR_MARGIN) // 2)]
+    if isinstance(edit, Branches):
+        from posleak.probe.branches import BRANCHES, DONOR
+
+        layout = edit.layout(tokens, 1 if edit.apart else len(BRANCHES))
+        return [layout.first(segment) for segment in (*BRANCHES, DONOR)] if layout.joined else [0, layout.donor]
+    raise UnsupportedError(
+        "an edit of the residual stream is not defined here: it is not known where documents start",
+        where=edit.text, remedy="use context=borrowed or context=branches",
+    )  # fmt: skip
+
+
+def _make(value: str, scope: Scope) -> PositionEdit:
+    kind, *numbers = value.split(":")
+    if kind not in (ERASE, LEACE, RANDOM, AT) or not 1 <= len(numbers) <= 1 + (kind == RANDOM):
+        raise ValueError(value)
+    count, *seed = (None if text == ALL and kind != AT else _natural(text) for text in numbers)
+    if kind == AT:
+        return PositionEdit(AT, 1, count or 0, scope)
+    return PositionEdit(kind, count, seed[0] or 0 if seed else 0, scope)
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 2**31):
+        raise ValueError(text)
+    return int(text)
+
+
+register(
+    EditKind(
+        "position", "position=erase:K|leace:K|random:K[:SEED]|at:P[@DEPTHS]",
+        "the residual stream at all positions after the origin, along the directions that carry position. They are "
+        "fitted on 24 other prompts of the run's kind and length, without other edits, and their hash is recorded. "
+        "`erase`: the K leading directions (at most 8) are set to their mean; `all`: the whole state is. `leace`: K "
+        "directions of LEACE (Belrose et al. 2023) for the one-hot position. `random`: K random directions, a control. "
+        "`at`: the coefficient along the leading direction is set to its mean at position P. `@DEPTHS`: at these "
+        "depths only; 0 is the embedding, d the output of d layers. Default: depth 1 to the last one",
+        "a second edit of the residual stream; models whose layers exchange several streams; heads; a P within the "
+        "origin or beyond the prompt", "position=erase:1", _make, scoped=True,
+    )
+)  # fmt: skip

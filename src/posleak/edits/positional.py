@@ -1,0 +1,270 @@
+"""The directions of the residual stream that carry position, fitted on prompts of their own.
+
+With h_b(p) the stream of prompt b at one depth and position p ≥ m, and μ₁, μ₂ its means over two halves of the prompts,
+
+    c     mean of h over positions and prompts
+    C     = ½ Σ_p [ (μ₁(p) − c₁)(μ₂(p) − c₂)ᵀ + (μ₂(p) − c₂)(μ₁(p) − c₁)ᵀ ] / P       cross-half covariance
+    V     eigenvectors of C with the largest eigenvalues, the positional directions
+    a(p)  = (μ(p) − c) V, the coefficients at each position
+
+The halves share no prompt, so that their noise does not add to C. Each direction has the sign for which its coefficient
+increases with the position.
+
+LEACE (least-squares concept erasure in closed form, Belrose et al. 2023, arXiv 2306.03819) removes all that a linear
+probe can read of a concept z, here the one-hot position:
+
+    h ← c + (I − W⁺ U Uᵀ W)(h − c),   W = Σxx^{−½},   U: left singular vectors of W Σxz
+
+Sums are in float64. Their size does not depend on the number of prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from posleak.errors import UnsupportedError
+from posleak.inputs import Prompts, prepare
+from posleak.inputs.bodies import SEED_LIMIT, GivenBody
+from posleak.models import input_device
+from posleak.probe import attach
+from posleak.probe.attachment import decoder_layers
+from posleak.stopwatch import stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from posleak.models import Subject
+    from posleak.probe import Call
+
+FIT_PROMPTS = 24
+"""Number of prompts of a fit, in two halves."""
+
+FIT_SEED = 2_718_281_828
+"""Offset of the seed of a fit's prompts from the seed of the run."""
+
+MOST = 8
+"""Number of positional directions that a fit keeps."""
+
+TOKENS_AT_ONCE = 4096
+
+FULL_RANK: None = None
+"""Number of LEACE directions: all."""
+
+
+@dataclass(frozen=True)
+class Leace:
+    """LEACE by depth: h − c ↦ h − c − out readᵀ (h − c).
+
+    out    W⁺ U [J, W, R], leading first;  read: W U [J, W, R]. Directions beyond the rank are zero
+    """
+
+    out: Float64[np.ndarray, "J W R"]
+    read: Float64[np.ndarray, "J W R"]
+
+
+@dataclass(frozen=True, eq=False)
+class PositionFit:
+    """Positional directions of one model at depths 0 … L (J = L + 1), from prompts of their own.
+
+    directions    V [J, W, K], orthonormal columns, leading first
+    mean          c [J, W]
+    coefficient   a [J, P, K] at positions m … N − 1
+    origin        m;  length: N;  prompts: their number;  seed: of these prompts;  source: of these prompts
+    leace         directions of LEACE, if they were requested
+    """
+
+    directions: Float64[np.ndarray, "J W K"]
+    mean: Float64[np.ndarray, "J W"]
+    coefficient: Float64[np.ndarray, "J P K"]
+    origin: int
+    length: int
+    prompts: int
+    seed: int
+    source: str
+    leace: Leace | None = None
+
+    @property
+    def sha256(self) -> str:
+        """The hash of directions and means."""
+        leace = () if self.leace is None else (self.leace.out, self.leace.read)
+        digest = hashlib.sha256()
+        for array in (self.directions, self.mean, *leace):
+            digest.update(np.ascontiguousarray(array, dtype="<f8").tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def of(
+        cls, subject: Subject, base: Prompts, origin: int, *, prompts: int = FIT_PROMPTS, leace: int | None = 0
+    ) -> PositionFit:
+        """Fit on prompts that differ from `base` in their seed only; given prompts are replaced by random tokens.
+
+        origin    number of leading tokens that are left out
+        prompts   number of prompts, even
+        leace     number of LEACE directions; 0: no LEACE, FULL_RANK: all
+        """
+        own = fit_prompts(subject, base)
+        with stage("position fit"):
+            sums = _sums(subject.model, own, origin, prompts, squares=leace != 0)
+            fit = cls(
+                *_directions(sums.halves, prompts // 2), origin, own.length, prompts, own.seed, own.source
+            )  # fmt: skip
+            if leace == 0:
+                return fit
+            parts = [
+                _leace(square / (prompts * fit.positions), (first + second) / prompts, leace)
+                for square, first, second in zip(sums.squares, *sums.halves, strict=True)
+            ]
+            return replace(fit, leace=Leace(*(_stacked(part) for part in zip(*parts, strict=True))))
+
+    @property
+    def positions(self) -> int:
+        """The number of positions P = N − m."""
+        return self.length - self.origin
+
+
+def cached_fit(
+    subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any], *, leace: int | None = 0
+) -> PositionFit:
+    """Return the fit for prompts like `base` from the cache of the subject's model, or fit and keep it."""
+    key = (base.source, base.policy, base.length, base.seed, origin, leace)
+    if key not in cache:
+        cache[key] = PositionFit.of(subject, base, origin, leace=leace)
+    fit: PositionFit = cache[key]
+    return fit
+
+
+def fit_prompts(subject: Subject, base: Prompts) -> Prompts:
+    """Return the prompts for a fit: like `base`, with another seed."""
+    source = "random" if isinstance(base.body, GivenBody) else base.source
+    seed = (base.seed + FIT_SEED) % SEED_LIMIT
+    return prepare(subject, source, bos=base.policy, length=base.length, seed=seed)
+
+
+@dataclass
+class StreamSums:
+    """Observer that sums the residual stream over prompts, at positions >= m.
+
+    halves    by half of the prompts and depth: Σ_b h_b(p) [P, W];  half: the one to which prompts are added
+    squares   by depth: Σ_{b,p} h_b(p) h_b(p)ᵀ [W, W], if `squared`
+    """
+
+    origin: int
+    squared: bool = False
+    half: int = 0
+    halves: tuple[dict[int, Tensor], dict[int, Tensor]] = field(default_factory=lambda: ({}, {}))
+    squares_by_depth: dict[int, Tensor] = field(default_factory=dict)
+
+    def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
+        pass
+
+    def stream(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
+        body = x[:, self.origin :].cpu().double()
+        _add(self.halves[self.half], depth, body.sum(0))
+        if self.squared:
+            flat = body.flatten(0, 1)
+            _add(self.squares_by_depth, depth, flat.mT @ flat)
+
+
+def _add(sums: dict[int, Tensor], depth: int, x: Tensor) -> None:
+    sums[depth] = sums[depth].add_(x) if depth in sums else x
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums at depths 0 … L: of both halves [P, W], and the squares [W, W], if they were requested."""
+
+    halves: tuple[list[Tensor], list[Tensor]]
+    squares: list[Tensor]
+
+
+def _sums(model: PreTrainedModel, prompts: Prompts, origin: int, count: int, *, squares: bool) -> _Sums:
+    """Return sums over prompts 0 … count − 1, the first half of them in one half."""
+    observer, batch = StreamSums(origin, squares), max(1, TOKENS_AT_ONCE // prompts.length)
+    with attach(model, [observer]) as probe:
+        for half in range(2):
+            observer.half = half
+            for first in range(half * count // 2, (half + 1) * count // 2, batch):
+                ids = prompts.batch(range(first, min(first + batch, (half + 1) * count // 2)))
+                probe.forward(torch.from_numpy(ids).to(input_device(model)))
+    depths = require_one_stream(model, observer.halves[0])
+    one, other = ([half[depth] for depth in depths] for half in observer.halves)
+    return _Sums((one, other), [observer.squares_by_depth[depth] for depth in depths] if squares else [])
+
+
+def require_one_stream(model: PreTrainedModel, seen: dict[int, Tensor]) -> range:
+    """Return depths 0 … L; raise an UnsupportedError if the stream was not seen at each of them."""
+    depths = range(len(decoder_layers(model)) + 1)
+    if len(depths) > 1 and sorted(seen) == list(depths):
+        return depths
+    raise several_streams(model)
+
+
+def several_streams(model: PreTrainedModel) -> UnsupportedError:
+    """Return the error for a model without one residual stream."""
+    return UnsupportedError(
+        "positional directions are not defined for this model: its layers do not exchange one residual stream",
+        where=type(model).__name__, expected="one tensor [prompts, positions, width] at every depth",
+        remedy="`posleak measure` and `posleak trace` without --edit position=… do not need the stream",
+    )  # fmt: skip
+
+
+def _directions(
+    halves: tuple[list[Tensor], list[Tensor]], prompts: int
+) -> tuple[Float64[np.ndarray, "J W K"], Float64[np.ndarray, "J W"], Float64[np.ndarray, "J P K"]]:
+    """Return directions, mean and coefficients at every depth from the sums of two halves of `prompts` prompts each."""
+    directions, means, coefficients = [], [], []
+    for first, second in zip(*halves, strict=True):
+        mean = (first + second).div_(2 * prompts)
+        v = leading_directions(first / prompts, second / prompts)
+        c = mean.mean(0)
+        a = (mean - c) @ v
+        late = torch.arange(len(a), dtype=a.dtype) - (len(a) - 1) / 2
+        sign = torch.where(late @ a < 0, -1.0, 1.0).to(a)
+        directions.append(v * sign)
+        means.append(c)
+        coefficients.append(a * sign)
+    return _stacked(directions), _stacked(means), _stacked(coefficients)
+
+
+def leading_directions(first: Float64[Tensor, "P W"], second: Float64[Tensor, "P W"]) -> Float64[Tensor, "W K"]:
+    """Return the leading eigenvectors of the symmetrised cross-covariance C of the means of two halves.
+
+    They are computed in the span of the rows of both, which may be smaller than W.
+    """
+    one, other = first - first.mean(0), second - second.mean(0)
+    basis, _ = torch.linalg.qr(torch.cat([one, other]).mT)
+    x, y = one @ basis, other @ basis
+    product = x.mT @ y
+    _, vectors = torch.linalg.eigh((product + product.mT) / (2 * len(x)))
+    leading: Tensor = basis @ vectors.flip(-1)[:, :MOST]
+    return leading
+
+
+def _leace(
+    second: Float64[Tensor, "W W"], mean: Float64[Tensor, "P W"], count: int | None
+) -> tuple[Float64[Tensor, "W R"], Float64[Tensor, "W R"]]:
+    """Return `out` and `read` of one depth.
+
+    second   mean of h hᵀ over prompts and positions;  mean: of h over prompts, at each position
+    count    number R of directions; None: all
+    """
+    c = mean.mean(0)
+    values, vectors = torch.linalg.eigh(second - c[:, None] * c)
+    epsilon = torch.finfo(values.dtype).eps
+    exists = values > values[-1] * len(values) * epsilon
+    root = torch.where(exists, values, 1.0).sqrt()
+    whiten, unwhiten = ((vectors * torch.where(exists, scale, 0.0)) @ vectors.mT for scale in (1 / root, root))
+    u, s, _ = torch.linalg.svd(whiten @ (mean - c).mT, full_matrices=False)  # Σxz, but for a factor
+    u = (u * (s > s[0] * max(mean.shape) * epsilon))[:, :count]
+    return unwhiten @ u, whiten @ u
+
+
+def _stacked(parts: list[Tensor] | tuple[Tensor, ...]) -> Float64[np.ndarray, "J ..."]:
+    return torch.stack(list(parts)).numpy()

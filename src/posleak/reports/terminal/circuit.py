@@ -1,0 +1,106 @@
+"""Tables of `posleak circuit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from posleak.analyses.circuit.writing import DRAWS
+from posleak.show.lines import prose
+from posleak.show.numbers import NAN, interval, percent, shown
+from posleak.show.terminal import TableCell, table
+
+from .run import heading
+
+if TYPE_CHECKING:
+    from posleak.analyses.circuit.carrier import Carrier
+    from posleak.analyses.circuit.circuit import Circuit
+    from posleak.analyses.circuit.erasure import Erased
+    from posleak.analyses.circuit.writing import Writing
+    from posleak.leakage import Estimate
+
+LEGEND = """\
+removed: share of the position that earlier layers pass on which goes away if only these heads attend to keys of \
+another document as well, so that they see equally many keys at every position; weighted by attention, with 95% \
+intervals over prompts
+random: sets of as many heads of the same layers, mean over {draws} draws; others: all heads except the first k
+alone: removed by one head alone; earlier: power in nats² of what a head reads from earlier layers"""
+
+DEPTHS = 8
+"""Most depths that the table of the carrier shows."""
+
+
+def circuit_tables(circuit: Circuit) -> Iterator[RenderableType]:
+    """Yield the heading, the sentences, and tables of writers, of sets, of the carrier, of erasures and of readers."""
+    yield heading(circuit.trace.ordinary)
+    for sentence in circuit.sentences:
+        yield prose(sentence, style="bold", indent=2)
+    yield from _writing_tables(circuit.writing)
+    if circuit.carrier is not None:
+        yield prose("the direction that carries position", style="bold")
+        yield _carrier_table(circuit.carrier)
+        yield _erasure_table(circuit.erasure)
+    path = circuit.trace.ordinary.path
+    yield prose(f"remainder of the trace {circuit.trace.remainder:.1e} nats · run {path}", style="dim", indent=2)
+
+
+def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
+    yield prose("writers, readers, and sets of heads", style="bold")
+    heads = table(["writer", "alone", "reader", "earlier"])
+    for at in range(max(len(writing.writers), len(writing.readers))):
+        writer = writing.writers[at] if at < len(writing.writers) else None
+        reader = writing.readers[at] if at < len(writing.readers) else None
+        alone = None if writer is None else writer.alone
+        heads.add_row(
+            "" if writer is None else writer.name, _cell(alone, "share"),
+            "" if reader is None else reader.name, _cell(None if reader is None else reader.earlier),
+        )  # fmt: skip
+    yield heads
+    sets = table(["k", "removed", "random", "others"], right=["k"])
+    for row in writing.removed:
+        effect = row.leading
+        sets.add_row(
+            str(row.k), _cell(effect.removed, "share"), _cell(effect.random, "share"), _cell(effect.others, "share")
+        )
+    yield sets
+    ranked = writing.attribution
+    overlap = ", ".join(f"{percent(share)} of the first {k}" for k, share in ranked.overlap.items() if k in (3, 8))
+    yield prose(
+        f"ranked by {ranked.method} on {ranked.prompts} other prompts: the attributions add up to {ranked.sum:.3g} of "
+        f"{ranked.truth:.3g} nats²; a ranking on the other half has {overlap or 'no heads'} in common",
+        style="dim", indent=2,
+    )  # fmt: skip
+    yield prose(LEGEND.format(draws=DRAWS), style="dim", indent=2)
+
+
+def _carrier_table(carrier: Carrier) -> RenderableType:
+    """Return one row for some depths, evenly spaced."""
+    last = len(carrier.dimensions) - 1
+    names = ["depth", "positional share", "one direction carries", "dimensions", "cosine to position 0"]
+    rows, at = table(names, right=["depth", "dimensions"]), {round(k * last / (DEPTHS - 1)) for k in range(DEPTHS)}
+    for depth in sorted(at):
+        count = carrier.dimensions[depth]
+        rows.add_row(
+            str(depth), _cell(carrier.share[depth], "share"), _cell(carrier.leading[depth], "share"),
+            NAN if count is None else str(count), f"{carrier.with_origin[depth]:.2f}".replace("-", "−"),
+        )  # fmt: skip
+    return rows
+
+
+def _erasure_table(erasure: tuple[Erased, ...]) -> RenderableType:
+    rows = table(["edit at every depth", "earlier removed", "random directions", "change of the loss, nats per token"])
+    for row in erasure:
+        if row.random is not None:
+            rows.add_row(
+                row.edit, _cell(row.earlier_removed, "share"), _cell(row.random, "share"), _cell(row.loss_change)
+            )
+    return rows
+
+
+def _cell(value: Estimate | None, unit: str = "") -> TableCell:
+    if value is None:
+        return TableCell(Text(""))
+    return TableCell(Text(shown(value.value, unit)), interval(value, unit))

@@ -1,0 +1,345 @@
+"""The circuit: ranking by gradients, evidence by intervention, planted writers, resumption, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from scipy.stats import spearmanr
+
+import posleak as pl
+from posleak.analyses.circuit import Circuit
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE
+from posleak.analyses.circuit.lending import LendingPasses, LendingStudy
+from posleak.analyses.circuit.ranking import (
+    Ranking,
+    derivatives,
+    power,
+    rank,
+    rank_by_intervention,
+    stacked,
+    weights,
+    weights_observer,
+)
+from posleak.analyses.circuit.writing import DRAWS, Removal, SetEffect, random_sets, sizes, widened
+from posleak.errors import InputError, RunError, UnsupportedError
+from posleak.inputs import prepare
+from posleak.leakage import Estimate
+from posleak.models import Subject
+from posleak.probe import default_plan
+from posleak.probe.attachment import decoder_layers
+from posleak.runs.conditions import STEPS
+from support.circuit_tiny import LENGTH as N, counting
+from support.errors import raises
+from support.families import tiny
+from tools.shrink import tiny_model
+
+NONE: frozenset[tuple[int, int]] = frozenset()
+
+
+def estimate(value: float, low: float, high: float, n: int) -> Estimate:
+    return Estimate(np.array(value), np.array(low), np.array(high), n)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def passes(subject: Subject, inputs: str = "random", count: int = 12, length: int = N) -> LendingPasses:
+    layers, heads = subject.identity.layers, subject.identity.heads
+    base = prepare(subject, inputs, length=length, seed=0)
+    plan = default_plan(length)
+    return LendingPasses(subject, plan, base, range(count), (heads,) * layers, tuple(range(layers)), False)
+
+
+def study(subject: Subject, **more: Any) -> LendingStudy:
+    those = passes(subject, **more)
+    attention = weights_observer(those)
+    those.totals(those.share([NONE]), quiet, [attention])
+    weight = xr.DataArray(stacked(attention, those), dims=("prompt", "layer", "head", "offset"))
+    return LendingStudy(those, weight, None, "test", quiet)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Circuit:
+    return pl.circuit(counting(), length=N, prompts=32)
+
+
+# Laws
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("gpt_oss", 5)])
+def test_no_head_removes_nothing_and_all_heads_everything(family: str, seed: int) -> None:
+    """L14, exactly: the value and every replicate; with seeds for which what is removed is significant."""
+    what = study(Subject.of(tiny(family, seed=seed), name=family), count=24)
+    every = what.passes.every_head
+    what.measure([NONE, every], "ends")
+    removal = Removal(what, NONE, every)
+    for heads, share in ((NONE, 0.0), (every, 1.0)):
+        removed = removal.sampled(heads)
+        assert float(removed.value) == share
+        assert set(removed.samples.tolist()) == {share}
+
+
+def test_a_set_is_measured_once_and_agrees_with_a_measurement() -> None:
+    """Against `posleak measure --edit context=borrowed@0.1,1.2`, with weights of the unedited run."""
+    subject = Subject.of(tiny("llama"), name="tiny")
+    what = study(subject, count=6)
+    chosen = frozenset({(0, 1), (1, 2)})
+    what.measure([chosen, NONE], "some")
+    asked: dict[str, Any] = {"length": N, "prompts": 6}
+    plain = pl.measure(subject, **asked)
+    run = pl.measure(subject, **asked, edits="context=borrowed@0.1,1.2")
+    for norm, products in run.weighted_by(plain)["all"].norms.items():
+        assert what.by_head(chosen, norm) == pytest.approx(products.own["total"], rel=2e-3, abs=1e-4)
+    before = len(what._measured)
+    what.measure([chosen], "again")
+    assert len(what._measured) == before
+
+
+# Ranking
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("zoo-text-rope", "random"), ("zoo-text-window", "text:stdlib")])
+def test_gradients_rank_heads_as_lending_in_each_alone(name: str, inputs: str) -> None:
+    """Acceptance: Spearman at least 0.9 on trained models; the attributions add up to the true difference."""
+    subject = pl.load(name)
+    those = passes(subject, inputs, count=24, length=48)
+    by_gradient = rank(those, quiet)
+    by_lending = rank_by_intervention(LendingStudy(those, None, None, "test", quiet))  # type: ignore[arg-type]
+    assert by_gradient.truth == pytest.approx(by_lending.truth, rel=1e-3)
+    assert abs(by_gradient.error) < 0.1
+    assert spearmanr(by_gradient.attribution.ravel(), by_lending.attribution.ravel()).statistic >= 0.9
+
+
+def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
+    subject = Subject.of(tiny("gemma2"), name="tiny")
+    those = passes(subject, count=4)
+    share = torch.full((2, 3, 3), 0.5)
+    totals = those.totals(share, quiet)
+    g = np.random.default_rng(0).normal(size=totals.shape) * np.isfinite(totals)
+    kept, again = (derivatives(those, share, g, quiet, keep_graph=keep) for keep in (True, False))
+    assert again == pytest.approx(kept, rel=1e-4, abs=1e-5)
+    assert float(np.abs(kept).max()) > 0.1
+    assert not any("forward" in vars(layer) for layer in decoder_layers(subject.model)), "layers are restored"
+
+
+def test_weights_of_the_model_need_gradients_again_afterwards() -> None:
+    model = tiny("llama").requires_grad_(True)
+    subject = Subject.of(model, name="tiny")
+    rank(passes(subject, count=3), quiet, nodes=1)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_power_of_totals_is_that_of_their_products() -> None:
+    what = study(Subject.of(tiny("mistral"), name="tiny"), count=6)
+    what.measure([NONE], "none")
+    totals = what.passes.totals(what.passes.share([NONE]), quiet)[:, 0]
+    from posleak.leakage.power import unbiased
+
+    assert power(totals, weights(totals, what.weight.values)) == pytest.approx(float(unbiased(what.later(NONE), 6)))
+
+
+def test_a_ranking_orders_heads_that_exist() -> None:
+    ranking = Ranking("gradients", np.array([[0.1, 0.5], [0.3, np.nan]]), 1.0, 4, 5)
+    assert ranking.order == [(0, 1), (1, 0), (0, 0)]
+    other = Ranking("gradients", np.array([[0.4, 0.5], [0.1, np.nan]]), 1.0, 4, 5)
+    assert (ranking.overlap(other, 1), ranking.overlap(other, 2)) == (1.0, 0.5)
+    assert (ranking.sum, ranking.error) == pytest.approx((0.9, -0.1))
+
+
+# Evidence
+
+
+def test_random_sets_match_the_layers_and_leave_out_the_chosen_heads() -> None:
+    chosen, counts = [(0, 1), (0, 2), (3, 0)], (9, 9, 9, 9)
+    drawn = random_sets(chosen, counts, seed=0)
+    assert len(drawn) == DRAWS
+    assert len(set(drawn)) > 1
+    for heads in drawn:
+        assert sorted(call for call, _ in heads) == [0, 0, 3]
+        assert not heads & set(chosen)
+    assert random_sets(chosen, counts, seed=0) == drawn
+    assert random_sets(chosen, counts, seed=1) != drawn
+    crowded = random_sets([(0, 0), (0, 1)], (3,), seed=0)
+    assert all(len(heads) == 2 for heads in crowded), "too few others: all heads of the layer"
+
+
+def test_sizes_end_below_the_number_of_heads() -> None:
+    assert sizes(270) == [1, 2, 3, 5, 8, 13, 21, 34]
+    assert sizes(9) == [1, 2, 3, 5, 8]
+    assert sizes(1) == [1]
+
+
+def test_half_widths_of_prompts_and_draws_are_combined_in_quadrature() -> None:
+    wide = widened(estimate(1.0, 0.7, 1.4, 9), 0.4)
+    assert (wide.value, wide.low, wide.high, wide.n) == pytest.approx((1.0, 0.5, 1 + 0.4 * 2**0.5, 9))
+
+
+def test_a_head_that_writes_a_count_is_the_writer(planted: Circuit) -> None:
+    (writer,) = planted.writing.writers
+    assert (writer.layer, writer.head, planted.writing.reached) == (0, 1, True)
+    chosen = planted.writing.chosen
+    assert chosen is not None
+    effect = chosen.leading
+    assert effect.removed.low > 0.8
+    assert effect.others is not None
+    assert effect.others.high < 0.3
+    assert effect.difference is not None
+    assert effect.difference.low > 0.5
+    assert writer.alone == effect.removed, "the set has one head"
+    assert all(reader.layer > 0 for reader in planted.writing.readers[:3])
+    assert max(float(edge.share.value) for edge in planted.writing.edges if np.isfinite(edge.share.value)) > 0.5
+    assert "1 of 9 heads accounts" in planted.sentences[0]
+    assert "cannot take over" in " ".join(planted.sentences)
+
+
+def test_the_evidence_is_of_prompts_that_were_not_ranked(planted: Circuit) -> None:
+    assert planted.trace.ordinary.prompts == planted.writing.attribution.prompts == 16
+    assert planted.writing.removed[0].leading.removed.n == 16
+
+
+def test_without_significant_leakage_there_are_no_writers() -> None:
+    found = pl.circuit(Subject.of(tiny("llama", scale=0.01), name="flat"), length=N, prompts=8)
+    assert found.writing.writers == ()
+    assert found.writing.chosen is None
+    assert "not significantly above 0" in found.sentences[0]
+    assert all(np.isnan(row.leading.removed.value) and row.leading.random is None for row in found.writing.removed)
+
+
+def test_heads_can_be_ranked_by_intervention(planted: Circuit) -> None:
+    found = pl.circuit(counting(), length=N, prompts=32, rank="intervene")
+    assert found.writing.attribution.method == "intervene"
+    assert [writer.name for writer in found.writing.writers] == [writer.name for writer in planted.writing.writers]
+    assert found.writing.of_size(1) == planted.writing.of_size(1)
+
+
+def test_models_with_recurrent_layers_read_copies_apart() -> None:
+    found = pl.circuit(Subject.of(tiny_model("falcon_h1"), name="hybrid"), length=N, prompts=8)
+    assert found.trace.branches.record.spec.edit_texts == ("context=branches:apart",)
+    assert abs(found.writing.attribution.error) < 0.1
+
+
+# Storage
+
+
+def fields(x: Any) -> Any:
+    return json.loads(json.dumps(dataclasses.asdict(x), default=lambda v: v.tolist()))
+
+
+def test_a_stopped_circuit_resumes_and_gives_the_same_result(tmp_path: Path, planted: Circuit) -> None:
+    asked: dict[str, Any] = {"length": N, "prompts": 32, "out": tmp_path / "run"}
+    for work in ("gradients", "first heads", "random heads"):
+
+        def stop(line: str, work: str = work) -> None:
+            if work in line:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            pl.circuit(counting(), progress=stop, **asked)
+        assert not (tmp_path / "run" / CIRCUIT_FILE).exists()
+    assert list((tmp_path / "run" / STEPS).glob("*.npz"))
+    lines = list[str]()
+    found = pl.circuit(counting(), progress=lines.append, **asked)
+    assert not any("gradients" in line for line in lines), "the rankings were stored"
+    assert fields(found.writing) == fields(planted.writing)
+    assert not (tmp_path / "run" / STEPS).exists()
+    again = pl.circuit(counting(), progress=lambda line: pytest.fail(line) if "sets" in line else None, **asked)
+    loaded = Circuit.load(tmp_path / "run")
+    assert loaded is not None
+    assert again.as_dict() == found.as_dict() == loaded.as_dict()
+
+
+def test_a_changed_step_is_rejected_and_a_changed_result_too(tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if "random heads" in line:
+            raise KeyboardInterrupt
+
+    asked: dict[str, Any] = {"length": N, "prompts": 16, "out": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        pl.circuit(counting(), progress=stop, **asked)
+    step = sorted((tmp_path / "run" / STEPS).glob("ranking*.npz"))[0]
+    with np.load(step) as arrays:
+        changed = {name: arrays[name] * 2 if name == "attribution" else arrays[name] for name in arrays.files}
+    np.savez(step, **changed)
+    with raises(RunError, where=str(step), remedy="delete this file"):
+        pl.circuit(counting(), **asked)
+    step.unlink()
+    pl.circuit(counting(), **asked)
+    path = tmp_path / "run" / CIRCUIT_FILE
+    path.write_text(path.read_text().replace('"reached": true', '"reached": false'))
+    with raises(RunError, where=str(path)):
+        Circuit.load(tmp_path / "run")
+
+
+def test_fresh_discards_steps(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"length": N, "prompts": 8, "out": tmp_path / "run", "nodes": 1}
+    pl.circuit(counting(), **asked)
+    steps = tmp_path / "run" / STEPS
+    steps.mkdir()
+    (steps / "0123456789abcdef.npz").write_bytes(b"old")
+    (steps / "mine.txt").write_text("kept")
+    pl.circuit(counting(), fresh=True, **asked)
+    assert [path.name for path in steps.iterdir()] == ["mine.txt"]
+
+
+# JSON
+
+
+def test_the_json_has_the_contracted_keys(planted: Circuit) -> None:
+    document = planted.as_dict()
+    json.dumps(document, allow_nan=False)
+    assert {"model", "inputs", "length", "prompts", "seed", "norm", "definitions", "origin", "warnings", "run"} <= set(
+        document
+    )
+    (writer,) = document["writers"]
+    assert {"layer", "head", "alone"} <= set(writer)
+    assert set(writer["alone"]) == {"value", "low", "high", "n"}
+    row = document["removed"][0]
+    assert {"k", "value", "low", "high", "n", "random", "others", "difference", "even"} <= set(row)
+    assert set(row["random"]) == {"value", "low", "high", "n"}
+    assert {"sum", "truth", "overlap"} <= set(document["attribution"])
+    assert {"depth", "variance_share", "leading", "dimensions"} <= set(document["carrier"][0])
+    assert {"k", "earlier_removed", "random", "loss_change"} <= set(document["erasure"][0])
+    assert document["readers"]
+    assert document["edges"]
+
+
+def test_the_carrier_of_a_planted_count_is_one_direction(planted: Circuit) -> None:
+    assert planted.leading is not None
+    depth, leading = planted.leading
+    assert leading.value > 0.85
+    assert planted.carrier is not None
+    assert planted.carrier.dimensions[depth] == 1
+
+
+# Refusals
+
+
+def test_wrong_calls_are_refused_before_work(tmp_path: Path) -> None:
+    subject = Subject.of(tiny("llama"), name="tiny")
+    with raises(InputError, where="--rank", got="gradient", remedy="gradients"):
+        pl.circuit(subject, rank="gradient")
+    with raises(InputError, got="3", remedy="--prompts 4"):
+        pl.circuit(subject, prompts=3)
+    with raises(InputError, got="0", remedy="--nodes"):
+        pl.circuit(subject, nodes=0)
+    with raises(UnsupportedError, what="earlier layer", remedy="`posleak trace`"):
+        pl.circuit(Subject.of(tiny("llama", num_hidden_layers=1), name="shallow"), length=N, prompts=8)
+    learned = tiny("gpt2", n_embd=30, n_layer=3, n_head=3, n_inner=41, n_positions=2048)
+    with raises(UnsupportedError, what="borrowed", remedy="`posleak measure`"):
+        pl.circuit(Subject.of(learned, name="learned"), length=N, prompts=8, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_effects_without_controls_say_so() -> None:
+    effect = SetEffect(estimate(0.5, 0.4, 0.6, 16))
+    assert effect.as_row() == {
+        "value": 0.5, "low": 0.4, "high": 0.6, "n": 16, "others": None, "random": None, "difference": None, "draws": (),
+    }  # fmt: skip
