@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posleak.analyses.claims.catalogue import ENOUGH, UNTESTED, Claim, registry
-from posleak.papers import ALL, PAPERS
+from posleak.papers import PAPERS
 from posleak.show.numbers import effect
 from posleak.show.words import MARKS
 
@@ -31,6 +31,7 @@ that it is current.
 ```sh
 posleak claims smollm2-135m               # the paper on position
 posleak claims smollm2-135m --paper all   # all three
+posleak claims smollm2-135m --paper posleak   # claims of our own about the circuit, on as many prompts again
 ```
 
 One rule decides all verdicts. A claim states on which side of "no effect" its effect lies; the verdict follows from the
@@ -50,6 +51,11 @@ The numbering is ours: if a sentence of a paper makes several statements, they a
 The effects below were measured on 16 prompts of 256 random tokens, seed 0. They hold for these models, not for all
 models. To add your own claims, see [extending](extending.md#a-claim).
 """
+
+OWN = """\
+Claims of our own, about the [circuit](definitions.md#which-heads-write-it); `--paper posleak`. `--paper all` leaves
+them out, because the circuit takes longer than all other claims together. An empty cell above is a model on which they
+have not been tested at the settings of this page."""
 
 BEFOREHAND = """\
 ## Fixed before data were seen
@@ -75,13 +81,15 @@ def page(stored: Mapping[str, Any]) -> str:
     """Return the page. `stored`: content of docs/gallery/numbers.json."""
     models = {name: model for entry in stored.values() for name, model in entry.items()}
     results = {name: model["claims"] for name, model in models.items() if "claims" in model}
-    claims = [claim for claim in registry(ALL) if claim.paper is not None]
+    claims = [claim for claim in registry(None) if claim.paper is not None]
     lines = [HEAD, *choices(claims), *summary(claims, results), ""]
     for name, paper in PAPERS.items():
         lines += [
             f"## {paper.title}",
             "",
-            f"[arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}); `--paper {name}`.",
+            OWN
+            if paper.arxiv is None
+            else f"[arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv}); `--paper {name}`.",
             "",
         ]
         for claim in claims:
@@ -110,7 +118,9 @@ def summary(claims: Sequence[Claim], results: Mapping[str, Any]) -> Iterator[str
     yield ""
     rows = []
     for claim in claims:
-        verdicts = (MARKS[by_claim[claim.id]["verdict"]] for by_claim in results.values())
+        verdicts = (
+            MARKS[by_claim[claim.id]["verdict"]] if claim.id in by_claim else "" for by_claim in results.values()
+        )
         rows.append((str(claim.paper), f"{claim.number}. {claim.title}", *verdicts))
     yield from table(("paper", "claim", *results), rows)
 

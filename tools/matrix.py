@@ -1,5 +1,5 @@
-"""Outcomes of the commands on every family: `measure`, with and without metrics, `trace`, `circuit`, `origin`, `claims`,
-`doctor`.
+"""Outcomes of the commands on every family: `measure`, with and without metrics, `trace`, `circuit`, `origin`,
+`claims`, `doctor`.
 
 They run on the tiny models of the census. Each gives a result or a message of posleak; other exceptions are bugs, which
 are not caught here.
@@ -38,7 +38,8 @@ others are not applicable, in most families because a tiny random model has no s
 of metrics of other papers that are defined (`measure --metrics all`), without natural text, which needs a tokenizer.
 `trace`: the parts are earlier, here, origin and left if it `works`, and state as well if it works `with state`, as in
 models with recurrent or convolutional layers. `circuit`: writers, readers and carrier if it `works`; `writers only` if
-the layers exchange several streams, so that there is no direction to erase. A number in brackets refers to the reasons below the table.
+the layers exchange several streams, so that there is no direction to erase. A number in brackets refers to the reasons
+below the table.
 """
 
 

@@ -28,7 +28,7 @@ from posleak.analyses.circuit.ranking import (
     weights_observer,
 )
 from posleak.analyses.circuit.writing import DRAWS, Removal, SetEffect, random_sets, sizes, widened
-from posleak.errors import InputError, RunError, UnsupportedError
+from posleak.errors import InputError, PosleakWarning, RunError, UnsupportedError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate
 from posleak.models import Subject
@@ -167,8 +167,7 @@ def test_random_sets_match_the_layers_and_leave_out_the_chosen_heads() -> None:
         assert not heads & set(chosen)
     assert random_sets(chosen, counts, seed=0) == drawn
     assert random_sets(chosen, counts, seed=1) != drawn
-    crowded = random_sets([(0, 0), (0, 1)], (3,), seed=0)
-    assert all(len(heads) == 2 for heads in crowded), "too few others: all heads of the layer"
+    assert random_sets([(0, 0), (0, 1)], (3,), seed=0) == [], "too few other heads in the layer"
 
 
 def test_sizes_end_below_the_number_of_heads() -> None:
@@ -343,3 +342,33 @@ def test_effects_without_controls_say_so() -> None:
     assert effect.as_row() == {
         "value": 0.5, "low": 0.4, "high": 0.6, "n": 16, "others": None, "random": None, "difference": None, "draws": (),
     }  # fmt: skip
+
+
+# Claims
+
+
+def test_claims_about_a_planted_circuit_are_decided_by_its_numbers(tmp_path: Path) -> None:
+    found = pl.claims(counting(), paper="posleak", length=N, prompts=16, out=tmp_path / "run")
+    results = {result.id: result for result in found.results}
+    stored = Circuit.load(tmp_path / "run")
+    assert stored is not None, "the page shows the circuit, too"
+    chosen, row = stored.writing.of_size(1), stored.erased("erase", 1)
+    assert chosen is not None
+    assert row is not None
+    few, erased = results["circuit.few-heads"], results["circuit.erasure"]
+    assert (few.effect, few.details["heads"]) == (float(chosen.leading.removed.value), 1)
+    assert few.verdict.value == "supported"
+    assert few.details["even"] == chosen.even.removed
+    assert results["circuit.not-any"].verdict.value == "supported"
+    assert results["circuit.one-direction"].verdict.value == "supported"
+    assert erased.effect == row.earlier_removed.value
+
+
+def test_claims_about_a_circuit_that_is_not_there_are_not_applicable() -> None:
+    found = pl.claims(Subject.of(tiny("llama", scale=0.01), name="flat"), paper="posleak", length=N, prompts=16)
+    verdicts = {result.id: result.verdict.value for result in found.results}
+    assert verdicts["circuit.few-heads"] == verdicts["circuit.not-any"] == "not applicable"
+    table = np.random.default_rng(0).integers(3, 90, (16, N))
+    with pytest.warns(PosleakWarning, match="given"):
+        given = pl.claims(Subject.of(tiny("llama"), name="tiny"), table, paper="posleak")
+    assert all("too few prompts" in str(result.reason) for result in given.results)

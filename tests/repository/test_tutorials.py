@@ -114,6 +114,25 @@ def test_settings_print_what_the_library_gives(smollm: Subject) -> None:
 
 
 @pytest.mark.real
+def test_circuit_prints_what_the_library_gives_and_what_was_stored() -> None:
+    lines = list(printed_lines(execute(FOLDER / "circuit.py", lean=True)))
+    stored = stored_lines("circuit")
+    assert len(lines) == len(stored)
+    for line, before in zip(lines[1:], stored[1:]):
+        assert numbers(line.partition("sha256")[0]) == pytest.approx(
+            numbers(before.partition("sha256")[0]), rel=5e-2, abs=0.011
+        )
+    found = pl.circuit("zoo-backcopy-nope", length=64, prompts=48)
+    assert all(sentence in lines for sentence in found.sentences)
+    (writer, _) = found.writing.writers
+    assert writer.alone is not None
+    assert_shows(line_with(lines, f"writer {writer.name}").replace(" alone", ""), writer.alone)
+    row = found.erased("erase", 1)
+    assert row is not None
+    assert_shows(line_with(lines, row.edit).partition(" of what")[0], row.earlier_removed)
+
+
+@pytest.mark.real
 def test_your_own_prints_what_the_library_gives_and_what_was_stored() -> None:
     lines = list(printed_lines(execute(FOLDER / "your_own.py", lean=True)))
     stored = stored_lines("your_own")

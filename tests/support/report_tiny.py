@@ -182,7 +182,7 @@ def made_up_erasure(estimate: Callable[[float, float], Estimate]) -> tuple[Erase
         random = method == "random"
         share, loss = estimate(0.02 if random else 0.7 + 0.05 * k, 0.08), estimate(0.001 if random else 0.02 * k, 0.01)
         control = None if random else estimate(0.02, 0.08)
-        rows.append(Erased(method, k, f"position={method}:{k}", share, share, estimate(0.1, 0.05), loss, loss, control))
+        rows.append(Erased(method, k, f"position={method}:{k}", share, share, estimate(0.1, 0.05), loss, "text:stdlib", control))
     return tuple(rows)
 
 

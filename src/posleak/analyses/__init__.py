@@ -1,1 +1,1 @@
-"""Questions asked of a model, one folder each, all built on `runs`: trace, origin, doctor, claims, advise."""
+"""Questions asked of a model, one folder each, all built on `runs`: trace, circuit, origin, doctor, claims, advise."""

@@ -44,7 +44,7 @@ def of_run(view: RunView) -> dict[str, Figure]:
             figures["circuit-spectrum"] = spectrum(carrier)
     if any(math.isfinite(row.earlier_removed.value) for row in circuit.erasure):
         figures["circuit-erasure"] = erasure(circuit.erasure)
-    if any(row.loss_change is not None for row in circuit.erasure):
+    if circuit.erasure:
         figures["circuit-loss"] = loss(circuit.erasure)
     return figures
 

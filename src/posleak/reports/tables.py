@@ -31,7 +31,7 @@ CURVE_UNITS = {"attention_0": SHARE_UNIT, "mean": "nats", "power": POWER_UNIT}
 LOSS_UNIT = "nats per token"
 ERASED_UNITS = {
     "earlier_removed": SHARE_UNIT, "even": SHARE_UNIT, "random": SHARE_UNIT, "left": POWER_UNIT,
-    "loss_change": LOSS_UNIT, "loss_change_end": LOSS_UNIT,
+    "loss_change": LOSS_UNIT,
 }  # fmt: skip
 """Quantities of an erasure and their units; `even` is `earlier_removed`, evenly weighted."""
 

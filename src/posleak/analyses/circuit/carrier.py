@@ -119,6 +119,11 @@ class Carrier:
             positions=positions, fit=FitFacts.of(fit),
         )  # fmt: skip
 
+    @property
+    def significant(self) -> list[int]:
+        """The depths after the embedding at which the positional share of the variance is significantly above 0."""
+        return [int(depth) for depth in np.flatnonzero(np.isfinite(self.leading.value)) if depth > 0]
+
     def as_list(self) -> list[dict[str, Any]]:
         """Return one JSON object per depth."""
         rows: list[dict[str, Any]] = plain(

@@ -19,6 +19,7 @@ import numpy as np
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.defaults import CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES
 from posleak.edits.context import Branches
+from posleak.edits.direction import ERASE
 from posleak.errors import CheckError, InputError, UnsupportedError, did_you_mean, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs, is_source_name
@@ -116,8 +117,8 @@ class Circuit:
         return depth, self.carrier.leading[depth]
 
     def erased(self, method: str, k: int) -> Erased | None:
-        """Return the row of one erasure."""
-        return next((row for row in self.erasure if (row.method, row.k) == (method, k)), None)
+        """Return the row of one erasure at every depth."""
+        return next((row for row in self.erasure if row.edit == f"position={method}:{k}"), None)
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
@@ -160,6 +161,9 @@ def _sentences(circuit: Circuit) -> Iterator[str]:
     first = f"{heads} {verb} for {estimate(effect.removed, 'share')} of the position that earlier layers pass on"
     first += f", {k} random heads of the same layers for {estimate(effect.random, 'share')}" if effect.random else ""
     yield f"{first} (n = {effect.removed.n})."
+    even = chosen.even.removed
+    if even.low > effect.removed.high or even.high < effect.removed.low:
+        yield f"Evenly weighted, they {verb} for {estimate(even, 'share')}."
     if not writing.reached:
         yield f"No set of up to {k} heads removes 90% of it."
     if effect.others is not None:
@@ -172,6 +176,11 @@ def _sentences(circuit: Circuit) -> Iterator[str]:
         random = "" if row.random is None else f", erasing a random one {estimate(row.random, 'share')}"
         loss = f"; the loss on {row.loss_inputs} changes by {estimate(row.loss_change)} nats per token"
         yield f"Erasing that direction at every depth removes {estimate(row.earlier_removed, 'share')}{random}{loss}."
+    for row in circuit.erasure:
+        if row.method == ERASE and "@" in row.edit:
+            removed, loss = estimate(row.earlier_removed, "share"), estimate(row.loss_change)
+            where = "only at depths with a significant positional share"
+            yield f"Erasing it {where} (`{row.edit}`) removes {removed}; the loss changes by {loss} nats per token."
 
 
 def _redundancy(others: Estimate) -> str:
@@ -269,7 +278,9 @@ def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NOD
     carrier: Carrier | None = None
     rows: tuple[Erased, ...] = ()
     try:
-        carrier, rows = Carrier.measure(conditions, fit_of(conditions)), erasure(conditions, trace)
+        carrier = Carrier.measure(conditions, fit_of(conditions))
+        some = carrier.significant
+        rows = erasure(conditions, trace, some if len(some) < len(carrier.dimensions) - 1 else ())
     except UnsupportedError as error:
         warnings.append(f"the direction that carries position is left out: {error}")
     for note in warnings:

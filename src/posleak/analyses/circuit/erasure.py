@@ -13,6 +13,7 @@ model without a tokenizer for text reads the prompts of the baseline instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from posleak.analyses.trace.trace import Trace
 from posleak.defaults import TEXT_INPUTS
 from posleak.edits.base import NamedEdit
 from posleak.edits.direction import ERASE, LEACE, RANDOM, PositionEdit
+from posleak.edits.scope import Scope
 from posleak.errors import InputError
 from posleak.inputs import Prompts, prepare
 from posleak.inputs.source import parse
@@ -64,13 +66,28 @@ class Erased:
         return {LEADING: self.earlier_removed, EVEN: self.even}
 
 
-def erasure(conditions: Conditions, trace: Trace) -> tuple[Erased, ...]:
-    """Measure the conditions of METHODS, or load them; `trace`: of the same conditions."""
+def erasure(conditions: Conditions, trace: Trace, depths: Sequence[int] = ()) -> tuple[Erased, ...]:
+    """Measure the conditions of METHODS, or load them; `trace`: of the same conditions.
+
+    depths: also erase one direction at these depths only
+    """
     text = loss_prompts(conditions)
     before = losses(conditions, text)
-    rows = [_erased(conditions, trace, PositionEdit(method, k), text, before) for method, k in METHODS]
+    edits = [PositionEdit(method, k) for method, k in METHODS]
+    if depths:
+        scope = Scope.parse(
+            ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans(depths))
+        )
+        edits.insert(1, PositionEdit(ERASE, 1, scope=scope))
+    rows = [_erased(conditions, trace, edit, text, before) for edit in edits]
     random = {row.k: row.earlier_removed for row in rows if row.method == RANDOM}
     return tuple(row if row.method == RANDOM else replace(row, random=random[row.k]) for row in rows)
+
+
+def spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return increasing numbers as ranges of consecutive ones: their first and last number."""
+    breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
+    return [(int(part[0]), int(part[-1])) for part in np.split(np.asarray(numbers), breaks)]
 
 
 def _erased(

@@ -5,9 +5,9 @@ after the first, the attribution of head h is
 
     a_h = − ∫ ∂P/∂α_h dx  at α = (x, …, x), x from 0 to 1,   Σ_h a_h = P(no head) − P(all heads)
 
-with Gauss-Legendre nodes in √x, because P falls steeply near 0. P is quadratic in the totals t_b of prompts, without
-terms of one prompt with itself. Its derivative is that of Σ_b g_b · t_b with g_b = 2 w (Σ_c t_c − t_b) / (n (n − 1)): a
-first pass computes the totals of all prompts, a second one the derivatives, batch by batch.
+with Gauss-Legendre nodes. P is quadratic in the totals t_b of the prompts, without terms of one prompt with itself. Its
+derivative is that of Σ_b g_b · t_b with g_b = 2 w (Σ_c t_c − t_b) / (n (n − 1)): a first pass computes the totals of
+all prompts, a second one the derivatives, batch by batch.
 
 Attributions are only an order. What is claimed is measured by intervention on other prompts (writing.py).
 """
@@ -112,8 +112,8 @@ def rank(
 
     keep_graph: keep the whole graph of a pass; otherwise every layer is computed again in the backward pass
     """
-    t, node_weights = leggauss(nodes)
-    x, node_weights = ((t + 1) / 2) ** 2, node_weights * (t + 1) / 2  # dx = 2t dt, on the interval 0 … 1
+    x, node_weights = leggauss(nodes)
+    x, node_weights = (x + 1) / 2, node_weights / 2
     shape, attention = (len(passes.heads), max(passes.heads)), weights_observer(passes)
     share = torch.from_numpy(x).float()[:, None, None].expand(-1, *shape).clone()
     ends = torch.stack([torch.zeros(shape), torch.ones(shape)])

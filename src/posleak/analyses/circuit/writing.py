@@ -31,7 +31,9 @@ SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
 """Sizes k of the sets of heads."""
 
 CONTROLLED = (1, 3, 8)
-"""Sizes that random sets are drawn for, besides the number of writers."""
+"""Sizes that random sets are drawn for, besides the number of writers; MANY heads need no sets of one."""
+
+MANY = 60
 
 DRAWS = 8
 """Random sets of each size."""
@@ -42,7 +44,7 @@ MOST_REMOVED = 0.9
 SHOWN = 8
 """Number of readers, and largest number of writers whose edges are reported."""
 
-MOST_ALONE = 16
+MOST_ALONE = 12
 """Largest number of writers that are measured alone."""
 
 
@@ -53,7 +55,7 @@ class SetEffect:
     removed      by the first k heads of the ranking
     others       by all heads but these; None: not measured
     random       mean over random sets of k heads, matched by layer; its interval covers prompts and draws; None: none
-                 were drawn
+                 were drawn, or a layer has too few other heads
     difference   removed − random
     draws        by each random set
     """
@@ -212,11 +214,8 @@ def evidence(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace
     removed = {k: float(Removal(study, none, every).of(heads).value) for k, heads in tops.items()}
     reaching = [k for k in tops if removed[k] >= MOST_REMOVED]
     count = reaching[0] if reaching else 0 if np.isnan(removed[1]) else max(tops)
-    controlled = {
-        k: random_sets(order[:k], study.passes.heads, seed)
-        for k in tops
-        if k == count or (k in CONTROLLED and k < count)
-    }
+    drawn_for = {count, *(k for k in CONTROLLED if k < count and (k > 1 or len(order) < MANY))}
+    controlled = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in drawn_for}
     study.measure([every - tops[k] for k in tops if k <= count], "all heads but the first")
     study.measure([drawn for sets in controlled.values() for drawn in sets], "random heads")
     alone = [frozenset([head]) for head in order[: min(count, MOST_ALONE)]]
@@ -280,20 +279,18 @@ def widened(estimate: Estimate, spread: float) -> Estimate:
 
 
 def random_sets(heads: Sequence[tuple[int, int]], counts: Sequence[int], seed: int) -> list[Heads]:
-    """Return DRAWS sets with as many heads in every layer as `heads` has.
+    """Return DRAWS sets with as many heads in every layer as `heads` has, drawn from the other heads of the layer.
 
-    They are drawn from the other heads of the layer; from all of its heads if there are too few others.
-    counts: number of heads of every attention call
+    Return none if a layer has too few other heads. counts: number of heads of every attention call
     """
     generator, needed = np.random.default_rng([seed, len(heads)]), Counter(call for call, _ in heads)
+    others = {call: [head for head in range(counts[call]) if (call, head) not in heads] for call in sorted(needed)}
+    if any(len(pool) < needed[call] for call, pool in others.items()):
+        return []
 
     def drawn() -> Heads:
-        chosen = set[tuple[int, int]]()
-        for call, count in sorted(needed.items()):
-            others = [head for head in range(counts[call]) if (call, head) not in heads]
-            pool = others if len(others) >= count else range(counts[call])
-            chosen |= {(call, int(head)) for head in generator.choice(pool, count, replace=False)}
-        return frozenset(chosen)
+        chosen = ((call, generator.choice(pool, needed[call], replace=False)) for call, pool in others.items())
+        return frozenset((call, int(head)) for call, some in chosen for head in some)
 
     return [drawn() for _ in range(DRAWS)]
 
@@ -318,10 +315,11 @@ def _writers(
 
 
 def _readers(trace: Trace) -> tuple[Reader, ...]:
-    """Return the heads with the largest power of the source `earlier`."""
+    """Return the heads with the largest power of the source `earlier`, of those for which it is significant."""
     heads, ids = trace.heads["all"], trace.ordinary.summary.layer_ids
     power, share = heads.power["earlier"], heads.share["earlier"]
-    value = np.nan_to_num(np.asarray(power.value), nan=-np.inf)
+    value = np.where(np.asarray(power.low) > 0, power.value, -np.inf)
+    value[0] = -np.inf  # the first layer reads no earlier one
     order = [divmod(int(at), value.shape[1]) for at in np.argsort(-value, axis=None, kind="stable")[:SHOWN]]
     return tuple(Reader(ids[c], c, h, power[c, h], share[c, h]) for c, h in order if np.isfinite(value[c, h]))
 

@@ -27,7 +27,7 @@ import numpy as np
 from posleak.errors import InputError, did_you_mean
 from posleak.leakage import Estimate
 from posleak.leakage.summary import EVEN
-from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers, register
+from posleak.papers import PAPERS, POSITION, Paper, named_papers, register
 from posleak.plugins import load_plugins, reject_builtin_name
 from posleak.typed import Number
 
@@ -268,11 +268,11 @@ def untestable(number: int, id: str, title: str, sentence: str, reason: str, *, 
     register_test(lambda lab: Finding.not_applicable(reason))
 
 
-def registry(paper: str = POSITION) -> list[Claim]:
-    """Return the claims of a paper, or of all papers (`all`), by number, followed by your own claims from plugins."""
+def registry(paper: str | None = POSITION) -> list[Claim]:
+    """Return the claims of a paper, of all papers (`all`), or all claims (None), by number; then those of plugins."""
     from . import papers  # noqa: F401  registers the claims of the papers
 
     load_plugins()
-    order = [*(PAPERS if paper == ALL else named_papers(paper)), None]
+    order = [*(PAPERS if paper is None else named_papers(paper)), None]
     chosen = [claim for claim in REGISTRY.values() if claim.paper in order]
     return sorted(chosen, key=lambda claim: (order.index(claim.paper), claim.number))

@@ -21,7 +21,7 @@ from posleak.errors import PosleakError, RunError, is_recoverable, warn
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.models import AnyModel
-from posleak.papers import ALL, PAPERS, POSITION, Paper, named_papers
+from posleak.papers import PAPERS, POSITION, Paper, named_papers
 from posleak.runs.run import Run, describe_run
 from posleak.show.unexpected import describe_unexpected
 from posleak.signatures import checked
@@ -132,7 +132,7 @@ def examined(lab: Lab, paper: str = POSITION) -> ClaimsRun:
         for result in examine(lab, [claim for claim in chosen if claim.id not in results]):
             results[result.id] = result
             if folder is not None:
-                FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, _ordered(results, registry(ALL))))
+                FINDINGS.write(folder / CLAIMS_FILE, Findings(run.record.digest, _ordered(results, registry(None))))
         if folder is not None and any(claim.paper == POSITION for claim in chosen):
             _store_origin(lab, folder, run.record.digest)
         return ClaimsRun(run, _ordered(results, chosen))

@@ -1,0 +1,115 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation: {extension: .py, format_name: percent}
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # The circuit of position: which heads write it, what carries it, who reads it
+#
+# For a researcher who knows from `posleak trace` that earlier layers write position, and who wants to know how. You
+# find the whole circuit of a small model in seconds, check it by erasing its direction, and see what changes in a
+# large one.
+
+# %%
+import posleak as pl
+from posleak.show.numbers import estimate
+
+subject = pl.load("zoo-backcopy-nope")  # ships with posleak: two layers, two heads each, no position encoding
+print(subject.identity.short())
+
+# %% [markdown]
+# This model has no position encoding at all. It was trained to copy tokens backwards, a task that needs positions.
+# All it can know of position comes from the causal mask.
+#
+# ## Where does position come from?
+
+# %%
+trace = pl.trace(subject, length=64, prompts=24)
+for source in trace.sources:
+    share = estimate(trace.model["all"].share[source], "share")
+    print(f"{source}: {share} of the leakage, n = {trace.ordinary.prompts}")
+
+# %% [markdown]
+# Most of the leakage was written by an earlier layer, and is read from the residual stream.
+#
+# ## Which heads write it?
+#
+# `circuit` ranks all heads by integrated gradients on one half of the prompts. On the other half it tests the first
+# heads by intervention: in these heads alone, every query also sees keys of another document, so that it sees equally
+# many keys at every position. What disappears in later layers was written by these heads.
+
+# %%
+circuit = pl.circuit(subject, length=64, prompts=48)
+for sentence in circuit.sentences:
+    print(sentence)
+
+# %%
+for row in circuit.writing.removed:
+    effect = row.leading
+    others = "not measured" if effect.others is None else estimate(effect.others, "share")
+    print(f"set of {row.k}: {estimate(effect.removed, 'share')} removed; all other heads: {others}")
+for writer in circuit.writing.writers:
+    print(f"writer {writer.name}: {estimate(writer.alone, 'share')} alone")
+
+# %% [markdown]
+# Both heads of layer 0 write position, and neither is enough: what they write together is more than the sum of what
+# they write alone. The other heads, those of layer 1, write nothing that a later layer could read, because there is
+# none.
+#
+# ## What carries it?
+#
+# Directions of the residual stream that carry position are fitted on further prompts. The share of the positional
+# variance along the first one is measured on the prompts of the trace.
+
+# %%
+carrier = circuit.carrier
+for depth in range(len(carrier.dimensions)):
+    share, leading = (estimate(x[depth], "share") for x in (carrier.share, carrier.leading))
+    print(f"depth {depth}: {share} of the variance is positional, {leading} of that along one direction")
+
+# %% [markdown]
+# Depth 0 is the embedding: it holds no position, so that there is nothing to carry (–). Layer 0 writes position into
+# the stream, mostly along one direction. This is its coefficient at some positions:
+
+# %%
+for at in (0, 2, 5, 10, len(carrier.positions) - 1):
+    print(f"position {carrier.positions[at]}: {estimate(carrier.curve[1, at])}")
+
+# %% [markdown]
+# ## Erase it
+#
+# If the direction carries position, erasing it must remove the leakage, and erasing a random direction must not.
+
+# %%
+for row in circuit.erasure:
+    print(f"{row.edit}: {estimate(row.earlier_removed, 'share')} of what earlier layers pass on is removed")
+
+# %% [markdown]
+# The erasures are ordinary [edits](../edits.md), with directions that every run fits on prompts of its own and
+# records by their hash. So the leakage of the model without the direction is a measurement like any other:
+
+# %%
+erased = pl.measure(subject, length=64, prompts=24, edits="position=erase:1")
+before, after = (run.summary.model["all"].power["total"] for run in (trace.ordinary, erased))
+print(f"leakage {estimate(before)} nats² before, {estimate(after)} nats² after, n = {after.n}")
+print(erased.record.touched[0].words)
+
+# %% [markdown]
+# ## A large model
+#
+# The same call on a pretrained model takes longer (12 minutes for SmolLM2-135M on two cores), and the answer is less
+# clean:
+#
+# ```python
+# circuit = pl.circuit("smollm2-135m", out="runs/circuit")  # an interrupted run resumes
+# pl.report(circuit, "circuit.html")                        # the circuit as a drawing
+# ```
+#
+# Read three numbers before any other. *others*, what all heads except the writers remove: if it is large, other heads
+# can take over, and the writers are sufficient but not necessary. *random*, what as many random heads of the same
+# layers remove: a set is special only if it removes clearly more. *overlap*, how many of the first heads a ranking on
+# the other half of the prompts shares: a list of heads that changes with the prompts is not a circuit. The
+# [definitions](../definitions.md#which-heads-write-it) have the formulas, and the [gallery](../gallery/index.md) has
+# a page of a real model.
