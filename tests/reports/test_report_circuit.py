@@ -122,6 +122,7 @@ def test_sentences_warnings_and_every_interval_are_said(circuit: Circuit, text: 
     assert all(sentence in said for sentence in circuit.sentences)
     assert re.search(r'class="sentence">([^<]*)<', text)[1] == circuit.sentences[0]  # type: ignore[index]
     assert f'role="note">{html.escape(HOSTILE)}' in text
+    assert HOSTILE not in text, "not even in the source of the prompts of the loss"
     writers = words(text.split('data-table="writers"')[1].split("</table>")[0])
     measured = [head.alone for head in circuit.writing.writers if head.alone is not None]
     assert len(measured) == len(circuit.writing.writers) - 1
@@ -232,7 +233,9 @@ def test_figures_have_the_numbers_of_the_circuit(circuit: Circuit, folder: Path)
     erased = line("circuit-erasure", "erased")
     assert erased["x"] == [row.earlier_removed.value for row in circuit_figures.erasures(circuit.erasure)]
     loss = line("circuit-loss", "random directions")
-    assert loss["x"] == [r.loss_change.value for k in (1, 2, 1) if (r := circuit.erased("random", k)) and r.loss_change]
+    assert loss["x"] == [r.loss_change.value for k in (1, 1, 2, 1) if (r := circuit.erased("random", k)) is not None]
+    labels = figures["circuit-erasure"]["layout"]["yaxis"]["ticktext"]
+    assert len(set(labels)) == len(labels) == 4, "an erasure at some depths has a name of its own"
 
 
 def test_the_drawing_has_every_writer_reader_depth_and_edge(circuit: Circuit) -> None:
@@ -253,6 +256,17 @@ def test_the_drawing_has_every_writer_reader_depth_and_edge(circuit: Circuit) ->
     assert faint
     assert len(faint) < len(drawing.links)
     assert all(0 <= node.x <= drawing.width and 0 <= node.y <= drawing.height for node in drawing.nodes)
+
+
+def test_an_edge_that_increases_the_leakage_is_marked_and_in_the_legend(circuit: Circuit, text: str) -> None:
+    below = Estimate(np.asarray(-0.2), np.asarray(-0.3), np.asarray(-0.1), circuit.trace.ordinary.prompts)
+    edge = replace(circuit.writing.edges[0], removed=below, share=below)
+    negative = replace(circuit, writing=replace(circuit.writing, edges=(edge,)))
+    (link,) = drawn(negative).links
+    assert link.marks == "negative"
+    (view,), _ = gather([negative])
+    assert "increases the leakage" in section(Page.of([view]).html())
+    assert "increases the leakage" not in text
 
 
 def test_an_edge_without_a_share_is_faint(circuit: Circuit) -> None:

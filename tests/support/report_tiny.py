@@ -176,13 +176,14 @@ def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carr
 
 
 def made_up_erasure(estimate: Callable[[float, float], Estimate]) -> tuple[Erased, ...]:
-    """Return one row per method; the loss is measured."""
+    """Return one row per edit, one of which is at some depths only; the source of the loss is a script."""
     rows = []
-    for method, k in (("erase", 1), ("erase", 2), ("leace", 1), ("random", 1), ("random", 2)):
-        random = method == "random"
+    for text in ("erase:1", "erase:1@1-2", "erase:2", "leace:1", "random:1", "random:2"):
+        method, k, random = text.split(":")[0], int(text.split(":")[1][0]), text.startswith("random")
         share, loss = estimate(0.02 if random else 0.7 + 0.05 * k, 0.08), estimate(0.001 if random else 0.02 * k, 0.01)
         control = None if random else estimate(0.02, 0.08)
-        rows.append(Erased(method, k, f"position={method}:{k}", share, share, estimate(0.1, 0.05), loss, "text:stdlib", control))
+        powers, edit = (share, share, estimate(0.1, 0.05)), f"position={text}"
+        rows.append(Erased(method, k, edit, *powers, loss, f"text:{HOSTILE}", control))
     return tuple(rows)
 
 

@@ -262,10 +262,10 @@ def attach(
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the module list of the decoder that has the most parameters, for every family; empty if there is none.
 
-    transformers knows the text decoder of a multimodal model.
+    transformers knows the text decoder of a multimodal model; in a few families it returns the language-model head.
     """
-    decoder = model.get_decoder()
-    lists = [module for module in decoder.modules() if isinstance(module, torch.nn.ModuleList)]
+    decoders = (part.modules() for part in (model.get_decoder(), model))
+    lists = next(filter(None, ([m for m in modules if isinstance(m, torch.nn.ModuleList)] for modules in decoders)), [])
     size = {id(layers): sum(parameter.numel() for parameter in layers.parameters()) for layers in lists}
     return list(max(lists, key=lambda layers: size[id(layers)], default=()))
 

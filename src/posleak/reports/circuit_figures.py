@@ -44,7 +44,7 @@ def of_run(view: RunView) -> dict[str, Figure]:
             figures["circuit-spectrum"] = spectrum(carrier)
     if any(math.isfinite(row.earlier_removed.value) for row in circuit.erasure):
         figures["circuit-erasure"] = erasure(circuit.erasure)
-    if circuit.erasure:
+    if any(math.isfinite(row.loss_change.value) for row in circuit.erasure):
         figures["circuit-loss"] = loss(circuit.erasure)
     return figures
 
@@ -66,7 +66,8 @@ def erasures(rows: Sequence[Erased]) -> list[Erased]:
 
 
 def erasure_name(row: Erased) -> str:
-    return f"{METHOD_NAMES.get(row.method, row.method)}, k = {row.k}"
+    """Return a short name of an erasure; that at some depths only is written as such."""
+    return f"{METHOD_NAMES.get(row.method, row.method)}, k = {row.k}" + (", some depths" if "@" in row.edit else "")
 
 
 def removed(circuit: Circuit) -> Figure:
