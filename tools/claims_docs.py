@@ -79,8 +79,8 @@ Such a choice can favour a verdict, even if nobody intends it. LOG.md and CHANGE
 
 def page(stored: Mapping[str, Any]) -> str:
     """Return the page. `stored`: content of docs/gallery/numbers.json."""
-    models = {name: model for entry in stored.values() for name, model in entry.items()}
-    results = {name: model["claims"] for name, model in models.items() if "claims" in model}
+    models = [model for entry in stored.values() for model in entry.items()]
+    results = {name: model["claims"] for name, model in models if "claims" in model}
     claims = [claim for claim in registry(None) if claim.paper is not None]
     lines = [HEAD, *choices(claims), *summary(claims, results), ""]
     for name, paper in PAPERS.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import posleak as pl
+from posleak.analyses.circuit.circuit import Circuit
 from posleak.analyses.claims.catalogue import ClaimResult
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.trace.trace import CAUSES, Trace
@@ -57,6 +58,7 @@ class Entry:
     about: str
     claims: bool = False
     by_layer: bool = False
+    circuit: bool = False
     length: int = 256
     prompts: int = 16
 
@@ -72,6 +74,11 @@ ENTRIES = (
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
           "Qwen2.5-Coder-1.5B-Instruct: larger, with a large RoPE base. It was trained without a BOS token; here every "
           "prompt starts with the BOS token of its config (`--bos auto`). 8 prompts.", prompts=8),
+    Entry("circuit", ("smollm2-135m",),
+          "The circuit of position in SmolLM2-135M-Instruct: the heads that write position, the direction that carries "
+          "it and the heads that read it ([tutorial](../tutorials/circuit.ipynb)). Half of 48 prompts rank the heads; "
+          "the other half are the evidence below.",
+          circuit=True, length=128, prompts=48),
     Entry("zoo", ZOO,
           "The twelve small models that ship with posleak, side by side; each differs from `rope` in one setting "
           "([the zoo](../zoo.md)). The model without position encoding (`nope`) can infer position from masks only: it "
@@ -86,14 +93,19 @@ class ModelResults:
 
     trace: Trace | Run
     claims: ClaimsRun | None = None
+    circuit: Circuit | None = None
 
 
 def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
     """Measure everything that the page shows, in folders below `runs`."""
     results: list[ModelResults] = []
     for name in entry.models:
-        subject, folder = pl.load(name, progress=progress), runs / name
+        subject, folder = pl.load(name, progress=progress), folder_of(entry, name, runs)
         options: dict[str, Any] = {"length": entry.length, "prompts": entry.prompts, "out": folder}
+        if entry.circuit:
+            circuit = pl.circuit(subject, progress=progress, **options)
+            results.append(ModelResults(circuit.trace, circuit=circuit))
+            continue
         try:
             trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, progress=progress, **options)
         except (UnsupportedError, InputError):  # a borrowed context is not defined for learned positions
@@ -103,6 +115,11 @@ def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
             write_json(folder / DOCTOR_FILE, plain(pl.doctor(subject)))
         results.append(ModelResults(trace, claims))
     return results
+
+
+def folder_of(entry: Entry, name: str, runs: Path) -> Path:
+    """Return the folder of a model's measurements."""
+    return runs / (f"{name}-circuit" if entry.circuit else name)
 
 
 def numbers(results: Sequence[ModelResults]) -> dict[str, Any]:
@@ -119,6 +136,8 @@ def numbers(results: Sequence[ModelResults]) -> dict[str, Any]:
             model["even"] = _shares_and_total(read.norms[EVEN], None if traced is None else traced.norms[EVEN])
         if each.claims is not None:
             model["claims"] = {result.id: _claim_row(result) for result in each.claims.results}
+        if each.circuit is not None:
+            model["sentences"] = each.circuit.sentences
         by_model[run.name] = plain(model)
     return by_model
 
@@ -147,7 +166,8 @@ def index(stored: dict[str, dict[str, Any]]) -> str:
     for entry in ENTRIES:
         if entry.name in stored:
             prompts = f"{entry.about} Prompts of {entry.length} tokens."
-            lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "",
+            said = [f"- {line}" for model in stored[entry.name].values() for line in model.get("sentences", ())]
+            lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "", *said, *[""][: len(said)],
                       *_tables(stored[entry.name]), ""]  # fmt: skip
     lines += [
         "Leakage: power in nats², all queries, mean over heads and layers, weighted by attention; evenly weighted if "
@@ -204,7 +224,7 @@ def generate(entry: Entry, folder: Path, runs: Path) -> None:
     """Write one page with its numbers, and the index."""
     folder.mkdir(parents=True, exist_ok=True)
     results = measure(entry, runs, lambda status: print(f"{entry.name}: {status}", flush=True))
-    pl.report([runs / name for name in entry.models], folder / f"{entry.name}.html")
+    pl.report([folder_of(entry, name, runs) for name in entry.models], folder / f"{entry.name}.html")
     stored = json.loads((folder / NUMBERS).read_text(encoding="utf-8")) if (folder / NUMBERS).exists() else {}
     stored[entry.name] = numbers(results)
     write_json(folder / NUMBERS, stored)

@@ -137,6 +137,23 @@ def test_weights_of_the_model_need_gradients_again_afterwards() -> None:
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
+def test_gradients_of_a_narrow_model_are_computed_in_float32(planted: Circuit) -> None:
+    model: Any = counting().model
+    model.to(torch.bfloat16)
+    found = pl.circuit(Subject.of(model, name="narrow"), length=N, prompts=32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}, "restored"
+    assert abs(found.writing.attribution.error) < 0.1
+    assert [writer.name for writer in found.writing.writers] == [writer.name for writer in planted.writing.writers]
+
+
+def test_a_model_without_gradients_is_told_to_intervene() -> None:
+    model: Any = tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.forward = torch.no_grad()(layer.self_attn.o_proj.forward)
+    with raises(UnsupportedError, where="packed", what="gradients", remedy="--rank intervene"):
+        rank(passes(Subject.of(model, name="packed"), count=3), quiet, nodes=1)
+
+
 def test_the_power_of_totals_is_that_of_their_products() -> None:
     what = study(Subject.of(tiny("mistral"), name="tiny"), count=6)
     what.measure([NONE], "none")
@@ -275,6 +292,12 @@ def test_a_changed_step_is_rejected_and_a_changed_result_too(tmp_path: Path) -> 
     path.write_text(path.read_text().replace('"reached": true', '"reached": false'))
     with raises(RunError, where=str(path)):
         Circuit.load(tmp_path / "run")
+
+
+def test_a_circuit_of_another_trace_is_not_shown_as_its_own(tmp_path: Path, planted: Circuit) -> None:
+    pl.circuit(counting(), length=N, prompts=8, out=tmp_path / "run", nodes=1)
+    with raises(RunError, where=CIRCUIT_FILE, what="another measurement", remedy="--fresh"):
+        Circuit.load(tmp_path / "run", planted.trace)
 
 
 def test_fresh_discards_steps(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from posleak.analyses.circuit.carrier import Carrier, FitFacts
-from posleak.analyses.circuit.circuit import CIRCUIT_FILE, SEALED, Circuit, CircuitFile, CircuitParts
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, SEALED, Circuit, CircuitFile, CircuitParts, circuit_digest
 from posleak.analyses.circuit.erasure import Erased
 from posleak.analyses.circuit.writing import Attribution, Edge, Reader, RemovedBySize, SetEffect, Writer, Writing
 from posleak.analyses.claims.examination import claims
@@ -193,5 +193,7 @@ def with_circuit(folder: Path, **changes: Any) -> Circuit:
     assert trace is not None
     circuit = replace(made_up_circuit(trace), **changes)
     parts = CircuitParts(circuit.writing, circuit.carrier, circuit.erasure, circuit.warnings)
-    SEALED.write(folder / CIRCUIT_FILE, CircuitFile("0" * 64, parts))
+    ranking = circuit.writing.attribution
+    digest = circuit_digest(trace, ranking.method, ranking.nodes)
+    SEALED.write(folder / CIRCUIT_FILE, CircuitFile(digest, parts))
     return circuit

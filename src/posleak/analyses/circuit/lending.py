@@ -24,6 +24,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.axes import HEAD, LAYER, OFFSET, PROMPT, QUERY
+from posleak.edits.base import NamedEdit
 from posleak.edits.context import LendByHead
 from posleak.errors import CheckError
 from posleak.inputs import Prompts
@@ -44,7 +45,7 @@ Heads = frozenset[tuple[int, int]]
 TOKENS_WITH_GRAPH = 1024
 """Tokens per pass whose graph is kept for derivatives."""
 
-COPIES = 14
+COPIES = 24
 """Largest number of sets that one pass measures."""
 
 ROW_COPIES = 8
@@ -90,6 +91,7 @@ class LendingPasses:
 
     heads      number of heads of each attention call;  layer_ids: the model's layer id of each
     apart      each copy of a prompt is a sequence of its own
+    edits      further edits of the passes
     """
 
     subject: Subject
@@ -99,6 +101,7 @@ class LendingPasses:
     heads: tuple[int, ...]
     layer_ids: tuple[int, ...]
     apart: bool
+    edits: tuple[NamedEdit, ...] = ()
 
     def share(self, sets: Sequence[Heads]) -> Tensor:
         """Return the shares of lent keys [C, L, H]: 1 for the heads of a set, 0 for all others."""
@@ -129,7 +132,8 @@ class LendingPasses:
         """
         edit, collector = LendByHead(share, self.apart), Collector(partial(total_of_copies, plan=self.plan))
         chunks = []
-        with exclusive(self.subject.model), attach(self.subject.model, [collector, *more], [edit]) as probe:
+        edits = [*self.edits, edit]
+        with exclusive(self.subject.model), attach(self.subject.model, [collector, *more], edits) as probe:
             for batch, ids in self.batches(edit):
                 progress(f"prompts {batch.start + 1} to {batch.stop} of {len(self.indices)}")
                 probe.forward(ids)

@@ -34,6 +34,7 @@ from posleak.arrays import Array
 from posleak.axes import HEAD, LAYER, OFFSET, PROMPT
 from posleak.defaults import NODES
 from posleak.edits.context import LendByHead
+from posleak.errors import UnsupportedError
 from posleak.leakage import attention_by_offset
 from posleak.leakage.dataset import stack_calls
 from posleak.leakage.power import unbiased
@@ -177,23 +178,36 @@ def derivatives(
 ) -> Float64[np.ndarray, "C L H"]:
     """Return the derivative of Σ cotangent · total with respect to the shares."""
     share = share.clone().requires_grad_()
-    edits, collector = [LendByHead(share, passes.apart)], Collector(partial(total_of_copies, plan=passes.plan))
+    edit, collector = LendByHead(share, passes.apart), Collector(partial(total_of_copies, plan=passes.plan))
     gradient, model = torch.zeros_like(share, dtype=torch.float64), passes.subject.model
     with ExitStack() as stack:
         stack.enter_context(exclusive(model))
         stack.enter_context(frozen_weights(model))
-        probe = stack.enter_context(attach(model, [collector], edits))
+        probe = stack.enter_context(attach(model, [collector], [*passes.edits, edit]))
         if not keep_graph:
             stack.enter_context(recomputing(probe))
-        for batch, ids in passes.batches(edits[-1], TOKENS_WITH_GRAPH):
+        for batch, ids in passes.batches(edit, TOKENS_WITH_GRAPH):
             progress(f"ranking, gradients: prompts {batch.start + 1} to {batch.stop} of {len(passes.indices)}")
             probe.forward(ids, grad=True)
             g = torch.from_numpy(cotangent[batch.start : batch.stop]).flatten(0, 1)  # [BC, L, H, Q, D]
             layers = enumerate(collector.collect())
             objective = sum((x.nan_to_num() * g[:, call, : x.shape[1]].to(x)).sum().to(share) for call, x in layers)
-            gradient += torch.autograd.grad(cast("Tensor", objective), share)[0].double()
+            gradient += differentiated(cast("Tensor", objective), share, passes.subject.identity.name)
             collector.collect()  # of layers that were computed again
     return gradient.numpy()
+
+
+def differentiated(objective: Tensor, share: Float[Tensor, "C L H"], name: str) -> Float64[Tensor, "C L H"]:
+    """Return the derivative; raise an UnsupportedError if the model computes with operations that have none."""
+    try:
+        return torch.autograd.grad(objective, share)[0].double()
+    except RuntimeError as error:
+        if not any(word in str(error) for word in ("grad", "derivative", "autograd")):
+            raise
+        raise UnsupportedError(
+            "heads cannot be ranked by gradients: the model computes with operations that have none, as with packed "
+            "weights", where=name, got=str(error).splitlines()[0], remedy="use --rank intervene",
+        ) from error  # fmt: skip
 
 
 @contextmanager

@@ -19,16 +19,23 @@ import numpy as np
 from scipy.special import stdtrit
 
 from posleak.analyses.trace.trace import Trace
+from posleak.errors import CheckError
 from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import EVEN, LEADING
+from posleak.leakage.summary import EVEN, LEADING, Products
+from posleak.rounding import AGREE
 from posleak.typed import Number
 
 from .lending import Heads, LendingStudy
 from .ranking import Ranking
 
-SIZES = (1, 2, 3, 5, 8, 13, 21, 34)
-"""Sizes k of the sets of heads."""
+AT_ONCE = (1, 2, 3, 5, 8), (13, 21), (34,)
+"""Sizes k of the sets of heads; larger ones are only measured if no smaller one removes MOST_REMOVED."""
+
+SIZES = tuple(k for some in AT_ONCE for k in some)
+
+LEAST_COMPLEMENT = 3
+"""Smallest set whose complement is measured, unless the writers are fewer."""
 
 CONTROLLED = (1, 3, 8)
 """Sizes that random sets are drawn for, besides the number of writers; MANY heads need no sets of one."""
@@ -44,7 +51,7 @@ MOST_REMOVED = 0.9
 SHOWN = 8
 """Number of readers, and largest number of writers whose edges are reported."""
 
-MOST_ALONE = 12
+MOST_ALONE = 10
 """Largest number of writers that are measured alone."""
 
 
@@ -208,15 +215,20 @@ def evidence(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace
 
     other: the ranking on the prompts of the study, for the overlap only;  trace: on the prompts of the study
     """
-    order, every = ranking.order, study.passes.every_head
-    none, tops = frozenset[tuple[int, int]](), {k: frozenset(order[:k]) for k in sizes(len(order))}
-    study.measure([none, every, *tops.values()], "first heads")
+    order, every, none = ranking.order, study.passes.every_head, frozenset[tuple[int, int]]()
+    tops, reached = dict[int, Heads](), False
+    for some in AT_ONCE:
+        more = {k: frozenset(order[:k]) for k in sizes(len(order)) if k in some and not reached}
+        study.measure([none, every, *more.values()], "first heads")
+        tops |= more
+        reached |= any(Removal(study, none, every).of(heads).value >= MOST_REMOVED for heads in more.values())
+    _require_branches(study, trace, none, every)
     removed = {k: float(Removal(study, none, every).of(heads).value) for k, heads in tops.items()}
-    reaching = [k for k in tops if removed[k] >= MOST_REMOVED]
-    count = reaching[0] if reaching else 0 if np.isnan(removed[1]) else max(tops)
+    count = next((k for k in tops if removed[k] >= MOST_REMOVED), 0 if np.isnan(removed[1]) else max(tops))
     drawn_for = {count, *(k for k in CONTROLLED if k < count and (k > 1 or len(order) < MANY))}
     controlled = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in drawn_for}
-    study.measure([every - tops[k] for k in tops if k <= count], "all heads but the first")
+    complements = {k: every - tops[k] for k in tops if min(count, LEAST_COMPLEMENT) <= k <= count}
+    study.measure(complements.values(), "all heads but the first")
     study.measure([drawn for sets in controlled.values() for drawn in sets], "random heads")
     alone = [frozenset([head]) for head in order[: min(count, MOST_ALONE)]]
     study.measure(alone, "single heads")
@@ -224,17 +236,14 @@ def evidence(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace
     rows = [
         RemovedBySize(
             k,
-            *(
-                removal.effect(heads, every - heads if k <= count else None, controlled.get(k, ()))
-                for removal in removals
-            ),
+            *(removal.effect(heads, complements.get(k), controlled.get(k, ())) for removal in removals),
         )
         for k, heads in tops.items()
     ]
     readers = _readers(trace)
     return Writing(
         len(order), Attribution.of(ranking, other), tuple(rows),
-        _writers(ranking, order[:count], study.passes.layer_ids, removals, alone), bool(reaching), readers,
+        _writers(ranking, order[:count], study.passes.layer_ids, removals, alone), reached, readers,
         tuple(_edges(study, none, every, alone[:SHOWN], readers)),
     )  # fmt: skip
 
@@ -339,3 +348,20 @@ def _edges(
                 removed = before - after
                 edges.append(Edge(w, r, removed.estimate, removed.over(before - least).estimate))
     return edges
+
+
+def _require_branches(study: LendingStudy, trace: Trace, none: Heads, every: Heads) -> None:
+    """Raise a CheckError unless lending in no head and in all heads gives the branches A and B of the trace."""
+    data, bound = trace.branches.data, max(AGREE.of(study.passes.subject.dtype), AGREE.float32)
+    weight = study.weight
+    for heads, name in ((none, "total_a"), (every, "direct")):
+        x = data[name].where(data["pairs"]) if name in data else trace.components[name]
+        expected = Products.by_queries({"total": x.transpose("prompt", "layer", "head", "query", "offset")}, weight, ())
+        one, other = study.by_head(heads), expected["all"].own["total"]
+        gap = float(np.nanmax(np.abs(one - other)) / np.nanmax(np.abs(other)))
+        if not gap <= bound:
+            raise CheckError(
+                "lending by head disagrees with the branches of the trace", where=study.passes.subject.identity.name,
+                got=f"{gap:.1e}, relative", expected=f"at most {bound:.1e}",
+                remedy="please report it: results for this model would be wrong",
+            )  # fmt: skip
