@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 import posleak as pl
 from posleak.analyses.circuit import Circuit
 from posleak.analyses.circuit.circuit import CIRCUIT_FILE
-from posleak.analyses.circuit.lending import LendingPasses, LendingStudy
+from posleak.analyses.circuit.lending import NO_HEAD, LendingPasses, LendingStudy
 from posleak.analyses.circuit.ranking import (
     Ranking,
     derivatives,
@@ -40,8 +40,6 @@ from support.errors import raises
 from support.families import tiny
 from tools.shrink import tiny_model
 
-NONE: frozenset[tuple[int, int]] = frozenset()
-
 
 def estimate(value: float, low: float, high: float, n: int) -> Estimate:
     return Estimate(np.array(value), np.array(low), np.array(high), n)
@@ -61,7 +59,7 @@ def passes(subject: Subject, inputs: str = "random", count: int = 12, length: in
 def study(subject: Subject, **more: Any) -> LendingStudy:
     those = passes(subject, **more)
     attention = weights_observer(those)
-    those.totals(those.share([NONE]), quiet, [attention])
+    those.totals(those.share([NO_HEAD]), quiet, [attention])
     weight = xr.DataArray(stacked(attention, those), dims=("prompt", "layer", "head", "offset"))
     return LendingStudy(those, weight, None, "test", quiet)
 
@@ -79,9 +77,9 @@ def test_no_head_removes_nothing_and_all_heads_everything(family: str, seed: int
     """L14, exactly: the value and every replicate; with seeds for which what is removed is significant."""
     what = study(Subject.of(tiny(family, seed=seed), name=family), count=24)
     every = what.passes.every_head
-    what.measure([NONE, every], "ends")
-    removal = Removal(what, NONE, every)
-    for heads, share in ((NONE, 0.0), (every, 1.0)):
+    what.measure([NO_HEAD, every], "ends")
+    removal = Removal(what)
+    for heads, share in ((NO_HEAD, 0.0), (every, 1.0)):
         removed = removal.sampled(heads)
         assert float(removed.value) == share
         assert set(removed.samples.tolist()) == {share}
@@ -92,7 +90,7 @@ def test_a_set_is_measured_once_and_agrees_with_a_measurement() -> None:
     subject = Subject.of(tiny("llama"), name="tiny")
     what = study(subject, count=6)
     chosen = frozenset({(0, 1), (1, 2)})
-    what.measure([chosen, NONE], "some")
+    what.measure([chosen, NO_HEAD], "some")
     asked: dict[str, Any] = {"length": N, "prompts": 6}
     plain = pl.measure(subject, **asked)
     run = pl.measure(subject, **asked, edits="context=borrowed@0.1,1.2")
@@ -156,11 +154,11 @@ def test_a_model_without_gradients_is_told_to_intervene() -> None:
 
 def test_the_power_of_totals_is_that_of_their_products() -> None:
     what = study(Subject.of(tiny("mistral"), name="tiny"), count=6)
-    what.measure([NONE], "none")
-    totals = what.passes.totals(what.passes.share([NONE]), quiet)[:, 0]
+    what.measure([NO_HEAD], "none")
+    totals = what.passes.totals(what.passes.share([NO_HEAD]), quiet)[:, 0]
     from posleak.leakage.power import unbiased
 
-    assert power(totals, weights(totals, what.weight.values)) == pytest.approx(float(unbiased(what.later(NONE), 6)))
+    assert power(totals, weights(totals, what.weight.values)) == pytest.approx(float(unbiased(what.later(NO_HEAD), 6)))
 
 
 def test_a_ranking_orders_heads_that_exist() -> None:

@@ -141,6 +141,19 @@ class Call:
             bias=self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, heads],
         )
 
+    def select_pairs(self, chosen: Bool[Tensor, "B H"]) -> Call:
+        """Return the chosen heads of the chosen prompts as the heads of one prompt; all prompts see the same keys."""
+        prompts, heads = chosen.nonzero(as_tuple=True)
+        shared, bias = heads // (self.heads // self.key.shape[1]), self.bias
+        return replace(
+            self,
+            query=self.query[prompts, heads][None],
+            key=self.key[prompts, shared][None],
+            value=self.value[prompts, shared][None],
+            s_aux=None if self.s_aux is None else self.s_aux[heads],
+            bias=None if bias is None else bias.expand(*chosen.shape, -1, -1)[prompts, heads][None],
+        )
+
     def logits(self, rows: Int[Tensor, "P"] | slice, keys: slice = slice(None)) -> Float[Tensor, "B H P keys"]:
         """Compute s_ij of the chosen queries in at least float32: scaled, soft-capped and biased, but not masked."""
         q, k = self.query[:, :, rows], self.key[:, :, keys]
@@ -181,25 +194,25 @@ def attend(call: Call) -> Float[Tensor, "B H T Ev"]:
 def _with_lending(call: Call, lending: Lending) -> Float[Tensor, "B H T Ev"]:
     """Mix attention to own keys and attention to own and lent keys; shares 0 and 1 are exact.
 
-    The second kernel is called only for heads with a share above 0, the first only for heads with a share below 1.
+    Each of the two kernels is called only where its output is used.
     """
-    some, all_ = (lending.share > 0).any(0), (lending.share == 1).all(0)
-    own = _at_heads(replace(call, visibility=lending.own, lending=None), ~all_)
-    if not bool(some.any()):
-        return own
-    lent = _at_heads(replace(call, lending=None), some)
-    share = lending.share[..., None, None].to(own)
-    mixed = own + share * (lent - own)
-    return torch.where(share == 1, lent, mixed)
+    share = lending.share.expand(call.query.shape[0], -1)
+    own = _attend_where(replace(call, visibility=lending.own, lending=None), share < 1)
+    lent = _attend_where(replace(call, lending=None), share > 0)
+    share = share[..., None, None].to(own)
+    return torch.where(share == 1, lent, own + share * (lent - own))
 
 
-def _at_heads(call: Call, chosen: Bool[Tensor, "H"]) -> Float[Tensor, "B H T Ev"]:
-    """Compute attention of the chosen heads; 0 for the others."""
+def _attend_where(call: Call, chosen: Bool[Tensor, "B H"]) -> Float[Tensor, "B H T Ev"]:
+    """Compute attention of the chosen prompts and heads; 0 for the others."""
     if bool(chosen.all()):
         return _attend(call)
     out = call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-    if bool(chosen.any()):
-        out[:, chosen] = _attend(call.select_heads(chosen))
+    if bool((chosen == chosen[:1]).all()):  # the same heads of every prompt; possibly none
+        if bool(chosen.any()):
+            out[:, chosen[0]] = _attend(call.select_heads(chosen[0]))
+    else:
+        out[chosen] = _attend(call.select_pairs(chosen))[0]
     return out
 
 

@@ -42,6 +42,8 @@ from posleak.runs.spec import TOKENS_AT_ONCE, batches
 Heads = frozenset[tuple[int, int]]
 """A set of heads, each an attention call and the index of a head in it."""
 
+NO_HEAD: Heads = frozenset()
+
 TOKENS_WITH_GRAPH = 1024
 """Tokens per pass whose graph is kept for derivatives."""
 

@@ -42,7 +42,7 @@ from posleak.models import exclusive
 from posleak.probe import Call, Collector, Probe, attach
 from posleak.probe.attachment import decoder_layers
 
-from .lending import TOKENS_WITH_GRAPH, LendingPasses, LendingStudy, total_of_copies
+from .lending import NO_HEAD, TOKENS_WITH_GRAPH, LendingPasses, LendingStudy, total_of_copies
 
 GRADIENTS, INTERVENE = METHODS = ("gradients", "intervene")
 """Rank by integrated gradients, or by lending in every head alone."""
@@ -133,15 +133,14 @@ def rank(
 
 def rank_by_intervention(study: LendingStudy) -> Ranking:
     """Rank the heads by lending in every head alone: P(no head) − P(the head)."""
-    passes, attention = study.passes, weights_observer(study.passes)
-    none, every = frozenset[tuple[int, int]](), passes.every_head
-    passes.totals(passes.share([none]), study.progress, [attention])
+    passes, attention, every = study.passes, weights_observer(study.passes), study.passes.every_head
+    passes.totals(passes.share([NO_HEAD]), study.progress, [attention])
     dims = (PROMPT, LAYER, HEAD, OFFSET)
     study = replace(study, weight=xr.DataArray(stacked(attention, passes), dims=dims))
     singles = {head: frozenset([head]) for head in sorted(every)}
-    study.measure([none, every, *singles.values()], "ranking")
+    study.measure([NO_HEAD, every, *singles.values()], "ranking")
     n = len(passes.indices)
-    before, least = (float(unbiased(study.later(heads), n)) for heads in (none, every))
+    before, least = (float(unbiased(study.later(heads), n)) for heads in (NO_HEAD, every))
     attribution = np.full((len(passes.heads), max(passes.heads)), np.nan)
     for head, heads in singles.items():
         attribution[head] = before - float(unbiased(study.later(heads), n))

@@ -26,7 +26,7 @@ from posleak.leakage.summary import EVEN, LEADING, Products
 from posleak.rounding import AGREE
 from posleak.typed import Number
 
-from .lending import Heads, LendingStudy
+from .lending import NO_HEAD, Heads, LendingStudy
 from .ranking import Ranking
 
 AT_ONCE = (1, 2, 3, 5, 8), (13, 21), (34,)
@@ -210,42 +210,60 @@ def sizes(heads: int) -> list[int]:
     return [k for k in SIZES if k < heads] or [1]
 
 
+@dataclass(frozen=True)
+class MeasuredSets:
+    """The sets that a study has measured, by size k: the first k heads, all others, and random sets.
+
+    alone   the first writers, each as a set;  count: number of writers;  reached: whether they remove MOST_REMOVED
+    """
+
+    tops: dict[int, Heads]
+    others: dict[int, Heads]
+    random: dict[int, list[Heads]]
+    alone: list[Heads]
+    count: int
+    reached: bool
+
+
 def evidence(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace, seed: int) -> Writing:
     """Measure the writers of a ranking on the prompts of the study, with controls, readers and edges.
 
     other: the ranking on the prompts of the study, for the overlap only;  trace: on the prompts of the study
     """
-    order, every, none = ranking.order, study.passes.every_head, frozenset[tuple[int, int]]()
-    tops, reached = dict[int, Heads](), False
-    for some in AT_ONCE:
-        more = {k: frozenset(order[:k]) for k in sizes(len(order)) if k in some and not reached}
-        study.measure([none, every, *more.values()], "first heads")
-        tops |= more
-        reached |= any(Removal(study, none, every).of(heads).value >= MOST_REMOVED for heads in more.values())
-    _require_branches(study, trace, none, every)
-    removed = {k: float(Removal(study, none, every).of(heads).value) for k, heads in tops.items()}
-    count = next((k for k in tops if removed[k] >= MOST_REMOVED), 0 if np.isnan(removed[1]) else max(tops))
-    drawn_for = {count, *(k for k in CONTROLLED if k < count and (k > 1 or len(order) < MANY))}
-    controlled = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in drawn_for}
-    complements = {k: every - tops[k] for k in tops if min(count, LEAST_COMPLEMENT) <= k <= count}
-    study.measure(complements.values(), "all heads but the first")
-    study.measure([drawn for sets in controlled.values() for drawn in sets], "random heads")
-    alone = [frozenset([head]) for head in order[: min(count, MOST_ALONE)]]
-    study.measure(alone, "single heads")
-    removals = [Removal(study, none, every, norm) for norm in (LEADING, EVEN)]
+    order = ranking.order
+    sets = measured_sets(study, order, seed)
+    _require_branches(study, trace)
+    removals = [Removal(study, norm) for norm in (LEADING, EVEN)]
     rows = [
-        RemovedBySize(
-            k,
-            *(removal.effect(heads, complements.get(k), controlled.get(k, ())) for removal in removals),
-        )
-        for k, heads in tops.items()
+        RemovedBySize(k, *(removal.effect(heads, sets.others.get(k), sets.random.get(k, ())) for removal in removals))
+        for k, heads in sets.tops.items()
     ]
     readers = _readers(trace)
     return Writing(
         len(order), Attribution.of(ranking, other), tuple(rows),
-        _writers(ranking, order[:count], study.passes.layer_ids, removals, alone), reached, readers,
-        tuple(_edges(study, none, every, alone[:SHOWN], readers)),
+        _writers(ranking, order[: sets.count], study.passes.layer_ids, removals, sets.alone), sets.reached, readers,
+        tuple(_edges(study, sets.alone[:SHOWN], readers)),
     )  # fmt: skip
+
+
+def measured_sets(study: LendingStudy, order: Sequence[tuple[int, int]], seed: int) -> MeasuredSets:
+    """Measure the first heads of an order, more of them until they remove MOST_REMOVED, then the controls."""
+    removal, tops, reaching = Removal(study), dict[int, Heads](), list[int]()
+    for some in AT_ONCE:
+        more = {k: frozenset(order[:k]) for k in sizes(len(order)) if k in some and not reaching}
+        study.measure([NO_HEAD, study.passes.every_head, *more.values()], "first heads")
+        tops |= more
+        reaching += [k for k, heads in more.items() if removal.of(heads).value >= MOST_REMOVED]
+    defined = bool(np.isfinite(removal.of(tops[1]).value))
+    count = reaching[0] if reaching else max(tops) if defined else 0
+    others = {k: study.passes.every_head - tops[k] for k in tops if min(count, LEAST_COMPLEMENT) <= k <= count}
+    sizes_of_random = {count, *(k for k in CONTROLLED if k < count and (k > 1 or len(order) < MANY))}
+    random = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in sizes_of_random}
+    alone = [frozenset([head]) for head in order[: min(count, MOST_ALONE)]]
+    study.measure(others.values(), "all heads but the first")
+    study.measure([drawn for draws in random.values() for drawn in draws], "random heads")
+    study.measure(alone, "single heads")
+    return MeasuredSets(tops, others, random, alone, count, bool(reaching))
 
 
 @dataclass(frozen=True)
@@ -253,14 +271,13 @@ class Removal:
     """removed(Ω) of sets that a study has measured, in one norm; all are paired."""
 
     study: LendingStudy
-    none: Heads
-    every: Heads
     norm: str = LEADING
 
     def sampled(self, heads: Heads) -> Sampled:
         """Return removed(Ω) with its replicates; NaN where P(∅) − P(all heads) is not significantly above 0."""
         jackknife = Jackknife(len(self.study.passes.indices))
-        before, after, least = (jackknife.inner(self.study.later(x, self.norm)) for x in (self.none, heads, self.every))
+        sets = NO_HEAD, heads, self.study.passes.every_head
+        before, after, least = (jackknife.inner(self.study.later(x, self.norm)) for x in sets)
         return (before - after).over(before - least)
 
     def of(self, heads: Heads) -> Estimate:
@@ -333,28 +350,25 @@ def _readers(trace: Trace) -> tuple[Reader, ...]:
     return tuple(Reader(ids[c], c, h, power[c, h], share[c, h]) for c, h in order if np.isfinite(value[c, h]))
 
 
-def _edges(
-    study: LendingStudy, none: Heads, every: Heads, writers: Sequence[Heads], readers: Sequence[Reader]
-) -> list[Edge]:
+def _edges(study: LendingStudy, writers: Sequence[Heads], readers: Sequence[Reader]) -> list[Edge]:
     """Return the edges from every writer to every reader of a later layer."""
     jackknife, edges = Jackknife(len(study.passes.indices)), []
     for w, writer in enumerate(writers):
         ((written, _),) = writer
         for r, reader in enumerate(readers):
             if reader.call > written:
-                before, after, least = (
-                    jackknife.inner(study.by_head(x)[reader.call, reader.head]) for x in (none, writer, every)
-                )
+                sets = NO_HEAD, writer, study.passes.every_head
+                before, after, least = (jackknife.inner(study.by_head(x)[reader.call, reader.head]) for x in sets)
                 removed = before - after
                 edges.append(Edge(w, r, removed.estimate, removed.over(before - least).estimate))
     return edges
 
 
-def _require_branches(study: LendingStudy, trace: Trace, none: Heads, every: Heads) -> None:
+def _require_branches(study: LendingStudy, trace: Trace) -> None:
     """Raise a CheckError unless lending in no head and in all heads gives the branches A and B of the trace."""
     data, bound = trace.branches.data, max(AGREE.of(study.passes.subject.dtype), AGREE.float32)
     weight = study.weight
-    for heads, name in ((none, "total_a"), (every, "direct")):
+    for heads, name in ((NO_HEAD, "total_a"), (study.passes.every_head, "direct")):
         x = data[name].where(data["pairs"]) if name in data else trace.components[name]
         expected = Products.by_queries({"total": x.transpose("prompt", "layer", "head", "query", "offset")}, weight, ())
         one, other = study.by_head(heads), expected["all"].own["total"]
