@@ -27,7 +27,7 @@ from posleak.files import write_atomically, write_json
 from posleak.leakage import Estimate
 from posleak.leakage.sampled import LabelledEstimate
 from posleak.leakage.summary import EVEN, Decomposition
-from posleak.papers import ALL
+from posleak.papers import ALL, OWN_CLAIMS
 from posleak.reports.gather import DOCTOR_FILE
 from posleak.runs.run import Run
 from posleak.show.numbers import NAN, estimate
@@ -74,10 +74,10 @@ ENTRIES = (
     Entry("qwen2.5-coder-1.5b", ("qwen2.5-coder-1.5b",),
           "Qwen2.5-Coder-1.5B-Instruct: larger, with a large RoPE base. It was trained without a BOS token; here every "
           "prompt starts with the BOS token of its config (`--bos auto`). 8 prompts.", prompts=8),
-    Entry("circuit", ("smollm2-135m",),
-          "The circuit of position in SmolLM2-135M-Instruct: the heads that write position, the direction that carries "
-          "it and the heads that read it ([tutorial](../tutorials/circuit.ipynb)). Half of 48 prompts rank the heads; "
-          "the other half are the evidence below.",
+    Entry("circuit", ("smollm2-135m", "gemma3-270m"),
+          "The circuit of position: the heads that write position, the direction that carries it and the heads that "
+          "read it ([tutorial](../tutorials/circuit.ipynb)), and our own claims about it. One half of 48 prompts ranks "
+          "the heads; the other half, n = 24, evaluates the ranking.",
           circuit=True, length=128, prompts=48),
     Entry("zoo", ZOO,
           "The twelve small models that ship with posleak, side by side; each differs from `rope` in one setting "
@@ -104,7 +104,9 @@ def measure(entry: Entry, runs: Path, progress: OnStatus) -> list[ModelResults]:
         options: dict[str, Any] = {"length": entry.length, "prompts": entry.prompts, "out": folder}
         if entry.circuit:
             circuit = pl.circuit(subject, progress=progress, **options)
-            results.append(ModelResults(circuit.trace, circuit=circuit))
+            evaluated = options | {"prompts": circuit.trace.ordinary.prompts}
+            own_claims = pl.claims(subject, paper=OWN_CLAIMS, progress=progress, **evaluated)
+            results.append(ModelResults(circuit.trace, own_claims, circuit))
             continue
         try:
             trace: Trace | Run = pl.trace(subject, by_layer=entry.by_layer, progress=progress, **options)
@@ -166,7 +168,8 @@ def index(stored: dict[str, dict[str, Any]]) -> str:
     for entry in ENTRIES:
         if entry.name in stored:
             prompts = f"{entry.about} Prompts of {entry.length} tokens."
-            said = [f"- {line}" for model in stored[entry.name].values() for line in model.get("sentences", ())]
+            said = [f"- {name}: {' '.join(model['sentences'])}" for name, model in stored[entry.name].items()
+                    if "sentences" in model]  # fmt: skip
             lines += [f"## [{entry.name}]({entry.name}.html)", "", prompts, "", *said, *[""][: len(said)],
                       *_tables(stored[entry.name]), ""]  # fmt: skip
     lines += [

@@ -38,7 +38,7 @@ for source in trace.sources:
 #
 # `circuit` ranks all heads by integrated gradients on one half of the prompts. On the other half it tests the first
 # heads by intervention: in these heads alone, every query also sees keys of another document, so that it sees equally
-# many keys at every position. What disappears in later layers was written by these heads.
+# many keys at every position. The leakage of later layers that disappears was caused by these heads.
 
 # %%
 circuit = pl.circuit(subject, length=64, prompts=48)
@@ -49,18 +49,18 @@ for sentence in circuit.sentences:
 for row in circuit.writing.removed:
     effect = row.leading
     others = "not measured" if effect.others is None else estimate(effect.others, "share")
-    print(f"set of {row.k}: {estimate(effect.removed, 'share')} removed; all other heads: {others}")
+    shares = f"{estimate(effect.removed, 'share')} removed; all other heads: {others}"
+    print(f"set of {row.k}: {shares}; n = {effect.removed.n}")
 for writer in circuit.writing.writers:
-    print(f"writer {writer.name}: {estimate(writer.alone, 'share')} alone")
+    print(f"writer {writer.name}: {estimate(writer.alone, 'share')} alone, n = {writer.alone.n}")
 
 # %% [markdown]
-# Both heads of layer 0 write position, and neither is enough: what they write together is more than the sum of what
-# they write alone. The other heads, those of layer 1, write nothing that a later layer could read, because there is
-# none.
+# Both heads of layer 0 write position. Neither is sufficient alone: together they remove more than the sum of their
+# single shares. Heads of layer 1 cannot be writers, because no later layer reads their output.
 #
 # ## What carries it?
 #
-# Directions of the residual stream that carry position are fitted on further prompts. The share of the positional
+# Directions of the residual stream that carry position are fitted on separate prompts. The share of the positional
 # variance along the first one is measured on the prompts of the trace.
 
 # %%
@@ -71,7 +71,7 @@ for depth in range(len(carrier.dimensions)):
 
 # %% [markdown]
 # Depth 0 is the embedding: it holds no position, so that there is nothing to carry (–). Layer 0 writes position into
-# the stream, mostly along one direction. This is its coefficient at some positions:
+# the stream, mostly along one direction. The mean coefficient along this direction, at some positions:
 
 # %%
 for at in (0, 2, 5, 10, len(carrier.positions) - 1):
@@ -84,10 +84,11 @@ for at in (0, 2, 5, 10, len(carrier.positions) - 1):
 
 # %%
 for row in circuit.erasure:
-    print(f"{row.edit}: {estimate(row.earlier_removed, 'share')} of what earlier layers pass on is removed")
+    removed = row.earlier_removed
+    print(f"{row.edit}: {estimate(removed, 'share')} of the leakage from earlier layers is removed, n = {removed.n}")
 
 # %% [markdown]
-# The erasures are ordinary [edits](../edits.md), with directions that every run fits on prompts of its own and
+# The erasures are ordinary [edits](../edits.md), with directions that every run fits on separate prompts and
 # records by their hash. So the leakage of the model without the direction is a measurement like any other:
 
 # %%
@@ -99,7 +100,7 @@ print(erased.record.touched[0].words)
 # %% [markdown]
 # ## A large model
 #
-# The same call on a pretrained model takes longer (12 minutes for SmolLM2-135M on two cores), and the answer is less
+# The same call on a pretrained model takes longer (11 minutes for SmolLM2-135M on two cores), and the answer is less
 # clean:
 #
 # ```python
@@ -107,9 +108,8 @@ print(erased.record.touched[0].words)
 # pl.report(circuit, "circuit.html")                        # the circuit as a drawing
 # ```
 #
-# Read three numbers before any other. *others*, what all heads except the writers remove: if it is large, other heads
-# can take over, and the writers are sufficient but not necessary. *random*, what as many random heads of the same
-# layers remove: a set is special only if it removes clearly more. *overlap*, how many of the first heads a ranking on
-# the other half of the prompts shares: a list of heads that changes with the prompts is not a circuit. The
-# [definitions](../definitions.md#which-heads-write-it) have the formulas, and the [gallery](../gallery/index.md) has
-# a page of a real model.
+# Check three numbers first. *others*: the share that all heads except the first k remove. If it is large, the first k
+# heads do not write position alone. *random*: the share that k random heads of the same layers remove. It should be
+# clearly smaller. *overlap*: the share of the first k heads that the rankings on both halves of the prompts have in
+# common. If it is small, the ranking depends on the prompts. The [definitions](../definitions.md#which-heads-write-it)
+# have the formulas, and the [gallery](../gallery/circuit.html) has the circuits of two real models.

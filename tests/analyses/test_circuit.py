@@ -11,30 +11,43 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from scipy.special import stdtrit
 from scipy.stats import spearmanr
 
 import posleak as pl
 from posleak.analyses.circuit import Circuit
 from posleak.analyses.circuit.circuit import CIRCUIT_FILE
-from posleak.analyses.circuit.lending import NO_HEAD, LendingPasses, LendingStudy
+from posleak.analyses.circuit.lending import (
+    NO_HEAD,
+    TOKENS_WITH_GRAPH,
+    LendingPasses,
+    LendingStudy,
+    circuit_plan,
+    copies_at_once,
+    tokens_after_donor,
+)
 from posleak.analyses.circuit.ranking import (
     Ranking,
     derivatives,
     power,
     rank,
     rank_by_intervention,
-    stacked,
+    recomputing,
     weights,
-    weights_observer,
 )
-from posleak.analyses.circuit.writing import DRAWS, Removal, SetEffect, random_sets, sizes, widened
-from posleak.errors import InputError, PosleakWarning, RunError, UnsupportedError
+from posleak.analyses.circuit.writing import DRAWS, SetEffect, random_sets, require_branches, set_effect, sizes
+from posleak.edits.context import LendByHead
+from posleak.edits.direction import PositionEdit
+from posleak.errors import CheckError, InputError, PosleakWarning, RunError, UnsupportedError
 from posleak.inputs import prepare
 from posleak.leakage import Estimate
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.attachment import decoder_layers
-from posleak.runs.conditions import STEPS
+from posleak.runs.folder import STEPS
+from posleak.runs.memory import ModelSizes
+from posleak.runs.run import Run
+from posleak.runs.spec import TOKENS_AT_ONCE
 from support.circuit_tiny import LENGTH as N, counting
 from support.errors import raises
 from support.families import tiny
@@ -53,15 +66,12 @@ def passes(subject: Subject, inputs: str = "random", count: int = 12, length: in
     layers, heads = subject.identity.layers, subject.identity.heads
     base = prepare(subject, inputs, length=length, seed=0)
     plan = default_plan(length)
-    return LendingPasses(subject, plan, base, range(count), (heads,) * layers, tuple(range(layers)), False)
+    return LendingPasses(subject, plan, base, range(count), (heads,) * layers, False)
 
 
 def study(subject: Subject, **more: Any) -> LendingStudy:
     those = passes(subject, **more)
-    attention = weights_observer(those)
-    those.totals(those.share([NO_HEAD]), quiet, [attention])
-    weight = xr.DataArray(stacked(attention, those), dims=("prompt", "layer", "head", "offset"))
-    return LendingStudy(those, weight, None, "test", quiet)
+    return LendingStudy(those, those.weight(), None, "test", quiet)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +88,8 @@ def test_no_head_removes_nothing_and_all_heads_everything(family: str, seed: int
     what = study(Subject.of(tiny(family, seed=seed), name=family), count=24)
     every = what.passes.every_head
     what.measure([NO_HEAD, every], "ends")
-    removal = Removal(what)
     for heads, share in ((NO_HEAD, 0.0), (every, 1.0)):
-        removed = removal.sampled(heads)
+        _, removed = what.removed(heads)
         assert float(removed.value) == share
         assert set(removed.samples.tolist()) == {share}
 
@@ -101,6 +110,14 @@ def test_a_set_is_measured_once_and_agrees_with_a_measurement() -> None:
     assert len(what._measured) == before
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+def test_the_weights_of_a_ranking_are_those_of_a_measurement(family: str) -> None:
+    subject = Subject.of(tiny(family), name="tiny")
+    run = pl.measure(subject, length=N, prompts=6)
+    weight = passes(subject, count=6).weight()
+    assert np.nanmax(np.abs(weight.values - run.data["weight"].values)) < 1e-6
+
+
 # Ranking
 
 
@@ -110,10 +127,10 @@ def test_gradients_rank_heads_as_lending_in_each_alone(name: str, inputs: str) -
     subject = pl.load(name)
     those = passes(subject, inputs, count=24, length=48)
     by_gradient = rank(those, quiet)
-    by_lending = rank_by_intervention(LendingStudy(those, None, None, "test", quiet))  # type: ignore[arg-type]
+    by_lending = rank_by_intervention(LendingStudy(those, xr.DataArray(), None, "test", quiet))
     assert by_gradient.truth == pytest.approx(by_lending.truth, rel=1e-3)
     assert abs(by_gradient.error) < 0.1
-    assert spearmanr(by_gradient.attribution.ravel(), by_lending.attribution.ravel()).statistic >= 0.9
+    assert spearmanr(by_gradient.heads.ravel(), by_lending.heads.ravel()).statistic >= 0.9
 
 
 def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
@@ -126,6 +143,45 @@ def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
     assert again == pytest.approx(kept, rel=1e-4, abs=1e-5)
     assert float(np.abs(kept).max()) > 0.1
     assert not any("forward" in vars(layer) for layer in decoder_layers(subject.model)), "layers are restored"
+
+
+def test_a_forward_that_was_replaced_before_is_restored() -> None:
+    """accelerate replaces `forward` of layers to move tensors between devices."""
+    subject = Subject.of(tiny("llama"), name="tiny")
+    layers = decoder_layers(subject.model)
+    own = layers[1].forward
+    calls = list[int]()
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    layers[1].forward = replaced
+    rank(passes(subject, count=3), quiet, nodes=1, keep_graph=False)
+    assert layers[1].forward is replaced
+    assert "forward" not in vars(layers[0])
+    assert calls
+
+
+def test_low_memory_recomputes_layers_unless_the_model_computes_its_own_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used, forward = list[Any](), recomputing
+
+    def counted(probe: Any) -> Any:
+        used.append(probe)
+        return forward(probe)
+
+    monkeypatch.setattr("posleak.analyses.circuit.ranking.recomputing", counted)
+
+    def graph(sizes: ModelSizes, tokens: int, item: int, *, whole: bool = True) -> int:
+        return 2**60 if whole else 0
+
+    monkeypatch.setattr(ModelSizes, "graph", graph)
+    pl.circuit(counting(), length=N, prompts=8)
+    assert used
+    with raises(InputError, what="the circuit needs more memory", remedy="--rank intervene"):
+        pl.circuit(Subject.of(tiny_model("gptj"), name="own"), length=N, prompts=8)
 
 
 def test_weights_of_the_model_need_gradients_again_afterwards() -> None:
@@ -155,18 +211,41 @@ def test_a_model_without_gradients_is_told_to_intervene() -> None:
 def test_the_power_of_totals_is_that_of_their_products() -> None:
     what = study(Subject.of(tiny("mistral"), name="tiny"), count=6)
     what.measure([NO_HEAD], "none")
-    totals = what.passes.totals(what.passes.share([NO_HEAD]), quiet)[:, 0]
-    from posleak.leakage.power import unbiased
-
-    assert power(totals, weights(totals, what.weight.values)) == pytest.approx(float(unbiased(what.later(NO_HEAD), 6)))
+    totals = what.passes.totals(what.passes.shares_of([NO_HEAD]), quiet)[:, 0]
+    assert power(totals, weights(totals, what.weight.values)) == pytest.approx(float(what.power(NO_HEAD).value))
 
 
 def test_a_ranking_orders_heads_that_exist() -> None:
     ranking = Ranking("gradients", np.array([[0.1, 0.5], [0.3, np.nan]]), 1.0, 4, 5)
     assert ranking.order == [(0, 1), (1, 0), (0, 0)]
     other = Ranking("gradients", np.array([[0.4, 0.5], [0.1, np.nan]]), 1.0, 4, 5)
-    assert (ranking.overlap(other, 1), ranking.overlap(other, 2)) == (1.0, 0.5)
-    assert (ranking.sum, ranking.error) == pytest.approx((0.9, -0.1))
+    compared = ranking.compared(other, (1, 2))
+    assert compared.overlap == {1: 1.0, 2: 0.5}
+    assert compared.correlation == pytest.approx(spearmanr([0.1, 0.5, 0.3], [0.4, 0.5, 0.1]).statistic)
+    assert (compared.sum, compared.error) == pytest.approx((0.9, -0.1))
+    assert np.isnan(Ranking("gradients", np.zeros((2, 1)), 0.0, 4, 5).error)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_passes_have_as_many_tokens_as_are_planned(apart: bool) -> None:
+    """Against the ids that the model reads, and the plan of the memory."""
+    for length, nodes in ((N, 5), (512, 5), (1100, 62)):
+        subject = Subject.of(tiny("llama"), name="tiny")
+        those = dataclasses.replace(passes(subject, length=length), apart=apart)
+        copies, own = copies_at_once(length, apart=apart), tokens_after_donor(length, nodes + 2, apart=apart)
+        assert tokens_after_donor(length, copies, apart=apart) <= max(
+            TOKENS_AT_ONCE, tokens_after_donor(length, 1, apart=apart)
+        )
+        most = 0
+        for count, at_once in ((copies, TOKENS_AT_ONCE), (nodes + 2, TOKENS_AT_ONCE), (nodes, TOKENS_WITH_GRAPH)):
+            edit = LendByHead(torch.zeros(count, 3, 3), apart)
+            one = tokens_after_donor(length, count, apart=apart)
+            for batch, ids in those.batches_after_donor(edit, at_once):
+                arranged, _ = edit.arrange(ids)
+                assert arranged.numel() == len(batch) * one <= max(at_once, one)
+                most = max(most, arranged.numel())
+        plan = circuit_plan(subject, those.plan, 12, nodes, apart=apart, keep_graph=False)
+        assert plan.activations >= ModelSizes.of(subject).forward(max(most, own), 4)
 
 
 # Evidence
@@ -191,9 +270,60 @@ def test_sizes_end_below_the_number_of_heads() -> None:
     assert sizes(1) == [1]
 
 
-def test_half_widths_of_prompts_and_draws_are_combined_in_quadrature() -> None:
-    wide = widened(estimate(1.0, 0.7, 1.4, 9), 0.4)
-    assert (wide.value, wide.low, wide.high, wide.n) == pytest.approx((1.0, 0.5, 1 + 0.4 * 2**0.5, 9))
+def test_the_control_is_the_mean_of_its_draws_with_an_interval_over_prompts_and_draws() -> None:
+    what = study(counting(), count=16)
+    chosen, drawn = frozenset({(0, 1)}), [frozenset({(0, 0)}), frozenset({(0, 2)}), frozenset({(1, 0)})]
+    what.measure([NO_HEAD, what.passes.every_head, chosen, *drawn], "some")
+    effect = set_effect(what, chosen, None, drawn)
+    assert effect.random is not None
+    assert effect.difference is not None
+    shares = [what.removed(heads)[1] for heads in drawn]
+    mean = (shares[0] + shares[1] + shares[2]) / 3
+    assert effect.draws == tuple(float(share.value) for share in shares)
+    assert effect.random.value == pytest.approx(np.mean(effect.draws))
+    assert effect.difference.value == pytest.approx(float(effect.removed.value) - effect.random.value)
+    over_draws = float(stdtrit(2, 0.975)) * np.std(effect.draws, ddof=1) / 3**0.5
+    for end in ("low", "high"):
+        over_prompts = getattr(mean.estimate, end) - mean.value
+        assert getattr(effect.random, end) - effect.random.value == pytest.approx(
+            np.copysign(np.hypot(over_prompts, over_draws), over_prompts)
+        )
+
+
+def test_two_writers_that_add_up_each_remove_more_than_half_of_the_power() -> None:
+    """P is quadratic, so that the shares of two heads with the same output add up to more than 1.
+
+    Neither can replace the other, since what they write is added. So a large share of all other heads does not show
+    that these can take over. What remains if all others are lent, 1 − share, shows whether the first heads suffice.
+    """
+    what = study(counting(writers=(0, 1), strength=0.3), count=128)
+    one, other = (frozenset({(0, head)}) for head in (0, 1))
+    others = what.passes.every_head - one
+    what.measure([NO_HEAD, what.passes.every_head, one, other, others], "halves")
+    first, second, rest = (what.removed(heads)[1] for heads in (one, other, others))
+    assert (first + second).estimate.low > 1
+    assert min(float(x.value) for x in (first, second, rest)) > 0.5
+    assert float(first.value) == pytest.approx(float(second.value), rel=1e-3), "both write the same"
+
+
+def test_branches_that_do_not_agree_with_the_trace_are_an_error(planted: Circuit) -> None:
+    """Shown to fail: a study of other prompts, and in bfloat16 one whose heads are all lent where none should be."""
+    trace = planted.trace
+    right = dataclasses.replace(study(counting(), count=16), weight=trace.ordinary.data["weight"])
+    ends = [NO_HEAD, right.passes.every_head]
+    right.measure(ends, "ends")
+    require_branches(right, trace)
+    model: Any = counting().model
+    narrow = Subject.of(model.to(torch.bfloat16), name="narrow")
+    lent = dataclasses.replace(right, passes=dataclasses.replace(right.passes, subject=narrow))
+    lent._measured.update(dict.fromkeys(ends, right._measured[right.passes.every_head]))
+    lent._measured[right.passes.every_head] = {
+        norm: 0.9 * x for norm, x in right._measured[right.passes.every_head].items()
+    }
+    for wrong in (dataclasses.replace(study(counting(seed=1), count=16), weight=right.weight), lent):
+        wrong.measure(ends, "ends")
+        with raises(CheckError, what="branches of the trace", remedy="report"):
+            require_branches(wrong, trace)
 
 
 def test_a_head_that_writes_a_count_is_the_writer(planted: Circuit) -> None:
@@ -211,7 +341,7 @@ def test_a_head_that_writes_a_count_is_the_writer(planted: Circuit) -> None:
     assert all(reader.layer > 0 for reader in planted.writing.readers[:3])
     assert max(float(edge.share.value) for edge in planted.writing.edges if np.isfinite(edge.share.value)) > 0.5
     assert "1 of 9 heads accounts" in planted.sentences[0]
-    assert "cannot take over" in " ".join(planted.sentences)
+    assert "the writers alone write most of it" in " ".join(planted.sentences)
 
 
 def test_the_evidence_is_of_prompts_that_were_not_ranked(planted: Circuit) -> None:
@@ -249,7 +379,7 @@ def fields(x: Any) -> Any:
 
 def test_a_stopped_circuit_resumes_and_gives_the_same_result(tmp_path: Path, planted: Circuit) -> None:
     asked: dict[str, Any] = {"length": N, "prompts": 32, "out": tmp_path / "run"}
-    for work in ("gradients", "first heads", "random heads"):
+    for work in ("gradients", "first k heads", "random heads"):
 
         def stop(line: str, work: str = work) -> None:
             if work in line:
@@ -278,9 +408,9 @@ def test_a_changed_step_is_rejected_and_a_changed_result_too(tmp_path: Path) -> 
     asked: dict[str, Any] = {"length": N, "prompts": 16, "out": tmp_path / "run"}
     with pytest.raises(KeyboardInterrupt):
         pl.circuit(counting(), progress=stop, **asked)
-    step = sorted((tmp_path / "run" / STEPS).glob("ranking*.npz"))[0]
+    step = next(path for path in sorted((tmp_path / "run" / STEPS).glob("*.npz")) if "truth" in np.load(path).files)
     with np.load(step) as arrays:
-        changed = {name: arrays[name] * 2 if name == "attribution" else arrays[name] for name in arrays.files}
+        changed = {name: arrays[name] * 2 if name == "heads" else arrays[name] for name in arrays.files}
     np.savez(step, **changed)
     with raises(RunError, where=str(step), remedy="delete this file"):
         pl.circuit(counting(), **asked)
@@ -290,6 +420,17 @@ def test_a_changed_step_is_rejected_and_a_changed_result_too(tmp_path: Path) -> 
     path.write_text(path.read_text().replace('"reached": true', '"reached": false'))
     with raises(RunError, where=str(path)):
         Circuit.load(tmp_path / "run")
+
+
+def test_an_interrupted_circuit_can_be_continued_with_other_nodes(tmp_path: Path) -> None:
+    def stop(line: str) -> None:
+        if "first k heads" in line:
+            raise KeyboardInterrupt
+
+    asked: dict[str, Any] = {"length": N, "prompts": 16, "out": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        pl.circuit(counting(), progress=stop, **asked)
+    assert pl.circuit(counting(), nodes=6, **asked).writing.attribution.nodes == 6
 
 
 def test_a_circuit_of_another_trace_is_not_shown_as_its_own(tmp_path: Path, planted: Circuit) -> None:
@@ -358,6 +499,33 @@ def test_wrong_calls_are_refused_before_work(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_prompts_that_both_halves_share_are_a_warning() -> None:
+    """Neither half alone has copies."""
+    half = prepare(counting(), "random", length=N, seed=0).batch(range(8))
+    with pytest.warns(PosleakWarning) as warned:
+        found = pl.circuit(counting(), np.concatenate([half, half]))
+    assert any("8 of 16 prompts differ" in warning for warning in found.warnings)
+    assert any("8 of 16 prompts differ" in str(each.message) for each in warned)
+
+
+def test_an_odd_number_of_prompts_is_a_warning() -> None:
+    with pytest.warns(PosleakWarning, match="9 prompts"):
+        assert pl.circuit(counting(), length=N, prompts=9).trace.ordinary.prompts == 4
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LEACE of a wide model needs a square matrix at every depth."""
+    fit_bytes = PositionEdit.fit_bytes
+    monkeypatch.setattr(
+        PositionEdit, "fit_bytes", lambda edit, *sizes: 2**60 if edit.method == "leace" else fit_bytes(edit, *sizes)
+    )
+    with pytest.warns(PosleakWarning, match="leace"):
+        found = pl.circuit(counting(), length=N, prompts=16)
+    assert found.carrier is not None
+    assert {row.method for row in found.erasure} == {"erase", "random"}
+    assert any("position=leace:1 is left out" in warning for warning in found.warnings)
+
+
 def test_effects_without_controls_say_so() -> None:
     effect = SetEffect(estimate(0.5, 0.4, 0.6, 16))
     assert effect.as_row() == {
@@ -380,16 +548,40 @@ def test_claims_about_a_planted_circuit_are_decided_by_its_numbers(tmp_path: Pat
     assert (few.effect, few.details["heads"]) == (float(chosen.leading.removed.value), 1)
     assert few.verdict.value == "supported"
     assert few.details["even"] == chosen.even.removed
-    assert results["circuit.not-any"].verdict.value == "supported"
+    assert results["circuit.random-heads"].verdict.value == "supported"
     assert results["circuit.one-direction"].verdict.value == "supported"
     assert erased.effect == row.earlier_removed.value
+
+
+def test_fresh_claims_keep_their_baseline(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"paper": "posleak", "length": N, "prompts": 16, "out": tmp_path / "run"}
+    first = pl.claims(counting(), **asked)
+    again = pl.claims(counting(), fresh=True, **asked)
+    assert Run.load(tmp_path / "run").record.digest == again.run.record.digest == first.run.record.digest
+    assert Circuit.load(tmp_path / "run") is not None
+
+
+def test_without_other_heads_in_a_layer_there_is_no_random_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(PosleakWarning, match="3 writers have no random control"):
+        found = pl.circuit(counting(writers=(0, 1, 2)), length=N, prompts=32)
+    chosen, first = found.writing.chosen, found.writing.of_size(1)
+    assert chosen is not None
+    assert first is not None
+    assert (chosen.k, chosen.leading.random) == (3, None)
+    assert first.leading.random is not None, "two heads of layer 0 are left"
+    monkeypatch.setattr("posleak.analyses.circuit.writing.random_sets", lambda *_: [])
+    with pytest.warns(PosleakWarning, match="no random control"):
+        tested = pl.claims(counting(), paper="posleak", length=N, prompts=16)
+    results = {result.id: result for result in tested.results}
+    assert results["circuit.few-heads"].verdict.value == "supported"
+    assert "too few heads" in str(results["circuit.random-heads"].reason)
 
 
 def test_claims_about_a_circuit_that_is_not_there_are_not_applicable() -> None:
     found = pl.claims(Subject.of(tiny("llama", scale=0.01), name="flat"), paper="posleak", length=N, prompts=16)
     verdicts = {result.id: result.verdict.value for result in found.results}
-    assert verdicts["circuit.few-heads"] == verdicts["circuit.not-any"] == "not applicable"
+    assert verdicts["circuit.few-heads"] == verdicts["circuit.random-heads"] == "not applicable"
     table = np.random.default_rng(0).integers(3, 90, (16, N))
     with pytest.warns(PosleakWarning, match="given"):
         given = pl.claims(Subject.of(tiny("llama"), name="tiny"), table, paper="posleak")
-    assert all("too few prompts" in str(result.reason) for result in given.results)
+    assert all("need different prompts" in str(result.reason) for result in given.results)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posleak.analyses.circuit import carrier as module
 from posleak.analyses.circuit.carrier import CURVE_POSITIONS, Carrier, curve_positions, fit_of
-from posleak.analyses.circuit.erasure import METHODS, Erased, erasure
+from posleak.analyses.circuit.erasure import ERASURES, Erased, erasure
 from posleak.analyses.trace import Trace
 from posleak.errors import InputError
 from posleak.leakage import component
@@ -167,7 +167,9 @@ def erased() -> tuple[Conditions, Trace, tuple[Erased, ...]]:
         next(who.model.get_input_embeddings().parameters())[1] *= 20
     conditions = Conditions(who, ERASED)
     trace = Trace.of(conditions)
-    return conditions, trace, erasure(conditions, trace)
+    rows, notes = erasure(conditions, trace, (1, 3))
+    assert not notes
+    return conditions, trace, rows
 
 
 def power(x: Any, weight: Any) -> float:
@@ -182,13 +184,14 @@ def power(x: Any, weight: Any) -> float:
 
 def test_each_row_is_the_difference_between_two_runs(erased: tuple[Conditions, Trace, tuple[Erased, ...]]) -> None:
     conditions, trace, rows = erased
-    assert [(row.method, row.k) for row in rows] == list(METHODS)
+    assert [(row.method, row.k) for row in rows if not row.depths] == list(ERASURES)
+    assert [row.edit for row in rows if row.depths] == ["position=erase:1@1,3", "position=random:1@1,3"]
     weight = np.nan_to_num(trace.ordinary.data["weight"].values.mean(0))
     total, direct = (power(trace.components[name].values, weight) for name in ("total", "direct"))
     for row in rows:
         run = conditions.run(row.edit)
         after = power(component(run.data, "total").values, weight)
-        assert run.record.spec.edit_texts == (f"position={row.method}:{row.k}",)
+        assert run.record.spec.edit_texts == (f"position={row.method}:{row.k}" + "@1,3" * bool(row.depths),)
         assert row.earlier_removed.value == pytest.approx((total - after) / (total - direct))
         assert row.left.value == pytest.approx(after)
         assert row.loss_inputs == "random", "the model has no tokenizer"
@@ -202,7 +205,8 @@ def test_each_row_is_the_difference_between_two_runs(erased: tuple[Conditions, T
 def test_each_erasure_has_as_many_random_directions_as_control(
     erased: tuple[Conditions, Trace, tuple[Erased, ...]],
 ) -> None:
-    rows = {(row.method, row.k): row for row in erased[2]}
-    for (method, k), row in rows.items():
-        assert row.random == (None if method == "random" else rows["random", k].earlier_removed)
+    rows = {(row.method, row.k, row.depths): row for row in erased[2]}
+    for (method, k, depths), row in rows.items():
+        assert row.random == (None if method == "random" else rows["random", k, depths].earlier_removed)
+    assert rows["erase", 1, "1,3"].random != rows["erase", 1, ""].random, "at the same depths"
     assert plain(from_json(tuple[Erased, ...], json.dumps(plain(erased[2])))) == plain(erased[2])

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import posleak as pl
 from posleak.edits import Site, parse_edit, parse_edits
-from posleak.edits.direction import PositionEdit, body_tokens, document_starts, random_directions
-from posleak.edits.positional import FIT_SEED, FULL_RANK, MOST, PositionFit, fit_prompts
+from posleak.edits.context import AfterDonor, LendByHead
+from posleak.edits.direction import PositionEdit, body_tokens, random_directions
+from posleak.edits.positional import FIT_SEED, FIT_TOKENS, MAX_DIRECTIONS, PositionFit, fit_prompts
 from posleak.errors import InputError, PosleakWarning, UnsupportedError
 from posleak.inputs import Prompts, prepare
 from posleak.inputs.prompts import DONOR_MARGIN
@@ -161,7 +162,7 @@ def test_leace_of_full_rank_is_that_of_concept_erasure(llama: Subject) -> None:
     from concept_erasure import LeaceFitter
 
     positions, prompts = 12, 24
-    found = PositionFit.of(llama, base_of(llama), N - positions, prompts=prompts, leace=FULL_RANK)
+    found = PositionFit.of(llama, base_of(llama), N - positions, prompts=prompts, leace=None)
     observer = Streams()
     with attach(llama.model, [observer]) as probe:
         probe.forward(torch.from_numpy(fit_prompts(llama, base_of(llama)).batch(range(prompts))))
@@ -232,8 +233,17 @@ def test_each_document_keeps_its_first_tokens(llama: Subject, context: str, star
     constant = (x == x[:, -1:]).all(-1).all(0)
     kept = {start + first for start in starts for first in range(ORIGIN)}
     assert set((~constant).nonzero()[:, 0].tolist()) == kept
-    assert sorted(document_starts(edits, x.shape[1])) == sorted(starts)
+    (after_donor,) = (edit for edit in edits if isinstance(edit, AfterDonor))
+    assert sorted(after_donor.document_starts(x.shape[1])) == sorted(starts)
     assert torch.equal(constant, body_tokens(edits, x.shape[1], ORIGIN))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_copy_of_a_prompt_is_a_document(apart: bool) -> None:
+    edit, donor = LendByHead(torch.zeros(3, 1, 1), apart), N + DONOR_MARGIN
+    sequences, tokens = edit.sequences(N)
+    assert edit.document_starts(tokens) == [0, donor, *([] if apart else [donor + N, donor + 2 * N])]
+    assert (sequences, tokens) == ((3, donor + N) if apart else (1, donor + 3 * N))
 
 
 def test_joined_branches_are_those_read_apart(llama: Subject) -> None:
@@ -253,6 +263,13 @@ def test_joined_branches_are_those_read_apart(llama: Subject) -> None:
 
 
 # Runs
+
+
+@pytest.mark.parametrize(("length", "prompts"), [(40, 64), (200, 40), (256, 32), (2000, 16)])
+def test_a_fit_reads_about_as_many_tokens_at_any_length(llama: Subject, length: int, prompts: int) -> None:
+    fit = PositionFit.of(llama, base_of(llama, length), ORIGIN)
+    assert fit.prompts == prompts
+    assert prompts * length <= FIT_TOKENS or prompts == 16
 
 
 def test_the_fit_reads_other_prompts(llama: Subject) -> None:
@@ -376,7 +393,7 @@ def test_what_cannot_be_fitted_is_refused(llama: Subject, fit: PositionFit) -> N
         pl.measure(llama, edits="position=at:40", **ASKED)
     with raises(InputError, got="position 1", expected="2 to 39", remedy="--origin"):
         pl.measure(llama, edits="position=at:1", origin=ORIGIN, **ASKED)
-    with raises(InputError, got=9, expected=(str(MOST), "all")):
+    with raises(InputError, got=9, expected=(str(MAX_DIRECTIONS), "all")):
         fitted("position=erase:9", llama)
     with raises(InputError, where="leace", remedy="PositionFit.of"):
         parse_position("position=leace:1").fitted(replace(fit, leace=None))

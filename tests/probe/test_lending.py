@@ -15,7 +15,7 @@ from posleak.edits import parse_edit
 from posleak.edits.context import LendByHead
 from posleak.errors import UnsupportedError
 from posleak.inputs import prepare
-from posleak.leakage import LeakageObserver, attention_by_offset, sampled_total
+from posleak.leakage import LeakageObserver, sampled_total
 from posleak.probe import Call, Collector, attach, default_plan, relative_difference
 from posleak.probe.call import attend
 from support.errors import raises
@@ -144,15 +144,6 @@ def test_each_copy_agrees_with_the_edit_of_its_heads(family: str) -> None:
             assert float((own - expected).nan_to_num().abs().max()) < 1e-3
 
 
-def test_the_attention_by_offset_is_that_of_a_measurement() -> None:
-    model, ids = tiny("gemma3_text"), tokens()[:, START:]
-    direct = Collector(lambda call, out: attention_by_offset(call, PLAN))
-    with attach(model, [parts := LeakageObserver(PLAN), direct]) as probe:
-        probe.forward(ids)
-    for one, other in zip(parts.collect(), direct.collect(), strict=True):
-        assert float((one.weight - other).abs().max()) < 1e-6
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_derivatives_agree_with_finite_differences(family: str) -> None:
     """Of the sum of all totals with respect to the share of each head, in float64."""
@@ -207,7 +198,7 @@ def test_models_with_a_bias_need_sequences_of_their_own() -> None:
                 probe.forward(donors)
                 assert np.isfinite(look.collect()[0].nan_to_num().numpy()).all()
             else:
-                with raises(UnsupportedError, what="bias", remedy="sequence of its own"):
+                with raises(UnsupportedError, what="bias", remedy="apart=True"):
                     probe.forward(donors)
 
 

@@ -126,10 +126,10 @@ def test_circuit_prints_what_the_library_gives_and_what_was_stored() -> None:
     assert all(sentence in lines for sentence in found.sentences)
     (writer, _) = found.writing.writers
     assert writer.alone is not None
-    assert_shows(line_with(lines, f"writer {writer.name}").replace(" alone", ""), writer.alone)
+    assert_shows(line_with(lines, f"writer {writer.name}").partition(" alone")[0], writer.alone)
     row = found.erased("erase", 1)
     assert row is not None
-    assert_shows(line_with(lines, row.edit).partition(" of what")[0], row.earlier_removed)
+    assert_shows(line_with(lines, row.edit).partition(" of the leakage")[0], row.earlier_removed)
 
 
 @pytest.mark.real

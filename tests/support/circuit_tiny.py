@@ -14,19 +14,26 @@ LENGTH = 40
 """Tokens of prompts on which the planted writer is found."""
 
 
-def counting(seed: int = 0) -> Subject:
-    """A model whose head 1 of layer 0 writes a count: it attends uniformly, and only position 0 has a value there."""
+def counting(seed: int = 0, writers: tuple[int, ...] = (1,), strength: float = 1.0) -> Subject:
+    """A model in which heads of layer 0 write a count: they attend uniformly, and only position 0 has a value there.
+
+    writers    these heads, each with the same share of the count
+    strength   size of what they write together; later layers answer linearly to a small one
+    """
     model: Any = tiny("llama", seed=seed, scale=4.0, num_key_value_heads=3)
-    width, attention, head = model.config.hidden_size, model.model.layers[0].self_attn, slice(10, 20)
+    width, attention = model.config.hidden_size, model.model.layers[0].self_attn
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
         bos = embedding[1] / embedding[1].norm()
         others = torch.arange(len(embedding)) != 1
         embedding[others] -= (embedding[others] @ bos)[:, None] * bos
-        attention.q_proj.weight[head] = 0
-        attention.v_proj.weight[head] = 0
-        attention.v_proj.weight[10] = bos
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= 0.02
-        attention.o_proj.weight[:, 10] = torch.randn(width, generator=torch.Generator().manual_seed(1))
+        direction = torch.randn(width, generator=torch.Generator().manual_seed(1))
+        for head in writers:
+            own = slice(10 * head, 10 * head + 10)
+            attention.q_proj.weight[own] = 0
+            attention.v_proj.weight[own] = 0
+            attention.v_proj.weight[10 * head] = bos
+            attention.o_proj.weight[:, 10 * head] = strength * direction / len(writers)
     return Subject.of(model, name="counting")

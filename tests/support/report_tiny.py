@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from posleak.analyses.circuit.carrier import Carrier, FitFacts
 from posleak.analyses.circuit.circuit import CIRCUIT_FILE, SEALED, Circuit, CircuitFile, CircuitParts, circuit_digest
 from posleak.analyses.circuit.erasure import Erased
-from posleak.analyses.circuit.writing import Attribution, Edge, Reader, RemovedBySize, SetEffect, Writer, Writing
+from posleak.analyses.circuit.ranking import Ranking
+from posleak.analyses.circuit.writing import Edge, Reader, RemovedBySize, SetEffect, Writer, Writing
 from posleak.analyses.claims.examination import claims
 from posleak.analyses.trace.trace import Trace, trace
 from posleak.leakage import Estimate
@@ -146,14 +147,13 @@ def made_up_circuit(trace: Trace, seed: int = 0, writers: int = 3) -> Circuit:
         for r, reader in enumerate(readers)
         if reader.call > writer.call
     ]
-    attributions = tuple(map(tuple, generator.normal(size=(calls, heads)).tolist()))
-    attribution = Attribution("gradients", 0.31, 0.3, 0.03, 5, n, {1: 1.0, 3: 2 / 3}, 0.7, attributions)
+    attribution = Ranking("gradients", generator.normal(size=(calls, heads)), 0.3, n, 5, {1: 1.0, 3: 2 / 3}, 0.7)
     sizes = sorted({1, 2, 3, 5, writers})
     writing = Writing(
         calls * heads, attribution, tuple(RemovedBySize(k, effect(k), effect(k)) for k in sizes), tuple(every), True,
         tuple(readers), tuple(edges),
     )  # fmt: skip
-    return Circuit(trace, writing, made_up_carrier(n, depths, generator), made_up_erasure(estimate), (HOSTILE,))
+    return Circuit(writing, made_up_carrier(n, depths, generator), made_up_erasure(estimate), (HOSTILE,), trace)
 
 
 def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carrier:
@@ -178,7 +178,7 @@ def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carr
 def made_up_erasure(estimate: Callable[[float, float], Estimate]) -> tuple[Erased, ...]:
     """Return one row per edit, one of which is at some depths only; the source of the loss is a script."""
     rows = []
-    for text in ("erase:1", "erase:1@1-2", "erase:2", "leace:1", "random:1", "random:2"):
+    for text in ("erase:1", "erase:1@1-2", "random:1@1-2", "erase:2", "leace:1", "random:1", "random:2"):
         method, k, random = text.split(":")[0], int(text.split(":")[1][0]), text.startswith("random")
         share, loss = estimate(0.02 if random else 0.7 + 0.05 * k, 0.08), estimate(0.001 if random else 0.02 * k, 0.01)
         control = None if random else estimate(0.02, 0.08)
@@ -192,7 +192,7 @@ def with_circuit(folder: Path, **changes: Any) -> Circuit:
     trace = Trace.load(folder)
     assert trace is not None
     circuit = replace(made_up_circuit(trace), **changes)
-    parts = CircuitParts(circuit.writing, circuit.carrier, circuit.erasure, circuit.warnings)
+    parts = CircuitParts(*(getattr(circuit, field.name) for field in fields(CircuitParts)))
     ranking = circuit.writing.attribution
     digest = circuit_digest(trace, ranking.method, ranking.nodes)
     SEALED.write(folder / CIRCUIT_FILE, CircuitFile(digest, parts))

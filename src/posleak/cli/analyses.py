@@ -121,25 +121,28 @@ def circuit_command(
     bos: options.Bos = defaults.BOS,
     length: options.Length = defaults.CIRCUIT_LENGTH,
     prompts: Annotated[
-        int, typer.Option(min=4, help="Number of prompts: one half ranks the heads, the other half is evidence.")
+        int,
+        typer.Option(min=4, help="Number of prompts: one half ranks the heads, the other half evaluates the ranking."),
     ] = defaults.CIRCUIT_PROMPTS,
     seed: options.Seed = defaults.SEED,
     origin: options.OriginWidth = defaults.DEFAULT_ORIGIN,
     rank: Annotated[
         Rank,
         typer.Option(
-            help="Method of the ranking: gradients (integrated gradients), or intervene (lend in every head alone; for "
-            "small models, and for weights that have no gradients)."
+            help="Method of the ranking: gradients (integrated gradients), or intervene (let one head at a time attend "
+            "to keys of another document; for small models, and for weights without gradients)."
         ),
     ] = Rank.gradients,
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Nodes of the integral of the gradients.")] = defaults.NODES,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of integration nodes for --rank gradients.")
+    ] = defaults.NODES,
 ) -> None:
     """Find the heads that write position, the direction that carries it, and the heads that read it.
 
-    Heads are ranked by integrated gradients on one half of the prompts, and tested by intervention on the other half:
-    what goes away if only these heads see equally many keys at every position, compared with random heads of the same
-    layers and with all other heads. The direction of the residual stream that carries position is fitted on further
-    prompts, and erased.
+    Heads are ranked by integrated gradients on one half of the prompts. The other half measures how much leakage
+    disappears if only the first k heads also attend to keys of another document, so that they see equally many keys at
+    every position. Controls are random heads of the same layers, and all other heads. The direction of the residual
+    stream that carries position is fitted on separate prompts, then erased.
 
     Example: `posleak circuit smollm2-135m`
     """

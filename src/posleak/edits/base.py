@@ -73,14 +73,14 @@ class NamedEdit(Edit):
         """Raise a NoEffectError if prompts are too short for the edit to change anything."""
 
     def fit_bytes(self, depths: int, width: int, length: int) -> int:
-        """Return the bytes of what `prepared` fits, on prompts of this length."""
+        """Return the memory that `prepared` needs for its fit on prompts of this length, in bytes."""
         return 0
 
     def prepared(self, subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any]) -> NamedEdit:
-        """Return the edit with what it fits to the model before a run starts.
+        """Return a copy of the edit that is fitted to the model, or the edit itself if it needs no fit.
 
-        base     prompts of the run before edits;  origin: number of leading tokens treated as the origin
-        cache    what edits of earlier runs of this model have fitted
+        base     prompts of the run, without edits;  origin: number of leading tokens treated as the origin
+        cache    fits of earlier runs of this model; the method may add to it
         """
         return self
 

@@ -3,8 +3,8 @@
 The model reads [donor of N + 64 tokens] [prompt of N tokens] with consecutive position ids. Queries of the donor see
 the donor only, and the prompt's position 0 sees itself only. Every later query of the prompt sees the nearest N keys:
 those of the prompt, and as many of the donor's last keys as are missing. A layer's own window applies as well. If it
-always shows the first token, the prompt's position 0 is shown, and the window is filled with other keys. In layers
-outside the scope the prompt sees itself only.
+always shows the first token, the prompt's position 0 is shown, and the window is filled with other keys. In layers and
+heads outside the scope, queries see only the prompt.
 
 Rows are computed without donor keys, so that they split into mask, drift and sink. The effect of the donor keys on the
 total is stored separately as `lent`.
@@ -12,6 +12,7 @@ total is stored separately as `lent`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -44,10 +45,20 @@ CHECK_LENGTH = 32
 
 
 class AfterDonor(NamedEdit):
-    """An edit under which the model reads a donor document before each prompt."""
+    """An edit under which the model reads a donor document before each prompt.
+
+    apart   each copy of the prompt is a sequence of its own; otherwise one sequence holds the donor and all copies
+    """
 
     site: ClassVar[Site] = Site.CONTEXT
     needs_causal: ClassVar[bool] = True
+
+    apart: bool = False
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of the prompt that the model reads."""
+        return 1
 
     def donor_tokens(self, length: int) -> int:
         """Return the number of tokens of the donor before a prompt of this length."""
@@ -55,7 +66,21 @@ class AfterDonor(NamedEdit):
 
     def sequences(self, length: int) -> tuple[int, int]:
         """Return the number of sequences that the model reads for a prompt, and their tokens."""
-        return 1, self.donor_tokens(length) + length
+        donor = self.donor_tokens(length)
+        return (self.copies, donor + length) if self.apart else (1, donor + self.copies * length)
+
+    def prompt_length(self, tokens: int, copies: int | None = None) -> int:
+        """Return the length of the prompt in a sequence of this many tokens that has a donor and these copies of it."""
+        return (tokens - DONOR_MARGIN) // (1 + (copies or self._copies_in_sequence))
+
+    @property
+    def _copies_in_sequence(self) -> int:
+        return 1 if self.apart else self.copies
+
+    def document_starts(self, tokens: int) -> list[int]:
+        """Return the indices of the first tokens of the donor and the prompts in a sequence of this many tokens."""
+        length = self.prompt_length(tokens)
+        return [0, *range(self.donor_tokens(length), tokens, length)]
 
     def prompts(self, prompts: Prompts) -> Prompts:
         return prompts.after_donors(self.donor_tokens(prompts.length))
@@ -70,16 +95,13 @@ class Borrow(AfterDonor, ScopedEdit):
     def edit(self, call: Call) -> Call:
         from posleak.probe.lending import Lending
 
-        length, heads, old = (call.query.shape[2] - DONOR_MARGIN) // 2, self.scope.heads(call), call.visibility
+        length, heads, old = self.prompt_length(call.query.shape[2]), self.scope.heads(call), call.visibility
         start = self.donor_tokens(length)
 
         def seen(visible_donor: bool) -> Visibility:
-            def rule() -> Rule:
-                require_shift_invariant(old, length, start)
-                return borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
-
             name = "borrowed", visible_donor
-            return old.with_rule(name, old.cached(("rule", *name), rule))
+            rule = old.cached(("rule", *name), lambda: borrowing(old, length, start)(visible_donor=visible_donor))
+            return old.with_rule(name, rule)
 
         if bool(heads.all()) or not bool(heads.any()):
             return replace(call, visibility=seen(bool(heads.any())), start=start)
@@ -93,10 +115,9 @@ class Borrow(AfterDonor, ScopedEdit):
 
 @dataclass(frozen=True, eq=False)
 class LendByHead(AfterDonor):
-    """Edit that reads several copies of the prompt after its donor, each with the heads of its own that see its keys.
+    """Edit that reads several copies of the prompt after one donor; in each copy, other heads attend to donor keys.
 
-    share    α of each copy, attention call and head (probe/lending.py)
-    apart    each copy is a sequence of its own
+    share   α of each copy, attention call and head (probe/lending.py)
     """
 
     share: Float[Tensor, "C L H"]
@@ -104,29 +125,30 @@ class LendByHead(AfterDonor):
 
     @property
     def text(self) -> str:
-        """The text, which does not describe the shares: the edit belongs to one analysis, not to a run."""
-        return f"{BORROWED}×{len(self.share)}"
+        """The name of the edit. It does not include the shares: the edit is used inside one analysis only."""
+        return f"{BORROWED}×{self.copies}"
 
-    def layout(self, tokens: int) -> CopyLayout:
-        """Return the layout for sequences of this many tokens."""
+    @property
+    def copies(self) -> int:
+        return len(self.share)
+
+    def layout(self, length: int) -> CopyLayout:
+        """Return the layout for prompts of this length."""
         from posleak.probe.lending import CopyLayout
 
-        prompts = 1 if self.apart else len(self.share)
-        length = (tokens - DONOR_MARGIN) // (1 + prompts)
-        return CopyLayout(length, self.donor_tokens(length), len(self.share), joined=not self.apart)
+        return CopyLayout(length, self.donor_tokens(length), self.copies, joined=not self.apart)
 
     def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        length = (ids.shape[1] - DONOR_MARGIN) // 2
-        return self.layout(self.donor_tokens(length) + length * (1 if self.apart else len(self.share))).arrange(ids)
+        return self.layout(self.prompt_length(ids.shape[1], 1)).arrange(ids)
 
     def edit(self, call: Call) -> Call:
         from posleak.probe.lending import Copies, Lending
 
-        layout, old = self.layout(call.query.shape[2]), call.visibility
+        layout, old = self.layout(self.prompt_length(call.query.shape[2])), call.visibility
         if call.bias is not None and layout.joined:
             raise UnsupportedError(
-                "copies of one sequence are not defined where the model adds a bias by position to its logits",
-                where=f"layer {call.layer}", remedy="read every copy as a sequence of its own",
+                "several copies cannot share one sequence: the model adds a position-dependent bias to its logits",
+                where=f"layer {call.layer}", remedy="use LendByHead(share, apart=True)",
             )  # fmt: skip
         lent, own = old.cached(("copies", layout), lambda: self._visible(layout, old))
         share = self.share[:, call.index, : call.heads].to(call.query)
@@ -139,10 +161,10 @@ class LendByHead(AfterDonor):
         from posleak.probe import Visibility
 
         length, start = layout.length, layout.donor
-        require_shift_invariant(old, length, start)
+        rule_of = borrowing(old, length, start)
 
         def seen(visible_donor: bool) -> Visibility:
-            rule = borrowed(old.rule, length, start, visible_donor=visible_donor, keeps_origin=keeps_first(old))
+            rule = rule_of(visible_donor=visible_donor)
 
             def of_prompt(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return cast("Tensor", rule(b, h, q + start, k))
@@ -159,7 +181,6 @@ class LendByHead(AfterDonor):
 class Branches(AfterDonor):
     """Edit that reads the prompt three times after its donor, as the branches A, B and C (probe/branches.py).
 
-    apart   each branch is a sequence of its own, for models that one sequence with several branches is not defined for
     long    the donor has 3N tokens, whose queries see at most N keys each, as those of the prompt do
     """
 
@@ -170,25 +191,35 @@ class Branches(AfterDonor):
     def text(self) -> str:
         return BRANCHED + ":apart" * self.apart + ":long" * self.long
 
+    @property
+    def copies(self) -> int:
+        return 3
+
     def donor_tokens(self, length: int) -> int:
-        return 3 * length if self.long else length + DONOR_MARGIN
+        return 3 * length if self.long else super().donor_tokens(length)
 
-    def sequences(self, length: int) -> tuple[int, int]:
-        donor, branches = self.donor_tokens(length), 3
-        return (branches, donor + length) if self.apart else (1, donor + branches * length)
+    def prompt_length(self, tokens: int, copies: int | None = None) -> int:
+        if self.long:
+            return tokens // (3 + (copies or self._copies_in_sequence))
+        return super().prompt_length(tokens, copies)
 
-    def layout(self, tokens: int, prompts: int = 1) -> BranchLayout:
-        """Return the layout for sequences of this many tokens: a donor, and the prompt 1 or 3 times."""
+    def document_starts(self, tokens: int) -> list[int]:
+        from posleak.probe.branches import BRANCHES, DONOR
+
+        layout = self.layout(self.prompt_length(tokens))
+        return [layout.first(segment) for segment in (*BRANCHES, DONOR)] if layout.joined else [0, layout.donor]
+
+    def layout(self, length: int) -> BranchLayout:
+        """Return the layout for prompts of this length."""
         from posleak.probe.branches import BranchLayout
 
-        length = tokens // (3 + prompts) if self.long else (tokens - DONOR_MARGIN) // (1 + prompts)
         return BranchLayout(length, self.donor_tokens(length), joined=not self.apart)
 
     def arrange(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.layout(ids.shape[1]).arrange(ids)
+        return self.layout(self.prompt_length(ids.shape[1], 1)).arrange(ids)
 
     def edit(self, call: Call) -> Call:
-        layout, old = self.layout(call.query.shape[2], 1 if self.apart else 3), call.visibility
+        layout, old = self.layout(self.prompt_length(call.query.shape[2])), call.visibility
         if call.bias is not None and not self.apart:
             raise UnsupportedError(
                 "branches of one sequence are not defined where the model adds a bias by position to its logits",
@@ -208,9 +239,7 @@ class Branches(AfterDonor):
 
     def branched(self, layout: BranchLayout, own: Visibility) -> tuple[BranchLayout, Visibility]:
         """Return the layout with the rules of its branches, and the visible keys of the pass; own: the model's."""
-        length, donor = layout.length, layout.donor
-        require_shift_invariant(own, length, donor)
-        rule_of = partial(borrowed, own.rule, length, donor, keeps_origin=keeps_first(own), even_donor=self.long)
+        rule_of = partial(borrowing(own, layout.length, layout.donor), even_donor=self.long)
         ruled = replace(layout, rules=(rule_of(visible_donor=False), rule_of(), rule_of(fixed=True)))
         return ruled, ruled.visibility(own)
 
@@ -263,6 +292,12 @@ def keeps_first(visibility: Visibility) -> bool:
 
     first, second = visibility.rows(torch.tensor([visibility.shape[2] - 1]), slice(0, 2))[0, 0, 0].tolist()
     return bool(first and not second)
+
+
+def borrowing(own: Visibility, length: int, donor: int) -> Callable[..., Rule]:
+    """Return `borrowed` for the visible keys of a layer, after a check that a donor does not shift them."""
+    require_shift_invariant(own, length, donor)
+    return partial(borrowed, own.rule, length, donor, keeps_origin=keeps_first(own))
 
 
 def borrowed(
@@ -351,10 +386,11 @@ def _make(value: str, scope: Scope) -> NamedEdit:
 
 register(
     EditKind(
-        "context", "context=borrowed[@LAYERS]|branches[:apart][:long]",
-        "what each query sees. `borrowed`: it also attends to keys of another document before the prompt, so that "
-        "every query sees equally many keys. `@LAYERS`: in these layers only, or heads, as in `@0.8,1.5`; in the "
-        "others the prompt sees itself only. Rows are measured without the donor keys; `left` is the total with them. "
+        "context", "context=borrowed[@LAYERS.HEADS]|branches[:apart][:long]",
+        "what each query sees. `borrowed`: every query also attends to keys of another document before the prompt, so "
+        "that it sees N keys. `@LAYERS.HEADS`: only these layers or heads attend to the document, as in `@0-5` or "
+        "`@0.8,1.5`; all others see only the prompt. Rows are measured without the donor keys; `left` is the total "
+        "with them. "
         "`branches`: the prompt is read three times after the document: alone, with borrowed keys, and with borrowed "
         "keys and position 0 at one distance. `posleak trace` decomposes the leakage by source from it. `:apart` reads "
         "three sequences instead of one; `:long` uses a document of three times the length, whose queries see equally "

@@ -8,7 +8,7 @@ state and a(p) the mean coefficients of the fit (positional.py),
     random:K   as erase, with K random orthonormal directions: a control
     at:P       h ← h − v (vᵀ (h − c) − a(P)), with the leading direction v
 
-The text does not hold the directions. They are fitted on the model and on prompts of their own when a run starts.
+The edit's text does not contain the directions. They are fitted to the model, on separate prompts, when a run starts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from posleak.errors import InputError, UnsupportedError
+from posleak.errors import InputError
 from posleak.inputs import Prompts
-from posleak.inputs.prompts import DONOR_MARGIN
 
 from .base import EditKind, NamedEdit, Site, register
-from .context import AfterDonor, Borrow, Branches
+from .context import AfterDonor
 from .scope import EVERYWHERE, Scope
 
 if TYPE_CHECKING:
@@ -65,17 +64,18 @@ class StreamProjection(NamedTuple):
 class PositionEdit(NamedEdit):
     """Edit of the residual stream along positional directions.
 
-    kind     ERASE, LEACE, RANDOM or AT
-    count    number K of directions; None: all
-    number   random seed of RANDOM, or the position of AT
-    scope    depths: 0 is the embedding, d the output of d layers; by default 1 to the last one
-    fit      the directions; a run fits them itself (`prepared`)
+    method     ERASE, LEACE, RANDOM or AT
+    count      number K of directions; None: all
+    scope      depths: 0 is the embedding, d the output of d layers; by default 1 to the last one
+    seed       random seed of RANDOM;  position: that of AT
+    fit        the directions; a run fits them itself (`prepared`)
     """
 
-    kind: str
+    method: str
     count: int | None = 1
-    number: int = 0
     scope: Scope = EVERYWHERE
+    seed: int = 0
+    position: int = 0
     fit: PositionFit | None = field(default=None, compare=False, repr=False)
 
     site: ClassVar[Site] = Site.STREAM
@@ -90,9 +90,9 @@ class PositionEdit(NamedEdit):
     @property
     def text(self) -> str:
         count = ALL if self.count is None else str(self.count)
-        seed = f":{self.number}" if self.number else ""
-        value = {AT: str(self.number), RANDOM: count + seed}.get(self.kind, count)
-        return f"position={self.kind}:{value}{self.scope.text}"
+        seed = f":{self.seed}" if self.seed else ""
+        value = {AT: str(self.position), RANDOM: count + seed}.get(self.method, count)
+        return f"position={self.method}:{value}{self.scope.text}"
 
     @property
     def is_control(self) -> bool:
@@ -103,10 +103,10 @@ class PositionEdit(NamedEdit):
 
     def require_position(self, origin: int, length: int) -> None:
         """Raise an InputError if AT names a position that the fit does not have."""
-        if self.kind == AT and not origin <= self.number < length:
+        if self.method == AT and not origin <= self.position < length:
             raise InputError(
-                "the edit names a position without a mean coefficient", where=f"--edit {self.text}",
-                got=f"position {self.number}", expected=f"{origin} to {length - 1}",
+                "the position is outside the fitted range", where=f"--edit {self.text}",
+                got=f"position {self.position}", expected=f"{origin} to {length - 1}",
                 remedy="use a position after the origin (--origin) and within the prompt (--length)",
             )  # fmt: skip
 
@@ -124,7 +124,7 @@ class PositionEdit(NamedEdit):
 
     def fit_bytes(self, depths: int, width: int, length: int) -> int:
         full = width if self.count is None else min(self.count, width)
-        squares = width * width + 2 * width * full if self.kind == LEACE else 0
+        squares = width * width + 2 * width * full if self.method == LEACE else 0
         return 8 * depths * (3 * length * width + squares)
 
     def prepared(self, subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any]) -> PositionEdit:
@@ -137,19 +137,19 @@ class PositionEdit(NamedEdit):
             return self
         self.require_position(origin, base.length)
         self.depths(len(decoder_layers(subject.model)))
-        leace = self.count if self.kind == LEACE else 0
+        leace = self.count if self.method == LEACE else 0
         return self.fitted(cached_fit(subject, base, origin, cache, leace=leace))
 
     def fitted(self, fit: PositionFit) -> PositionEdit:
         """Return the edit with these directions; raise an InputError if the fit does not have what it needs."""
         self.require_position(fit.origin, fit.length)
         _, W, K = fit.directions.shape
-        if self.kind == ERASE and self.count is not None and K < self.count < W:
+        if self.method == ERASE and self.count is not None and K < self.count < W:
             raise InputError(
                 "the edit names more directions than a fit keeps", where=f"--edit {self.text}", got=self.count,
                 expected=f"0 to {K}, or {ALL}",
             )  # fmt: skip
-        if self.kind == LEACE and not self.is_control and fit.leace is None:
+        if self.method == LEACE and not self.is_control and fit.leace is None:
             raise InputError(
                 "the fit has no LEACE directions", where=f"--edit {self.text}",
                 remedy=f"use PositionFit.of(…, leace={self.count})",
@@ -194,16 +194,16 @@ class PositionEdit(NamedEdit):
         import torch
 
         mean, W = torch.from_numpy(fit.mean[depth]), fit.mean.shape[1]
-        if self.kind == LEACE and fit.leace is not None:
+        if self.method == LEACE and fit.leace is not None:
             out, read = (torch.from_numpy(part[depth])[:, : self.count] for part in (fit.leace.out, fit.leace.read))
             return StreamProjection(mean, out, read)
         if self.count is None or self.count >= W:
             return StreamProjection(mean, None, None)
-        if self.kind == RANDOM:
-            v = random_directions(W, self.count, self.number, depth)
+        if self.method == RANDOM:
+            v = random_directions(W, self.count, self.seed, depth)
         else:
             v = torch.from_numpy(fit.directions[depth])[:, : self.count]
-        at = torch.from_numpy(fit.coefficient[depth, self.number - fit.origin, :1]) if self.kind == AT else None
+        at = torch.from_numpy(fit.coefficient[depth, self.position - fit.origin, :1]) if self.method == AT else None
         return StreamProjection(mean, v, v, at)
 
 
@@ -257,38 +257,21 @@ def body_tokens(edits: Sequence[Edit], tokens: int, origin: int) -> Bool[Tensor,
     """Return which tokens of a sequence are at positions >= `origin` of their document."""
     import torch
 
+    after_donor = next((edit for edit in edits if isinstance(edit, AfterDonor)), None)
     body = torch.ones(tokens, dtype=torch.bool)
-    for start in document_starts(edits, tokens):
+    for start in [0] if after_donor is None else after_donor.document_starts(tokens):
         body[start : start + origin] = False
     return body
 
 
-def document_starts(edits: Sequence[Edit], tokens: int) -> list[int]:
-    """Return the index of the first token of each document in a sequence that the model reads under these edits."""
-    edit = next((edit for edit in edits if isinstance(edit, AfterDonor)), None)
-    if edit is None:
-        return [0]
-    if isinstance(edit, Borrow):
-        return [0, edit.donor_tokens((tokens - DONOR_MARGIN) // 2)]
-    if isinstance(edit, Branches):
-        from posleak.probe.branches import BRANCHES, DONOR
-
-        layout = edit.layout(tokens, 1 if edit.apart else len(BRANCHES))
-        return [layout.first(segment) for segment in (*BRANCHES, DONOR)] if layout.joined else [0, layout.donor]
-    raise UnsupportedError(
-        "an edit of the residual stream is not defined here: it is not known where documents start",
-        where=edit.text, remedy="use context=borrowed or context=branches",
-    )  # fmt: skip
-
-
 def _make(value: str, scope: Scope) -> PositionEdit:
-    kind, *numbers = value.split(":")
-    if kind not in (ERASE, LEACE, RANDOM, AT) or not 1 <= len(numbers) <= 1 + (kind == RANDOM):
+    method, *numbers = value.split(":")
+    if method not in (ERASE, LEACE, RANDOM, AT) or not 1 <= len(numbers) <= 1 + (method == RANDOM):
         raise ValueError(value)
-    count, *seed = (None if text == ALL and kind != AT else _natural(text) for text in numbers)
-    if kind == AT:
-        return PositionEdit(AT, 1, count or 0, scope)
-    return PositionEdit(kind, count, seed[0] or 0 if seed else 0, scope)
+    count, *seed = (None if text == ALL and method != AT else _natural(text) for text in numbers)
+    if method == AT:
+        return PositionEdit(AT, scope=scope, position=count or 0)
+    return PositionEdit(method, count, scope, seed[0] or 0 if seed else 0)
 
 
 def _natural(text: str) -> int:
@@ -301,11 +284,12 @@ register(
     EditKind(
         "position", "position=erase:K|leace:K|random:K[:SEED]|at:P[@DEPTHS]",
         "the residual stream at all positions after the origin, along the directions that carry position. They are "
-        "fitted on 24 other prompts of the run's kind and length, without other edits, and their hash is recorded. "
-        "`erase`: the K leading directions (at most 8) are set to their mean; `all`: the whole state is. `leace`: K "
-        "directions of LEACE (Belrose et al. 2023) for the one-hot position. `random`: K random directions, a control. "
-        "`at`: the coefficient along the leading direction is set to its mean at position P. `@DEPTHS`: at these "
-        "depths only; 0 is the embedding, d the output of d layers. Default: depth 1 to the last one",
+        "fitted on separate prompts from the same source, or on random tokens if you gave your own prompts, without "
+        "other edits; their hash is recorded. `erase:K`: project out the K leading directions (at most 8), relative to "
+        "the mean state; `erase:all`: replace the state by the mean state. `leace:K`: K directions of LEACE (Belrose "
+        "et al. 2023) for the one-hot position. `random:K`: as `erase:K`, with K random directions, as a control. "
+        "`at:P`: set the coefficient along the leading direction to its mean at position P. `@DEPTHS`: at these depths "
+        "only; 0 is the embedding, d the output of d layers. Default: depth 1 to the last one",
         "a second edit of the residual stream; models whose layers exchange several streams; heads; a P within the "
         "origin or beyond the prompt", "position=erase:1", _make, scoped=True,
     )

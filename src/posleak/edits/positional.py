@@ -1,4 +1,4 @@
-"""The directions of the residual stream that carry position, fitted on prompts of their own.
+"""The directions of the residual stream that carry position, fitted on separate prompts.
 
 With h_b(p) the stream of prompt b at one depth and position p ≥ m, and μ₁, μ₂ its means over two halves of the prompts,
 
@@ -43,19 +43,16 @@ if TYPE_CHECKING:
     from posleak.models import Subject
     from posleak.probe import Call
 
-FIT_PROMPTS = 24
-"""Number of prompts of a fit, in two halves."""
+FIT_TOKENS, FIT_PROMPTS = 8192, (16, 64)
+"""Tokens of a fit, and its smallest and largest number of prompts: the error of a direction depends on the tokens."""
 
 FIT_SEED = 2_718_281_828
 """Offset of the seed of a fit's prompts from the seed of the run."""
 
-MOST = 8
+MAX_DIRECTIONS = 8
 """Number of positional directions that a fit keeps."""
 
 TOKENS_AT_ONCE = 4096
-
-FULL_RANK: None = None
-"""Number of LEACE directions: all."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Leace:
 
 @dataclass(frozen=True, eq=False)
 class PositionFit:
-    """Positional directions of one model at depths 0 … L (J = L + 1), from prompts of their own.
+    """Positional directions of one model at depths 0 … L (J = L + 1), fitted on separate prompts.
 
     directions    V [J, W, K], orthonormal columns, leading first
     mean          c [J, W]
@@ -101,25 +98,25 @@ class PositionFit:
 
     @classmethod
     def of(
-        cls, subject: Subject, base: Prompts, origin: int, *, prompts: int = FIT_PROMPTS, leace: int | None = 0
+        cls, subject: Subject, base: Prompts, origin: int, *, prompts: int | None = None, leace: int | None = 0
     ) -> PositionFit:
         """Fit on prompts that differ from `base` in their seed only; given prompts are replaced by random tokens.
 
         origin    number of leading tokens that are left out
-        prompts   number of prompts, even
-        leace     number of LEACE directions; 0: no LEACE, FULL_RANK: all
+        prompts   number of prompts, even; None: about FIT_TOKENS tokens
+        leace     number of LEACE directions; 0: no LEACE, None: all
         """
         own = fit_prompts(subject, base)
+        prompts = prompts or 2 * int(np.clip(FIT_TOKENS // own.length, *FIT_PROMPTS) // 2)
         with stage("position fit"):
             sums = _sums(subject.model, own, origin, prompts, squares=leace != 0)
-            fit = cls(
-                *_directions(sums.halves, prompts // 2), origin, own.length, prompts, own.seed, own.source
-            )  # fmt: skip
+            one, other = (list(half.values()) for half in sums.halves)
+            fit = cls(*_directions(one, other, prompts // 2), origin, own.length, prompts, own.seed, own.source)
             if leace == 0:
                 return fit
             parts = [
                 _leace(square / (prompts * fit.positions), (first + second) / prompts, leace)
-                for square, first, second in zip(sums.squares, *sums.halves, strict=True)
+                for square, first, second in zip(sums.squares.values(), one, other, strict=True)
             ]
             return replace(fit, leace=Leace(*(_stacked(part) for part in zip(*parts, strict=True))))
 
@@ -159,7 +156,7 @@ class StreamSums:
     squared: bool = False
     half: int = 0
     halves: tuple[dict[int, Tensor], dict[int, Tensor]] = field(default_factory=lambda: ({}, {}))
-    squares_by_depth: dict[int, Tensor] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         pass
@@ -169,22 +166,14 @@ class StreamSums:
         _add(self.halves[self.half], depth, body.sum(0))
         if self.squared:
             flat = body.flatten(0, 1)
-            _add(self.squares_by_depth, depth, flat.mT @ flat)
+            _add(self.squares, depth, flat.mT @ flat)
 
 
 def _add(sums: dict[int, Tensor], depth: int, x: Tensor) -> None:
     sums[depth] = sums[depth].add_(x) if depth in sums else x
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums at depths 0 … L: of both halves [P, W], and the squares [W, W], if they were requested."""
-
-    halves: tuple[list[Tensor], list[Tensor]]
-    squares: list[Tensor]
-
-
-def _sums(model: PreTrainedModel, prompts: Prompts, origin: int, count: int, *, squares: bool) -> _Sums:
+def _sums(model: PreTrainedModel, prompts: Prompts, origin: int, count: int, *, squares: bool) -> StreamSums:
     """Return sums over prompts 0 … count − 1, the first half of them in one half."""
     observer, batch = StreamSums(origin, squares), max(1, TOKENS_AT_ONCE // prompts.length)
     with attach(model, [observer]) as probe:
@@ -193,34 +182,32 @@ def _sums(model: PreTrainedModel, prompts: Prompts, origin: int, count: int, *, 
             for first in range(half * count // 2, (half + 1) * count // 2, batch):
                 ids = prompts.batch(range(first, min(first + batch, (half + 1) * count // 2)))
                 probe.forward(torch.from_numpy(ids).to(input_device(model)))
-    depths = require_one_stream(model, observer.halves[0])
-    one, other = ([half[depth] for depth in depths] for half in observer.halves)
-    return _Sums((one, other), [observer.squares_by_depth[depth] for depth in depths] if squares else [])
+    require_one_stream(model, observer.halves[0])
+    return observer
 
 
-def require_one_stream(model: PreTrainedModel, seen: dict[int, Tensor]) -> range:
-    """Return depths 0 … L; raise an UnsupportedError if the stream was not seen at each of them."""
+def require_one_stream(model: PreTrainedModel, seen: dict[int, Tensor]) -> None:
+    """Raise an UnsupportedError unless the stream was seen at depths 0, 1, …, L, in this order."""
     depths = range(len(decoder_layers(model)) + 1)
-    if len(depths) > 1 and sorted(seen) == list(depths):
-        return depths
-    raise several_streams(model)
+    if len(depths) == 1 or list(seen) != list(depths):
+        raise several_streams(model)
 
 
 def several_streams(model: PreTrainedModel) -> UnsupportedError:
     """Return the error for a model without one residual stream."""
     return UnsupportedError(
-        "positional directions are not defined for this model: its layers do not exchange one residual stream",
+        "positional directions are not defined: this model does not have one residual stream",
         where=type(model).__name__, expected="one tensor [prompts, positions, width] at every depth",
-        remedy="`posleak measure` and `posleak trace` without --edit position=… do not need the stream",
+        remedy="use `posleak measure` or `posleak trace` without --edit position=…",
     )  # fmt: skip
 
 
 def _directions(
-    halves: tuple[list[Tensor], list[Tensor]], prompts: int
+    one: list[Float64[Tensor, "P W"]], other: list[Float64[Tensor, "P W"]], prompts: int
 ) -> tuple[Float64[np.ndarray, "J W K"], Float64[np.ndarray, "J W"], Float64[np.ndarray, "J P K"]]:
     """Return directions, mean and coefficients at every depth from the sums of two halves of `prompts` prompts each."""
     directions, means, coefficients = [], [], []
-    for first, second in zip(*halves, strict=True):
+    for first, second in zip(one, other, strict=True):
         mean = (first + second).div_(2 * prompts)
         v = leading_directions(first / prompts, second / prompts)
         c = mean.mean(0)
@@ -243,7 +230,7 @@ def leading_directions(first: Float64[Tensor, "P W"], second: Float64[Tensor, "P
     x, y = one @ basis, other @ basis
     product = x.mT @ y
     _, vectors = torch.linalg.eigh((product + product.mT) / (2 * len(x)))
-    leading: Tensor = basis @ vectors.flip(-1)[:, :MOST]
+    leading: Tensor = basis @ vectors.flip(-1)[:, :MAX_DIRECTIONS]
     return leading
 
 

@@ -3,7 +3,6 @@ from .dataset import assemble as assemble, component as component, components as
 from .parts import (
     LeakageObserver as LeakageObserver,
     Parts as Parts,
-    attention_by_offset as attention_by_offset,
     log_attention_rows as log_attention_rows,
     sampled_total as sampled_total,
     split as split,

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from posleak.errors import CheckError
 from posleak.probe import Call, Placement, Plan, Rows, call_rows
 from posleak.probe.branches import BRANCHES, B, BranchLayout
-from posleak.probe.rows import add, gather_offsets, nearest_offsets, segments, visible_keys
+from posleak.probe.rows import add, gather_offsets, visible_keys
 from posleak.stopwatch import stage
 
 
@@ -212,49 +212,18 @@ def log_attention_rows(call: Call, out: Float[Tensor, "B H T Ev"], plan: Plan) -
     return (rows.s - rows.log_z[..., None]).masked_fill(missing, torch.nan)
 
 
-@dataclass(frozen=True)
-class SampledLogits:
-    """The logits of the plan's rows of a call, differentiably.
+def sampled_total(call: Call, plan: Plan) -> Float64[Tensor, "B H Q D"]:
+    """Return the total of the measured queries of a call, differentiably; NaN at pairs that do not exist.
 
     Of a call with more keys than queries, only the last keys count, which are those of the prompt.
-
-    logits   s of all keys;  log_z: log Z of the visible ones;  seen: visible keys;  body: n_p, the visible body keys
     """
-
-    logits: Float64[Tensor, "B H P T"]
-    log_z: Float64[Tensor, "B H P"]
-    seen: Bool[Tensor, "P T"]
-    body: Int[Tensor, "P"]
-
-    @classmethod
-    def of(cls, call: Call, plan: Plan) -> SampledLogits:
-        rows, keys = (
-            torch.tensor(plan.rows, device=call.query.device),
-            slice(call.key.shape[2] - call.query.shape[2], None),
-        )
-        logits, seen = call.logits(rows, keys).double(), call.visibility.rows(rows, keys)[0, 0]
-        aux = None if call.s_aux is None else call.s_aux.detach().double()[:, None]
-        log_z = add(logits.masked_fill(~seen, -torch.inf).logsumexp(-1), aux)
-        return cls(logits, log_z, seen, visible_keys(seen, rows, plan.origin).body)
-
-
-def sampled_total(call: Call, plan: Plan) -> Float64[Tensor, "B H Q D"]:
-    """Return the total of the measured queries of a call, differentiably; NaN at pairs that do not exist."""
-    sampled, Q = SampledLogits.of(call, plan), len(plan.queries)
     rows, offsets = (torch.tensor(x, device=call.query.device) for x in (plan.rows, plan.offsets))
-    missing = (offsets >= sampled.body[:Q, None]) | (offsets >= sampled.body[Q:].min())
-    log_a = gather_offsets(sampled.logits, rows, offsets, plan.origin) - sampled.log_z[..., None]
+    Q, keys = len(plan.queries), slice(call.key.shape[2] - call.query.shape[2], None)
+    logits, seen = call.logits(rows, keys).double(), call.visibility.rows(rows, keys)[0, 0]
+    aux = None if call.s_aux is None else call.s_aux.detach().double()[:, None]
+    log_z = add(logits.masked_fill(~seen, -torch.inf).logsumexp(-1), aux)
+    body = visible_keys(seen, rows, plan.origin).body
+    missing = (offsets >= body[:Q, None]) | (offsets >= body[Q:].min())
+    log_a = gather_offsets(logits, rows, offsets, plan.origin) - log_z[..., None]
     early, late = log_a[:, :, :Q].masked_fill(missing, 0), _finite(log_a[:, :, Q:]).mean(2, keepdim=True)
     return (early - late).masked_fill(missing, torch.nan)
-
-
-def attention_by_offset(call: Call, plan: Plan) -> Float64[Tensor, "B H D"]:
-    """Return the mean attention of references to the visible body keys that each offset represents (Parts.weight)."""
-    sampled, Q = SampledLogits.of(call, plan), len(plan.queries)
-    T = sampled.logits.shape[-1]
-    a = (sampled.logits[:, :, Q:] - sampled.log_z[:, :, Q:, None]).exp() * sampled.seen[Q:]
-    a = a * (torch.arange(T, device=a.device) >= plan.origin)
-    ends = tuple(nearest_offsets(plan.offsets, T))
-    return torch.einsum("bhrt,rtd->bhd", a, segments(plan.references, T, ends, a.device, a.dtype)) / len(
-        plan.references
-    )

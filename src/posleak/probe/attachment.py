@@ -172,7 +172,7 @@ class Probe:
         grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the backbone of the model on ids, without the language-model head; `grad`: record the graph.
+        """Run the backbone of the model on ids, without the language-model head; `grad`: record the autograd graph.
 
         The 2-D mask is always passed: without it, transformers infers packed documents from position ids. Position ids
         are passed only if an edit or the caller sets them, since some models do not accept them.

@@ -142,7 +142,7 @@ class Call:
         )
 
     def select_pairs(self, chosen: Bool[Tensor, "B H"]) -> Call:
-        """Return the chosen heads of the chosen prompts as the heads of one prompt; all prompts see the same keys."""
+        """Return the chosen (prompt, head) pairs as the heads of one prompt; all prompts must see the same keys."""
         prompts, heads = chosen.nonzero(as_tuple=True)
         shared, bias = heads // (self.heads // self.key.shape[1]), self.bias
         return replace(

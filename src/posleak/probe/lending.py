@@ -48,11 +48,6 @@ class CopyLayout:
     copies: int
     joined: bool
 
-    @property
-    def start(self) -> int:
-        """The index of the first query of a prompt in a sequence."""
-        return self.donor
-
     def arrange(self, documents: Int[Tensor, "B document"]) -> tuple[Tensor, Tensor | None]:
         """Return the tokens of the pass, and their position ids if these are not the natural ones."""
         if not self.joined:
@@ -89,7 +84,7 @@ class CopyLayout:
         bias = None if call.bias is None else call.bias[:, :, self.donor :]
         return replace(
             call, query=self.prompts(call.query), key=self.documents(call.key), value=self.documents(call.value),
-            visibility=lent, bias=bias, lending=lending, copies=None,
+            visibility=lent, bias=bias, lending=lending,
         )  # fmt: skip
 
 

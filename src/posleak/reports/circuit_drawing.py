@@ -163,7 +163,7 @@ def draw_circuit(view: RunView) -> Drawing | None:
     if circuit is None or not circuit.writing.writers:
         return None
     places, names = tuple(view.summary.places.tolist()), view.summary.layer_names
-    depths = 0 if circuit.carrier is None else len(circuit.carrier.dimensions) - 1
+    depths = 0 if circuit.carrier is None else circuit.carrier.last
     grid = Grid(places, view.existing.shape[1], max(depths, math.floor(max(places)) + 1))
     writing = circuit.writing
     writers = [_writer(head, k, grid, names) for k, head in enumerate(writing.writers)]
@@ -186,11 +186,14 @@ def draw_circuit(view: RunView) -> Drawing | None:
 
 def _writer(head: Writer, k: int, grid: Grid, names: tuple[str, ...]) -> Node:
     alone, rank = head.alone, f"rank {k + 1}, {percent(head.attribution)} of the sum of attributions"
-    text, marks, share = "what it removes alone was not measured", "unmeasured", 0.0
+    text, marks, share = "not measured alone", "unmeasured", 0.0
     if alone is not None and math.isnan(alone.value):
-        text, marks = "what it removes alone is not defined", "open"
+        text, marks = "the share removed by this head alone is not defined", "open"
     elif alone is not None:
-        text, share = f"alone, it removes {estimate(alone, 'share')}, n = {alone.n} prompts", float(alone.value)
+        text, share = (
+            f"removed by this head alone: {estimate(alone, 'share')}, n = {alone.n} prompts",
+            float(alone.value),
+        )
         marks = "open" if not excludes_zero(alone) else "negative" if share < 0 else ""
     return Node(
         "writer", k, grid.x(head.head, False), grid.y(grid.places[head.call]), 2.8 + 5.7 * _root(abs(share)),
@@ -229,12 +232,16 @@ def _link(edge: Edge, writer: Node, reader: Node, grid: Grid) -> Link:
     share = float(edge.share.value)
     clear = math.isfinite(share) and excludes_zero(edge.removed)
     size = min(abs(share), 1.0) if clear else 0.0
-    part = "" if math.isnan(share) else f", {estimate(edge.share, 'share')} of what all heads together remove there"
+    part = (
+        ""
+        if math.isnan(share)
+        else f", {estimate(edge.share, 'share')} of what all heads together remove at this reader"
+    )
     return Link(
         edge.writer, edge.reader, grid.path((writer.x, writer.y), (reader.x, reader.y)), 0.7 + 3.3 * size,
         0.35 + 0.55 * size if clear else 0.3, "faint" if not clear else "negative" if share < 0 else "",
         f"{writer.name.removeprefix('Writer ')} → {reader.name.removeprefix('Reader ')}",
-        f"lending in this writer alone removes {estimate(edge.removed)} nats²{part}, n = {edge.removed.n} prompts",
+        f"removed by this writer alone: {estimate(edge.removed)} nats²{part}, n = {edge.removed.n} prompts",
     )  # fmt: skip
 
 

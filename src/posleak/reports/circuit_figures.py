@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from posleak.analyses.circuit.carrier import Carrier
 from posleak.analyses.circuit.circuit import Circuit
 from posleak.analyses.circuit.erasure import Erased
-from posleak.analyses.circuit.writing import MOST_REMOVED, RemovedBySize
+from posleak.analyses.circuit.writing import TARGET_SHARE, RemovedBySize
 from posleak.arrays import Array
 from posleak.edits.direction import ERASE, LEACE, RANDOM
 from posleak.leakage import Estimate
@@ -36,7 +36,7 @@ def of_run(view: RunView) -> dict[str, Figure]:
     if any(math.isfinite(row.leading.removed.value) for row in circuit.writing.removed):
         figures["circuit-removed"] = removed(circuit)
     if (carrier := circuit.carrier) is not None:
-        figures["circuit-curve"] = curve(carrier, middle(carrier))
+        figures["circuit-curve"] = curve(carrier, carrier.middle)
         figures["circuit-share"] = positional_share(carrier)
         figures["circuit-relation"] = relation(carrier)
         figures["circuit-alignment"] = alignment(carrier)
@@ -49,15 +49,9 @@ def of_run(view: RunView) -> dict[str, Figure]:
     return figures
 
 
-def middle(carrier: Carrier) -> int:
-    """Return the depth in the middle of the model."""
-    return (len(carrier.dimensions) - 1) // 2
-
-
 def some_depths(carrier: Carrier) -> list[int]:
     """Return the depths at 1/4, 1/2, 3/4 and at the end of the model."""
-    last = len(carrier.dimensions) - 1
-    return sorted({round(last * quarter / 4) for quarter in (1, 2, 3, 4)})
+    return sorted({round(carrier.last * quarter / 4) for quarter in (1, 2, 3, 4)})
 
 
 def erasures(rows: Sequence[Erased]) -> list[Erased]:
@@ -66,8 +60,8 @@ def erasures(rows: Sequence[Erased]) -> list[Erased]:
 
 
 def erasure_name(row: Erased) -> str:
-    """Return a short name of an erasure; that at some depths only is written as such."""
-    return f"{METHOD_NAMES.get(row.method, row.method)}, k = {row.k}" + (", some depths" if "@" in row.edit else "")
+    """Return a short name of an erasure."""
+    return f"{METHOD_NAMES[row.method]}, k = {row.k}" + ", significant depths" * bool(row.depths)
 
 
 def removed(circuit: Circuit) -> Figure:
@@ -82,7 +76,7 @@ def removed(circuit: Circuit) -> Figure:
     draws = [(row.k, draw) for row in rows for draw in row.leading.draws if math.isfinite(draw)]
     if draws:
         figure.add_traces(_random(random, k, draws))
-    figure.add_hline(y=MOST_REMOVED, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
+    figure.add_hline(y=TARGET_SHARE, line={"color": "var(--muted)", "width": 1, "dash": "dot"})
     figure.add_hline(y=0, line={"color": "var(--faint)", "width": 1})
     if circuit.writing.writers:
         figure.add_vline(x=len(circuit.writing.writers), line={"color": "var(--ink)", "width": 1.5, "dash": "dot"})
@@ -177,25 +171,21 @@ def relation(carrier: Carrier) -> Figure:
 
 
 def erasure(rows: Sequence[Erased]) -> Figure:
-    """Draw the part of `earlier` that each erasure removes, and as many random directions."""
-    own = {row.k: row.earlier_removed for row in rows if row.method == RANDOM}
-    pairs = [(erasure_name(row), row.earlier_removed, row.random or own.get(row.k)) for row in erasures(rows)]
-    ends = [x for _, one, other in pairs for x in (one, other) if x is not None]
+    """Draw the share of the leakage from earlier layers that each erasure and its random control remove."""
+    ends = [row.earlier_removed for row in rows]
     axis = {"tickformat": ".0%", "range": _range(ends, [])}
-    return _compared(pairs, "share of earlier that is removed", "share", axis)
+    return _with_controls(rows, "earlier_removed", "share of the leakage from earlier layers removed", "share", axis)
 
 
 def loss(rows: Sequence[Erased]) -> Figure:
-    """Draw the change of the next-token loss under each erasure, and under as many random directions."""
-    random = {row.k: row.loss_change for row in rows if row.method == RANDOM}
-    pairs = [(erasure_name(row), row.loss_change, random.get(row.k)) for row in erasures(rows)]
-    return _compared(pairs, "change of the loss, nats per token", "", {})
+    """Draw the change of the next-token loss under each erasure and its random control."""
+    return _with_controls(rows, "loss_change", "change of the loss, nats per token", "", {})
 
 
-def _compared(
-    pairs: Sequence[tuple[str, Estimate | None, Estimate | None]], title: str, unit: str, axis: Mapping[str, Any]
-) -> Figure:
-    """Draw one row per edit: the edit above its control; open markers are not significantly different from 0."""
+def _with_controls(rows: Sequence[Erased], quantity: str, title: str, unit: str, axis: Mapping[str, Any]) -> Figure:
+    """Draw one row per erasure: the erasure above its control; open markers are not significantly different from 0."""
+    control = {(row.k, row.depths): getattr(row, quantity) for row in rows if row.method == RANDOM}
+    pairs = [(erasure_name(row), getattr(row, quantity), control.get((row.k, row.depths))) for row in erasures(rows)]
     figure = go.Figure()
     looks = (("erased", 0, DIRECTION, "circle"), ("random directions", 1, CONTROL, "square"))
     for name, k, colour, shape in looks:
@@ -211,8 +201,8 @@ def _compared(
         )  # fmt: skip
     figure.add_vline(x=0, line={"color": "var(--muted)", "width": 1})
     labels = [name for name, *_ in pairs]
-    rows = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
-    return finished(figure, title, "", xaxis=axis, yaxis={**rows, "showgrid": False})
+    ticks = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
+    return finished(figure, title, "", xaxis=axis, yaxis={**ticks, "showgrid": False})
 
 
 def _by_size(rows: Sequence[RemovedBySize], name: str) -> Estimate:

@@ -17,6 +17,7 @@ from posleak.leakage import Estimate, tidy
 from posleak.leakage.sampled import POWER_UNIT, SHARE_UNIT, LabelledEstimate
 from posleak.leakage.summary import Decomposition
 from posleak.metrics.catalogue import BY_ID
+from posleak.runs.loss import LOSS_UNIT
 from posleak.typed import plain
 
 from .compare import QUANTITIES, Comparison
@@ -28,7 +29,6 @@ NamedRows = Iterator[tuple[str, Iterable[LabelledEstimate | Row]]]
 """Names of tables, each with some of the table's rows; a name can occur several times."""
 
 CURVE_UNITS = {"attention_0": SHARE_UNIT, "mean": "nats", "power": POWER_UNIT}
-LOSS_UNIT = "nats per token"
 ERASED_UNITS = {
     "earlier_removed": SHARE_UNIT, "even": SHARE_UNIT, "random": SHARE_UNIT, "left": POWER_UNIT,
     "loss_change": LOSS_UNIT,
@@ -140,35 +140,46 @@ def _of_circuit(circuit: Circuit) -> NamedRows:
         for norm, estimate in (("attention", head.alone), ("even", head.even)):
             if estimate is not None:
                 yield "circuit_writers", [LabelledEstimate(estimate, labels | {"norm": norm})]
-    for call, heads in enumerate(writing.attribution.heads):
-        cells = [{"call": call, "head": head, "attribution": x, "unit": POWER_UNIT} for head, x in enumerate(heads)]
-        yield "circuit_attribution", plain([cell | {"n": writing.attribution.prompts} for cell in cells])
-    for row in writing.removed:
-        for norm, effect in (("attention", row.leading), ("even", row.even)):
-            labels = {"k": row.k, "norm": norm, "unit": SHARE_UNIT}
-            for heads_of in ("removed", "random", "difference", "others"):
-                if (share := getattr(effect, heads_of)) is not None:
-                    yield "circuit_removed", [LabelledEstimate(share, labels | {"heads": heads_of, "draw": None})]
-            for draw, x in enumerate(effect.draws):
-                single = {"heads": "random", "draw": draw, "value": x, "low": None, "high": None, "n": effect.removed.n}
+    for (call, head), x in np.ndenumerate(writing.attribution.heads):
+        row = {"call": call, "head": head, "attribution": x, "unit": POWER_UNIT, "n": writing.attribution.prompts}
+        yield "circuit_attribution", [plain(row)]
+    for sets in writing.removed:
+        for norm, effect in sets.norms.items():
+            labels = {"k": sets.k, "norm": norm, "unit": SHARE_UNIT}
+            for quantity in ("removed", "random", "difference", "others"):
+                if (share := getattr(effect, quantity)) is not None:
+                    yield "circuit_removed", [LabelledEstimate(share, labels | {"heads": quantity, "draw": None})]
+            for draw, value in enumerate(effect.draws):
+                single = {
+                    "heads": "random",
+                    "draw": draw,
+                    "value": value,
+                    "low": None,
+                    "high": None,
+                    "n": effect.removed.n,
+                }
                 yield "circuit_removed", [plain(labels | single)]
     for reader in writing.readers:
         labels = {"layer": reader.layer, "call": reader.call, "head": reader.head}
-        for quantity, unit in (("earlier", POWER_UNIT), ("share", SHARE_UNIT)):
-            cell = LabelledEstimate(getattr(reader, quantity), labels | {"quantity": quantity, "unit": unit})
-            yield "circuit_readers", [cell]
+        yield "circuit_readers", quantities(reader, labels, {"earlier": POWER_UNIT, "share": SHARE_UNIT})
     for edge in writing.edges:
-        ends = {"writer": writing.writers[edge.writer].name, "reader": writing.readers[edge.reader].name}
-        for quantity, unit in (("removed", POWER_UNIT), ("share", SHARE_UNIT)):
-            cell = LabelledEstimate(getattr(edge, quantity), ends | {"quantity": quantity, "unit": unit})
-            yield "circuit_edges", [cell]
+        labels = {"writer": writing.writers[edge.writer].name, "reader": writing.readers[edge.reader].name}
+        yield "circuit_edges", quantities(edge, labels, {"removed": POWER_UNIT, "share": SHARE_UNIT})
     if circuit.carrier is not None:
         yield from _of_carrier(circuit.carrier)
     for erased in circuit.erasure:
-        for quantity, unit in ERASED_UNITS.items():
-            if (found := getattr(erased, quantity)) is not None:
-                labels = {"edit": erased.edit, "method": erased.method, "k": erased.k, "quantity": quantity}
-                yield "circuit_erasure", [LabelledEstimate(found, labels | {"unit": unit})]
+        labels = {"edit": erased.edit, "method": erased.method, "k": erased.k}
+        yield "circuit_erasure", quantities(erased, labels, ERASED_UNITS)
+
+
+def quantities(result: Any, labels: Row, units: Mapping[str, str]) -> list[LabelledEstimate]:
+    """Return one row for each quantity of a result that is not None. units: of the quantities"""
+    found = {name: getattr(result, name) for name in units}
+    return [
+        LabelledEstimate(value, labels | {"quantity": name, "unit": units[name]})
+        for name, value in found.items()
+        if value is not None
+    ]
 
 
 def _of_carrier(carrier: Carrier) -> NamedRows:

@@ -201,14 +201,17 @@ class RunView:
         If prompts or edits were given as objects, it is a call in Python with placeholders for them.
         """
         run, spec = self.run, self.record.spec
-        verb = "claims" if self.claims is not None else "measure" if self.trace is None else "trace"
-        if self.circuit is not None and self.claims is None:  # claims measure the circuit, too
-            return self._circuit_command(self.circuit)
+        others = {"claims": self.claims, "circuit": self.circuit, "trace": self.trace}
+        verb = next((name for name, result in others.items() if result is not None), "measure")
         # claims without a paper are tested with every paper
         papers = {claim.paper for claim in self.claims or () if claim.paper is not None}
         paper = ALL if len(papers) > 1 else papers.pop() if papers else POSITION
         options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
         options |= {"paper": paper} if verb == "claims" else {"origin": spec.origin}
+        if verb == "circuit" and self.circuit is not None:  # half of its prompts are those of the run
+            ranking = self.circuit.writing.attribution
+            options |= {"prompts": 2 * spec.prompts, "rank": ranking.method}
+            options |= {"nodes": ranking.nodes} if ranking.nodes else {}
         options |= {"batch": spec.batch, "density": spec.density} if verb == "measure" else {}
         options |= {"metrics": ",".join(spec.metrics)} if verb == "measure" and spec.metrics else {}
         trace = self.trace if verb == "trace" else None
@@ -226,21 +229,6 @@ class RunView:
         line += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         line += [word for edit in edits for word in ("--edit", edit.text)]
         return shlex.join(line + ["--by-layer"] * by_layer)
-
-    def _circuit_command(self, circuit: Circuit) -> str:
-        """Return the command that repeats a circuit; half of its prompts are those of the run."""
-        spec, ranking = self.record.spec, circuit.writing.attribution
-        options: dict[str, Any] = {
-            "length": spec.length, "prompts": 2 * spec.prompts, "seed": spec.seed, "bos": spec.bos,
-            "origin": spec.origin, "rank": ranking.method,
-        }  # fmt: skip
-        options |= {"nodes": ranking.nodes} if ranking.nodes else {}
-        if spec.inputs == GIVEN:
-            arguments = [f"{name}={value!r}" for name, value in options.items()]
-            given = f"{self.record.inputs.source}_that_were_given"
-            return f"posleak.circuit({self.run.name!r}, {given}, {', '.join(arguments)})"
-        line = ["posleak", "circuit", self.run.name, "--inputs", spec.inputs]
-        return shlex.join(line + [word for name, value in options.items() for word in (f"--{name}", str(value))])
 
 
 def run_facts(run: Run) -> list[str]:

@@ -7,7 +7,6 @@ work is resumed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,12 +19,12 @@ from numpy.typing import NDArray
 
 from posleak.edits import NamedEdit, parse_edits
 from posleak.errors import CheckError
-from posleak.files import is_posleak_file, remove, remove_leftovers, remove_posleak_file, sole_writer
+from posleak.files import is_posleak_file, remove_posleak_file, sole_writer
 from posleak.inputs import GivenPrompts, Inputs, Prompts
 from posleak.models import AnyModel, Subject
 from posleak.probe.fingerprint import behaviour_difference
 
-from .folder import RECORD_FILE, chosen_folder, remove_if_empty, remove_unwritten, require_unused
+from .folder import RECORD_FILE, chosen_folder, clear_steps, remove_if_empty, remove_unwritten, require_unused
 from .prepared import PreparedRun
 from .progress import OnProgress
 from .record import clear_run
@@ -36,18 +35,13 @@ from .spec import MeasureSpec, resolve_request
 CONDITIONS = "conditions"
 """Folder of the conditions' runs, below the baseline's folder."""
 
-STEPS = "steps"
-"""Folder of finished steps of an unfinished analysis, below the baseline's folder."""
-
-_STEP = re.compile(r"[0-9a-z]{8,}\.npz")
-
 METRICS = "metrics"
 """Name of the condition that is the baseline measured with the metrics of other papers."""
 
 
 @dataclass
 class Conditions:
-    """The conditions of one subject: `run()` is the baseline, `run(*edits)` the run under these edits, too.
+    """The conditions of one subject: `run()` is the baseline, `run(*edits)` the run with these edits added.
 
     With a folder, use it inside `writing()`.
 
@@ -93,7 +87,7 @@ class Conditions:
 
     @cached_property
     def baseline(self) -> PreparedRun:
-        """Return the prepared run of the spec, which `claims` and `advise` make without edits."""
+        """The prepared baseline run. In `claims` and `advise` it has no edits."""
         return PreparedRun.of(self.subject, self.spec, self.given, self.max_memory)
 
     @property
@@ -191,15 +185,6 @@ class Conditions:
 def condition_folder(folder: Path, *names: str) -> Path:
     """Return the folder of a condition: of the run under these edits, or of METRICS."""
     return folder / CONDITIONS / slug("+".join(names))
-
-
-def clear_steps(folder: Path) -> None:
-    """Remove the finished steps of an analysis, and their folder unless it has other files."""
-    for path in sorted((folder / STEPS).glob("*.npz")):
-        if _STEP.fullmatch(path.name):
-            remove(path)
-    remove_leftovers(folder / STEPS, _STEP.fullmatch)
-    remove_if_empty(folder / STEPS)
 
 
 def _writable(folder: Path) -> bool:

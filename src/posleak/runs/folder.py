@@ -4,6 +4,7 @@ run.json        the record: request, model, software, how the run ended, and sha
 results.nc      labelled arrays per prompt (netCDF)
 heads.parquet   powers and metrics by head, as a tidy table
 batches/        finished batches of an unfinished run; removed at its end
+steps/          finished steps of an unfinished analysis; removed at its end
 .lock           held while a process writes (posleak.files)
 
 Only files that posleak wrote are removed.
@@ -36,9 +37,10 @@ from posleak.files import (
 if TYPE_CHECKING:
     from posleak.leakage.dataset import Chunk
 
-RECORD_FILE, RESULTS_FILE, HEADS_FILE, BATCHES = "run.json", "results.nc", "heads.parquet", "batches"
+RECORD_FILE, RESULTS_FILE, HEADS_FILE = "run.json", "results.nc", "heads.parquet"
+BATCHES, STEPS = "batches", "steps"
 
-_BATCH = re.compile(r"\d{6,}-\d{6,}\.npz")
+_BATCH, _STEP = re.compile(r"\d{6,}-\d{6,}\.npz"), re.compile(r"[0-9a-f]{16}\.npz")
 _SEAL = ".seal"
 """Name of the array in a batch file that describes the batch."""
 
@@ -132,14 +134,36 @@ def _seal(contents: Sequence[str], arrays: Chunk) -> list[str]:
     return [*contents, f"arrays of sha256 {checksum.hexdigest()}"]
 
 
+def finished_step(folder: Path | None, contents: Sequence[str], make: Callable[[], Chunk]) -> Chunk:
+    """Return the arrays of a step of an analysis, stored in the folder under the hash of `contents`, or make them.
+
+    contents   describe everything that determines the arrays
+    folder     None: make them, and do not store them
+    """
+    if folder is None:
+        return make()
+    path = folder / f"{hashlib.sha256(chr(10).join(contents).encode()).hexdigest()[:16]}.npz"
+    if (arrays := read_arrays(path, contents)) is None:
+        write_arrays(path, contents, arrays := make())
+    return arrays
+
+
 def remove_batches(folder: Path) -> None:
     """Remove finished batches, and their folder unless it has other files."""
-    batches = folder / BATCHES
-    for path in sorted(batches.glob("*.npz")):
-        if _BATCH.fullmatch(path.name):
+    _remove_arrays(folder / BATCHES, _BATCH)
+
+
+def clear_steps(folder: Path) -> None:
+    """Remove the finished steps of an analysis, and their folder unless it has other files."""
+    _remove_arrays(folder / STEPS, _STEP)
+
+
+def _remove_arrays(folder: Path, name: re.Pattern[str]) -> None:
+    for path in sorted(folder.glob("*.npz")):
+        if name.fullmatch(path.name):
             remove(path)
-    remove_leftovers(batches, _BATCH.fullmatch)
-    remove_if_empty(batches)
+    remove_leftovers(folder, name.fullmatch)
+    remove_if_empty(folder)
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -35,7 +35,7 @@ EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explic
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
 GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
 LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
-GRAPH_LAYERS = 2  # kept for the derivatives of one layer, in its activations; with two attention kernels
+GRAPH_LAYERS = 2  # autograd memory of one layer, in units of its forward pass; it runs two attention kernels
 MOVED_COPIES = 6  # in float64, of the logits of moved keys
 RESULT_COPIES = 3  # of the results: in batches, joined, and as they are written
 COMPONENT_COPIES = 8 + 3  # components of the leakage at every pair, and intermediates of the same size
@@ -106,7 +106,7 @@ class ModelSizes:
         return int(SLACK * tokens * per_token * item)
 
     def graph(self, tokens: int, item: int, *, whole: bool = True) -> int:
-        """Return what a pass keeps for its derivatives; not `whole`: the inputs of all layers, and one layer."""
+        """Return the autograd memory of a pass; not `whole`: the inputs of all layers, and the graph of one layer."""
         one = GRAPH_LAYERS * self.forward(tokens, item)
         return self.layers * one if whole else one + 2 * self.states(tokens, item)
 

@@ -49,7 +49,7 @@ class PreparedRun:
     base              prompts before edits
     notes             warnings that are known before the run
     observers         see the attention calls of every batch after posleak's own observers
-    placement_cache   placements that were read from this model already;  fit_cache: what edits were fitted
+    placement_cache   placements that were read from this model already;  fit_cache: fits of edits on this model
     """
 
     subject: Subject
@@ -78,7 +78,7 @@ class PreparedRun:
         given             prompts that the user passed
         max_memory        memory limit of the process, as in `measure`: batches are chosen to fit
         base              prompts that another run of this subject has prepared
-        placement_cache   placements that such a run has read;  fit_cache: what its edits were fitted
+        placement_cache   placements that such a run has read;  fit_cache: its fits of edits
         """
         if config_sha256(subject.model.config) != subject.identity.config_sha256:
             subject = subject.current()  # the checks must be about the model as it is now
@@ -100,7 +100,7 @@ class PreparedRun:
 
     @cached_property
     def edits(self) -> tuple[NamedEdit, ...]:
-        """Return the edits with what they fit to the model."""
+        """The edits of the spec, fitted to the model."""
         spec = self.spec
         return tuple(edit.prepared(self.subject, self.base, spec.origin, self.fit_cache) for edit in spec.edits)
 

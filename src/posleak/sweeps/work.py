@@ -145,7 +145,8 @@ class Worker:
             run = ready.run_with_warnings(folder, fresh=fresh, on_progress=lambda progress: on_status(progress.text))
             return CellResults(run)
         conditions = Conditions(subject, cell.spec, folder, fresh, self.max_memory, on_status)
-        trace = traced(conditions, long_donor=cell.donor == LONG)
+        with conditions.writing():
+            trace = traced(conditions, long_donor=cell.donor == LONG)
         return CellResults(trace.ordinary, trace)
 
     def _load(self, cell: Cell, on_status: OnStatus) -> tuple[LoadedModel, float]:

@@ -2,7 +2,7 @@
 
 lending   passes in which sets of heads attend to lent keys
 ranking   order of the heads, by integrated gradients
-writing   evidence by intervention: writers, controls, readers, edges
+writing   evaluation by intervention: writers, controls, readers, edges
 carrier   the directions of the residual stream that carry position
 erasure   what remains if these are erased
 circuit   the public function and its result

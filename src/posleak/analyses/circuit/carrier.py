@@ -1,4 +1,4 @@
-"""What carries position in the residual stream: how much of the variance, in how many directions, and which.
+"""What carries position in the residual stream: how much of the variance, and which directions.
 
 With x_b(p) = h_b(p) − mean_p h_b the stream of prompt b at one depth, at positions p ≥ m,
 
@@ -118,6 +118,16 @@ class Carrier:
             curve=jackknife.mean(np.stack([depth.curve for depth in depths], axis=1)).estimate,
             positions=positions, fit=FitFacts.of(fit),
         )  # fmt: skip
+
+    @property
+    def last(self) -> int:
+        """The depth of the output of the last layer."""
+        return len(self.dimensions) - 1
+
+    @property
+    def middle(self) -> int:
+        """The depth in the middle of the model."""
+        return self.last // 2
 
     @property
     def significant(self) -> list[int]:

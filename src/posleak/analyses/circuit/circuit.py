@@ -1,8 +1,9 @@
 """The circuit of absolute position: the heads that write it, the direction that carries it, the heads that read it.
 
-One half of the prompts ranks the heads (ranking.py); the other half is evidence: the trace, interventions on sets of
-heads (writing.py), and the directions of the residual stream (carrier.py, erasure.py), which are fitted on further
-prompts. A run folder holds circuit.json next to the trace; until it is written, steps/ holds the finished passes.
+One half of the prompts ranks the heads (ranking.py). The other half evaluates the ranking: the trace, interventions on
+sets of heads (writing.py), and the directions of the residual stream (carrier.py, erasure.py), which are fitted on
+separate prompts. A run folder holds circuit.json next to the trace; until it is written, steps/ holds the finished
+passes.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from typing import Any
 import numpy as np
 
 from posleak.analyses.trace.trace import Trace, traced
+from posleak.arrays import Array
 from posleak.defaults import CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES
 from posleak.edits import parse_edits
 from posleak.edits.context import Branches
 from posleak.edits.direction import ERASE
 from posleak.errors import InputError, RunError, UnsupportedError, did_you_mean, warn
 from posleak.files import Sealed
-from posleak.inputs import Inputs, is_source_name
+from posleak.inputs import Inputs, is_source_name, repeat_notes
 from posleak.leakage import Estimate
 from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.runs.conditions import STEPS, Conditions, clear_steps
-from posleak.runs.folder import read_arrays, write_arrays
+from posleak.probe.tracer import computes_own_attention
+from posleak.runs.conditions import Conditions
+from posleak.runs.folder import STEPS, clear_steps, finished_step
 from posleak.runs.memory import describe_prompts, require_room
 from posleak.runs.software import measurement_hash
 from posleak.runs.spec import parse_bytes, require_between
@@ -42,9 +45,14 @@ from .carrier import Carrier, fit_of
 from .erasure import Erased, erasure
 from .lending import LendingPasses, LendingStudy, circuit_plan
 from .ranking import GRADIENTS, INTERVENE, METHODS, Ranking, rank, rank_by_intervention
-from .writing import Writing, evidence
+from .writing import RemovedBySize, Writing, evaluate
 
 CIRCUIT_FILE = "circuit.json"
+
+FROM_EARLIER = "leakage from earlier layers"
+"""P(no head) − P(all heads): the leakage that disappears if all heads attend to lent keys."""
+
+HALVES = "one half ranks the heads, the other half evaluates the ranking"
 
 TOLERANCE = 0.1
 """Largest difference between the sum of the attributions and the truth, as a share, without a warning."""
@@ -52,10 +60,11 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class CircuitParts:
-    """What circuit.json holds besides the trace.
+    """The results in circuit.json.
 
-    rank, nodes   method of the ranking, and nodes of its integral;  warnings: about these results
-    carrier       None, with the reason in `warnings`, if the layers exchange more than one stream
+    carrier    None if the model does not have one residual stream; `warnings` has the reason
+    erasure    empty without a carrier
+    warnings   warnings about these results
     """
 
     writing: Writing
@@ -76,22 +85,19 @@ SEALED = Sealed("posleak circuit", 1, CircuitFile, "delete it; `posleak circuit`
 
 
 @dataclass(frozen=True, repr=False)
-class Circuit:
+class Circuit(CircuitParts):
     """The circuit of one model: `writing` (writers, readers, edges), `carrier`, `erasure`, and the `trace` below them.
 
-    All estimates are over the prompts of the trace, which neither the ranking nor the fit of the directions has read.
+    Estimates use the prompts of the trace, except `Erased.loss_change`, which uses crops of a text. Neither the ranking
+    that selects the writers nor the fit of the directions uses the prompts of the trace.
     """
 
     trace: Trace
-    writing: Writing
-    carrier: Carrier | None
-    erasure: tuple[Erased, ...]
-    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, trace: Trace, parts: CircuitParts) -> Circuit:
         """Return the circuit of these parts above a trace."""
-        return cls(trace, parts.writing, parts.carrier, parts.erasure, parts.warnings)
+        return cls(**vars(parts), trace=trace)
 
     @classmethod
     def load(cls, path: str | Path, trace: Trace | None = None) -> Circuit | None:
@@ -126,12 +132,12 @@ class Circuit:
         """The depth in the middle of the model, and the share of the positional variance along one direction there."""
         if self.carrier is None:
             return None
-        depth = (len(self.carrier.dimensions) - 1) // 2
+        depth = self.carrier.middle
         return depth, self.carrier.leading[depth]
 
     def erased(self, method: str, k: int) -> Erased | None:
         """Return the row of one erasure at every depth."""
-        return next((row for row in self.erasure if row.edit == f"position={method}:{k}"), None)
+        return next((row for row in self.erasure if (row.method, row.k, row.depths) == (method, k, "")), None)
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
@@ -142,8 +148,8 @@ class Circuit:
         """Return the JSON of `posleak circuit --json` (docs/json.md)."""
         writing, header = self.writing, self.trace.as_dict()
         keys = (
-            "model", "identity", "positions", "inputs", "length", "prompts", "seed", "norm", "definitions", "donor",
-            "origin", "remainder", "calibration", "run",
+            "model", "identity", "positions", "inputs", "length", "prompts", "seed", "norm", "edits", "definitions",
+            "donor", "origin", "remainder", "calibration", "run",
         )  # fmt: skip
         document: dict[str, Any] = plain(
             {
@@ -171,41 +177,56 @@ def circuit_digest(trace: Trace, method: str, nodes: int) -> str:
 def _sentences(circuit: Circuit) -> Iterator[str]:
     writing, chosen = circuit.writing, circuit.writing.chosen
     if chosen is None:
-        yield "The position that earlier layers pass on is not significantly above 0, so that it has no writers."
+        yield f"The {FROM_EARLIER} is not significantly above 0, so no head is reported as a writer."
         return
-    effect, k = chosen.leading, chosen.k
-    heads = f"{k} of {writing.heads} heads"
-    verb = "account" if k > 1 else "accounts"
-    first = f"{heads} {verb} for {estimate(effect.removed, 'share')} of the position that earlier layers pass on"
-    first += f", {k} random heads of the same layers for {estimate(effect.random, 'share')}" if effect.random else ""
-    yield f"{first} (n = {effect.removed.n})."
-    even = chosen.even.removed
-    if even.low > effect.removed.high or even.high < effect.removed.low:
-        yield f"Evenly weighted, they {verb} for {estimate(even, 'share')}."
+    yield _sentence_of_set(chosen, f"{chosen.k} of {writing.heads} heads", f" of the {FROM_EARLIER}")
+    even, removed = chosen.even.removed, chosen.leading.removed
+    if even.low > removed.high or even.high < removed.low:
+        yield f"Evenly weighted, the share is {estimate(even, 'share')} (n = {even.n})."
     if not writing.reached:
-        yield f"No set of up to {k} heads removes 90% of it."
-    if effect.others is not None:
-        yield f"All other heads together account for {estimate(effect.others, 'share')}: {_redundancy(effect.others)}."
+        yield f"The largest measured set, the first {chosen.k} heads of the ranking, accounts for less than 90%."
+    shorter = [row for row in writing.removed if row.k < chosen.k and row.leading.random is not None]
+    if shorter:
+        count = f"{shorter[-1].k} of them" if shorter[-1].k > 1 else "of them"
+        yield _sentence_of_set(shorter[-1], f"The first {count}", "")
+    if (others := chosen.leading.others) is not None:
+        yield f"All other heads account for {estimate(others, 'share')} (n = {others.n}): {_alone(others)}."
     if circuit.leading is not None:
-        depth, leading = circuit.leading
-        carried = "no significant share" if np.isnan(leading.value) else estimate(leading, "share")
-        yield f"At depth {depth}, one direction of the residual stream carries {carried} of the positional variance."
-    if (row := circuit.erased("erase", 1)) is not None:
-        random = "" if row.random is None else f", erasing a random one {estimate(row.random, 'share')}"
-        loss = f"; the loss on {row.loss_inputs} changes by {estimate(row.loss_change)} nats per token"
-        removed = f"{estimate(row.earlier_removed, 'share')} of what earlier layers pass on"
-        yield f"Erasing that direction at every depth removes {removed}{random}{loss}."
+        yield _sentence_of_direction(*circuit.leading)
     for row in circuit.erasure:
-        if row.method == ERASE and "@" in row.edit:
-            removed, loss = estimate(row.earlier_removed, "share"), estimate(row.loss_change)
-            where = "only at depths with a significant positional share"
-            yield f"Erasing it {where} (`{row.edit}`) removes {removed}; the loss changes by {loss} nats per token."
+        if row.method == ERASE and row.k == 1:
+            yield _sentence_of_erasure(row)
 
 
-def _redundancy(others: Estimate) -> str:
+def _sentence_of_set(row: RemovedBySize, heads: str, of: str) -> str:
+    effect, verb = row.leading, "account" if row.k > 1 else "accounts"
+    count = f"{row.k} random heads of the same layers" if row.k > 1 else "a random head of the same layer"
+    random = f", {count} for {estimate(effect.random, 'share')}" if effect.random else ""
+    return f"{heads} {verb} for {estimate(effect.removed, 'share')}{of}{random} (n = {effect.removed.n})."
+
+
+def _alone(others: Estimate) -> str:
+    """Say whether the writers keep the leakage if all other heads attend to lent keys: 1 − others of it remains."""
     if others.low > 0.5:
-        return "other heads can take over"
-    return "other heads cannot take over" if others.high < 0.5 else "whether other heads can take over is not decided"
+        return "the writers alone do not write most of it"
+    return "the writers alone write most of it" if others.high < 0.5 else "whether the writers suffice is not decided"
+
+
+def _sentence_of_direction(depth: int, leading: Estimate) -> str:
+    if np.isnan(leading.value):
+        return f"At depth {depth}, the positional variance is not significantly above 0 (n = {leading.n})."
+    share = f"{estimate(leading, 'share')} of the positional variance (n = {leading.n})"
+    return f"At depth {depth}, one direction of the residual stream carries {share}."
+
+
+def _sentence_of_erasure(row: Erased) -> str:
+    removed = f"{estimate(row.earlier_removed, 'share')} of the {FROM_EARLIER}"
+    random = f", a random direction {estimate(row.random, 'share')}" if row.random is not None else ""
+    where = f"the depths with a significant positional share only ({row.depths})" if row.depths else "every depth"
+    return (
+        f"Erasing the leading direction at {where} removes {removed}{random} (n = {row.earlier_removed.n}); the "
+        f"next-token loss ({row.loss_inputs}) changes by {estimate(row.loss_change)} nats per token."
+    )
 
 
 class CircuitConditions(Conditions):
@@ -237,13 +258,14 @@ def circuit(
     subject     a Subject, a transformers model, or anything that `load` accepts
     inputs      source of the prompts, or your own prompts, as in `measure`
     length      tokens per prompt (default 128); your own prompts are truncated to `length`, as in `measure`
-    prompts     number of prompts (default 48, or all of your own): one half ranks the heads, the other half is evidence
+    prompts     number of prompts (default 48, or all of your own): one half ranks the heads, the other half evaluates
+                the ranking
     seed        random seed for the prompts
     bos         token at position 0, as in `measure`
     origin      number of leading tokens treated as the origin
-    rank        `gradients` (integrated gradients), or `intervene`: lend in every head alone, for small models and for
-                weights that have no gradients
-    nodes       nodes of the integral
+    rank        `gradients` (integrated gradients), or `intervene`: let one head at a time attend to lent keys, for
+                small models and for weights that have no gradients
+    nodes       number of integration nodes, for `gradients`
     out         folder for the trace and the circuit; finished passes in it are reused
     root        parent of the folder if `out` is not given, as in `measure`
     fresh       discard results in the folder and measure again
@@ -258,25 +280,30 @@ def circuit(
     named = isinstance(inputs, str) and is_source_name(inputs)
     total = CIRCUIT_PROMPTS if named and prompts is None else prompts
     if total is not None:
-        require_between("prompts", total, 4, why="one half ranks the heads, the other half is evidence")
+        require_between("prompts", total, 4, why=HALVES)
     conditions = CircuitConditions.of(
         subject, inputs, length=length, prompts=total, default_length=CIRCUIT_LENGTH, seed=seed, bos=bos, origin=origin,
         prefix="circuit-", out=out, root=root, fresh=fresh, max_memory=max_memory, progress=progress,
     )  # fmt: skip
-    require_between("prompts", conditions.spec.prompts, 4, why="one half ranks the heads, the other half is evidence")
-    conditions.spec = replace(conditions.spec, prompts=conditions.spec.prompts // 2)
-    conditions.__dict__.pop("baseline", None)  # that of all prompts, if it named the folder
+    require_between("prompts", count := conditions.spec.prompts, 4, why=HALVES)
+    if count % 2:
+        warn(f"{count} prompts cannot be split into two equal halves: the last one is not used")
+    conditions = replace(conditions, spec=replace(conditions.spec, prompts=count // 2))
     with conditions.writing():
         return circuit_of(conditions, rank, nodes)
 
 
 def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NODES) -> Circuit:
-    """Return the circuit on the prompts of these conditions; the heads are ranked on as many further prompts."""
+    """Return the circuit on the prompts of these conditions; the heads are ranked on as many further prompts.
+
+    Call it inside `conditions.writing()`.
+    """
     count, available = conditions.spec.prompts, conditions.tokens.available
     if available is not None and available < 2 * count:
         raise InputError(
-            "too few prompts: the heads are ranked on others than those of the evidence", got=f"{available} prompts",
-            expected=f"{2 * count}", remedy="use a source of prompts, such as random or text:PATH",
+            "the ranking and its evaluation need different prompts, but there are too few",
+            got=f"{available} prompts", expected=f"{2 * count}",
+            remedy="use a source of prompts, such as random or text:PATH",
         )  # fmt: skip
     trace, folder = traced(conditions), conditions.folder
     _require_later_layers(trace)
@@ -286,24 +313,10 @@ def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NOD
         stored = SEALED.read(folder / CIRCUIT_FILE)
         if stored.digest == digest:
             return Circuit.of(trace, stored.parts)
-    whole = _fitting(conditions, nodes)
     study = _study(conditions, trace, digest)
-    warnings = list[str]()
-    writing = _writing(conditions, study, trace, method, nodes, whole)
-    if method == GRADIENTS and not abs(writing.attribution.error) <= TOLERANCE:
-        warnings.append(
-            f"the attributions add up to {writing.attribution.sum:.3g} nats² instead of "
-            f"{writing.attribution.truth:.3g}: the order of the heads is less reliable. What is claimed was measured "
-            "by intervention; more prompts or --nodes bring the sum closer"
-        )
-    carrier: Carrier | None = None
-    rows: tuple[Erased, ...] = ()
-    try:
-        carrier = Carrier.measure(conditions, fit_of(conditions))
-        some = carrier.significant
-        rows = erasure(conditions, trace, some if len(some) < len(carrier.dimensions) - 1 else ())
-    except UnsupportedError as error:
-        warnings.append(f"the direction that carries position is left out: {error}")
+    writing = _writing(conditions, study, trace, method, nodes)
+    carrier, rows, notes = _carried(conditions, trace)
+    warnings = [*_repeats(conditions), *_doubts(writing), *notes]
     for note in warnings:
         warn(note)
     parts = CircuitParts(writing, carrier, rows, tuple(warnings))
@@ -311,6 +324,41 @@ def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NOD
         SEALED.write(folder / CIRCUIT_FILE, CircuitFile(digest, parts))
         clear_steps(folder)
     return Circuit.of(trace, parts)
+
+
+def _carried(
+    conditions: Conditions, trace: Trace
+) -> tuple[Carrier | None, tuple[Erased, ...], list[str]]:  # fmt: skip
+    """Return the carrier, its erasure, and notes about what is left out."""
+    try:
+        carrier = Carrier.measure(conditions, fit_of(conditions))
+    except (UnsupportedError, InputError) as error:
+        return None, (), [f"the direction that carries position is left out: {error}"]
+    depths = carrier.significant
+    rows, notes = erasure(conditions, trace, depths if len(depths) < carrier.last else ())
+    return carrier, rows, notes
+
+
+def _doubts(writing: Writing) -> Iterator[str]:
+    """Yield warnings about the ranking and its controls."""
+    ranking, chosen = writing.attribution, writing.chosen
+    if chosen is None:
+        return
+    if ranking.method == GRADIENTS and not abs(ranking.error) <= TOLERANCE:
+        yield (
+            f"the attributions sum to {ranking.sum:.3g} nats², but the exact difference is {ranking.truth:.3g}: the "
+            "order of the heads is less reliable. The reported shares are measured by intervention and do not depend "
+            "on this sum; try more --prompts or --nodes"
+        )
+    if chosen.leading.random is None:
+        yield (f"the {chosen.k} writers have no random control: in some layer, fewer other heads are left than writers")
+
+
+def _repeats(conditions: Conditions) -> Iterator[str]:
+    """Yield warnings about prompts of both halves together, unless the half of the trace has one itself."""
+    count, prompts = conditions.spec.prompts, conditions.tokens
+    if not any(repeat_notes(prompts, count)):
+        yield from repeat_notes(prompts, 2 * count)
 
 
 def _require_later_layers(trace: Trace) -> None:
@@ -322,17 +370,24 @@ def _require_later_layers(trace: Trace) -> None:
         )  # fmt: skip
 
 
-def _fitting(conditions: Conditions, nodes: int) -> bool:
+def _keeps_graph(conditions: Conditions, nodes: int, *, apart: bool) -> bool:
     """Return whether the whole graph of a pass fits into memory; raise an InputError if nothing does."""
     subject, spec, limit = conditions.baseline.subject, conditions.spec, parse_bytes(conditions.max_memory)
-    plans = {whole: circuit_plan(subject, spec.plan, spec.prompts, nodes, whole=whole) for whole in (True, False)}
-    what = f"{describe_prompts(spec.prompts, spec.length)}" + (f" with gradients at {nodes} nodes" if nodes else "")
-    remedy = "a shorter --length, fewer --prompts" + (", fewer --nodes or --rank intervene" if nodes else "")
-    with suppress(InputError):
-        require_room(subject, plans[True], limit, what="the circuit", of=what, remedy=remedy)
-        return True
-    require_room(subject, plans[False], limit, what="the circuit", of=what, remedy=f"use {remedy}")
-    return False
+    request = describe_prompts(spec.prompts, spec.length) + (f" with gradients at {nodes} nodes" if nodes else "")
+    remedy = "use a shorter --length, fewer --prompts" + (", fewer --nodes or --rank intervene" if nodes else "")
+
+    def require(keep_graph: bool) -> None:
+        plan = circuit_plan(subject, spec.plan, spec.prompts, nodes, apart=apart, keep_graph=keep_graph)
+        require_room(subject, plan, limit, what="the circuit", of=request, remedy=remedy)
+
+    if nodes and not computes_own_attention(subject.model):  # tracing cannot compute a layer again
+        with suppress(InputError):
+            require(True)
+            return True
+        require(False)
+        return False
+    require(True)
+    return True
 
 
 def _study(conditions: Conditions, trace: Trace, digest: str) -> LendingStudy:
@@ -341,35 +396,34 @@ def _study(conditions: Conditions, trace: Trace, digest: str) -> LendingStudy:
     (edit,) = (edit for edit in trace.branches.record.spec.edits if isinstance(edit, Branches))
     passes = LendingPasses(
         conditions.baseline.subject, spec.plan, conditions.tokens, range(spec.prompts), record.calibration.heads,
-        trace.ordinary.summary.layer_ids, edit.apart,
+        edit.apart,
     )  # fmt: skip
     steps = None if conditions.folder is None else conditions.folder / STEPS
     return LendingStudy(passes, trace.ordinary.data["weight"], steps, digest, conditions.progress)
 
 
-def _writing(
-    conditions: Conditions, study: LendingStudy, trace: Trace, method: str, nodes: int, whole: bool
-) -> Writing:  # fmt: skip
+def _writing(conditions: Conditions, study: LendingStudy, trace: Trace, method: str, nodes: int) -> Writing:
+    """Rank the heads on both halves of the prompts, and evaluate the ranking of the second half on the first one."""
     count = len(study.passes.indices)
+    keep_graph = _keeps_graph(conditions, nodes, apart=study.passes.apart)
     narrow = method == GRADIENTS and study.passes.subject.dtype.itemsize < 4  # gradients are computed in float32
     edits = parse_edits("dtype=float32") if narrow else ()
-    ranking, other = (
-        _ranked(replace(study, passes=replace(study.passes, indices=indices, edits=edits)), method, nodes, whole)
-        for indices in (range(count, 2 * count), range(count))
-    )
-    return evidence(study, ranking, other, trace, conditions.spec.seed)
+
+    def ranked(indices: range) -> Ranking:
+        half = replace(study, passes=replace(study.passes, indices=indices, edits=edits))
+        return rank_by_intervention(half) if method == INTERVENE else _rank_or_load(half, nodes, keep_graph)
+
+    ranking, other = ranked(range(count, 2 * count)), ranked(range(count))
+    return evaluate(study, ranking, other, trace, conditions.spec.seed)
 
 
-def _ranked(study: LendingStudy, method: str, nodes: int, whole: bool) -> Ranking:
-    """Rank the heads on the prompts of a study, or load the ranking. whole: keep the whole graph of a pass"""
-    if method == INTERVENE:
-        return rank_by_intervention(study)
+def _rank_or_load(study: LendingStudy, nodes: int, keep_graph: bool) -> Ranking:
+    """Rank the heads by gradients on the prompts of a study, or load the ranking."""
     passes = study.passes
-    seal = [f"the ranking of {study.digest}", f"prompts {passes.indices}"]
-    path = None if study.folder is None else study.folder / f"ranking{passes.indices.start:06d}.npz"
-    if path is not None and (stored := read_arrays(path, seal)) is not None:
-        return Ranking(GRADIENTS, stored["attribution"], float(stored["truth"]), len(passes.indices), nodes)
-    ranking = rank(passes, study.progress, nodes=nodes, keep_graph=whole)
-    if path is not None:
-        write_arrays(path, seal, {"attribution": ranking.attribution, "truth": np.array(ranking.truth)})
-    return ranking
+
+    def ranked() -> dict[str, Array]:
+        ranking = rank(passes, study.progress, nodes=nodes, keep_graph=keep_graph)
+        return {"heads": ranking.heads, "truth": np.array(ranking.truth)}
+
+    arrays = finished_step(study.folder, [f"the ranking of {study.digest}", f"prompts {passes.indices}"], ranked)
+    return Ranking(GRADIENTS, arrays["heads"], float(arrays["truth"]), len(passes.indices), nodes)

@@ -3,12 +3,12 @@
     P = power of the total, summed over the layers after the first
     earlier removed = [P(T) − P(T under the edit)] / [P(T) − P(D)]
 
-T is the ordinary run and D the rows of branch B without the donor's keys, in which no layer before has told position: 1
-means that the edit removes as much as lending keys in all earlier layers. Each erasure has as control as many random
-directions. All runs read the same prompts, so that differences are paired.
+T is the ordinary run. D is branch B of the trace without lent keys, where earlier layers cannot tell position: a value
+of 1 means that the edit removes as much leakage as lent keys in all layers. Each erasure has as control as many random
+directions at the same depths. All runs read the same prompts, so that differences are paired.
 
-The loss is measured on crops of a text, with the same directions, because the loss on random tokens means nothing. A
-model without a tokenizer for text reads the prompts of the baseline instead.
+The loss is measured on crops of a text, with the same directions, because the loss on random tokens is not meaningful.
+For a model without a tokenizer for text, it is measured on the prompts of the baseline instead.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from posleak.runs.conditions import Conditions
 from posleak.runs.loss import loss_positions
 from posleak.runs.spec import GIVEN
 
-METHODS = ((ERASE, 1), (ERASE, 2), (ERASE, 4), (LEACE, 1), (RANDOM, 1), (RANDOM, 2), (RANDOM, 4))
-"""Methods of erasure, and numbers of directions."""
+from .lending import later_power
+
+ERASURES = ((ERASE, 1), (ERASE, 2), (ERASE, 4), (LEACE, 1), (RANDOM, 1), (RANDOM, 2), (RANDOM, 4))
+"""Methods of erasure, and numbers of directions, at every depth."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Erased:
     earlier_removed   in the leading norm, weighted by the ordinary run's attention;  even: in the norm EVEN
     left              power of the total that is left, summed over the layers after the first, in nats²
     loss_change       change of the next-token loss at the sampled positions of `loss_inputs`, in nats per token
-    random            `earlier_removed` of as many random directions; None for these themselves
+    random            `earlier_removed` of k random directions at the same depths; None for the controls themselves
     """
 
     method: str
@@ -62,32 +64,41 @@ class Erased:
     random: Estimate | None = None
 
     @property
+    def depths(self) -> str:
+        """The depths of the edit, as in its text; empty: every depth."""
+        return self.edit.partition("@")[2]
+
+    @property
     def norms(self) -> dict[str, Estimate]:
         return {LEADING: self.earlier_removed, EVEN: self.even}
 
 
-def erasure(conditions: Conditions, trace: Trace, depths: Sequence[int] = ()) -> tuple[Erased, ...]:
-    """Measure the conditions of METHODS, or load them; `trace`: of the same conditions.
+def erasure(
+    conditions: Conditions, trace: Trace, depths: Sequence[int] = ()
+) -> tuple[tuple[Erased, ...], list[str]]:  # fmt: skip
+    """Measure the effect of each erasure, or load it; also return a note for each that does not fit into memory.
 
-    depths: also erase one direction at these depths only
+    trace: of the same conditions;  depths: also erase one direction at these depths only
     """
     text = loss_prompts(conditions)
-    before = losses(conditions, text)
-    edits = [PositionEdit(method, k) for method, k in METHODS]
-    if depths:
-        scope = Scope.parse(
-            ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans(depths))
-        )
-        edits.insert(1, PositionEdit(ERASE, 1, scope=scope))
-    rows = [_erased(conditions, trace, edit, text, before) for edit in edits]
-    random = {row.k: row.earlier_removed for row in rows if row.method == RANDOM}
-    return tuple(row if row.method == RANDOM else replace(row, random=random[row.k]) for row in rows)
+    before, rows, notes = losses(conditions, text), list[Erased](), list[str]()
+    scope = Scope(tuple((first, last, None) for first, last in spans(depths)), everywhere=False)
+    edits = [PositionEdit(method, k) for method, k in ERASURES]
+    edits[1:1] = [PositionEdit(method, 1, scope=scope) for method in (ERASE, RANDOM) if depths]
+    for edit in edits:
+        try:
+            rows.append(_erased(conditions, trace, edit, text, before))
+        except InputError as error:
+            notes.append(f"{edit.text} is left out: {error}")
+    random = {(row.k, row.depths): row.earlier_removed for row in rows if row.method == RANDOM}
+    control = [None if row.method == RANDOM else random.get((row.k, row.depths)) for row in rows]
+    return tuple(replace(row, random=x) for row, x in zip(rows, control, strict=True)), notes
 
 
 def spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return increasing numbers as ranges of consecutive ones: their first and last number."""
     breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
-    return [(int(part[0]), int(part[-1])) for part in np.split(np.asarray(numbers), breaks)]
+    return [(int(part[0]), int(part[-1])) for part in np.split(np.asarray(numbers), breaks) if len(part)]
 
 
 def _erased(
@@ -99,9 +110,9 @@ def _erased(
     removed = {norm: earlier_removed(after[norm], sources[norm], jackknife).estimate for norm in (LEADING, EVEN)}
     conditions.progress(f"loss under {edit.text}")
     change = jackknife.mean(losses(conditions, text, edit) - before).estimate
-    left = later_power(after[LEADING], "total", jackknife).estimate
+    left = _power(after[LEADING], "total", jackknife).estimate
     return Erased(
-        edit.kind, edit.count or 0, edit.text, removed[LEADING], removed[EVEN], left, change, text.source
+        edit.method, edit.count or 0, edit.text, removed[LEADING], removed[EVEN], left, change, text.source
     )  # fmt: skip
 
 
@@ -129,12 +140,14 @@ def losses(conditions: Conditions, prompts: Prompts, edit: NamedEdit | None = No
 
 
 def earlier_removed(after: Products, before: Products, jackknife: Jackknife) -> Sampled:
-    """Return the part of what earlier layers tell that is removed. before: products of the sources of a trace"""
-    total = later_power(before, "total", jackknife)
-    removed = total - later_power(after, "total", jackknife)
-    return removed.over(total - later_power(before, "direct", jackknife))
+    """Return the share of the leakage from earlier layers that an edit removes.
+
+    after, before: products of the total under the edit, and of the sources of the trace
+    """
+    total = _power(before, "total", jackknife)
+    removed = total - _power(after, "total", jackknife)
+    return removed.over(total - _power(before, "direct", jackknife))
 
 
-def later_power(products: Products, component: str, jackknife: Jackknife) -> Sampled:
-    """Return the power of a component, mean over heads, summed over the layers after the first."""
-    return jackknife.inner(products.averaged((1,)).own[component][1:].sum(0))
+def _power(products: Products, component: str, jackknife: Jackknife) -> Sampled:
+    return jackknife.inner(later_power(products.own[component]))

@@ -9,21 +9,21 @@ with Gauss-Legendre nodes. P is quadratic in the totals t_b of the prompts, with
 derivative is that of Σ_b g_b · t_b with g_b = 2 w (Σ_c t_c − t_b) / (n (n − 1)): a first pass computes the totals of
 all prompts, a second one the derivatives, batch by batch.
 
-Attributions are only an order. What is claimed is measured by intervention on other prompts (writing.py).
+Attributions only order the heads. The reported shares are measured by intervention on other prompts (writing.py).
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-import xarray as xr
 from jaxtyping import Float, Float64
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor
@@ -31,16 +31,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from posleak.arrays import Array
-from posleak.axes import HEAD, LAYER, OFFSET, PROMPT
 from posleak.defaults import NODES
 from posleak.edits.context import LendByHead
 from posleak.errors import UnsupportedError
-from posleak.leakage import attention_by_offset
-from posleak.leakage.dataset import stack_calls
-from posleak.leakage.power import unbiased
 from posleak.models import exclusive
-from posleak.probe import Call, Collector, Probe, attach
+from posleak.probe import Collector, Probe, attach
 from posleak.probe.attachment import decoder_layers
+from posleak.typed import Number
 
 from .lending import NO_HEAD, TOKENS_WITH_GRAPH, LendingPasses, LendingStudy, total_of_copies
 
@@ -50,40 +47,53 @@ GRADIENTS, INTERVENE = METHODS = ("gradients", "intervene")
 
 @dataclass(frozen=True)
 class Ranking:
-    """An order of the heads.
+    """An order of the heads by attribution.
 
     method        GRADIENTS or INTERVENE
-    attribution   of each head, in nats² of P [L, H]; NaN where a head does not exist
-    truth         P(no head) − P(all heads) on the same prompts, which the sum of integrated gradients approximates
-    prompts       number of prompts;  nodes: of the integral; 0: none
+    heads         attribution of each head, in nats² of P [L, H]; NaN where a head does not exist
+    truth         P(no head) − P(all heads) on the same prompts, which `sum` approximates
+    prompts       number of prompts;  nodes: number of integration nodes, 0 for INTERVENE
+    overlap       by k: share of the first k heads that the compared ranking has among its first k
+    correlation   rank correlation (Spearman) with the attributions of the compared ranking, over heads
     """
 
     method: str
-    attribution: Array
-    truth: float
+    heads: Array
+    truth: Number
     prompts: int
     nodes: int
+    overlap: dict[int, Number] = field(default_factory=dict)
+    correlation: Number = math.nan
 
     @property
     def sum(self) -> float:
         """The sum of the attributions."""
-        return float(np.nansum(self.attribution))
+        return float(np.nansum(self.heads))
 
     @property
     def error(self) -> float:
         """The difference between sum and truth, as a share of the truth."""
-        return self.sum / self.truth - 1
+        return self.sum / self.truth - 1 if self.truth else math.nan
 
     @property
     def order(self) -> list[tuple[int, int]]:
         """The heads (call, head), largest attribution first."""
-        flat = np.argsort(-np.nan_to_num(self.attribution, nan=-np.inf), axis=None, kind="stable")
-        heads = [divmod(int(at), self.attribution.shape[1]) for at in flat]
-        return [(call, head) for call, head in heads if np.isfinite(self.attribution[call, head])]
+        flat = np.argsort(-np.nan_to_num(self.heads, nan=-np.inf), axis=None, kind="stable")
+        order = [divmod(int(at), self.heads.shape[1]) for at in flat]
+        return [(call, head) for call, head in order if np.isfinite(self.heads[call, head])]
 
-    def overlap(self, other: Ranking, k: int) -> float:
-        """Return the share of the first k heads that are also among the first k of another ranking."""
-        return len(set(self.order[:k]) & set(other.order[:k])) / k
+    def compared(self, other: Ranking, sizes: Iterable[int]) -> Ranking:
+        """Return the ranking with its overlap and rank correlation with another one of the same heads."""
+        from scipy.stats import spearmanr
+
+        exists = np.isfinite(self.heads)
+        overlap = {k: len(set(self.order[:k]) & set(other.order[:k])) / k for k in sizes}
+        correlation = spearmanr(self.heads[exists], other.heads[exists]).statistic if exists.sum() > 2 else math.nan
+        return replace(self, overlap=overlap, correlation=float(correlation))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form, with `sum` and `error`."""
+        return {**vars(self), "sum": self.sum, "error": self.error}
 
 
 def weights(totals: Float64[np.ndarray, "B L H Q D"], by_offset: Float64[np.ndarray, "B L H D"]) -> Array:
@@ -115,16 +125,15 @@ def rank(
     """
     x, node_weights = leggauss(nodes)
     x, node_weights = (x + 1) / 2, node_weights / 2
-    shape, attention = (len(passes.heads), max(passes.heads)), weights_observer(passes)
+    shape = len(passes.heads), max(passes.heads)
     share = torch.from_numpy(x).float()[:, None, None].expand(-1, *shape).clone()
     ends = torch.stack([torch.zeros(shape), torch.ones(shape)])
-    shares = torch.cat([ends, share])
-    totals = passes.totals(shares, lambda line: progress(f"ranking, totals: {line}"), [attention])
-    w = weights(totals[:, 0], stacked(attention, passes))
+    totals = passes.totals(torch.cat([ends, share]), lambda line: progress(f"ranking, totals: {line}"))
+    w = weights(totals[:, 0], passes.weight().values)
     truth = power(totals[:, 0], w) - power(totals[:, 1], w)
-    own, n = np.nan_to_num(totals[:, 2:]), len(totals)
+    at_nodes, n = np.nan_to_num(totals[:, 2:]), len(totals)
     cotangent = (
-        2 * w * node_weights[:, None, None, None, None] * (own.sum(0) - own) / (n * (n - 1))
+        2 * w * node_weights[:, None, None, None, None] * (at_nodes.sum(0) - at_nodes) / (n * (n - 1))
     )  # [B, C, L, H, Q, D]
     gradient = derivatives(passes, share, cotangent, progress, keep_graph=keep_graph)
     exists = np.arange(shape[1]) < np.array(passes.heads)[:, None]
@@ -133,38 +142,13 @@ def rank(
 
 def rank_by_intervention(study: LendingStudy) -> Ranking:
     """Rank the heads by lending in every head alone: P(no head) − P(the head)."""
-    passes, attention, every = study.passes, weights_observer(study.passes), study.passes.every_head
-    passes.totals(passes.share([NO_HEAD]), study.progress, [attention])
-    dims = (PROMPT, LAYER, HEAD, OFFSET)
-    study = replace(study, weight=xr.DataArray(stacked(attention, passes), dims=dims))
-    singles = {head: frozenset([head]) for head in sorted(every)}
-    study.measure([NO_HEAD, every, *singles.values()], "ranking")
-    n = len(passes.indices)
-    before, least = (float(unbiased(study.later(heads), n)) for heads in (NO_HEAD, every))
-    attribution = np.full((len(passes.heads), max(passes.heads)), np.nan)
-    for head, heads in singles.items():
-        attribution[head] = before - float(unbiased(study.later(heads), n))
-    return Ranking(INTERVENE, attribution, before - least, n, 0)
-
-
-def weights_observer(passes: LendingPasses) -> Collector[Tensor]:
-    """Return an observer of the attention of references by offset, in the first copy of every prompt."""
-
-    def read(call: Call, out: Tensor) -> Float64[Tensor, "B H D"]:
-        assert call.copies is not None
-        own, copies = call.copies.call, call.copies.layout.copies
-        bias = own.bias if own.bias is None or len(own.bias) == 1 else own.bias[::copies]
-        first = replace(own, query=own.query[::copies], key=own.key[::copies], bias=bias)
-        return attention_by_offset(first, passes.plan).detach().cpu()
-
-    return Collector(read)
-
-
-def stacked(attention: Collector[Tensor], passes: LendingPasses) -> Float64[np.ndarray, "B L H D"]:
-    """Return what the observer has read in several passes, as one array."""
-    layers, L = attention.collect(), len(passes.heads)
-    batches = [stack_calls([x.numpy() for x in layers[at : at + L]]) for at in range(0, len(layers), L)]
-    return np.concatenate(batches)
+    passes, every = study.passes, study.passes.every_head
+    study = replace(study, weight=passes.weight(), digest=f"{study.digest}, ranking of {passes.indices}")
+    study.measure([NO_HEAD, every, *(frozenset([head]) for head in sorted(every))], "ranking")
+    heads = np.full((len(passes.heads), max(passes.heads)), np.nan)
+    for head in every:
+        heads[head] = study.removed(frozenset([head]))[0].value
+    return Ranking(INTERVENE, heads, float(study.removed(every)[0].value), len(passes.indices), 0)
 
 
 def derivatives(
@@ -185,7 +169,7 @@ def derivatives(
         probe = stack.enter_context(attach(model, [collector], [*passes.edits, edit]))
         if not keep_graph:
             stack.enter_context(recomputing(probe))
-        for batch, ids in passes.batches(edit, TOKENS_WITH_GRAPH):
+        for batch, ids in passes.batches_after_donor(edit, TOKENS_WITH_GRAPH):
             progress(f"ranking, gradients: prompts {batch.start + 1} to {batch.stop} of {len(passes.indices)}")
             probe.forward(ids, grad=True)
             g = torch.from_numpy(cotangent[batch.start : batch.stop]).flatten(0, 1)  # [BC, L, H, Q, D]
@@ -204,8 +188,8 @@ def differentiated(objective: Tensor, share: Float[Tensor, "C L H"], name: str) 
         if not any(word in str(error) for word in ("grad", "derivative", "autograd")):
             raise
         raise UnsupportedError(
-            "heads cannot be ranked by gradients: the model computes with operations that have none, as with packed "
-            "weights", where=name, got=str(error).splitlines()[0], remedy="use --rank intervene",
+            "heads cannot be ranked by gradients: the model uses an operation without a gradient, such as a kernel for "
+            "packed weights", where=name, got=str(error).splitlines()[0], remedy="use --rank intervene",
         ) from error  # fmt: skip
 
 
@@ -226,6 +210,7 @@ def frozen_weights(model: PreTrainedModel) -> Iterator[None]:
 def recomputing(probe: Probe) -> Iterator[None]:
     """Keep the inputs of decoder layers only, and compute each layer again in the backward pass."""
     layers = decoder_layers(probe.model)
+    replaced = [vars(layer).get("forward") for layer in layers]  # by accelerate, for example
 
     def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -245,5 +230,7 @@ def recomputing(probe: Probe) -> Iterator[None]:
             layer.forward = checkpointed(layer.forward)
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+        for layer, forward in zip(layers, replaced, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

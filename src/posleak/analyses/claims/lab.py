@@ -91,7 +91,7 @@ class Lab(Conditions):
         return replace(finding, details={**finding.details, EVEN: even.estimate})
 
     def in_norm(self, norms: Mapping[str, T]) -> T:
-        """Return the one of these that is of the current norm."""
+        """Return the entry for the current norm."""
         self.reads_norm = True
         return norms[self.norm]
 

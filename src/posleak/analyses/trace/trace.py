@@ -314,16 +314,19 @@ def trace(
         edits=named, metrics=parse_metrics(metrics), out=out, root=root, fresh=fresh, max_memory=max_memory,
         progress=progress,
     )  # fmt: skip
-    return traced(conditions, by_layer=by_layer, long_donor=donor == "long")
+    with conditions.writing():
+        return traced(conditions, by_layer=by_layer, long_donor=donor == "long")
 
 
 def traced(conditions: Conditions, *, by_layer: bool = False, long_donor: bool = False) -> Trace:
-    """Return the trace; raise UnsupportedError before measuring if the model does not support a borrowed context."""
-    with conditions.writing():
-        if conditions.folder is None or not is_finished(conditions.folder):
-            conditions.require_supported(BORROWED)
-        layer_ids = conditions.run().record.calibration.numbers
-        return Trace.of(conditions, rungs(layer_ids) if by_layer else (), long_donor=long_donor)
+    """Return the trace; raise UnsupportedError before measuring if the model does not support a borrowed context.
+
+    Call it inside `conditions.writing()`.
+    """
+    if conditions.folder is None or not is_finished(conditions.folder):
+        conditions.require_supported(BORROWED)
+    layer_ids = conditions.run().record.calibration.numbers
+    return Trace.of(conditions, rungs(layer_ids) if by_layer else (), long_donor=long_donor)
 
 
 def branches_edit(conditions: Conditions, *, long_donor: bool = False) -> str:

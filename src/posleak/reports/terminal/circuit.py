@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -23,11 +25,15 @@ if TYPE_CHECKING:
     from posleak.leakage import Estimate
 
 LEGEND = """\
-removed: share of the position that earlier layers pass on which goes away if only these heads attend to keys of \
-another document as well, so that they see equally many keys at every position; weighted by attention, with 95% \
+removed: share of the leakage from earlier layers that disappears if only the first k heads of the ranking also attend \
+to keys of another document, so that they see equally many keys at every position; weighted by attention, with 95% \
 intervals over prompts
-random: sets of as many heads of the same layers, mean over {draws} draws; others: all heads except the first k
-alone: removed by one head alone; earlier: power in nats² of what a head reads from earlier layers"""
+random: mean over {draws} random sets of k heads of the same layers; others: all heads except the first k
+alone: share removed by one head alone; earlier: power in nats² of the source `earlier` in this head"""
+
+CARRIER_LEGEND = """\
+positional share: share of the variance over positions that all prompts have in common; one direction carries: share \
+of this positional variance along the leading direction; directions: how many carry 90% of it"""
 
 DEPTHS = 8
 """Most depths that the table of the carrier shows."""
@@ -42,6 +48,7 @@ def circuit_tables(circuit: Circuit) -> Iterator[RenderableType]:
     if circuit.carrier is not None:
         yield prose("the direction that carries position", style="bold")
         yield _carrier_table(circuit.carrier)
+        yield prose(CARRIER_LEGEND, style="dim", indent=2)
         yield _erasure_table(circuit.erasure)
     path = circuit.trace.ordinary.path
     yield prose(f"remainder of the trace {circuit.trace.remainder:.1e} nats · run {path}", style="dim", indent=2)
@@ -50,12 +57,9 @@ def circuit_tables(circuit: Circuit) -> Iterator[RenderableType]:
 def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
     yield prose("writers, readers, and sets of heads", style="bold")
     heads = table(["writer", "alone", "reader", "earlier"])
-    for at in range(max(len(writing.writers), len(writing.readers))):
-        writer = writing.writers[at] if at < len(writing.writers) else None
-        reader = writing.readers[at] if at < len(writing.readers) else None
-        alone = None if writer is None else writer.alone
+    for writer, reader in zip_longest(writing.writers, writing.readers):
         heads.add_row(
-            "" if writer is None else writer.name, _cell(alone, "share"),
+            "" if writer is None else writer.name, _cell(None if writer is None else writer.alone, "share"),
             "" if reader is None else reader.name, _cell(None if reader is None else reader.earlier),
         )  # fmt: skip
     yield heads
@@ -69,8 +73,9 @@ def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
     ranked = writing.attribution
     overlap = ", ".join(f"{percent(share)} of the first {k}" for k, share in ranked.overlap.items() if k in (3, 8))
     yield prose(
-        f"ranked by {ranked.method} on {ranked.prompts} other prompts: the attributions add up to {ranked.sum:.3g} of "
-        f"{ranked.truth:.3g} nats²; a ranking on the other half has {overlap or 'no heads'} in common",
+        f"ranked by {ranked.method} on {ranked.prompts} other prompts: the attributions sum to {ranked.sum:.3g} nats², "
+        f"the exact difference is {ranked.truth:.3g}; the ranking on the evaluation prompts shares "
+        f"{overlap or 'no heads'}",
         style="dim", indent=2,
     )  # fmt: skip
     yield prose(LEGEND.format(draws=DRAWS), style="dim", indent=2)
@@ -78,20 +83,22 @@ def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
 
 def _carrier_table(carrier: Carrier) -> RenderableType:
     """Return one row for some depths, evenly spaced."""
-    last = len(carrier.dimensions) - 1
-    names = ["depth", "positional share", "one direction carries", "dimensions", "cosine to position 0"]
-    rows, at = table(names, right=["depth", "dimensions"]), {round(k * last / (DEPTHS - 1)) for k in range(DEPTHS)}
-    for depth in sorted(at):
-        count = carrier.dimensions[depth]
+    names = ["depth", "positional share", "one direction carries", "directions", "cosine to position 0"]
+    rows = table(names, right=["depth", "directions"])
+    for depth in sorted({round(k * carrier.last / (DEPTHS - 1)) for k in range(DEPTHS)}):
+        count, most = carrier.dimensions[depth], carrier.spectrum.value.shape[1]
+        undefined = NAN if np.isnan(carrier.leading.value[depth]) else f"> {most}"
         rows.add_row(
             str(depth), _cell(carrier.share[depth], "share"), _cell(carrier.leading[depth], "share"),
-            NAN if count is None else str(count), f"{carrier.with_origin[depth]:.2f}".replace("-", "−"),
+            undefined if count is None else str(count), f"{carrier.with_origin[depth]:.2f}".replace("-", "−"),
         )  # fmt: skip
     return rows
 
 
 def _erasure_table(erasure: tuple[Erased, ...]) -> RenderableType:
-    rows = table(["edit at every depth", "earlier removed", "random directions", "change of the loss, nats per token"])
+    rows = table(
+        ["edit", "leakage from earlier layers removed", "random directions", "change of the loss, nats per token"]
+    )
     for row in erasure:
         if row.random is not None:
             rows.add_row(
