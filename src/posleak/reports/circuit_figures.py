@@ -174,7 +174,7 @@ def erasure(rows: Sequence[Erased]) -> Figure:
     """Draw the share of the leakage from earlier layers that each erasure and its random control remove."""
     ends = [row.earlier_removed for row in rows]
     axis = {"tickformat": ".0%", "range": _range(ends, [])}
-    return _with_controls(rows, "earlier_removed", "share of the leakage from earlier layers removed", "share", axis)
+    return _with_controls(rows, "earlier_removed", "share removed", "share", axis)
 
 
 def loss(rows: Sequence[Erased]) -> Figure:
