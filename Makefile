@@ -82,7 +82,7 @@ fuzz: $(READY)  ## read damaged and hostile files of every kind; FUZZ=N cases
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.fuzz --cases $(FUZZ) --seed $$(date +%s)
 
 faults: $(READY)  ## kill processes at many points and resume them; ten minutes
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.kills measure=40 trace=20 claims=40
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m support.kills measure=40 trace=20 claims=40 circuit=20
 
 zoo: $(READY)  ## train and measure the whole zoo; one to two hours, resumable
 	$(BIN)/python -m zoo train --all

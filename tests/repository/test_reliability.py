@@ -21,7 +21,7 @@ from support.kills import REFUSED, SIZE, contents, differences, kill_often, two_
 from support.runs_tiny import assert_same_bits
 
 
-@pytest.mark.parametrize(("work", "rounds"), [("measure", 3), ("trace", 3), ("claims", 2)])
+@pytest.mark.parametrize(("work", "rounds"), [("measure", 3), ("trace", 3), ("claims", 2), ("circuit", 3)])
 def test_killed_work_goes_on_to_the_same_bits_and_leaves_nothing(tmp_path: Path, work: str, rounds: int) -> None:
     series = kill_often(work, rounds, tmp_path)
     assert series.wrong == []

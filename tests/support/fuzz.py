@@ -28,6 +28,7 @@ import psutil
 import torch
 
 import posleak as pl
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, Circuit
 from posleak.analyses.claims.examination import read_findings
 from posleak.analyses.doctor.doctor import Diagnosis
 from posleak.analyses.origin.origin import read_origin
@@ -106,12 +107,13 @@ def _hung(*_: Any) -> NoReturn:
 
 
 def record_cases(rng: random.Random, place: Path) -> Iterator[Case]:
-    """Damage one of run.json, claims.json, origin.json and doctor.json in a folder that `claims` wrote."""
+    """Damage one of the JSON files in a folder that `claims` wrote, with a circuit."""
     llama, good, bad = Subject.of(tiny("llama"), name="tiny-llama"), place / "good", place / "bad"
-    pl.claims(llama, out=good, length=48, prompts=4)
+    for paper in ("position", "posleak"):
+        pl.claims(llama, paper=paper, out=good, length=48, prompts=4)
     (good / "doctor.json").write_text(json.dumps(plain(pl.doctor(llama, short=True, length=48, prompts=4))))
     shutil.copytree(good, bad)
-    names = ("run.json", "claims.json", "origin.json", "doctor.json", CONDITION)
+    names = ("run.json", "claims.json", "origin.json", CIRCUIT_FILE, "doctor.json", CONDITION)
     for number in _count():
         name = rng.choice(names)
         content = (good / name).read_bytes()
@@ -137,6 +139,7 @@ def _readers(name: str, folder: Path) -> list[Callable[[], object]]:
         "run.json": [lambda: Run.load_partial(folder), lambda: Run.load(folder)],
         "claims.json": [lambda: read_findings(folder, Run.load(folder).record.digest)],
         "origin.json": [lambda: read_origin(folder)],
+        CIRCUIT_FILE: [lambda: Circuit.load(folder)],
         "doctor.json": [lambda: read_json(Diagnosis, folder / name, "")],
         CONDITION: [lambda: Trace.load(folder)],
     }

@@ -26,6 +26,7 @@ import torch
 import posleak as pl
 from posleak.errors import BusyError
 from posleak.models import Subject
+from support.circuit_tiny import LENGTH as CIRCUIT_LENGTH, counting
 from support.families import tiny
 from support.runs_tiny import files
 
@@ -38,6 +39,7 @@ WORK: dict[str, Work] = {
     "measure": lambda subject, folder: pl.measure(subject, out=folder, batch=1, **SIZE),
     "trace": lambda subject, folder: pl.trace(subject, out=folder, by_layer=True, **SIZE),
     "claims": lambda subject, folder: pl.claims(subject, out=folder, **SIZE),
+    "circuit": lambda _, folder: pl.circuit(counting(), out=folder, length=CIRCUIT_LENGTH, prompts=16),
 }
 TIMES = ("created", "finished", "sha256")
 """Fields that may differ between two records of the same run: times, and the checksum that covers them."""
