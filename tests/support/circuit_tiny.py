@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from posleak.analyses.circuit.lending import LendingPasses, LendingStudy
+from posleak.inputs import prepare
 from posleak.models import Subject
+from posleak.probe import default_plan
 
 from .families import tiny
 
@@ -37,3 +40,19 @@ def counting(seed: int = 0, writers: tuple[int, ...] = (1,), strength: float = 1
             attention.v_proj.weight[10 * head] = bos
             attention.o_proj.weight[:, 10 * head] = strength * direction / len(writers)
     return Subject.of(model, name="counting")
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def passes(subject: Subject, inputs: str = "random", count: int = 12, length: int = LENGTH) -> LendingPasses:
+    layers, heads = subject.identity.layers, subject.identity.heads
+    base = prepare(subject, inputs, length=length, seed=0)
+    plan = default_plan(length)
+    return LendingPasses(subject, plan, base, range(count), (heads,) * layers, False)
+
+
+def study(subject: Subject, **more: Any) -> LendingStudy:
+    those = passes(subject, **more)
+    return LendingStudy(those, those.weight(), None, "test", quiet)
