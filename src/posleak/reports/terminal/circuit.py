@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from posleak.analyses.circuit.writing import DRAWS
+from posleak.analyses.circuit.writing import DRAWS, MAX_SINGLE_HEADS
 from posleak.show.lines import prose
 from posleak.show.numbers import NAN, interval, percent, shown
 from posleak.show.terminal import TableCell, table
@@ -29,7 +29,8 @@ removed: share of the leakage from earlier layers that disappears if only the fi
 to keys of another document, so that they see equally many keys at every position; weighted by attention, with 95% \
 intervals over prompts
 random: mean over {draws} random sets of k heads of the same layers; others: all heads except the first k
-alone: share removed by one head alone; earlier: power in nats² of the source `earlier` in this head"""
+writer, reader: layer.head; alone: share removed by this head alone, measured for the first {single} writers; earlier: \
+power in nats² of the source `earlier` in this head"""
 
 CARRIER_LEGEND = """\
 positional share: share of the variance over positions that all prompts have in common; one direction carries: share \
@@ -78,7 +79,7 @@ def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
         f"{overlap or 'no heads'}",
         style="dim", indent=2,
     )  # fmt: skip
-    yield prose(LEGEND.format(draws=DRAWS), style="dim", indent=2)
+    yield prose(LEGEND.format(draws=DRAWS, single=MAX_SINGLE_HEADS), style="dim", indent=2)
 
 
 def _carrier_table(carrier: Carrier) -> RenderableType:
