@@ -20,6 +20,10 @@ DONORS = ("plain", "long")
 ORIGIN_PROMPTS, ORIGIN_TOKENS = 8, 1024
 """Prompts of `origin`, and first tokens in its portrait."""
 
+TOKENS_AT_ONCE = 4096
+"""Tokens per forward pass, unless the memory limit is lower or one prompt is longer: the same on every machine, since
+the batch size affects the last bits of results."""
+
 DOCTOR_LENGTH, DOCTOR_PROMPTS = 96, 12
 BOS, SEED, BATCH, DENSITY = "auto", 0, 0, 1
 

@@ -56,10 +56,12 @@ def register(paper: Paper) -> None:
 
 
 def named_papers(name: str) -> tuple[str, ...]:
-    """Return the papers that a name stands for. Unknown names load the plugins.
+    """Return the papers that a name, or several separated by commas, stand for. Unknown names load the plugins.
 
     `all` stands for every paper, but not for the claims of posleak itself, whose circuit takes longer than all others.
     """
+    if "," in name:
+        return tuple(dict.fromkeys(paper for part in name.split(",") for paper in named_papers(part.strip())))
     if name not in PAPERS:
         load_plugins()
     if name == ALL:

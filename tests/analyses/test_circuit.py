@@ -14,11 +14,23 @@ from scipy.special import stdtrit
 
 import posleak as pl
 from posleak.analyses.circuit import Circuit
-from posleak.analyses.circuit.circuit import CIRCUIT_FILE
+from posleak.analyses.circuit.carrier import _states
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, _doubts
 from posleak.analyses.circuit.lending import (
     NO_HEAD,
 )
-from posleak.analyses.circuit.writing import DRAWS, SetEffect, random_sets, require_branches, set_effect, sizes
+from posleak.analyses.circuit.ranking import rank
+from posleak.analyses.circuit.writing import (
+    DRAWS,
+    SetEffect,
+    _edges,
+    _readers,
+    evaluate,
+    random_sets,
+    require_branches,
+    set_effect,
+    sizes,
+)
 from posleak.edits.direction import PositionEdit
 from posleak.errors import CheckError, InputError, PosleakWarning, RunError, UnsupportedError
 from posleak.inputs import prepare
@@ -26,7 +38,7 @@ from posleak.leakage import Estimate
 from posleak.models import Subject
 from posleak.runs.folder import STEPS
 from posleak.runs.run import Run
-from support.circuit_tiny import LENGTH as N, counting, study
+from support.circuit_tiny import LENGTH as N, counting, passes, study
 from support.errors import raises
 from support.families import tiny
 from tools.shrink import tiny_model
@@ -177,9 +189,62 @@ def test_a_head_that_writes_a_count_is_the_writer(planted: Circuit) -> None:
     assert "the writers alone write most of it" in " ".join(planted.sentences)
 
 
-def test_the_evidence_is_of_prompts_that_were_not_ranked(planted: Circuit) -> None:
+def test_the_evidence_is_of_prompts_that_were_not_ranked(planted: Circuit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranking, the sets and the choice of depths, by the prompts that each of them reads."""
     assert planted.trace.ordinary.prompts == planted.writing.attribution.prompts == 16
     assert planted.writing.removed[0].leading.removed.n == 16
+    read: dict[str, list[range]] = {"ranked": [], "measured": [], "states": []}
+
+    def ranked(passes: Any, *args: Any, **kwargs: Any) -> Any:
+        read["ranked"].append(passes.indices)
+        return rank(passes, *args, **kwargs)
+
+    def measured(what: Any, ranking: Any, *args: Any) -> Any:
+        read["measured"].append(what.passes.indices)
+        assert np.array_equal(ranking.heads, planted.writing.attribution.heads, equal_nan=True)
+        return evaluate(what, ranking, *args)
+
+    def states(conditions: Any, depths: int, prompts: range) -> Any:
+        read["states"].append(prompts)
+        return _states(conditions, depths, prompts)
+
+    monkeypatch.setattr("posleak.analyses.circuit.circuit.rank", ranked)
+    monkeypatch.setattr("posleak.analyses.circuit.circuit.evaluate", measured)
+    monkeypatch.setattr("posleak.analyses.circuit.carrier._states", states)
+    pl.circuit(counting(), length=N, prompts=32)
+    evaluated, other = range(16), range(16, 32)
+    assert read["ranked"] == [other, evaluated], "the second one is compared with the first, and orders nothing"
+    assert read["measured"] == [evaluated]
+    assert read["states"] == [evaluated, other], "depths are chosen on the prompts of the ranking"
+
+
+def test_attributions_that_do_not_add_up_are_a_warning(planted: Circuit) -> None:
+    ranking = planted.writing.attribution
+    off = dataclasses.replace(ranking, truth=ranking.sum * 1.2)
+    (note,) = _doubts(dataclasses.replace(planted.writing, attribution=off))
+    assert f"{off.sum:.3g} nats²" in note
+    assert f"{off.truth:.3g}" in note
+    near = dataclasses.replace(ranking, truth=ranking.sum * 1.05)
+    assert not list(_doubts(dataclasses.replace(planted.writing, attribution=near)))
+
+
+def test_heads_of_layers_with_two_calls_have_names_of_their_own() -> None:
+    """diffllama calls attention twice in each layer: an edge leads to a later layer, not to a later call."""
+    model: Any = tiny("diffllama", seed=5, scale=2.0)
+    with torch.no_grad():
+        next(model.get_input_embeddings().parameters())[1] *= 5
+    subject, writers = Subject.of(model, name="two calls"), [(0, 0), (1, 3), (2, 0)]
+    trace = pl.trace(subject, length=N, prompts=12)
+    readers, ids = _readers(trace), trace.ordinary.summary.layer_ids
+    assert ids == (0, 0, 1, 1, 2, 2)
+    assert {(reader.layer, reader.name[:2]) for reader in readers} == {(1, "1a"), (1, "1b")}
+    what = dataclasses.replace(
+        study(subject), passes=dataclasses.replace(passes(subject), heads=trace.ordinary.record.calibration.heads)
+    )
+    what.measure([NO_HEAD, what.passes.every_head, *(frozenset([head]) for head in writers)], "all")
+    edges = list(_edges(what, writers, readers, ids))
+    assert {edge.writer for edge in edges} == {0, 1}, "none from the first call of layer 1 to its second call"
+    assert len(edges) == 2 * len(readers)
 
 
 def test_without_significant_leakage_there_are_no_writers() -> None:
@@ -355,7 +420,7 @@ def test_what_does_not_fit_is_left_out_with_the_reason(monkeypatch: pytest.Monke
     with pytest.warns(PosleakWarning, match="leace"):
         found = pl.circuit(counting(), length=N, prompts=16)
     assert found.carrier is not None
-    assert {row.method for row in found.erasure} == {"erase", "random"}
+    assert {row.method for row in found.erasure} == {"erase", "random", "random-leace"}
     assert any("position=leace:1 is left out" in warning for warning in found.warnings)
 
 
@@ -384,6 +449,15 @@ def test_claims_about_a_planted_circuit_are_decided_by_its_numbers(tmp_path: Pat
     assert results["circuit.random-heads"].verdict.value == "supported"
     assert results["circuit.one-direction"].verdict.value == "supported"
     assert erased.effect == row.earlier_removed.value
+
+
+def test_claims_keep_the_circuit_of_the_folder(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"length": N, "out": tmp_path / "run"}
+    circuit = pl.circuit(counting(), prompts=32, rank="intervene", **asked)
+    before = (tmp_path / "run" / CIRCUIT_FILE).read_bytes()
+    pl.claims(counting(), paper="posleak", prompts=16, **asked)
+    assert (tmp_path / "run" / CIRCUIT_FILE).read_bytes() == before
+    assert circuit.writing.attribution.method == "intervene"
 
 
 def test_fresh_claims_keep_their_baseline(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from posleak.analyses.circuit import carrier as module
 from posleak.analyses.circuit.carrier import CURVE_POSITIONS, Carrier, curve_positions, fit_of
-from posleak.analyses.circuit.erasure import ERASURES, Erased, erasure
+from posleak.analyses.circuit.erasure import ERASURES, Erased, erasure, loss_prompts
 from posleak.analyses.trace import Trace
+from posleak.edits.direction import CONTROLS
 from posleak.errors import InputError
 from posleak.leakage import component
 from posleak.models import Subject
@@ -167,7 +168,7 @@ def erased() -> tuple[Conditions, Trace, tuple[Erased, ...]]:
         next(who.model.get_input_embeddings().parameters())[1] *= 20
     conditions = Conditions(who, ERASED)
     trace = Trace.of(conditions)
-    rows, notes = erasure(conditions, trace, (1, 3))
+    rows, notes = erasure(conditions, trace, loss_prompts(conditions), (1, 3))
     assert not notes
     return conditions, trace, rows
 
@@ -207,6 +208,9 @@ def test_each_erasure_has_as_many_random_directions_as_control(
 ) -> None:
     rows = {(row.method, row.k, row.depths): row for row in erased[2]}
     for (method, k, depths), row in rows.items():
-        assert row.random == (None if method == "random" else rows["random", k, depths].earlier_removed)
+        control = rows.get((CONTROLS.get(method, ""), k, depths))
+        assert row.random == (None if control is None else control.earlier_removed)
+        assert row.random_loss == (None if control is None else control.loss_change)
+        assert (control is None) == method.startswith("random")
     assert rows["erase", 1, "1,3"].random != rows["erase", 1, ""].random, "at the same depths"
     assert plain(from_json(tuple[Erased, ...], json.dumps(plain(erased[2])))) == plain(erased[2])

@@ -124,10 +124,7 @@ def test_sentences_warnings_and_every_interval_are_said(circuit: Circuit, text: 
     assert f'role="note">{html.escape(HOSTILE)}' in text
     assert HOSTILE not in text, "not even in the source of the prompts of the loss"
     writers = words(text.split('data-table="writers"')[1].split("</table>")[0])
-    measured = [head.alone for head in circuit.writing.writers if head.alone is not None]
-    assert len(measured) == len(circuit.writing.writers) - 1
-    assert all(estimate(alone, "share") in writers for alone in measured)
-    assert "not measured" in writers
+    assert all(estimate(head.alone, "share") in writers for head in circuit.writing.writers)
     for name, cells in {
         "readers": [(head.earlier, "") for head in circuit.writing.readers],
         "edges": [(edge.share, "share") for edge in circuit.writing.edges],
@@ -233,7 +230,9 @@ def test_figures_have_the_numbers_of_the_circuit(circuit: Circuit, folder: Path)
     erased = line("circuit-erasure", "erased")
     assert erased["x"] == [row.earlier_removed.value for row in circuit_figures.erasures(circuit.erasure)]
     loss = line("circuit-loss", "random directions")
-    assert loss["x"] == [r.loss_change.value for k in (1, 1, 2, 1) if (r := circuit.erased("random", k)) is not None]
+    controls = [row.random_loss for row in circuit_figures.erasures(circuit.erasure)]
+    assert loss["x"] == [control.value for control in controls if control is not None]
+    assert len(loss["x"]) == len(controls)
     labels = figures["circuit-erasure"]["layout"]["yaxis"]["ticktext"]
     assert len(set(labels)) == len(labels) == 4, "an erasure at some depths has a name of its own"
 
@@ -247,7 +246,6 @@ def test_the_drawing_has_every_writer_reader_depth_and_edge(circuit: Circuit) ->
     heights = [nodes["writer", writing.writers.index(head)].y for head in by_layer]
     assert heights == sorted(heights, reverse=True), "layer 0 is at the bottom"
     assert nodes["writer", 0].size > nodes["writer", 1].size, "the area is what a writer removes alone"
-    assert nodes["writer", len(writing.writers) - 1].marks == "unmeasured"
     assert nodes["depth", 0].marks == "absent"
     assert nodes["depth", 1].size > nodes["depth", 0].size
     faint = {(link.writer, link.reader) for link in drawing.links if link.marks == "faint"}
@@ -441,7 +439,7 @@ def test_nothing_overflows(chromium: Any, path: Path, width: int) -> None:
 
 @marked
 def test_colours_of_the_drawing_are_those_of_the_theme(chromium: Any, path: Path) -> None:
-    parts = {".node.writer:not(.open):not(.unmeasured) circle:not(.back)": "mask", ".drawing .heads": "faint",
+    parts = {".node.writer:not(.open) circle:not(.back)": "mask", ".drawing .heads": "faint",
              ".node.depth .share": "total"}  # fmt: skip
     seen = list[list[str]]()
     for scheme in ("light", "dark"):

@@ -92,8 +92,8 @@ def test_a_page_is_read_as_it_was_written() -> None:
         FamilyRow("b", "B", NOT_BUILT, why="no timm"),
         FamilyRow("c", "C", FAILS, "rotary", "yes", ("x", "y"), why="L4: 3 nats"),
     ]
-    outcomes = {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "origin": WORKS,
-                "claims": "3 of 9", "doctor": "by design"}  # fmt: skip
+    outcomes = {"measure": WORKS, "metrics": "30 of 34", "trace": "a reason | long enough", "circuit": WORKS,
+                "origin": WORKS, "claims": "3 of 9", "doctor": "by design"}  # fmt: skip
     commands = CommandOutcomes("a", outcomes)
     rows[0] = replace(rows[0], commands=commands)
     assert read_section(page(rows)) == {"a": commands}

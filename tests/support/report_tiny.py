@@ -136,11 +136,11 @@ def made_up_circuit(trace: Trace, seed: int = 0, writers: int = 3) -> Circuit:
     order = [divmod(int(at), heads) for at in generator.permutation((calls - 1) * heads)[:writers]]
     late = [divmod(int(at), heads) for at in heads + generator.permutation((calls - 1) * heads)[:4]]
     alone = [estimate(0.5 * 0.7**k, 0.1) for k in range(writers)]
-    every = [
-        Writer(ids[c], c, h, 0.4 * 0.7**k, *((None, None) if k and k == writers - 1 else (alone[k], alone[k])))
-        for k, (c, h) in enumerate(order)
+    every = [Writer(ids[c], c, h, f"{ids[c]}.{h}", 0.4 * 0.7**k, alone[k], alone[k]) for k, (c, h) in enumerate(order)]
+    readers = [
+        Reader(ids[c], c, h, f"{ids[c]}.{h}", estimate(0.3 / (k + 1), 0.1), estimate(0.8, 0.1))
+        for k, (c, h) in enumerate(late)
     ]
-    readers = [Reader(ids[c], c, h, estimate(0.3 / (k + 1), 0.1), estimate(0.8, 0.1)) for k, (c, h) in enumerate(late)]
     edges = [
         Edge(w, r, estimate(0.05 * (w + r % 2), 0.02), estimate(0.3 * (r % 2) + 0.1 * w, 0.05))
         for w, writer in enumerate(every)
@@ -153,7 +153,7 @@ def made_up_circuit(trace: Trace, seed: int = 0, writers: int = 3) -> Circuit:
         calls * heads, attribution, tuple(RemovedBySize(k, effect(k), effect(k)) for k in sizes), tuple(every), True,
         tuple(readers), tuple(edges),
     )  # fmt: skip
-    return Circuit(writing, made_up_carrier(n, depths, generator), made_up_erasure(estimate), (HOSTILE,), trace)
+    return Circuit(writing, made_up_carrier(n, depths, generator), made_up_erasure(estimate), None, (HOSTILE,), trace)
 
 
 def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carrier:
@@ -178,12 +178,13 @@ def made_up_carrier(n: int, depths: int, generator: np.random.Generator) -> Carr
 def made_up_erasure(estimate: Callable[[float, float], Estimate]) -> tuple[Erased, ...]:
     """Return one row per edit, one of which is at some depths only; the source of the loss is a script."""
     rows = []
-    for text in ("erase:1", "erase:1@1-2", "random:1@1-2", "erase:2", "leace:1", "random:1", "random:2"):
+    texts = "erase:1", "erase:1@1-2", "random:1@1-2", "erase:2", "leace:1", "random:1", "random:2", "random-leace:1"
+    for text in texts:
         method, k, random = text.split(":")[0], int(text.split(":")[1][0]), text.startswith("random")
         share, loss = estimate(0.02 if random else 0.7 + 0.05 * k, 0.08), estimate(0.001 if random else 0.02 * k, 0.01)
-        control = None if random else estimate(0.02, 0.08)
+        control = (None, None) if random else (estimate(0.02, 0.08), estimate(0.001, 0.01))
         powers, edit = (share, share, estimate(0.1, 0.05)), f"position={text}"
-        rows.append(Erased(method, k, edit, *powers, loss, f"text:{HOSTILE}", control))
+        rows.append(Erased(method, k, edit, *powers, loss, f"text:{HOSTILE}", *control))
     return tuple(rows)
 
 

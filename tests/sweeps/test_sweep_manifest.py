@@ -122,7 +122,7 @@ def test_the_id_changes_with_the_software(monkeypatch: pytest.MonkeyPatch) -> No
             {"models": [{"model": "a/b@main", "revisions": ["x"]}]},
             {"where": "models, 1", "got": "a/b@main", "remedy": "`revisions`"},
         ),
-        ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, {"got": "window=9", "remedy": "kind: measure"}),
+        ({"models": ["a/b"], "kind": "trace", "edits": ["window=9"]}, {"got": "window=9", "remedy": "separate"}),
         ({"models": ["a/b"], "kind": "trace", "donor": "lon"}, {"where": "donor", "got": "lon", "remedy": "'long'"}),
         ({"models": ["a/b"], "donor": "long"}, {"where": "donor", "got": "long", "remedy": "kind: trace"}),
         ({"models": []}, {"what": "no cells", "remedy": "`models`"}),

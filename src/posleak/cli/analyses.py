@@ -195,7 +195,7 @@ def claims_command(
         typer.Option(
             help="Paper whose claims are tested: position (sources of positional information), sinks (attention sinks "
             "as reference frames), wavelets (heads as multi-resolution filters), posleak (claims of our own about the "
-            "circuit), a paper of a plugin, or all."
+            "circuit), a paper of a plugin, several of these separated by commas, or all of them except posleak."
         ),
     ] = POSITION,
     length: options.Length = defaults.TRACED,

@@ -1,12 +1,13 @@
-"""Erase or set the directions of the residual stream that carry position: `position=erase|leace|random|at:…[@DEPTHS]`.
+"""Erase or set directions of the residual stream: `position=erase|leace|random|random-leace|at:…[@DEPTHS]`.
 
 At every depth in scope and at positions ≥ m of each document, with V the K leading positional directions, c the mean
 state and a(p) the mean coefficients of the fit (positional.py),
 
-    erase:K    h ← h − V Vᵀ (h − c);   all directions: h ← c
-    leace:K    h ← h − W⁺ U Uᵀ W (h − c), LEACE
-    random:K   as erase, with K random orthonormal directions: a control
-    at:P       h ← h − v (vᵀ (h − c) − a(P)), with the leading direction v
+    erase:K          h ← h − V Vᵀ (h − c);   all directions: h ← c
+    leace:K          h ← h − W⁺ U Uᵀ W (h − c), LEACE
+    random:K         as erase, with K random orthonormal directions: its control
+    random-leace:K   as leace, with K random orthonormal columns of U: its control
+    at:P             h ← h − v (vᵀ (h − c) − a(P)), with the leading direction v
 
 The edit's text does not contain the directions. They are fitted to the model, on separate prompts, when a run starts.
 """
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 
     from .positional import PositionFit
 
-ERASE, LEACE, RANDOM, AT = "erase", "leace", "random", "at"
+ERASE, LEACE, RANDOM, RANDOM_LEACE, AT = "erase", "leace", "random", "random-leace", "at"
 ALL = "all"
+
+CONTROLS = {ERASE: RANDOM, LEACE: RANDOM_LEACE}
+"""The control of each method of erasure."""
 
 
 class StreamProjection(NamedTuple):
@@ -64,7 +68,7 @@ class StreamProjection(NamedTuple):
 class PositionEdit(NamedEdit):
     """Edit of the residual stream along positional directions.
 
-    method     ERASE, LEACE, RANDOM or AT
+    method     ERASE, LEACE, RANDOM, RANDOM_LEACE or AT
     count      number K of directions; None: all
     scope      depths: 0 is the embedding, d the output of d layers; by default 1 to the last one
     seed       random seed of RANDOM;  position: that of AT
@@ -98,6 +102,11 @@ class PositionEdit(NamedEdit):
     def is_control(self) -> bool:
         return self.count == 0
 
+    @property
+    def whitens(self) -> bool:
+        """Whether the edit needs the directions of LEACE, or their control."""
+        return self.method in (LEACE, RANDOM_LEACE)
+
     def require_length(self, length: int) -> None:
         self.require_position(0, length)
 
@@ -124,7 +133,7 @@ class PositionEdit(NamedEdit):
 
     def fit_bytes(self, depths: int, width: int, length: int) -> int:
         full = width if self.count is None else min(self.count, width)
-        squares = width * width + 2 * width * full if self.method == LEACE else 0
+        squares = width * width + 4 * width * full if self.whitens else 0
         return 8 * depths * (3 * length * width + squares)
 
     def prepared(self, subject: Subject, base: Prompts, origin: int, cache: dict[Any, Any]) -> PositionEdit:
@@ -137,7 +146,7 @@ class PositionEdit(NamedEdit):
             return self
         self.require_position(origin, base.length)
         self.depths(len(decoder_layers(subject.model)))
-        leace = self.count if self.method == LEACE else 0
+        leace = self.count if self.whitens else 0
         return self.fitted(cached_fit(subject, base, origin, cache, leace=leace))
 
     def fitted(self, fit: PositionFit) -> PositionEdit:
@@ -149,7 +158,7 @@ class PositionEdit(NamedEdit):
                 "the edit names more directions than a fit keeps", where=f"--edit {self.text}", got=self.count,
                 expected=f"0 to {K}, or {ALL}",
             )  # fmt: skip
-        if self.method == LEACE and not self.is_control and fit.leace is None:
+        if self.whitens and not self.is_control and fit.leace is None:
             raise InputError(
                 "the fit has no LEACE directions", where=f"--edit {self.text}",
                 remedy=f"use PositionFit.of(…, leace={self.count})",
@@ -193,10 +202,12 @@ class PositionEdit(NamedEdit):
         """Return the change at one depth."""
         import torch
 
+        from .positional import random_directions
+
         mean, W = torch.from_numpy(fit.mean[depth]), fit.mean.shape[1]
-        if self.method == LEACE and fit.leace is not None:
-            out, read = (torch.from_numpy(part[depth])[:, : self.count] for part in (fit.leace.out, fit.leace.read))
-            return StreamProjection(mean, out, read)
+        if self.whitens and fit.leace is not None:
+            parts = fit.leace.arrays[:2] if self.method == LEACE else fit.leace.arrays[2:]
+            return StreamProjection(mean, *(torch.from_numpy(part[depth])[:, : self.count] for part in parts))
         if self.count is None or self.count >= W:
             return StreamProjection(mean, None, None)
         if self.method == RANDOM:
@@ -242,17 +253,6 @@ class StreamChange:
         return tuple(new if value is x else value for value in values)
 
 
-def random_directions(width: int, count: int, seed: int, depth: int) -> Float64[Tensor, "W K"]:
-    """Return random orthonormal columns, which depend on nothing but the arguments."""
-    import numpy as np
-    import torch
-
-    words = np.random.SeedSequence([seed, depth]).generate_state(1)  # torch reads 32 bits of a seed
-    generator = torch.Generator().manual_seed(int(words[0]))
-    columns: Tensor = torch.linalg.qr(torch.randn(width, count, generator=generator, dtype=torch.float64))[0]
-    return columns
-
-
 def body_tokens(edits: Sequence[Edit], tokens: int, origin: int) -> Bool[Tensor, "T"]:
     """Return which tokens of a sequence are at positions >= `origin` of their document."""
     import torch
@@ -266,7 +266,7 @@ def body_tokens(edits: Sequence[Edit], tokens: int, origin: int) -> Bool[Tensor,
 
 def _make(value: str, scope: Scope) -> PositionEdit:
     method, *numbers = value.split(":")
-    if method not in (ERASE, LEACE, RANDOM, AT) or not 1 <= len(numbers) <= 1 + (method == RANDOM):
+    if method not in (*CONTROLS, *CONTROLS.values(), AT) or not 1 <= len(numbers) <= 1 + (method == RANDOM):
         raise ValueError(value)
     count, *seed = (None if text == ALL and method != AT else _natural(text) for text in numbers)
     if method == AT:
@@ -282,12 +282,13 @@ def _natural(text: str) -> int:
 
 register(
     EditKind(
-        "position", "position=erase:K|leace:K|random:K[:SEED]|at:P[@DEPTHS]",
+        "position", "position=erase:K|leace:K|random:K[:SEED]|random-leace:K|at:P[@DEPTHS]",
         "the residual stream at all positions after the origin, along the directions that carry position. They are "
         "fitted on separate prompts from the same source, or on random tokens if you gave your own prompts, without "
         "other edits; their hash is recorded. `erase:K`: project out the K leading directions (at most 8), relative to "
         "the mean state; `erase:all`: replace the state by the mean state. `leace:K`: K directions of LEACE (Belrose "
-        "et al. 2023) for the one-hot position. `random:K`: as `erase:K`, with K random directions, as a control. "
+        "et al. 2023) for the one-hot position. `random:K`, `random-leace:K`: the same with K random directions, as "
+        "controls. "
         "`at:P`: set the coefficient along the leading direction to its mean at position P. `@DEPTHS`: at these depths "
         "only; 0 is the embedding, d the output of d layers. Default: depth 1 to the last one",
         "a second edit of the residual stream; models whose layers exchange several streams; heads; a P within the "

@@ -15,6 +15,8 @@ probe can read of a concept z, here the one-hot position:
 
     h ← c + (I − W⁺ U Uᵀ W)(h − c),   W = Σxx^{−½},   U: left singular vectors of W Σxz
 
+With random orthonormal U in the span of the whitened states instead, it is the control of LEACE.
+
 Sums are in float64. Their size does not depend on the number of prompts.
 """
 
@@ -29,6 +31,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from posleak.arrays import Array
+from posleak.defaults import TOKENS_AT_ONCE
 from posleak.errors import UnsupportedError
 from posleak.inputs import Prompts, prepare
 from posleak.inputs.bodies import SEED_LIMIT, GivenBody
@@ -52,18 +56,23 @@ FIT_SEED = 2_718_281_828
 MAX_DIRECTIONS = 8
 """Number of positional directions that a fit keeps."""
 
-TOKENS_AT_ONCE = 4096
-
 
 @dataclass(frozen=True)
 class Leace:
     """LEACE by depth: h − c ↦ h − c − out readᵀ (h − c).
 
-    out    W⁺ U [J, W, R], leading first;  read: W U [J, W, R]. Directions beyond the rank are zero
+    out, read                 W⁺ U and W U [J, W, R], leading first. Directions beyond the rank are zero
+    random_out, random_read   the same with random U of the same rank
     """
 
     out: Float64[np.ndarray, "J W R"]
     read: Float64[np.ndarray, "J W R"]
+    random_out: Float64[np.ndarray, "J W R"]
+    random_read: Float64[np.ndarray, "J W R"]
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return self.out, self.read, self.random_out, self.random_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +98,10 @@ class PositionFit:
 
     @property
     def sha256(self) -> str:
-        """The hash of directions and means."""
-        leace = () if self.leace is None else (self.leace.out, self.leace.read)
+        """The hash of directions, means and coefficients."""
+        leace = () if self.leace is None else self.leace.arrays
         digest = hashlib.sha256()
-        for array in (self.directions, self.mean, *leace):
+        for array in (self.directions, self.mean, self.coefficient, *leace):
             digest.update(np.ascontiguousarray(array, dtype="<f8").tobytes())
         return digest.hexdigest()
 
@@ -115,8 +124,8 @@ class PositionFit:
             if leace == 0:
                 return fit
             parts = [
-                _leace(square / (prompts * fit.positions), (first + second) / prompts, leace)
-                for square, first, second in zip(sums.squares.values(), one, other, strict=True)
+                _leace(square / (prompts * fit.positions), (first + second) / prompts, leace, depth)
+                for depth, (square, first, second) in enumerate(zip(sums.squares.values(), one, other, strict=True))
             ]
             return replace(fit, leace=Leace(*(_stacked(part) for part in zip(*parts, strict=True))))
 
@@ -234,10 +243,18 @@ def leading_directions(first: Float64[Tensor, "P W"], second: Float64[Tensor, "P
     return leading
 
 
+def random_directions(width: int, count: int, seed: int, depth: int) -> Float64[Tensor, "W K"]:
+    """Return random orthonormal columns, which depend on nothing but the arguments."""
+    words = np.random.SeedSequence([seed, depth]).generate_state(1)  # torch reads 32 bits of a seed
+    generator = torch.Generator().manual_seed(int(words[0]))
+    columns: Tensor = torch.linalg.qr(torch.randn(width, count, generator=generator, dtype=torch.float64))[0]
+    return columns
+
+
 def _leace(
-    second: Float64[Tensor, "W W"], mean: Float64[Tensor, "P W"], count: int | None
-) -> tuple[Float64[Tensor, "W R"], Float64[Tensor, "W R"]]:
-    """Return `out` and `read` of one depth.
+    second: Float64[Tensor, "W W"], mean: Float64[Tensor, "P W"], count: int | None, depth: int
+) -> tuple[Float64[Tensor, "W R"], ...]:
+    """Return the arrays of `Leace` at one depth.
 
     second   mean of h hᵀ over prompts and positions;  mean: of h over prompts, at each position
     count    number R of directions; None: all
@@ -249,8 +266,11 @@ def _leace(
     root = torch.where(exists, values, 1.0).sqrt()
     whiten, unwhiten = ((vectors * torch.where(exists, scale, 0.0)) @ vectors.mT for scale in (1 / root, root))
     u, s, _ = torch.linalg.svd(whiten @ (mean - c).mT, full_matrices=False)  # Σxz, but for a factor
-    u = (u * (s > s[0] * max(mean.shape) * epsilon))[:, :count]
-    return unwhiten @ u, whiten @ u
+    found = s > s[0] * max(mean.shape) * epsilon
+    u, span = (u * found)[:, :count], vectors[:, exists]
+    random = span @ random_directions(span.shape[1], min(u.shape[1], span.shape[1]), 0, depth)
+    random = torch.nn.functional.pad(random, (0, u.shape[1] - random.shape[1])) * found[: u.shape[1]]
+    return unwhiten @ u, whiten @ u, unwhiten @ random, whiten @ random
 
 
 def _stacked(parts: list[Tensor] | tuple[Tensor, ...]) -> Float64[np.ndarray, "J ..."]:

@@ -69,13 +69,19 @@ class Observer(Protocol):
 
 @dataclass
 class Collector(Generic[T]):
-    """Observer that collects read(call, out) of every attention call; `out` is the output of the attention function."""
+    """Observer that collects read(call, out) of every attention call; `out` is the output of the attention function.
+
+    keep: store the values; otherwise they are computed only, as a backward pass needs that computes layers again
+    """
 
     read: Callable[[Call, Tensor], T]
     layers: list[T] = field(default_factory=list)
+    keep: bool = True
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.layers.append(self.read(call, out))
+        value = self.read(call, out)
+        if self.keep:
+            self.layers.append(value)
 
     def collect(self) -> list[T]:
         """Return what was collected since the last call of this method."""

@@ -186,14 +186,10 @@ def draw_circuit(view: RunView) -> Drawing | None:
 
 def _writer(head: Writer, k: int, grid: Grid, names: tuple[str, ...]) -> Node:
     alone, rank = head.alone, f"rank {k + 1}, {percent(head.attribution)} of the sum of attributions"
-    text, marks, share = "not measured alone", "unmeasured", 0.0
-    if alone is not None and math.isnan(alone.value):
-        text, marks = "the share removed by this head alone is not defined", "open"
-    elif alone is not None:
-        text, share = (
-            f"removed by this head alone: {estimate(alone, 'share')}, n = {alone.n} prompts",
-            float(alone.value),
-        )
+    text, marks, share = "the share removed by this head alone is not defined", "open", 0.0
+    if not math.isnan(alone.value):
+        share = float(alone.value)
+        text = f"removed by this head alone: {estimate(alone, 'share')}, n = {alone.n} prompts"
         marks = "open" if not excludes_zero(alone) else "negative" if share < 0 else ""
     return Node(
         "writer", k, grid.x(head.head, False), grid.y(grid.places[head.call]), 2.8 + 5.7 * _root(abs(share)),

@@ -14,14 +14,14 @@ from posleak.analyses.circuit.circuit import Circuit
 from posleak.analyses.circuit.erasure import Erased
 from posleak.analyses.circuit.writing import TARGET_SHARE, RemovedBySize
 from posleak.arrays import Array
-from posleak.edits.direction import ERASE, LEACE, RANDOM
+from posleak.edits.direction import CONTROLS, ERASE, LEACE
 from posleak.leakage import Estimate
 from posleak.show.numbers import estimate, excludes_zero
 
 from .figures import INTERVAL_HOVER, NO_TRACE_NAME, Figure, banded, error_bars, finished, value_map
 from .view import RunView
 
-METHOD_NAMES = {ERASE: "mean projection", LEACE: "LEACE", RANDOM: "random directions"}
+METHOD_NAMES = {ERASE: "mean projection", LEACE: "LEACE"}
 DIRECTION, CONTROL = "var(--earlier)", "var(--left)"
 WIDEST = (-1.0, 2.0)
 """Range of shares beyond which an axis does not reach."""
@@ -55,8 +55,8 @@ def some_depths(carrier: Carrier) -> list[int]:
 
 
 def erasures(rows: Sequence[Erased]) -> list[Erased]:
-    """Return the rows that are not random directions themselves."""
-    return [row for row in rows if row.method != RANDOM]
+    """Return the rows that are not controls themselves."""
+    return [row for row in rows if row.method in CONTROLS]
 
 
 def erasure_name(row: Erased) -> str:
@@ -174,18 +174,20 @@ def erasure(rows: Sequence[Erased]) -> Figure:
     """Draw the share of the leakage from earlier layers that each erasure and its random control remove."""
     ends = [row.earlier_removed for row in rows]
     axis = {"tickformat": ".0%", "range": _range(ends, [])}
-    return _with_controls(rows, "earlier_removed", "share removed", "share", axis)
+    pairs = [(erasure_name(row), row.earlier_removed, row.random) for row in erasures(rows)]
+    return _with_controls(pairs, "share removed", "share", axis)
 
 
 def loss(rows: Sequence[Erased]) -> Figure:
     """Draw the change of the next-token loss under each erasure and its random control."""
-    return _with_controls(rows, "loss_change", "change of the loss, nats per token", "", {})
+    pairs = [(erasure_name(row), row.loss_change, row.random_loss) for row in erasures(rows)]
+    return _with_controls(pairs, "change of the loss, nats per token", "", {})
 
 
-def _with_controls(rows: Sequence[Erased], quantity: str, title: str, unit: str, axis: Mapping[str, Any]) -> Figure:
+def _with_controls(
+    pairs: Sequence[tuple[str, Estimate, Estimate | None]], title: str, unit: str, axis: Mapping[str, Any]
+) -> Figure:  # fmt: skip
     """Draw one row per erasure: the erasure above its control; open markers are not significantly different from 0."""
-    control = {(row.k, row.depths): getattr(row, quantity) for row in rows if row.method == RANDOM}
-    pairs = [(erasure_name(row), getattr(row, quantity), control.get((row.k, row.depths))) for row in erasures(rows)]
     figure = go.Figure()
     looks = (("erased", 0, DIRECTION, "circle"), ("random directions", 1, CONTROL, "square"))
     for name, k, colour, shape in looks:

@@ -31,7 +31,7 @@ NamedRows = Iterator[tuple[str, Iterable[LabelledEstimate | Row]]]
 CURVE_UNITS = {"attention_0": SHARE_UNIT, "mean": "nats", "power": POWER_UNIT}
 ERASED_UNITS = {
     "earlier_removed": SHARE_UNIT, "even": SHARE_UNIT, "random": SHARE_UNIT, "left": POWER_UNIT,
-    "loss_change": LOSS_UNIT,
+    "loss_change": LOSS_UNIT, "random_loss": LOSS_UNIT,
 }  # fmt: skip
 """Quantities of an erasure and their units; `even` is `earlier_removed`, evenly weighted."""
 
@@ -138,8 +138,7 @@ def _of_circuit(circuit: Circuit) -> NamedRows:
         labels: Row = {"layer": head.layer, "call": head.call, "head": head.head, "rank": rank + 1}
         labels |= {"attribution": head.attribution, "unit": SHARE_UNIT}
         for norm, estimate in (("attention", head.alone), ("even", head.even)):
-            if estimate is not None:
-                yield "circuit_writers", [LabelledEstimate(estimate, labels | {"norm": norm})]
+            yield "circuit_writers", [LabelledEstimate(estimate, labels | {"norm": norm})]
     for (call, head), x in np.ndenumerate(writing.attribution.heads):
         row = {"call": call, "head": head, "attribution": x, "unit": POWER_UNIT, "n": writing.attribution.prompts}
         yield "circuit_attribution", [plain(row)]

@@ -22,7 +22,7 @@ from posleak.edits import unreadable
 from posleak.leakage import Estimate, Jackknife, Summary, component
 from posleak.leakage.power import by_cell, sum_products
 from posleak.leakage.summary import KEYS_AFTER_ORIGIN, LEADING, sink_width
-from posleak.papers import ALL, POSITION
+from posleak.papers import ALL, POSITION, named_papers
 from posleak.runs.record import Record
 from posleak.runs.run import Run
 from posleak.runs.spec import GIVEN
@@ -205,7 +205,7 @@ class RunView:
         verb = next((name for name, result in others.items() if result is not None), "measure")
         # claims without a paper are tested with every paper
         papers = {claim.paper for claim in self.claims or () if claim.paper is not None}
-        paper = ALL if len(papers) > 1 else papers.pop() if papers else POSITION
+        paper = ALL if papers == set(named_papers(ALL)) else ",".join(sorted(papers)) or POSITION
         options: dict[str, Any] = {"length": spec.length, "prompts": spec.prompts, "seed": spec.seed, "bos": spec.bos}
         options |= {"paper": paper} if verb == "claims" else {"origin": spec.origin}
         if verb == "circuit" and self.circuit is not None:  # half of its prompts are those of the run

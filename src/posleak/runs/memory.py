@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from posleak.defaults import TOKENS_AT_ONCE
 from posleak.errors import InputError
 from posleak.models import available_bytes
 from posleak.text import format_bytes
@@ -258,28 +259,41 @@ def _room(subject: Subject, limit: int) -> int:
 def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     """Return the plan of a measurement with batches of `spec.batch` prompts."""
     from posleak.probe import takes_positions
-    from posleak.probe.native import LOGIT_BYTES
 
     sizes, (sequences, read), own = ModelSizes.of(subject), spec.sequences, subject.dtype.itemsize
     batch = spec.batch * sequences
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
     weights = sizes.parameters * item if edited else 0
-    weights += sum(edit.fit_bytes(sizes.layers + 1, sizes.width, spec.length) for edit in spec.edits)
+    fits = fit_bytes(spec, sizes)
+    weights += fits
     # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.
-    tokens = batch * read if takes_positions(subject.model) else max(batch * read, 2 * spec.length)
+    positions = 0 if takes_positions(subject.model) else 2 * spec.length
+    tokens = max(batch * read, positions, TOKENS_AT_ONCE if fits else 0)
     pairs = max(sizes.own_pairs(batch, read, item), sizes.own_pairs(2, spec.length, item))
     rows = sizes.sampled(spec.plan, batch, read, item, ROW_COPIES if not spec.edits else 2 * ROW_COPIES)
     if spec.metrics:
         rows += sizes.glimpses(batch, read, item)
         weights += 2 * sizes.parameters if "shift" in spec.metrics else 0  # a copy in bfloat16
     if spec.loss:
-        rows += LOGIT_COPIES * max(LOGIT_BYTES, 4 * spec.batch * subject.identity.vocab)
+        rows += loss_bytes(subject, spec.batch)
     return MemoryPlan(
         sizes.forward(tokens, item) + pairs + weights,
         max(rows, sizes.eager(1, min(calibration_length(subject), read), own)),
         sizes.results(spec.plan, spec.prompts) * (2 if sequences * read > 3 * spec.length else 1),  # totals of branches
     )
+
+
+def fit_bytes(spec: MeasureSpec, sizes: ModelSizes) -> int:
+    """Return the bytes of the fits of a measurement's edits, without the activations of their passes."""
+    return sum(edit.fit_bytes(sizes.layers + 1, sizes.width, spec.length) for edit in spec.edits)
+
+
+def loss_bytes(subject: Subject, batch: int) -> int:
+    """Return the bytes of the logits from which the loss of a batch is computed."""
+    from posleak.probe.native import LOGIT_BYTES
+
+    return LOGIT_COPIES * max(LOGIT_BYTES, 4 * batch * subject.identity.vocab)
 
 
 def calibration_length(subject: Subject) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from posleak.defaults import LENGTH, PROMPTS
+from posleak.defaults import LENGTH, PROMPTS, TOKENS_AT_ONCE
 from posleak.edits import NamedEdit, parse_edits, require_measurable
 from posleak.edits.context import AfterDonor
 from posleak.edits.positions import Shift
@@ -30,9 +30,6 @@ GIVEN = "given"
 
 MAX_COUNT = 10**6
 """Largest number of prompts, and of other counts."""
-
-TOKENS_AT_ONCE = 4096
-"""Tokens per batch by default: the same on every machine, since the batch size affects the last bits of results."""
 
 
 @dataclass(frozen=True)

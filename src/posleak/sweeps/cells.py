@@ -20,7 +20,7 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.defaults import DONORS
+from posleak.defaults import DONORS, TOKENS_AT_ONCE
 from posleak.edits.context import Branches
 from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular
@@ -28,7 +28,7 @@ from posleak.inputs.corpus import STDLIB
 from posleak.models import builtin, pretrained
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes
+from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes, fit_bytes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import from_json
@@ -67,7 +67,7 @@ class Cell:
     """One measurement of one model.
 
     model       what `load` takes;  dtype, device, device_map: how it is loaded, None: as `load` chooses
-    spec        the measurement;  kind: `measure`, or `trace`, which takes no edits
+    spec        the measurement;  kind: `measure` or `trace`
     donor       of a trace: `plain`, or `long`
     title       display name of the model
     series      the training run that the model is a checkpoint of;  step: the number of training steps
@@ -89,11 +89,7 @@ class Cell:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError("unknown kind of run", where="kind", got=self.kind, remedy=did_you_mean(self.kind, KINDS))
-        if self.kind == TRACE and self.spec.edits:
-            raise InputError(
-                "a trace does not accept edits, since it is itself an intervention", where=self.label,
-                got=", ".join(self.spec.edit_texts), remedy="put cells with edits into a grid with kind: measure",
-            )  # fmt: skip
+        _ = self.longest  # an InputError if the edits of a trace cannot be combined with a donor
         if self.donor not in DONORS:
             remedy = did_you_mean(self.donor, DONORS)
             raise InputError("unknown donor", where="donor", got=self.donor, remedy=remedy)
@@ -173,7 +169,7 @@ class Cell:
         """The measurement of the longest sequences: of a trace, that of its branches."""
         if self.kind == MEASURE:
             return self.spec
-        return replace(self.spec, edits=(Branches(long=self.donor == LONG),), metrics=(), loss=False)
+        return replace(self.spec, edits=(*self.spec.edits, Branches(long=self.donor == LONG)), metrics=(), loss=False)
 
     @property
     def work(self) -> int:
@@ -263,8 +259,10 @@ def memory_of(cell: Cell) -> int | None:
     spec, item = cell.longest.resolved(), ITEM_BYTES.get(cell.dtype or "float32", 4)
     read = spec.tokens_read
     copies = ROW_COPIES if not spec.edits else 2 * ROW_COPIES
+    fits = fit_bytes(spec, shape)
+    tokens = max(spec.batch * read, TOKENS_AT_ONCE if fits else 0)
     rows = shape.sampled(spec.plan, spec.batch, read, item, copies)
-    work = shape.forward(spec.batch * read, item) + rows + shape.results(spec.plan, spec.prompts)
+    work = shape.forward(tokens, item) + fits + rows + shape.results(spec.plan, spec.prompts)
     return shape.parameters * item + LIBRARY_BYTES + work
 
 

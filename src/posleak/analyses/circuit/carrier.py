@@ -23,15 +23,16 @@ from torch import Tensor
 
 from posleak.analyses.origin.portrait import is_massive
 from posleak.arrays import Array
+from posleak.defaults import TOKENS_AT_ONCE
 from posleak.edits.direction import ERASE, PositionEdit
-from posleak.edits.positional import TOKENS_AT_ONCE, PositionFit, cached_fit
+from posleak.edits.positional import PositionFit, cached_fit
 from posleak.leakage import Estimate, Jackknife
 from posleak.leakage.power import of_gram
 from posleak.models import Subject, input_device
 from posleak.probe import Plan, attach
 from posleak.runs.conditions import Conditions
-from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, require_room
-from posleak.runs.spec import MeasureSpec, parse_bytes
+from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, loss_bytes, require_room
+from posleak.runs.spec import MeasureSpec, batches, parse_bytes
 from posleak.typed import plain
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Carrier:
     def measure(cls, conditions: Conditions, fit: PositionFit) -> Carrier:
         """Evaluate the directions of a fit on the prompts of the baseline."""
         positions, n = curve_positions(conditions.spec.plan), conditions.spec.prompts
-        depths = [_Depth.of(x, fit, depth, positions) for depth, x in _states(conditions, len(fit.mean))]
+        depths = [_Depth.of(x, fit, depth, positions) for depth, x in _states(conditions, len(fit.mean), range(n))]
         jackknife = Jackknife(n)
         positional = jackknife.inner(of_gram(np.stack([depth.gram for depth in depths])))
         along = jackknife.inner(of_gram(np.stack([depth.along for depth in depths])))
@@ -129,11 +130,6 @@ class Carrier:
         """The depth in the middle of the model."""
         return self.last // 2
 
-    @property
-    def significant(self) -> list[int]:
-        """The depths after the embedding at which the positional share of the variance is significantly above 0."""
-        return [int(depth) for depth in np.flatnonzero(np.isfinite(self.leading.value)) if depth > 0]
-
     def as_list(self) -> list[dict[str, Any]]:
         """Return one JSON object per depth."""
         rows: list[dict[str, Any]] = plain(
@@ -150,6 +146,17 @@ class Carrier:
         return rows
 
 
+def significant_depths(conditions: Conditions, fit: PositionFit) -> list[int]:
+    """Return the depths after the embedding at which the positional variance is significantly above 0.
+
+    They are chosen on the prompts of the ranking, so that no prompt both chooses depths and evaluates them.
+    """
+    n = conditions.spec.prompts
+    grams = [_gram(_centred(x, fit.origin)) for _, x in _states(conditions, len(fit.mean), range(n, 2 * n))]
+    low = Jackknife(n).inner(of_gram(np.stack(grams))).estimate.low
+    return [int(depth) for depth in np.flatnonzero(np.asarray(low) > 0) if depth > 0]
+
+
 def fit_of(conditions: Conditions) -> PositionFit:
     """Return the fit that `position=…` edits of these conditions use, after a check of the memory."""
     run = conditions.baseline
@@ -162,12 +169,12 @@ def fit_of(conditions: Conditions) -> PositionFit:
 
 
 def carrier_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
-    """Return the memory plan of a fit and of `Carrier.measure`."""
+    """Return the memory plan of a fit, of `Carrier.measure` and of the loss under an erasure."""
     sizes, item = ModelSizes.of(subject), subject.dtype.itemsize
     depth = spec.prompts * spec.length * sizes.width
     return MemoryPlan(
         sizes.forward(max(TOKENS_AT_ONCE, spec.batch * spec.length), item),
-        max(STATES_BYTES, 4 * depth) + DEPTH_COPIES * 8 * depth,
+        max(STATES_BYTES, 4 * depth) + DEPTH_COPIES * 8 * depth + loss_bytes(subject, spec.batch),
         PositionEdit(ERASE).fit_bytes(sizes.layers + 1, sizes.width, spec.length),
     )
 
@@ -194,15 +201,16 @@ class _States:
             self.kept.setdefault(depth, []).append(x.float().cpu())
 
 
-def _states(conditions: Conditions, depths: int) -> Iterator[tuple[int, Float[Tensor, "B T W"]]]:
-    """Yield the states of all prompts, depth by depth; each pass over the prompts keeps STATES_BYTES of them."""
+def _states(conditions: Conditions, depths: int, prompts: range) -> Iterator[tuple[int, Float[Tensor, "B T W"]]]:
+    """Yield the states of some prompts, depth by depth; each pass over the prompts keeps STATES_BYTES of them."""
     run, width = conditions.baseline, conditions.baseline.subject.identity.width
-    at_once = max(1, STATES_BYTES // (4 * conditions.spec.prompts * conditions.spec.length * width))
+    at_once = max(1, STATES_BYTES // (4 * len(prompts) * conditions.spec.length * width))
     for first in range(0, depths, at_once):
         observer = _States(range(first, min(first + at_once, depths)))
         with attach(run.subject.model, [observer]) as probe:
-            for batch in run.spec.batches():
-                probe.forward(torch.from_numpy(run.base.batch(batch)).to(input_device(run.subject.model)))
+            for batch in batches(len(prompts), run.spec.batch):
+                ids = run.base.batch(prompts[batch.start : batch.stop])
+                probe.forward(torch.from_numpy(ids).to(input_device(run.subject.model)))
         for depth in observer.depths:
             yield depth, torch.cat(observer.kept.pop(depth))
 
@@ -225,15 +233,26 @@ class _Depth:
     @classmethod
     def of(cls, states: Float[Tensor, "B T W"], fit: PositionFit, depth: int, positions: Sequence[int]) -> _Depth:
         v, c = torch.from_numpy(fit.directions[depth]), torch.from_numpy(fit.mean[depth])
-        h, origin = states[:, fit.origin :].double(), states[:, 0].double().mean(0)
-        x = h - h.mean(1, keepdim=True)
-        flat, a = x.flatten(1), x @ v
+        origin = states[:, 0].double().mean(0)
+        x = _centred(states, fit.origin)
+        a = x @ v
         massive = is_massive(origin, float(states[:, fit.origin :].abs().flatten().median()))
         return cls(
-            (flat @ flat.mT).numpy(), torch.einsum("bpk,cpk->kbc", a, a).numpy(),
+            _gram(x), torch.einsum("bpk,cpk->kbc", a, a).numpy(),
             ((states[:, list(positions)].double() - c) @ v[:, 0]).numpy(), origin.numpy(),
             tuple(massive.nonzero()[:, 0].tolist()),
         )  # fmt: skip
+
+
+def _centred(states: Float[Tensor, "B T W"], origin: int) -> Float64[Tensor, "B P W"]:
+    """Return x: the states at positions >= origin, minus their mean over positions."""
+    h = states[:, origin:].double()
+    return h - h.mean(1, keepdim=True)
+
+
+def _gram(x: Float64[Tensor, "B P W"]) -> Float64[np.ndarray, "B B"]:
+    flat = x.flatten(1)
+    return np.asarray((flat @ flat.mT).numpy())
 
 
 def _dimensions(spectrum: Float64[np.ndarray, "K"]) -> int | None:

@@ -20,20 +20,20 @@ import numpy as np
 
 from posleak.analyses.trace.trace import Trace, traced
 from posleak.arrays import Array
-from posleak.defaults import CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES
+from posleak.defaults import CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES, TOKENS_AT_ONCE
 from posleak.edits import parse_edits
 from posleak.edits.context import Branches
 from posleak.edits.direction import ERASE
 from posleak.errors import InputError, RunError, UnsupportedError, did_you_mean, warn
 from posleak.files import Sealed
-from posleak.inputs import Inputs, is_source_name, repeat_notes
+from posleak.inputs import InputFacts, Inputs, is_source_name, repeat_notes
 from posleak.leakage import Estimate
 from posleak.models import AnyModel
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.probe.tracer import computes_own_attention
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import STEPS, clear_steps, finished_step
-from posleak.runs.memory import describe_prompts, require_room
+from posleak.runs.memory import MemoryPlan, describe_prompts, fit_batch
 from posleak.runs.software import measurement_hash
 from posleak.runs.spec import parse_bytes, require_between
 from posleak.show.numbers import estimate
@@ -41,8 +41,8 @@ from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
 
-from .carrier import Carrier, fit_of
-from .erasure import Erased, erasure
+from .carrier import Carrier, fit_of, significant_depths
+from .erasure import Erased, erasure, loss_prompts
 from .lending import LendingPasses, LendingStudy, circuit_plan
 from .ranking import GRADIENTS, INTERVENE, METHODS, Ranking, rank, rank_by_intervention
 from .writing import RemovedBySize, Writing, evaluate
@@ -62,14 +62,15 @@ TOLERANCE = 0.1
 class CircuitParts:
     """The results in circuit.json.
 
-    carrier    None if the model does not have one residual stream; `warnings` has the reason
-    erasure    empty without a carrier
-    warnings   warnings about these results
+    carrier       None if the model does not have one residual stream; `warnings` has the reason
+    erasure       empty without a carrier;  loss_inputs: the prompts of its losses, None without a carrier
+    warnings      warnings about these results
     """
 
     writing: Writing
     carrier: Carrier | None
     erasure: tuple[Erased, ...]
+    loss_inputs: InputFacts | None
     warnings: tuple[str, ...]
 
 
@@ -159,7 +160,8 @@ class Circuit(CircuitParts):
                 "carrier": None if self.carrier is None else self.carrier.as_list(),
                 "curve_positions": None if self.carrier is None else self.carrier.positions,
                 "fit": None if self.carrier is None else self.carrier.fit,
-                "erasure": self.erasure, "readers": writing.readers, "edges": writing.edges,
+                "erasure": self.erasure, "loss_inputs": self.loss_inputs, "readers": writing.readers,
+                "edges": writing.edges,
                 "units": {
                     "removed": "1", "alone": "1", "earlier": "nats²", "edges": "nats²", "loss_change": "nats per token",
                 },
@@ -222,10 +224,14 @@ def _sentence_of_direction(depth: int, leading: Estimate) -> str:
 def _sentence_of_erasure(row: Erased) -> str:
     removed = f"{estimate(row.earlier_removed, 'share')} of the {FROM_EARLIER}"
     random = f", a random direction {estimate(row.random, 'share')}" if row.random is not None else ""
-    where = f"the depths with a significant positional share only ({row.depths})" if row.depths else "every depth"
+    where = (
+        f"only at depths {row.depths}, where the positional share is significant," if row.depths else "at every depth"
+    )
+    by_random = f", a random direction by {estimate(row.random_loss)}" if row.random_loss is not None else ""
     return (
-        f"Erasing the leading direction at {where} removes {removed}{random} (n = {row.earlier_removed.n}); the "
-        f"next-token loss ({row.loss_inputs}) changes by {estimate(row.loss_change)} nats per token."
+        f"Erasing the leading direction {where} removes {removed}{random} (n = {row.earlier_removed.n}). It changes "
+        f"the next-token loss ({row.loss_inputs}) by {estimate(row.loss_change)}{by_random} nats per token (n = "
+        f"{row.loss_change.n})."
     )
 
 
@@ -315,28 +321,37 @@ def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NOD
             return Circuit.of(trace, stored.parts)
     study = _study(conditions, trace, digest)
     writing = _writing(conditions, study, trace, method, nodes)
-    carrier, rows, notes = _carried(conditions, trace)
+    carrier, rows, loss_inputs, notes = _carried(conditions, trace)
     warnings = [*_repeats(conditions), *_doubts(writing), *notes]
     for note in warnings:
         warn(note)
-    parts = CircuitParts(writing, carrier, rows, tuple(warnings))
+    parts = CircuitParts(writing, carrier, rows, loss_inputs, tuple(warnings))
     if folder is not None:
         SEALED.write(folder / CIRCUIT_FILE, CircuitFile(digest, parts))
         clear_steps(folder)
     return Circuit.of(trace, parts)
 
 
+def stored_ranking(folder: Path | None) -> tuple[str, int]:
+    """Return method and nodes of the circuit in a folder, so that further work does not replace it; else defaults."""
+    if folder is None or not (folder / CIRCUIT_FILE).is_file():
+        return GRADIENTS, NODES
+    ranking = SEALED.read(folder / CIRCUIT_FILE).parts.writing.attribution
+    return ranking.method, ranking.nodes
+
+
 def _carried(
     conditions: Conditions, trace: Trace
-) -> tuple[Carrier | None, tuple[Erased, ...], list[str]]:  # fmt: skip
-    """Return the carrier, its erasure, and notes about what is left out."""
+) -> tuple[Carrier | None, tuple[Erased, ...], InputFacts | None, list[str]]:  # fmt: skip
+    """Return the carrier, its erasure, the prompts of the losses, and notes about what is left out."""
     try:
-        carrier = Carrier.measure(conditions, fit_of(conditions))
+        fit = fit_of(conditions)
+        carrier, depths = Carrier.measure(conditions, fit), significant_depths(conditions, fit)
     except (UnsupportedError, InputError) as error:
-        return None, (), [f"the direction that carries position is left out: {error}"]
-    depths = carrier.significant
-    rows, notes = erasure(conditions, trace, depths if len(depths) < carrier.last else ())
-    return carrier, rows, notes
+        return None, (), None, [f"the direction that carries position is left out: {error}"]
+    text = loss_prompts(conditions)
+    rows, notes = erasure(conditions, trace, text, depths if len(depths) < carrier.last else ())
+    return carrier, rows, text.describe(), notes
 
 
 def _doubts(writing: Writing) -> Iterator[str]:
@@ -370,24 +385,31 @@ def _require_later_layers(trace: Trace) -> None:
         )  # fmt: skip
 
 
-def _keeps_graph(conditions: Conditions, nodes: int, *, apart: bool) -> bool:
-    """Return whether the whole graph of a pass fits into memory; raise an InputError if nothing does."""
+def _within_memory(conditions: Conditions, nodes: int, *, apart: bool) -> tuple[int, bool]:
+    """Return the tokens per pass, and whether the whole graph of a pass is kept; raise an InputError if nothing fits.
+
+    The graph is kept where there is room: the gradients are the same to the bit.
+    """
     subject, spec, limit = conditions.baseline.subject, conditions.spec, parse_bytes(conditions.max_memory)
     request = describe_prompts(spec.prompts, spec.length) + (f" with gradients at {nodes} nodes" if nodes else "")
-    remedy = "use a shorter --length, fewer --prompts" + (", fewer --nodes or --rank intervene" if nodes else "")
+    remedy = "a shorter --length, fewer --prompts" + (", fewer --nodes or --rank intervene" if nodes else "")
+    recomputes = nodes > 0 and not computes_own_attention(subject.model)  # tracing cannot compute a layer again
 
-    def require(keep_graph: bool) -> None:
-        plan = circuit_plan(subject, spec.plan, spec.prompts, nodes, apart=apart, keep_graph=keep_graph)
-        require_room(subject, plan, limit, what="the circuit", of=request, remedy=remedy)
+    def tokens(keep_graph: bool) -> int:
+        def plan(tokens: int) -> MemoryPlan:
+            return circuit_plan(
+                subject, spec.plan, spec.prompts, nodes, tokens=tokens, apart=apart, keep_graph=keep_graph
+            )
 
-    if nodes and not computes_own_attention(subject.model):  # tracing cannot compute a layer again
+        return fit_batch(
+            subject, plan, TOKENS_AT_ONCE, limit, what="the circuit", of=lambda _: request, remedy=remedy,
+            fixed=recomputes and keep_graph,
+        )  # fmt: skip
+
+    if recomputes:
         with suppress(InputError):
-            require(True)
-            return True
-        require(False)
-        return False
-    require(True)
-    return True
+            return tokens(True), True
+    return tokens(not recomputes), not recomputes
 
 
 def _study(conditions: Conditions, trace: Trace, digest: str) -> LendingStudy:
@@ -405,7 +427,8 @@ def _study(conditions: Conditions, trace: Trace, digest: str) -> LendingStudy:
 def _writing(conditions: Conditions, study: LendingStudy, trace: Trace, method: str, nodes: int) -> Writing:
     """Rank the heads on both halves of the prompts, and evaluate the ranking of the second half on the first one."""
     count = len(study.passes.indices)
-    keep_graph = _keeps_graph(conditions, nodes, apart=study.passes.apart)
+    tokens, keep_graph = _within_memory(conditions, nodes, apart=study.passes.apart)
+    study = replace(study, passes=replace(study.passes, tokens=tokens))
     narrow = method == GRADIENTS and study.passes.subject.dtype.itemsize < 4  # gradients are computed in float32
     edits = parse_edits("dtype=float32") if narrow else ()
 

@@ -4,11 +4,13 @@
     earlier removed = [P(T) − P(T under the edit)] / [P(T) − P(D)]
 
 T is the ordinary run. D is branch B of the trace without lent keys, where earlier layers cannot tell position: a value
-of 1 means that the edit removes as much leakage as lent keys in all layers. Each erasure has as control as many random
-directions at the same depths. All runs read the same prompts, so that differences are paired.
+of 1 means that the edit removes as much leakage as lent keys in all layers. Each erasure has a control at the same
+depths: random directions, and for LEACE random directions of the whitened states. They are drawn once for each depth,
+and intervals are over prompts. All runs read the same prompts, so that differences are paired.
 
-The loss is measured on crops of a text, with the same directions, because the loss on random tokens is not meaningful.
-For a model without a tokenizer for text, it is measured on the prompts of the baseline instead.
+The loss is measured on crops of a text, because the loss on random tokens is not meaningful. The directions and means
+are the same as those of the leakage, so that they are fitted on the source of the prompts, not on the text. For a model
+without a tokenizer for text, the loss is measured on the prompts of the baseline instead.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jaxtyping import Float64
 from posleak.analyses.trace.trace import Trace
 from posleak.defaults import TEXT_INPUTS
 from posleak.edits.base import NamedEdit
-from posleak.edits.direction import ERASE, LEACE, RANDOM, PositionEdit
+from posleak.edits.direction import CONTROLS, ERASE, LEACE, RANDOM, RANDOM_LEACE, PositionEdit
 from posleak.edits.scope import Scope
 from posleak.errors import InputError
 from posleak.inputs import Prompts, prepare
@@ -39,7 +41,9 @@ from posleak.runs.spec import GIVEN
 
 from .lending import later_power
 
-ERASURES = ((ERASE, 1), (ERASE, 2), (ERASE, 4), (LEACE, 1), (RANDOM, 1), (RANDOM, 2), (RANDOM, 4))
+ERASURES = (
+    (ERASE, 1), (ERASE, 2), (ERASE, 4), (LEACE, 1), (RANDOM, 1), (RANDOM, 2), (RANDOM, 4), (RANDOM_LEACE, 1),
+)  # fmt: skip
 """Methods of erasure, and numbers of directions, at every depth."""
 
 
@@ -50,7 +54,8 @@ class Erased:
     earlier_removed   in the leading norm, weighted by the ordinary run's attention;  even: in the norm EVEN
     left              power of the total that is left, summed over the layers after the first, in nats²
     loss_change       change of the next-token loss at the sampled positions of `loss_inputs`, in nats per token
-    random            `earlier_removed` of k random directions at the same depths; None for the controls themselves
+    random            `earlier_removed` of the control, k random directions at the same depths;  random_loss: its
+                      `loss_change`; None for the controls themselves
     """
 
     method: str
@@ -62,6 +67,7 @@ class Erased:
     loss_change: Estimate
     loss_inputs: str
     random: Estimate | None = None
+    random_loss: Estimate | None = None
 
     @property
     def depths(self) -> str:
@@ -74,13 +80,13 @@ class Erased:
 
 
 def erasure(
-    conditions: Conditions, trace: Trace, depths: Sequence[int] = ()
+    conditions: Conditions, trace: Trace, text: Prompts, depths: Sequence[int] = ()
 ) -> tuple[tuple[Erased, ...], list[str]]:  # fmt: skip
     """Measure the effect of each erasure, or load it; also return a note for each that does not fit into memory.
 
-    trace: of the same conditions;  depths: also erase one direction at these depths only
+    trace: of the same conditions;  text: prompts of the losses
+    depths: also erase one direction at these depths only
     """
-    text = loss_prompts(conditions)
     before, rows, notes = losses(conditions, text), list[Erased](), list[str]()
     scope = Scope(tuple((first, last, None) for first, last in spans(depths)), everywhere=False)
     edits = [PositionEdit(method, k) for method, k in ERASURES]
@@ -90,9 +96,14 @@ def erasure(
             rows.append(_erased(conditions, trace, edit, text, before))
         except InputError as error:
             notes.append(f"{edit.text} is left out: {error}")
-    random = {(row.k, row.depths): row.earlier_removed for row in rows if row.method == RANDOM}
-    control = [None if row.method == RANDOM else random.get((row.k, row.depths)) for row in rows]
-    return tuple(replace(row, random=x) for row, x in zip(rows, control, strict=True)), notes
+    return tuple(_with_control(row, rows) for row in rows), notes
+
+
+def _with_control(row: Erased, rows: Sequence[Erased]) -> Erased:
+    """Return the row with the numbers of its control, if it has one among the rows."""
+    wanted = CONTROLS.get(row.method), row.k, row.depths
+    control = next((other for other in rows if (other.method, other.k, other.depths) == wanted), None)
+    return row if control is None else replace(row, random=control.earlier_removed, random_loss=control.loss_change)
 
 
 def spans(numbers: Sequence[int]) -> list[tuple[int, int]]:

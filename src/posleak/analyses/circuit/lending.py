@@ -23,6 +23,7 @@ from torch import Tensor
 
 from posleak.arrays import Array
 from posleak.axes import HEAD, LAYER, OFFSET, PROMPT, QUERY
+from posleak.defaults import TOKENS_AT_ONCE
 from posleak.edits.base import NamedEdit
 from posleak.edits.context import LendByHead
 from posleak.errors import CheckError
@@ -35,7 +36,7 @@ from posleak.models import Subject, exclusive, input_device
 from posleak.probe import Call, Collector, Plan, attach, call_rows
 from posleak.runs.folder import finished_step
 from posleak.runs.memory import FIRST_USE_BYTES, MemoryPlan, ModelSizes
-from posleak.runs.spec import TOKENS_AT_ONCE, batches
+from posleak.runs.spec import batches
 
 Heads = frozenset[tuple[int, int]]
 """A set of heads, each an attention call and the index of a head in it."""
@@ -43,7 +44,7 @@ Heads = frozenset[tuple[int, int]]
 NO_HEAD: Heads = frozenset()
 
 TOKENS_WITH_GRAPH = 1024
-"""Tokens per pass whose graph is kept for derivatives."""
+"""Largest number of tokens per pass whose graph is kept for derivatives, unless one prompt takes more."""
 
 MAX_COPIES = 24
 """Largest number of sets that one pass measures."""
@@ -61,29 +62,32 @@ def tokens_after_donor(length: int, copies: int, *, apart: bool) -> int:
     return sequences * tokens
 
 
-def copies_at_once(length: int, *, apart: bool) -> int:
-    """Return the number of copies of a prompt of this length that one pass reads after their donor."""
-    fitting = (c for c in range(MAX_COPIES, 1, -1) if tokens_after_donor(length, c, apart=apart) <= TOKENS_AT_ONCE)
+def copies_at_once(length: int, tokens: int, *, apart: bool) -> int:
+    """Return the number of copies of a prompt of this length that one pass of `tokens` tokens reads after a donor."""
+    fitting = (c for c in range(MAX_COPIES, 1, -1) if tokens_after_donor(length, c, apart=apart) <= tokens)
     return next(fitting, 1)
 
 
 def circuit_plan(
-    subject: Subject, plan: Plan, prompts: int, nodes: int, *, apart: bool, keep_graph: bool
+    subject: Subject, plan: Plan, prompts: int, nodes: int, *, tokens: int, apart: bool, keep_graph: bool
 ) -> MemoryPlan:  # fmt: skip
     """Return the memory plan of a circuit that is evaluated on `prompts` prompts.
 
     nodes        integration nodes; 0: heads are ranked by intervention
+    tokens       tokens per pass, more if one prompt takes more
     apart        each copy of a prompt is a sequence of its own
     keep_graph   the whole graph of a pass is kept for the gradients
     """
-    sizes, item, N = ModelSizes.of(subject), subject.dtype.itemsize, plan.length
-    copies = max(copies_at_once(N, apart=apart), nodes + 2 if nodes else 0)
-    tokens = max(TOKENS_AT_ONCE, tokens_after_donor(N, copies, apart=apart))
-    with_graph = max(TOKENS_WITH_GRAPH, tokens_after_donor(N, max(nodes, 1), apart=apart))
+    sizes, N = ModelSizes.of(subject), plan.length
+    narrow = nodes > 0 and subject.dtype.itemsize < 4  # gradients, and the totals before them, are in float32
+    item = 4 if narrow else subject.dtype.itemsize
+    copies = max(copies_at_once(N, tokens, apart=apart), nodes + 2 if nodes else 0)
+    tokens = max(tokens, tokens_after_donor(N, copies, apart=apart))
+    with_graph = max(min(TOKENS_WITH_GRAPH, tokens), tokens_after_donor(N, max(nodes, 1), apart=apart))
     documents = 4 * copies * sizes.all_heads * tokens_after_donor(N, 1, apart=apart) * item  # keys and values
     forward = sizes.forward(tokens, item) + documents + sizes.own_pairs(1, tokens, item)
-    graph = sizes.graph(with_graph, max(4, item), whole=keep_graph) if nodes else 0
-    wide = 4 * sizes.parameters if nodes and item < 4 else 0  # a copy in float32
+    graph = sizes.graph(with_graph, item, whole=keep_graph) if nodes else 0
+    wide = 4 * sizes.parameters if narrow else 0
     cells = sizes.layers * sizes.heads
     totals = 3 * 8 * prompts * copies * len(plan.queries) * len(plan.offsets)
     sets = FEW_SETS if nodes else max(FEW_SETS, cells + 2)
@@ -110,9 +114,10 @@ def weight_of_references(call: Call, out: Tensor, plan: Plan) -> Float64[Tensor,
 class LendingPasses:
     """Passes over some prompts of one model, each after a donor.
 
-    heads   number of heads of each attention call
-    apart   each copy of a prompt is a sequence of its own
-    edits   further edits of the passes
+    heads    number of heads of each attention call
+    apart    each copy of a prompt is a sequence of its own
+    tokens   tokens per pass, more if one prompt takes more
+    edits    further edits of the passes
     """
 
     subject: Subject
@@ -121,6 +126,7 @@ class LendingPasses:
     indices: range
     heads: tuple[int, ...]
     apart: bool
+    tokens: int = TOKENS_AT_ONCE
     edits: tuple[NamedEdit, ...] = ()
 
     def shares_of(self, sets: Sequence[Heads]) -> Tensor:
@@ -151,7 +157,7 @@ class LendingPasses:
         edit, collector = LendByHead(share, self.apart), Collector(partial(total_of_copies, plan=self.plan))
         chunks, edits = [], [*self.edits, edit]
         with exclusive(self.subject.model), attach(self.subject.model, [collector], edits) as probe:
-            for batch, ids in self.batches_after_donor(edit, TOKENS_AT_ONCE):
+            for batch, ids in self.batches_after_donor(edit, self.tokens):
                 progress(f"prompts {batch.start + 1} to {batch.stop} of {len(self.indices)}")
                 probe.forward(ids)
                 layers = stack_calls([x.cpu().numpy() for x in collector.collect()])
@@ -162,7 +168,7 @@ class LendingPasses:
         """Return the attention of references by offset when the model reads each prompt alone."""
         collector, chunks = Collector(partial(weight_of_references, plan=self.plan)), []
         with exclusive(self.subject.model), attach(self.subject.model, [collector], self.edits) as probe:
-            for _, ids in self.batches(self.prompts, TOKENS_AT_ONCE // self.plan.length):
+            for _, ids in self.batches(self.prompts, self.tokens // self.plan.length):
                 probe.forward(ids)
                 chunks.append(stack_calls([x.cpu().numpy() for x in collector.collect()]))
         return xr.DataArray(np.concatenate(chunks), dims=(PROMPT, LAYER, HEAD, OFFSET))
@@ -206,7 +212,7 @@ class LendingStudy:
     def measure(self, sets: Iterable[Heads], label: str) -> None:
         """Measure the sets that are not yet measured, or load them. label: name of the sets in progress messages"""
         todo = [heads for heads in dict.fromkeys(sets) if heads not in self._measured]
-        at_once = copies_at_once(self.passes.plan.length, apart=self.passes.apart)
+        at_once = copies_at_once(self.passes.plan.length, self.passes.tokens, apart=self.passes.apart)
         for first in range(0, len(todo), at_once):
             sets_of_pass = todo[first : first + at_once]
             name = f"{label}, sets {first + 1} to {first + len(sets_of_pass)} of {len(todo)}"

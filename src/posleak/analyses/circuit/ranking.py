@@ -169,14 +169,15 @@ def derivatives(
         probe = stack.enter_context(attach(model, [collector], [*passes.edits, edit]))
         if not keep_graph:
             stack.enter_context(recomputing(probe))
-        for batch, ids in passes.batches_after_donor(edit, TOKENS_WITH_GRAPH):
+        for batch, ids in passes.batches_after_donor(edit, min(TOKENS_WITH_GRAPH, passes.tokens)):
             progress(f"ranking, gradients: prompts {batch.start + 1} to {batch.stop} of {len(passes.indices)}")
+            collector.keep = True
             probe.forward(ids, grad=True)
+            collector.keep = False
             g = torch.from_numpy(cotangent[batch.start : batch.stop]).flatten(0, 1)  # [BC, L, H, Q, D]
             layers = enumerate(collector.collect())
             objective = sum((x.nan_to_num() * g[:, call, : x.shape[1]].to(x)).sum().to(share) for call, x in layers)
             gradient += differentiated(cast("Tensor", objective), share, passes.subject.identity.name)
-            collector.collect()  # of layers that were computed again
     return gradient.numpy()
 
 

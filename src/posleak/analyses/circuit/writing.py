@@ -26,10 +26,11 @@ from scipy.special import stdtrit
 from posleak.analyses.trace.trace import Trace
 from posleak.arrays import Array
 from posleak.errors import CheckError
+from posleak.inputs.bodies import draw
 from posleak.leakage import Estimate, Sampled, combined, component
 from posleak.leakage.power import unbiased
 from posleak.leakage.sampled import LEVEL
-from posleak.leakage.summary import EVEN, LEADING
+from posleak.leakage.summary import EVEN, LEADING, Summary
 from posleak.rounding import AGREE
 from posleak.typed import Number
 
@@ -58,9 +59,6 @@ TARGET_SHARE = 0.9
 
 MAX_READERS = 8
 """Number of readers, and largest number of writers whose edges are reported."""
-
-MAX_SINGLE_HEADS = 10
-"""Largest number of writers that are measured alone."""
 
 MAX_MISMATCH = 0.1
 """Largest difference of P between the branches of the trace and lending by head, as a share of P(∅) − P(all heads)."""
@@ -108,15 +106,15 @@ class RemovedBySize:
 
 @dataclass(frozen=True)
 class Head:
-    """A head: the model's layer id, the attention call, and the index of the head."""
+    """A head: the model's layer id, the attention call, the index of the head, and its name, such as `14.5`.
+
+    In models that call attention twice per layer, the name says which call it is: `14a.5`.
+    """
 
     layer: int
     call: int
     head: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.layer}.{self.head}"
+    name: str
 
 
 @dataclass(frozen=True)
@@ -124,13 +122,13 @@ class Writer(Head):
     """A head that writes position.
 
     attribution   share of the sum of all attributions
-    alone         share that lending in this head alone removes; None: not measured
+    alone         share that is removed if this head alone attends to lent keys
     even          the same, evenly weighted
     """
 
     attribution: Number
-    alone: Estimate | None
-    even: Estimate | None
+    alone: Estimate
+    even: Estimate
 
 
 @dataclass(frozen=True)
@@ -221,8 +219,8 @@ def evaluate(study: LendingStudy, ranking: Ranking, other: Ranking, trace: Trace
     readers, writers = _readers(trace), order[: sets.count]
     return Writing(
         len(order), ranking.compared(other, sizes(len(order))), tuple(rows),
-        tuple(_writers(study, ranking, writers, trace.ordinary.summary.layer_ids)), sets.reached, readers,
-        tuple(_edges(study, writers[:MAX_READERS], readers)),
+        tuple(_writers(study, ranking, writers, trace.ordinary.summary)), sets.reached, readers,
+        tuple(_edges(study, writers[:MAX_READERS], readers, trace.ordinary.summary.layer_ids)),
     )  # fmt: skip
 
 
@@ -241,7 +239,7 @@ def measured_sets(study: LendingStudy, order: Sequence[tuple[int, int]], seed: i
     random = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in controlled}
     study.measure(others.values(), "all heads except the first k")
     study.measure([drawn for draws in random.values() for drawn in draws], "random heads")
-    study.measure([frozenset([head]) for head in order[: min(count, MAX_SINGLE_HEADS)]], "single heads")
+    study.measure([frozenset([head]) for head in order[:count]], "single heads")
     return MeasuredSets(tops, others, random, count, bool(reaching))
 
 
@@ -266,47 +264,51 @@ def random_sets(heads: Sequence[tuple[int, int]], counts: Sequence[int], seed: i
 
     Return none if a layer has too few other heads. counts: number of heads of every attention call
     """
-    generator, needed = np.random.default_rng([seed, len(heads)]), Counter(call for call, _ in heads)
+    needed = Counter(call for call, _ in heads)
     others = {call: [head for head in range(counts[call]) if (call, head) not in heads] for call in sorted(needed)}
     if any(len(pool) < needed[call] for call, pool in others.items()):
         return []
 
-    def drawn() -> Heads:
-        chosen = ((call, generator.choice(pool, needed[call], replace=False)) for call, pool in others.items())
-        return frozenset((call, int(head)) for call, some in chosen for head in some)
+    def drawn(index: int) -> Heads:
+        random = iter(draw(seed, index, sum(map(len, others.values())), 2**31).tolist())
+        shuffled = {call: sorted(pool, key=lambda _: next(random)) for call, pool in others.items()}
+        return frozenset((call, head) for call, pool in shuffled.items() for head in pool[: needed[call]])
 
-    return [drawn() for _ in range(DRAWS)]
+    return [drawn(DRAWS * len(heads) + k) for k in range(DRAWS)]
 
 
 def _writers(
-    study: LendingStudy, ranking: Ranking, writers: Sequence[tuple[int, int]], layer_ids: Sequence[int]
+    study: LendingStudy, ranking: Ranking, writers: Sequence[tuple[int, int]], summary: Summary
 ) -> Iterator[Writer]:
-    """Yield the writers, with what lending in each of them alone removes, as far as it was measured."""
-    for rank, (call, head) in enumerate(writers):
-        alone = (
-            study.removed(frozenset([(call, head)]), norm)[1].estimate if rank < MAX_SINGLE_HEADS else None
-            for norm in (LEADING, EVEN)
-        )  # fmt: skip
-        yield Writer(layer_ids[call], call, head, float(ranking.heads[call, head]) / ranking.sum, *alone)
+    """Yield the writers, with the share that is removed if only this head attends to lent keys."""
+    for call, head in writers:
+        alone = (study.removed(frozenset([(call, head)]), norm)[1].estimate for norm in (LEADING, EVEN))
+        yield Writer(*_labels(summary, call, head), float(ranking.heads[call, head]) / ranking.sum, *alone)
+
+
+def _labels(summary: Summary, call: int, head: int) -> tuple[int, int, int, str]:
+    """Return the fields of a `Head`."""
+    return summary.layer_ids[call], call, head, f"{summary.layer_names[call]}.{head}"
 
 
 def _readers(trace: Trace) -> tuple[Reader, ...]:
     """Return the heads with the largest power of the source `earlier`, of those for which it is significant."""
-    heads, ids = trace.heads["all"], trace.ordinary.summary.layer_ids
+    heads, summary = trace.heads["all"], trace.ordinary.summary
     power, share = heads.power["earlier"], heads.share["earlier"]
     value = np.where(np.asarray(power.low) > 0, power.value, -np.inf)
-    value[0] = -np.inf  # the first layer reads no earlier one
+    value[np.array(summary.layer_ids) == summary.layer_ids[0]] = -np.inf  # the first layer reads no earlier one
     order = [divmod(int(at), value.shape[1]) for at in np.argsort(-value, axis=None, kind="stable")[:MAX_READERS]]
-    return tuple(Reader(ids[c], c, h, power[c, h], share[c, h]) for c, h in order if np.isfinite(value[c, h]))
+    found = [(c, h) for c, h in order if np.isfinite(value[c, h])]
+    return tuple(Reader(*_labels(summary, c, h), power[c, h], share[c, h]) for c, h in found)
 
 
 def _edges(
-    study: LendingStudy, writers: Sequence[tuple[int, int]], readers: Sequence[Reader]
-) -> Iterator[Edge]:  # fmt: skip
+    study: LendingStudy, writers: Sequence[tuple[int, int]], readers: Sequence[Reader], layer_ids: Sequence[int]
+) -> Iterator[Edge]:
     """Yield the edges from every writer to every reader of a later layer."""
     for w, writer in enumerate(writers):
         for r, reader in enumerate(readers):
-            if reader.call > writer[0]:
+            if reader.layer > layer_ids[writer[0]]:
 
                 def of_reader(by_head: Array, at: tuple[int, int] = (reader.call, reader.head)) -> Array:
                     return np.asarray(by_head[at])

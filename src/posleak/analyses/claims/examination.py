@@ -96,7 +96,8 @@ def claims(
 
     subject     a Subject, a transformers model, or anything that `load` accepts
     inputs      source of the prompts, or your own prompts, as in `measure`
-    paper       position, sinks, wavelets, posleak, a paper of a plugin, or all
+    paper       position, sinks, wavelets, posleak, a paper of a plugin, several of these separated by commas, or all
+                of them except posleak
     length      tokens per prompt (default 256); your own prompts are truncated to `length`, as in `measure`
     prompts     number of prompts to use (default 16, or all of your own prompts)
     seed        random seed for the prompts

@@ -17,7 +17,7 @@ import torch
 import xarray as xr
 from numpy.typing import NDArray
 
-from posleak.analyses.circuit.circuit import CIRCUIT_FILE, Circuit, circuit_of
+from posleak.analyses.circuit.circuit import CIRCUIT_FILE, Circuit, circuit_of, stored_ranking
 from posleak.analyses.origin.fingerprint import FINGERPRINT_TOKENS, projections, written_by_readers
 from posleak.analyses.origin.origin import ARRAYS_FILE, ORIGIN_FILE, Origin, origin
 from posleak.analyses.origin.portrait import joined_cosines, pair_cosine
@@ -115,7 +115,7 @@ class Lab(Conditions):
     @cached_property
     def circuit(self) -> Circuit:
         """The circuit on the prompts of the baseline; heads are ranked on as many further prompts."""
-        return circuit_of(self)
+        return circuit_of(self, *stored_ranking(self.folder))
 
     @property
     def sources(self) -> Decomposition:

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
-from posleak.analyses.circuit.writing import DRAWS, MAX_SINGLE_HEADS
+from posleak.analyses.circuit.writing import DRAWS
 from posleak.show.lines import prose
 from posleak.show.numbers import NAN, interval, percent, shown
 from posleak.show.terminal import TableCell, table
@@ -29,12 +29,17 @@ removed: share of the leakage from earlier layers that disappears if only the fi
 to keys of another document, so that they see equally many keys at every position; weighted by attention, with 95% \
 intervals over prompts
 random: mean over {draws} random sets of k heads of the same layers; others: all heads except the first k
-writer, reader: layer.head; alone: share removed by this head alone, measured for the first {single} writers; earlier: \
-power in nats² of the source `earlier` in this head"""
+writer, reader: layer.head; alone: share removed by this head alone; earlier: power in nats² of the source \
+`earlier` in this head"""
 
 CARRIER_LEGEND = """\
 positional share: share of the variance over positions that all prompts have in common; one direction carries: share \
 of this positional variance along the leading direction; directions: how many carry 90% of it"""
+
+ERASURE_LEGEND = """\
+removed: share of the leakage from earlier layers that the edit removes; change of the loss: of the next-token loss on \
+text, in nats per token; random directions: the same numbers of the control, as many random directions at the same \
+depths"""
 
 DEPTHS = 8
 """Most depths that the table of the carrier shows."""
@@ -50,7 +55,9 @@ def circuit_tables(circuit: Circuit) -> Iterator[RenderableType]:
         yield prose("the direction that carries position", style="bold")
         yield _carrier_table(circuit.carrier)
         yield prose(CARRIER_LEGEND, style="dim", indent=2)
+        yield prose("erasing directions of the residual stream", style="bold")
         yield _erasure_table(circuit.erasure)
+        yield prose(ERASURE_LEGEND, style="dim", indent=2)
     path = circuit.trace.ordinary.path
     yield prose(f"remainder of the trace {circuit.trace.remainder:.1e} nats · run {path}", style="dim", indent=2)
 
@@ -79,7 +86,7 @@ def _writing_tables(writing: Writing) -> Iterator[RenderableType]:
         f"{overlap or 'no heads'}",
         style="dim", indent=2,
     )  # fmt: skip
-    yield prose(LEGEND.format(draws=DRAWS, single=MAX_SINGLE_HEADS), style="dim", indent=2)
+    yield prose(LEGEND.format(draws=DRAWS), style="dim", indent=2)
 
 
 def _carrier_table(carrier: Carrier) -> RenderableType:
@@ -97,14 +104,13 @@ def _carrier_table(carrier: Carrier) -> RenderableType:
 
 
 def _erasure_table(erasure: tuple[Erased, ...]) -> RenderableType:
-    rows = table(
-        ["edit", "leakage from earlier layers removed", "random directions", "change of the loss, nats per token"]
-    )
+    rows = table(["edit", "removed", "random directions", "change of the loss", "random directions"])
     for row in erasure:
         if row.random is not None:
             rows.add_row(
-                row.edit, _cell(row.earlier_removed, "share"), _cell(row.random, "share"), _cell(row.loss_change)
-            )
+                row.edit, _cell(row.earlier_removed, "share"), _cell(row.random, "share"), _cell(row.loss_change),
+                _cell(row.random_loss),
+            )  # fmt: skip
     return rows
 
 

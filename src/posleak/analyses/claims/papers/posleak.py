@@ -53,7 +53,7 @@ def few_heads_write(lab: Lab) -> Finding:
 
 
 @claim(
-    1, "circuit.random-heads", "Random heads of the same layers write less",
+    1, "circuit.random-heads", "Random heads write less",
     "Random heads of the same layers cause less of this leakage than the first heads of the ranking.",
     "share removed by the first k heads, as in circuit.few-heads, minus the mean share of 8 random sets of k other "
     "heads of the same layers; the interval combines the variation over prompts and over random sets",
