@@ -52,7 +52,7 @@ layers of the model are counted, also those of hybrid models that have no attent
 | `@3.1` | layer 3, head 1 |
 | `@2-5,7.0` | layers 2 to 5, and head 0 of layer 7 |
 
-`position` takes depths in place of layers: 0 is the embedding, d the output of d layers.
+`position` takes depths instead of layers: 0 is the embedding, d the output of d layers.
 
 A layer or head that the model does not have raises an error. So does a scope of a single layer without attention.
 """

@@ -57,6 +57,19 @@ def test_a_null_setting_is_exactly_0_in_both() -> None:
     assert "Leakage and loss are bit-identical: shift=0." in advice().sentences
 
 
+def test_directions_of_position_can_be_erased() -> None:
+    settings = ["position=erase:1", "position=erase:0"]
+    erased, nothing = pl.advise("zoo-text-rope", groups=[], edits=settings, **ASKED).effects
+    assert nothing.unchanged
+    asked: dict[str, Any] = {**ASKED, "inputs": "text:stdlib", "loss": True}
+    after, before = (pl.measure("zoo-text-rope", **asked, edits=edits).loss for edits in (settings[:1], []))
+    assert after is not None
+    assert before is not None
+    change = float(after.numbers["end"].value) - float(before.numbers["end"].value)
+    assert erased.loss["end"].value == pytest.approx(change, abs=1e-9)
+    assert change != 0
+
+
 def test_a_window_changes_no_bit_of_the_loss_before_it_hides_something() -> None:
     (found,) = pl.advise("zoo-text-rope", groups=[], edits=["window=48"], **ASKED).effects
     assert found.loss["first"].value == found.loss["first"].low == found.loss["first"].high == 0

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import posleak as pl
-from posleak.analyses.trace.trace import SOURCES
+from posleak.analyses.trace.trace import SOURCES, Trace
 from posleak.edits import parse_edits
 from posleak.errors import InputError
 from posleak.files import sole_writer
@@ -137,6 +137,21 @@ def test_a_trace_is_a_cell_with_sources(models: list[str], tmp_path: Path) -> No
         stored = products["even/all/origin"]
     assert Jackknife(4).inner(stored).value == trace.model["all"].norms["even"].power["origin"].value
     assert any("conditions" in name for name in record.files), "the borrowed pass is part of the cell"
+
+
+def test_edits_of_the_residual_stream_are_cells_and_so_are_traces_under_them(models: list[str], tmp_path: Path) -> None:
+    """The directions are fitted by the worker, as in `pl.trace` and `pl.measure`."""
+    edited = {"models": models[:1], "edits": ["position=erase:1"], **SMALL}
+    assert swept({**edited, "grids": [{"kind": "measure"}, {"kind": "trace"}]}, tmp_path).complete
+    measured, traced = manifest({**edited, "grids": [{"kind": "measure"}, {"kind": "trace"}]}).cells
+    asked: dict[str, Any] = {"length": 48, "prompts": 4, "edits": "position=erase:1"}
+    run, trace = pl.measure(load(models[0]), **asked), pl.trace(load(models[0]), **asked)
+    folders = [tmp_path / CELLS_FOLDER / cell.folder for cell in (measured, traced)]
+    assert Run.load(folders[0]).record.digest == run.record.digest
+    found = Trace.load(folders[1])
+    assert found is not None
+    assert found.as_dict()["edits"] == ["position=erase:1"]
+    assert found.model["all"].power["earlier"].value == trace.model["all"].power["earlier"].value
 
 
 def test_a_trace_with_a_long_donor_is_a_cell_of_its_own(models: list[str], tmp_path: Path) -> None:
@@ -480,6 +495,7 @@ def test_guesses_are_near_what_is_planned() -> None:
     from posleak.sweeps.cells import memory_of
 
     specs: list[Any] = [{"length": 128}, {"length": 192, "prompts": 64}, {"length": 64, "edits": ("window=9",)}]
+    specs.append({"length": 64, "edits": ("position=leace:2",)})
     for name in ("zoo-text-rope", "zoo-backcopy-rope"):
         subject = load(name)
         for cell in [Cell(name, MeasureSpec(**each)) for each in specs]:
@@ -488,9 +504,10 @@ def test_guesses_are_near_what_is_planned() -> None:
             assert guessed is not None
             assert 0.5 < guessed / planned < 2, (cell, guessed, planned)
         for donor in ("plain", "long"):
-            traced = Cell(name, MeasureSpec(length=64, prompts=8), kind="trace", donor=donor)
-            edit = "context=branches" + ":long" * (donor == "long")
-            spec = MeasureSpec(length=64, prompts=8, edits=parse_edits(edit))
+            edit = parse_edits("position=erase:1")
+            traced = Cell(name, MeasureSpec(length=64, prompts=8, edits=edit), kind="trace", donor=donor)
+            branches = parse_edits("context=branches" + ":long" * (donor == "long"))
+            spec = MeasureSpec(length=64, prompts=8, edits=(*edit, *branches))
             planned = memory_plan(subject, spec.resolved()).total + weight_bytes(subject) + LIBRARY_BYTES
             guessed = memory_of(traced)
             assert guessed is not None

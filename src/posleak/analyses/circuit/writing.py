@@ -42,17 +42,11 @@ SIZE_ROUNDS = (1, 2, 3, 5, 8), (13, 21), (34,)
 
 SIZES = tuple(k for sizes in SIZE_ROUNDS for k in sizes)
 
-MIN_COMPLEMENT = 3
-"""Smallest set whose complement is measured, unless the writers are fewer."""
-
-CONTROLLED = (1, 3, 8)
-"""Sizes that random sets are drawn for, besides the number of writers."""
+CONTROLLED, DRAWS = (1, 3, 8), 8
+"""Sizes that random sets are drawn for, besides the number of writers, and the number of sets of each size."""
 
 NO_SINGLE_CONTROLS = 60
 """Models with at least this many heads need no random sets of one head."""
-
-DRAWS = 8
-"""Random sets of each size."""
 
 TARGET_SHARE = 0.9
 """The writers are the smallest set that removes this share."""
@@ -69,7 +63,7 @@ class SetEffect:
     """What sets of k heads remove, in one norm.
 
     removed      by the first k heads of the ranking
-    others       by all heads but these; None: not measured
+    others       by all heads but these; None without significant leakage from earlier layers
     random       mean over random sets of k heads, matched by layer; its interval covers prompts and draws; None: none
                  were drawn, or a layer has too few other heads
     difference   removed − random
@@ -234,8 +228,8 @@ def measured_sets(study: LendingStudy, order: Sequence[tuple[int, int]], seed: i
         reaching += [k for k, heads in larger.items() if study.removed(heads)[1].value >= TARGET_SHARE]
     defined = bool(np.isfinite(study.removed(tops[1])[1].value))
     count = reaching[0] if reaching else max(tops) if defined else 0
-    others = {k: study.passes.every_head - tops[k] for k in tops if min(count, MIN_COMPLEMENT) <= k <= count}
     controlled = {count, *(k for k in CONTROLLED if k > 1 or len(order) < NO_SINGLE_CONTROLS)} if count else set()
+    others = {k: study.passes.every_head - heads for k, heads in tops.items()} if count else {}
     random = {k: random_sets(order[:k], study.passes.heads, seed) for k in tops if k in controlled}
     study.measure(others.values(), "all heads except the first k")
     study.measure([drawn for draws in random.values() for drawn in draws], "random heads")

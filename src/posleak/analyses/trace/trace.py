@@ -112,11 +112,11 @@ class Trace:
             return None
         if not is_finished(second):
             raise RunError("the run of the branches is not finished", where=str(second),
-                           remedy="run the same `posleak trace` or `posleak claims` again to resume it")  # fmt: skip
+                           remedy="run the same command again to resume it")  # fmt: skip
         ordinary, branches = ordinary or Run.load(folder), Run.load(second)
         if not ordinary.record.inputs.same_tokens(branches.record.inputs):
             raise RunError("the two runs of the trace read different prompts", where=str(folder),
-                           remedy="run `posleak trace` again with --fresh")  # fmt: skip
+                           remedy="run the same command again with --fresh")  # fmt: skip
         steps = {k: condition_folder(folder, _step(k)) for k in ordinary.record.calibration.numbers}
         return cls(ordinary, branches, {k: Run.load(at) for k, at in steps.items() if is_finished(at)})
 

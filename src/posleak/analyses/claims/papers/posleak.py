@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import partial
 
 from posleak.analyses.circuit.erasure import Erased
-from posleak.analyses.circuit.writing import CONTROLLED, RemovedBySize
+from posleak.analyses.circuit.writing import RemovedBySize
 from posleak.analyses.claims import catalogue
 from posleak.analyses.claims.catalogue import Finding
 from posleak.analyses.claims.lab import Lab
 from posleak.edits.direction import ERASE
 from posleak.papers import OWN_CLAIMS
 
-MOST_HEADS = 0.05
-"""Largest share of the heads that counts as few."""
+FEW, MOST_HEADS = (1, 3, 8), 0.05
+"""Numbers of heads that count as few, as long as they are at most this share of all heads."""
 
 MAJORITY = 0.5
 
@@ -29,9 +29,9 @@ claim = partial(catalogue.claim, paper=OWN_CLAIMS, decided=AFTER_PROTOTYPE)
 
 
 def few_heads(lab: Lab) -> RemovedBySize | None:
-    """Return the effect of the largest controlled set of at most MOST_HEADS of the heads; None without writers."""
+    """Return the effect of the largest set of few heads; None without writers."""
     writing = lab.circuit.writing
-    k = max(k for k in CONTROLLED if k <= max(1, MOST_HEADS * writing.heads))
+    k = max(k for k in FEW if k <= max(1, MOST_HEADS * writing.heads))
     return writing.of_size(k) if writing.writers else None
 
 
