@@ -16,6 +16,7 @@ import posleak as pl
 from posleak.analyses.circuit.lending import (
     NO_HEAD,
     TOKENS_WITH_GRAPH,
+    LendingPasses,
     LendingStudy,
     circuit_plan,
     copies_at_once,
@@ -36,7 +37,7 @@ from posleak.edits.context import LendByHead
 from posleak.errors import InputError, UnsupportedError
 from posleak.models import Subject
 from posleak.probe.attachment import decoder_layers
-from posleak.runs.memory import ModelSizes
+from posleak.runs.memory import MemoryPlan, ModelSizes
 from support.circuit_tiny import LENGTH as N, counting, passes, quiet, study
 from support.errors import raises
 from support.families import tiny
@@ -129,6 +130,27 @@ def test_low_memory_recomputes_layers_unless_the_model_computes_its_own_attentio
     assert used
     with raises(InputError, what="the circuit needs more memory", remedy="--rank intervene"):
         pl.circuit(Subject.of(tiny_model("gptj"), name="own"), length=N, prompts=8)
+
+
+def test_passes_shrink_until_they_fit_into_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, used = counting(), set[int]()
+    totals = LendingPasses.totals
+
+    def counted(those: LendingPasses, *args: Any) -> Any:
+        used.add(those.tokens)
+        return totals(those, *args)
+
+    monkeypatch.setattr(LendingPasses, "totals", counted)
+    whole = pl.circuit(subject, length=N, prompts=16)
+
+    def plan(*args: Any, tokens: int, **kwargs: Any) -> MemoryPlan:
+        return MemoryPlan(tokens * 10**6, 0, 0)
+
+    monkeypatch.setattr("posleak.analyses.circuit.circuit.circuit_plan", plan)
+    less = pl.circuit(subject, length=N, prompts=16, max_memory="2GB")
+    assert used == {TOKENS_AT_ONCE, 1024}
+    for one, other in zip(whole.writing.removed, less.writing.removed, strict=True):
+        assert float(one.leading.removed.value) == pytest.approx(float(other.leading.removed.value), abs=1e-3)
 
 
 def test_weights_of_the_model_need_gradients_again_afterwards() -> None:

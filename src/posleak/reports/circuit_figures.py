@@ -181,7 +181,7 @@ def erasure(rows: Sequence[Erased]) -> Figure:
 def loss(rows: Sequence[Erased]) -> Figure:
     """Draw the change of the next-token loss under each erasure and its random control."""
     pairs = [(erasure_name(row), row.loss_change, row.random_loss) for row in erasures(rows)]
-    return _with_controls(pairs, "change of the loss, nats per token", "", {})
+    return _with_controls(pairs, "nats per token", "", {})
 
 
 def _with_controls(

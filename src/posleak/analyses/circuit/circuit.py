@@ -23,7 +23,6 @@ from posleak.arrays import Array
 from posleak.defaults import CIRCUIT_LENGTH, CIRCUIT_PROMPTS, NODES, TOKENS_AT_ONCE
 from posleak.edits import parse_edits
 from posleak.edits.context import Branches
-from posleak.edits.direction import ERASE
 from posleak.errors import InputError, RunError, UnsupportedError, did_you_mean, warn
 from posleak.files import Sealed
 from posleak.inputs import InputFacts, Inputs, is_source_name, repeat_notes
@@ -36,7 +35,6 @@ from posleak.runs.folder import STEPS, clear_steps, finished_step
 from posleak.runs.memory import MemoryPlan, describe_prompts, fit_batch
 from posleak.runs.software import measurement_hash
 from posleak.runs.spec import parse_bytes, require_between
-from posleak.show.numbers import estimate
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -45,12 +43,10 @@ from .carrier import Carrier, fit_of, significant_depths
 from .erasure import Erased, erasure, loss_prompts
 from .lending import LendingPasses, LendingStudy, circuit_plan
 from .ranking import GRADIENTS, INTERVENE, METHODS, Ranking, rank, rank_by_intervention
-from .writing import RemovedBySize, Writing, evaluate
+from .sentences import sentences_of
+from .writing import Writing, evaluate
 
 CIRCUIT_FILE = "circuit.json"
-
-FROM_EARLIER = "leakage from earlier layers"
-"""P(no head) − P(all heads): the leakage that disappears if all heads attend to lent keys."""
 
 HALVES = "one half ranks the heads, the other half evaluates the ranking"
 
@@ -143,7 +139,7 @@ class Circuit(CircuitParts):
     @cached_property
     def sentences(self) -> tuple[str, ...]:
         """The result in sentences, with intervals."""
-        return tuple(_sentences(self))
+        return tuple(sentences_of(self))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON of `posleak circuit --json` (docs/json.md)."""
@@ -174,65 +170,6 @@ class Circuit(CircuitParts):
 def circuit_digest(trace: Trace, method: str, nodes: int) -> str:
     """Return the hash of everything that determines a circuit. nodes: of the integral of the gradients, else 0"""
     return measurement_hash(trace.ordinary.record.digest, trace.branches.record.digest, method, nodes)
-
-
-def _sentences(circuit: Circuit) -> Iterator[str]:
-    writing, chosen = circuit.writing, circuit.writing.chosen
-    if chosen is None:
-        yield f"The {FROM_EARLIER} is not significantly above 0, so no head is reported as a writer."
-        return
-    yield _sentence_of_set(chosen, f"{chosen.k} of {writing.heads} heads", f" of the {FROM_EARLIER}")
-    even, removed = chosen.even.removed, chosen.leading.removed
-    if even.low > removed.high or even.high < removed.low:
-        yield f"Evenly weighted, the share is {estimate(even, 'share')} (n = {even.n})."
-    if not writing.reached:
-        yield f"The largest measured set, the first {chosen.k} heads of the ranking, accounts for less than 90%."
-    shorter = [row for row in writing.removed if row.k < chosen.k and row.leading.random is not None]
-    if shorter:
-        count = f"{shorter[-1].k} of them" if shorter[-1].k > 1 else "of them"
-        yield _sentence_of_set(shorter[-1], f"The first {count}", "")
-    if (others := chosen.leading.others) is not None:
-        yield f"All other heads account for {estimate(others, 'share')} (n = {others.n}): {_alone(others)}."
-    if circuit.leading is not None:
-        yield _sentence_of_direction(*circuit.leading)
-    for row in circuit.erasure:
-        if row.method == ERASE and row.k == 1:
-            yield _sentence_of_erasure(row)
-
-
-def _sentence_of_set(row: RemovedBySize, heads: str, of: str) -> str:
-    effect, verb = row.leading, "account" if row.k > 1 else "accounts"
-    count = f"{row.k} random heads of the same layers" if row.k > 1 else "a random head of the same layer"
-    random = f", {count} for {estimate(effect.random, 'share')}" if effect.random else ""
-    return f"{heads} {verb} for {estimate(effect.removed, 'share')}{of}{random} (n = {effect.removed.n})."
-
-
-def _alone(others: Estimate) -> str:
-    """Say whether the writers keep the leakage if all other heads attend to lent keys: 1 − others of it remains."""
-    if others.low > 0.5:
-        return "the writers alone do not write most of it"
-    return "the writers alone write most of it" if others.high < 0.5 else "whether the writers suffice is not decided"
-
-
-def _sentence_of_direction(depth: int, leading: Estimate) -> str:
-    if np.isnan(leading.value):
-        return f"At depth {depth}, the positional variance is not significantly above 0 (n = {leading.n})."
-    share = f"{estimate(leading, 'share')} of the positional variance (n = {leading.n})"
-    return f"At depth {depth}, one direction of the residual stream carries {share}."
-
-
-def _sentence_of_erasure(row: Erased) -> str:
-    removed = f"{estimate(row.earlier_removed, 'share')} of the {FROM_EARLIER}"
-    random = f", a random direction {estimate(row.random, 'share')}" if row.random is not None else ""
-    where = (
-        f"only at depths {row.depths}, where the positional share is significant," if row.depths else "at every depth"
-    )
-    by_random = f", a random direction by {estimate(row.random_loss)}" if row.random_loss is not None else ""
-    return (
-        f"Erasing the leading direction {where} removes {removed}{random} (n = {row.earlier_removed.n}). It changes "
-        f"the next-token loss ({row.loss_inputs}) by {estimate(row.loss_change)}{by_random} nats per token (n = "
-        f"{row.loss_change.n})."
-    )
 
 
 class CircuitConditions(Conditions):
