@@ -105,7 +105,7 @@ print(erased.record.touched[0].words)
 # %% [markdown]
 # ## A large model
 #
-# The same call on a pretrained model takes longer (11 minutes for SmolLM2-135M on two cores), and the answer is less
+# The same call on a pretrained model takes longer (10 minutes for SmolLM2-135M on two cores), and the answer is less
 # clean:
 #
 # ```python
