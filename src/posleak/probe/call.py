@@ -61,7 +61,8 @@ class Call:
     index        number of the call in the forward pass
     layer        index of the layer in the model; hybrid models have layers without attention, and some layers make two
                  calls
-    query, key   after rotation and normalisation; K divides H, and head h uses key head h // (H / K)
+    query, key   after rotation and normalisation; K divides H, and head h uses key head h // (H / K). There are as many
+                 keys as queries, T = S, except in a view of copies after a donor (lending.py)
     s_aux        learned sink logit of a head, which adds e^{s_aux} to the denominator of every row
     bias         added to the logits by the model (ALiBi, learned relative positions)
 
@@ -81,13 +82,13 @@ class Call:
     index: int
     module: torch.nn.Module
     query: Float[Tensor, "B H T E"]
-    key: Float[Tensor, "B K T E"]
-    value: Float[Tensor, "B K T Ev"]
+    key: Float[Tensor, "B K S E"]
+    value: Float[Tensor, "B K S Ev"]
     visibility: Visibility
     scaling: float
     softcap: float | None = None
     s_aux: Float[Tensor, "H"] | None = None
-    bias: Float[Tensor, "#B #H T T"] | None = None
+    bias: Float[Tensor, "#B #H T S"] | None = None
     unread: Bool[Tensor, "_H"] | None = None
     frozen: Float[Tensor, "B _H"] | None = None
     start: int = 0
