@@ -21,6 +21,7 @@ from posleak.inputs import GivenPrompts, InputFacts, Prompts, prepare, repeat_no
 from posleak.leakage import MIN_PROMPTS
 from posleak.models import Subject
 from posleak.models.identity import config_sha256
+from posleak.models.parallel import ALONE, Ranks
 from posleak.probe import Calibration, EditEffect, EditEffectRecorder, Motion, Observer, Placement, Plan, calibrate
 from posleak.probe.fingerprint import changed, identified
 from posleak.stopwatch import stage
@@ -111,6 +112,11 @@ class PreparedRun:
         for edit in self.spec.edits:
             prompts = edit.prompts(prompts)
         return prompts
+
+    @property
+    def split(self) -> Ranks:
+        """Return the processes that share the batches: those that hold the whole model each."""
+        return self.subject.ranks if self.subject.splits_prompts else ALONE
 
     @property
     def _first(self) -> NDArray[np.int64]:
@@ -237,7 +243,7 @@ class PreparedRun:
         )  # fmt: skip
         store, chunks = BatchStore(folder, self.digest, calibration.heads), []
         with self._batches_of_one_model(folder), closing(
-            resume_chunks(passes, self.prompts, self.spec.batches(), store, on_progress)
+            resume_chunks(passes, self.prompts, self.spec.batches(), store, on_progress, self.split)
         ) as measured:  # fmt: skip
             for batch, chunk in measured:
                 chunks.append(chunk)

@@ -267,7 +267,7 @@ def advise(
     Example: `posleak.advise("smollm2-135m", groups="window").sentences`
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
-    who = subject_of(subject)
+    who = subject_of(subject, max_memory)
     conditions = Conditions.of(
         who, inputs, length=length, prompts=prompts, default_length=usual_length(who), seed=seed, bos=bos,
         origin=origin, loss=True, out=out, root=root, prefix="advice-", fresh=fresh, max_memory=max_memory,

@@ -124,7 +124,7 @@ def doctor(
     Example: `posleak.doctor("smollm2-135m").verdict`
     """
     require_between("prompts", prompts, FEW, why="independence of the batch can only be checked with a second prompt")
-    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    who, on_status = identified(subject_of(subject, max_memory)), progress or (lambda line: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     prompts_text = describe_prompts(prompts, plan.length)
