@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, StorageError, translate_errors
 from posleak.files import read_regular, remove_leftovers, write_json
-from posleak.models.parallel import whole
+from posleak.models.parallel import release, whole
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +168,7 @@ def _digested(model: torch.nn.Module, digest: Any, chosen: Callable[[str], bool]
     """
     import torch
 
+    release(model)
     for name, tensor in tensors(model):
         if not chosen(name):
             continue

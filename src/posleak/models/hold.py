@@ -28,7 +28,6 @@ import torch
 from transformers import PreTrainedModel
 
 from posleak.errors import RunError
-from posleak.models.parallel import gathered
 
 POLL_SECONDS = 1.0
 """How often a waiting thread checks that the holder is still alive."""
@@ -82,7 +81,7 @@ def configs_of(model: PreTrainedModel) -> tuple[Any, ...]:
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
     """Reserve the model for this thread, with its own attention. Other threads wait; the same thread may reenter."""
-    with holding(Hold.of(model, attached=False)), gathered(model), preserve_random_state(model):
+    with holding(Hold.of(model, attached=False)), preserve_random_state(model):
         yield
 
 

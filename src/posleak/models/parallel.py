@@ -118,29 +118,32 @@ def sharded(model: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def gathered(model: PreTrainedModel) -> Iterator[None]:
-    """Gather the parameters outside of layers that FSDP2 shards: a probe calls the backbone, not the wrapped model.
+    """Gather the parameters that FSDP2 shards with the whole model: a probe runs the backbone, whose hooks gather only
+    those of each layer."""
+    modules = sharded(model)
+    outermost, layers = (modules[0], modules[1:]) if modules else (None, [])
+    inner = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
+    if outermost is not model or all(local_part(parameter) is parameter for parameter in outer):  # gathered already
+        yield
+        return
+    if outermost._get_fsdp_state()._is_root is None:  # its first pass decides which module is the outermost
+        import torch
 
-    FSDP2 gathers those of each layer itself. It must have seen a pass of the whole model before.
-    """
-    roots = sharded(model)[:1]
-    for root in roots:
-        _start(root)
-        root.unshard()
+        ids = torch.zeros(1, 2, dtype=torch.long, device=outer[0].device)
+        with torch.no_grad():
+            outermost(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    outermost.unshard()
     try:
         yield
     finally:
-        for root in roots:
-            root.reshard()
+        outermost.reshard()
 
 
-def _start(root: Any) -> None:
-    """Run a pass of two tokens, unless FSDP2 has seen one: the first pass decides which module is the outermost."""
-    import torch
-
-    if root._get_fsdp_state()._is_root is None:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=next(root.parameters()).device)
-        with torch.no_grad():
-            root(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+def release(model: torch.nn.Module) -> None:
+    """Release gathered parameters, so that a module holds its part again. numpy would pin gathered ones."""
+    for root in sharded(model):
+        root.reshard()
 
 
 def whole(tensor: Any) -> Any:
@@ -153,14 +156,15 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
 
 
-def require_complete_heads(model: PreTrainedModel, what: str) -> None:
-    """Reject work that reads output projections by head if heads are split over processes."""
-    if (ranks := split_heads(model)) is not None:
-        raise UnsupportedError(
-            f"{what} reads the output projection of each head, which tensor parallelism splits over processes",
-            where=type(model).__name__, got=f"tensor parallel over {ranks.size} processes",
-            remedy="load the model in one process, with --offload or --dtype bfloat16 if it is large",
-        )  # fmt: skip
+def require_whole_model(model: PreTrainedModel, what: str) -> None:
+    """Reject work on gradients and on weights outside of forward passes if processes share the model."""
+    if split_heads(model) is None and not sharded(model):
+        return
+    raise UnsupportedError(
+        f"{what} needs the whole model in one process", where=type(model).__name__,
+        got="a model that several processes share (tensor parallel or FSDP2)",
+        remedy="load the model in one process, with --offload or --dtype bfloat16 if it is large",
+    )  # fmt: skip
 
 
 def own_batches(batches: Sequence[T], ranks: Ranks) -> Sequence[T]:

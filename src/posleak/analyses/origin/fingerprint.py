@@ -33,6 +33,7 @@ from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.models import input_device
 from posleak.models.hold import exclusive
 from posleak.models.identity import module_device
+from posleak.models.parallel import require_whole_model
 from posleak.probe import Call, attach
 from posleak.rounding import AFFINE
 from posleak.typed import Number
@@ -136,6 +137,7 @@ class _ProjectionFinder:
 
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
     """Return the output projection of every attention call of a forward pass; short prompts are enough."""
+    require_whole_model(model, "the output projection of each head")
     finder = _ProjectionFinder()
     with exclusive(model):
         with attach(model, [finder]) as probe, hooked(model.modules(), finder.hook):
