@@ -94,7 +94,7 @@ def _lora(folder: Path) -> Any:
     )
     model = peft.get_peft_model(plain_model(), config)
     model.peft_config["default"].base_model_name_or_path = MODEL
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return model
 
 
@@ -161,8 +161,8 @@ def _fsdp2(folder: Path) -> Any:
 def _encoder_decoder(folder: Path) -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 97, "d_model": 24, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder)
+    config = T5Config(vocab_size=97, d_model=24, d_kv=6, d_ff=48, num_layers=2, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
 

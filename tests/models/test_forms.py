@@ -36,7 +36,7 @@ def lora(base: Path, folder: Path, seed: int = 0, **more: Any) -> Path:
         target_modules=["q_proj", "v_proj", "down_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM", **more
     )  # fmt: skip
     wrapped = peft.get_peft_model(pl.load(base).model, config)
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(str(folder))
     return folder
 
 

@@ -58,7 +58,7 @@ def require_no_autocast(device: str) -> None:
     import torch
 
     for kind in {"cpu", device}:
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             raise UnsupportedError(
                 "autocast is on, so that the model computes in another dtype than the one that would be recorded",
                 where=f"torch.autocast({kind!r})", got=str(torch.get_autocast_dtype(kind)),

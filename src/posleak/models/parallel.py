@@ -121,10 +121,10 @@ def gathered(model: PreTrainedModel) -> Iterator[None]:
     """Gather the parameters that FSDP2 shards with the whole model: a probe runs the backbone, whose hooks gather only
     those of each layer."""
     modules = sharded(model)
-    outermost, layers = (modules[0], modules[1:]) if modules else (None, [])
-    inner = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outermost = modules[0] if modules else None
+    inner = {id(parameter) for layer in modules[1:] for parameter in layer.parameters()}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
-    if outermost is not model or all(local_part(parameter) is parameter for parameter in outer):  # gathered already
+    if id(outermost) != id(model) or all(local_part(parameter) is parameter for parameter in outer):  # gathered already
         yield
         return
     if outermost._get_fsdp_state()._is_root is None:  # its first pass decides which module is the outermost
