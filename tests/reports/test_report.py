@@ -33,7 +33,8 @@ from posleak.leakage.summary import Decomposition
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
-from posleak.reports.compare import FORMATS, compare, escape_latex
+from posleak.reports.compare import compare
+from posleak.reports.comparison_text import FORMATS, escape_latex
 from posleak.reports.gather import gather
 from posleak.reports.page import Page, script_json
 from posleak.reports.tables import tables

@@ -34,7 +34,8 @@ from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
-from posleak.reports.compare import as_table, compare
+from posleak.reports.compare import compare
+from posleak.reports.comparison_text import as_table
 from posleak.reports.terminal.claims import advice_tables, claims_tables
 from posleak.reports.terminal.model import doctor_tables, origin_tables
 from posleak.reports.terminal.run import profile_table, run_tables, trace_tables

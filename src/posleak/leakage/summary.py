@@ -130,7 +130,12 @@ class Products:
         return {LEADING: self} | ({} if self.even is None else {EVEN: self.even})
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
-        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
+        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist.
+
+        Without axes, return the products of each head.
+        """
+        if not axes:
+            return self
         own, with_total = (
             {name: np.nanmean(sums, axis=axes) for name, sums in kind.items()} for kind in (self.own, self.with_total)
         )

@@ -201,7 +201,7 @@ class Trace:
 
     def _averaged(self, axes: tuple[int, ...]) -> dict[str, Decomposition]:
         return {
-            queries: Decomposition.of(products.averaged(axes) if axes else products, Jackknife(self.ordinary.prompts))
+            queries: Decomposition.of(products.averaged(axes), Jackknife(self.ordinary.prompts))
             for queries, products in self.products.items()
         }
 
