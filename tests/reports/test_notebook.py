@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from markupsafe import escape
 
 import posleak as pl
 from posleak import edits as stage
@@ -455,3 +456,45 @@ def test_a_report_says_how_to_repeat_what_no_command_line_can(llama: pl.Subject,
         "posleak.measure('tiny-llama', ids_that_were_given, length=48, prompts=4, seed=0, bos='auto', origin=4, "
         "batch=4, density=1, edits=['window=16', Halved])"
     )
+
+
+HOSTILE = "<script>window.pwned=1</script>\x1b[2J&amp;"
+
+
+def test_results_show_themselves_as_tables_with_everything_escaped(unsaved_run: Run, llama: pl.Subject) -> None:
+    subject = pl.Subject.of(llama.model, name=HOSTILE)
+    runs = [pl.measure(subject, **SMALL, edits=edits) for edits in ((), "window=16")]
+    diagnosis = replace(pl.doctor(subject, short=True), notes=(HOSTILE,), first_token=HOSTILE)
+    check = replace(diagnosis.checks[0], id=HOSTILE, why=HOSTILE)
+    diagnosis = replace(diagnosis, checks=(check, *diagnosis.checks[1:]))
+    compared = [pl.compare(runs, by=by) for by in ("model", "layer", "head")]
+    results: list[Any] = [diagnosis, unsaved_run.summary, runs[0], *compared]
+    for each in results:
+        shown = each._repr_html_()
+        assert "<script" not in shown
+        assert "\x1b" not in shown
+        assert ("&lt;script&gt;" in shown) == (each is not unsaved_run.summary)
+        tags = re.findall(r"<(/?)(\w+)", shown)
+        for tag in {name for _, name in tags} - {"br"}:
+            assert tags.count(("", tag)) == tags.count(("/", tag)), tag
+
+
+def test_a_comparison_in_a_notebook_has_the_rows_of_its_tables(unsaved_run: Run, llama: pl.Subject) -> None:
+    compared = pl.compare([unsaved_run, pl.measure(llama, **SMALL, edits="window=16")], by="head")
+    shown = compared._repr_html_()
+    assert shown.count("<tr>") == len(compared.shown) + 1
+    for row in compared.shown:
+        value, interval = row.texts("total")
+        cell = f"<td style='text-align:left'><b>{value}</b> <small>{interval}</small></td>"
+        assert f">{compared.place(row)}</td>{cell}" in shown
+    assert escape(compared.legend) in shown
+
+
+def test_a_diagnosis_in_a_notebook_has_every_check_and_the_verdict(llama: pl.Subject) -> None:
+    diagnosis = pl.doctor(llama, short=True)
+    shown = diagnosis._repr_html_()
+    assert shown.count("<tr>") == len(diagnosis.checks) + 1
+    assert escape(diagnosis.sentence) in shown
+    for check in diagnosis.checks:
+        assert f">{escape(check.id)}</td>" in shown
+        assert f">{escape(check.why)}</td>" in shown

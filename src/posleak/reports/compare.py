@@ -10,7 +10,7 @@ attention, all others by their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from posleak.leakage.sampled import LEVEL
 from posleak.leakage.summary import NORMS, QUERIES, STABILISATION, PowerKey, Products
 from posleak.runs.run import Run
 from posleak.show import numbers
+from posleak.show.notebook import html_table, value_with_interval
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -112,6 +113,15 @@ class Comparison:
         by = f"; by {self.by}" if self.by != MODEL else ""
         return f"Comparison({visible(', '.join(self.labels))}{by}{refused})"
 
+    def _repr_html_(self) -> str:
+        """Return the rows that tables show, for notebooks."""
+        columns = self.titles
+        rows = (
+            [*self.row_labels(row), *(value_with_interval(*row.texts(name)) for name in columns)] for row in self.shown
+        )
+        titles = [*self.row_titles, *columns.values()]
+        return html_table(", ".join(self.labels), "differences from the first run", [], rows, titles, self.all_notes)
+
     @property
     def units(self) -> dict[str, str]:
         """Units of the quantities that at least one run has."""
@@ -152,6 +162,10 @@ class Comparison:
         """The legend, the notes, and the reasons of refused runs."""
         refused = (f"not compared: {run.name}: {run.reason}" for run in self.refused)
         return [self.legend, *self.notes, *refused]
+
+    def rows_with(self, columns: Collection[str]) -> list[ComparisonRow]:
+        """Return the shown rows that have a value in at least one column."""
+        return [row for row in self.shown if any(name in row.cells for name in columns)]
 
     def name(self, row: ComparisonRow) -> str:
         """Return the label of a row: `B`, or `B − A (paired)`."""

@@ -21,21 +21,19 @@ def as_table(compared: Comparison) -> RenderableType:
     There is one table of all and one of early queries; by layer or head, one for each difference from the first run.
     """
     tables = list[RenderableType]()
-    for title, rows in _groups(compared).items():
+    titles = list(dict.fromkeys(_title(compared, row) for row in compared.shown))
+    for title in titles:
         for suffix, columns in compared.column_groups.items():
-            some = [row for row in rows if any(name in row.cells for name in columns)]
-            if some or compared.by == MODEL:
-                tables.append(_table(compared, title + suffix, columns, some))
+            rows = [row for row in compared.rows_with(columns) if _title(compared, row) == title]
+            if rows:
+                tables.append(_table(compared, title + suffix, columns, rows))
     return Group(*tables, *(prose(note, style="dim") for note in compared.all_notes))
 
 
-def _groups(compared: Comparison) -> dict[str, list[ComparisonRow]]:
-    """Return the rows of each table by its title."""
-    groups: dict[str, list[ComparisonRow]] = {title: [] for title in QUERY_TITLES.values() if compared.by == MODEL}
-    for row in compared.shown:
-        title = QUERY_TITLES[row.queries]
-        groups.setdefault(f"{compared.name(row)}, {title}" if row.at else title, []).append(row)
-    return groups
+def _title(compared: Comparison, row: ComparisonRow) -> str:
+    """Return the title of the table that has a row."""
+    title = QUERY_TITLES[row.queries]
+    return title if compared.by == MODEL else f"{compared.name(row)}, {title}"
 
 
 def _table(

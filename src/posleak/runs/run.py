@@ -23,8 +23,8 @@ from posleak.leakage import Estimate, Summary, assemble, by_head, component, com
 from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
 from posleak.leakage.summary import EVEN, LEADING, Decomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
+from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
-from posleak.show.words import compact_html
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
