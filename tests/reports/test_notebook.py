@@ -21,7 +21,7 @@ from posleak import edits as stage
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.lab import Lab
 from posleak.edits import NamedEdit, Site, parse_edit
-from posleak.edits.parse import FORWARDED
+from posleak.edits.objects import FORWARDED
 from posleak.errors import InputError, ModelError, PosleakWarning, RunError
 from posleak.inputs import GivenPrompts, prepare, read_given
 from posleak.leakage import by_head
@@ -278,7 +278,9 @@ def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> Non
     assert_same_bits(own, pl.measure(llama, **SMALL, edits=["softer=2.0", "window=16"]))
     twice = pl.measure(llama, **SMALL, edits=[Halved(), Halved()])
     assert_same_bits(twice, pl.measure(llama, **SMALL, edits=Softer(4.0)))
-    assert own.record.digest != pl.measure(llama, **SMALL, edits=[Halved(), "window=16"]).record.digest
+    local = type("Local", (Halved,), {})
+    digests = [pl.measure(llama, **SMALL, edits=local()).record.digest for _ in range(2)]
+    assert digests[0] != digests[1], "nothing describes a local class"
     assert "Halved" in repr(own)
     assert own.as_dict()["edits"] == ["window=16", "Halved"]
 
@@ -297,12 +299,13 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
     llama: pl.Subject, tmp_path: Path, registered: None
 ) -> None:
     other = type("Other", (Softer,), {"text": "softer=3.0"})(2.0)  # its text makes another edit
-    for edit, text in ((Halved(), "Halved"), (other, "softer=3.0")):
+    local = type("Local", (Halved,), {})()
+    for edit, text in ((local, "Local"), (other, "softer=3.0")):
         with raises(RunError, where=tmp_path / "run", got=text, expected="registered", remedy="NamedEdit"):
             pl.measure(llama, **SMALL, edits=edit, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    with raises(RunError, where=tmp_path / "run", got="Halved", expected="registered", remedy="NamedEdit"):
-        pl.measure(llama, **SMALL, edits=Halved()).save(tmp_path / "run")
+    with raises(RunError, where=tmp_path / "run", got="Local", expected="registered", remedy="NamedEdit"):
+        pl.measure(llama, **SMALL, edits=local).save(tmp_path / "run")
     written = pl.measure(llama, **SMALL, edits=Softer(2.0), out=tmp_path / "run")
     assert_same_bits(Run.load(tmp_path / "run"), written)
     again = pl.measure(llama, **SMALL, edits="softer=2.0", out=tmp_path / "run")

@@ -22,7 +22,8 @@ from .parse import (
     parse_edit as parse_edit,
     parse_edits as parse_edits,
     require_measurable as require_measurable,
-    require_readable as require_readable,
+    require_storable as require_storable,
     unreadable as unreadable,
+    unstorable as unstorable,
 )
 from .scope import Scope as Scope

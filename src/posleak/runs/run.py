@@ -16,7 +16,7 @@ import xarray as xr
 
 from posleak.arrays import read_netcdf
 from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
-from posleak.edits import require_readable
+from posleak.edits import require_storable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Estimate, Summary, assemble, by_head, component, components, summarise, tidy
@@ -76,7 +76,7 @@ class Run:
     def save(self, folder: str | Path) -> Run:
         """Write the run as `measure(out=…)` does, into a folder without a run; return the run with its new path."""
         place = Path(folder)
-        require_readable(self.record.spec.edits, str(place))
+        require_storable(self.record.spec.edits, str(place))
         if self.record.finished is None:
             raise _unfinished(place if self.path is None else self.path, self.record)
         with sole_writer(place):
