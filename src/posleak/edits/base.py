@@ -36,6 +36,7 @@ class Site(Enum):
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
+    HEADS = "output of heads"
     OWN = "custom edit object"
 
 
