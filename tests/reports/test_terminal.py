@@ -154,6 +154,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "balance": of_balance,
     "sweep": of_sweep,
     "compare": lambda: [as_table(compare([ordinary_run(), source().branches]))],
+    "compare by head": lambda: [as_table(compare([ordinary_run(), source().branches], by="head"))],
     "bench": of_bench,
     "profile": of_profile,
 }
