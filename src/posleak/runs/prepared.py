@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posleak.edits import NamedEdit, require_readable, unreadable
+from posleak.edits import NamedEdit, require_storable, unstorable
 from posleak.errors import NoEffectError, RunError, StorageError, warn
 from posleak.files import sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Prompts, prepare, repeat_notes
@@ -130,9 +130,8 @@ class PreparedRun:
 
     @cached_property
     def digest(self) -> str:
-        """Return the hash of everything that determines the results; unique if the text of an edit does not describe
-        it."""
-        salt = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
+        """Return the hash of everything that determines the results; unique if a record cannot hold an edit."""
+        salt = secrets.token_hex(8) if unstorable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), salt)
 
     @property
@@ -162,7 +161,7 @@ class PreparedRun:
             return self._measure(None, None, calibration, progress, on_progress)
         if not fresh and (stored := self._with_stored_metrics(folder)) is not self:
             return stored.run(folder, calibration=calibration, progress=progress, on_progress=on_progress)
-        require_readable(self.spec.edits, str(folder))
+        require_storable(self.spec.edits, str(folder))
         if self.observers and not fresh and has_record(folder):
             raise RunError(
                 "the folder contains prompts that are already measured, which the observers would not receive",

@@ -40,7 +40,8 @@ class MeasureSpec:
     length    tokens per prompt;  prompts: number of prompts;  seed: random seed for the prompts
     batch     prompts per forward pass; 0: about TOKENS_AT_ONCE tokens
     density   factor on the numbers of sampled rows;  origin: number of leading tokens treated as the origin
-    edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
+    edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts, or
+              the class and the fields of an object
     metrics   names of metrics of other papers;  loss: also compute the next-token loss at the sampled positions
     """
 
@@ -105,8 +106,9 @@ class MeasureSpec:
         return tuple(edit.text for edit in self.edits)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, with edits as texts."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"edits": self.edit_texts}
+        """Return the fields for JSON, with edits as records hold them."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"edits": [edit.stored for edit in self.edits]}
 
     @property
     def borrowed(self) -> int:

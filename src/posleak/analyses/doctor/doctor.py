@@ -23,6 +23,8 @@ from posleak.rounding import AGREE, computed_in
 from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
+from posleak.show.notebook import html_table
+from posleak.show.numbers import scientific
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -79,6 +81,16 @@ class Diagnosis:
         failed = [check.id for check in self.checks if not check.ok]
         outcome = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
         return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {outcome})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and a table of all checks, for notebooks."""
+        facts = [describe_prompts(self.prompts, self.length), f"positions: {self.positions}", self.first_token]
+        rows = (
+            (check.mark, check.id, scientific(check.value), scientific(check.bound), check.unit, check.why)
+            for check in self.checks
+        )
+        titles = ("", "check", "value", "bound", "unit", "why")
+        return html_table(self.model, self.sentence, filter(None, facts), rows, titles, self.notes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak doctor --json` (docs/json.md)."""
