@@ -107,8 +107,8 @@ def test_families_are_ablated_alike(family: str, projection: str) -> None:
 
 @dataclass(frozen=True)
 class Unchanged(AblatedHeads):
-    def replacement(self, call: int, output: Tensor) -> Tensor:
-        return output
+    def replacement(self, call: int, out: Tensor) -> Tensor:
+        return out.transpose(1, 2)
 
 
 def test_heads_that_are_replaced_by_themselves_change_no_bit(llama: Subject) -> None:

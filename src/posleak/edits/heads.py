@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from posleak.errors import InputError, UnsupportedError
 from posleak.inputs import Prompts
+from posleak.models.parallel import ALONE
 
 from .base import EditKind, ScopedEdit, Site, register
 from .scope import Scope
@@ -81,16 +82,16 @@ class AblatedHeads(ScopedEdit):
             cache[key] = head_means(subject.model, own, origin)
         return replace(self, means=cache[key])
 
-    def replacement(self, call: int, output: Float[Tensor, "*tokens H Ev"]) -> Float[Tensor, "*_tokens H Ev"]:
-        """Return what takes the place of the output of each head."""
+    def replacement(self, call: int, out: Float[Tensor, "B H T Ev"]) -> Float[Tensor, "... H Ev"]:
+        """Return what takes the place of the output of each head, at every token unless it has axes of tokens."""
         if self.method == ZERO:
-            return output.new_zeros(output.shape[-2:])
+            return out.new_zeros(out.shape[1], out.shape[3])
         if self.means is None:
             raise InputError(
                 "the edit has no means yet", where=f"--edit {self.text}",
                 remedy="use `posleak.measure` or `posleak.trace`, which fit them, or edit.prepared(…)",
             )  # fmt: skip
-        return self.means[call].to(output)
+        return self.means[call].to(out)
 
     @contextmanager
     def installed(self, probe: Probe) -> Iterator[None]:
@@ -116,27 +117,30 @@ class AblatedHeads(ScopedEdit):
 class OutputSwap:
     """Observer of attention calls and hook of all modules: replaces the output of heads where a module takes it.
 
-    waiting: call, chosen heads and concatenated output of an attention call whose output no module has taken yet
+    waiting: call, chosen heads, concatenated output and its replacement, of an attention call whose output no module
+    has taken yet. If processes share the heads, those of this one
     """
 
     edit: AblatedHeads
     probe: Probe
-    waiting: tuple[Call, Bool[Tensor, "H"], Float[Tensor, "B T HEv"]] | None = None
+    waiting: tuple[Call, Bool[Tensor, "H"], Float[Tensor, "B T HEv"], Float[Tensor, "... H Ev"]] | None = None
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
         self._require_taken()
-        heads = self.edit.scope.heads(call)
-        self.waiting = (call, heads, concatenated(out)) if bool(heads.any()) else None
+        heads, ranks = self.edit.scope.heads(call), self.probe.ranks or ALONE
+        self.waiting = None
+        if count := int(heads.sum()):
+            new = ranks.own(self.edit.replacement(call.index, out), -2)
+            self.waiting = (call, ranks.own(heads, 0), concatenated(ranks.own(out, 1)), new)
+            self.probe.effect_of(self.edit).calls[call.index] = (call.layer, count)
 
     def before_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         import torch
 
         if self.waiting is None or not args or not is_output(args[0], self.waiting[2]):
             return None
-        (call, heads, _), self.waiting = self.waiting, None
-        output = args[0].unflatten(-1, (len(heads), -1))
-        new = torch.where(heads[:, None], self.edit.replacement(call.index, output), output)
-        self.probe.effect_of(self.edit).calls[call.index] = (call.layer, int(heads.sum()))
+        (_, heads, _, replacement), self.waiting = self.waiting, None
+        new = torch.where(heads[:, None], replacement, args[0].unflatten(-1, (len(heads), -1)))
         return (new.flatten(-2), *args[1:])
 
     def after_pass(self, *_: Any) -> None:
@@ -144,7 +148,7 @@ class OutputSwap:
 
     def _require_taken(self) -> None:
         if self.waiting is not None:
-            (call, _, _), self.waiting = self.waiting, None
+            (call, *_), self.waiting = self.waiting, None
             raise UnsupportedError(
                 "the output of heads cannot be replaced: the model changes it before any module takes it, by a gate "
                 "for example", where=f"layer {call.layer}, --edit {self.edit.text}", got=type(call.module).__name__,

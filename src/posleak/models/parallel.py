@@ -121,23 +121,23 @@ def gathered(model: PreTrainedModel) -> Iterator[None]:
     """Gather the parameters that FSDP2 shards with the whole model: a probe runs the backbone, whose hooks gather only
     those of each layer."""
     modules = sharded(model)
-    outermost = modules[0] if modules else None
     inner = {id(parameter) for layer in modules[1:] for parameter in layer.parameters()}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner]
-    if id(outermost) != id(model) or all(local_part(parameter) is parameter for parameter in outer):  # gathered already
+    if modules[:1] != [model] or all(local_part(parameter) is parameter for parameter in outer):  # gathered already
         yield
         return
-    if outermost._get_fsdp_state()._is_root is None:  # its first pass decides which module is the outermost
+    root = modules[0]
+    if root._get_fsdp_state()._is_root is None:  # its first pass decides which module is the outermost
         import torch
 
         ids = torch.zeros(1, 2, dtype=torch.long, device=outer[0].device)
         with torch.no_grad():
-            outermost(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    outermost.unshard()
+            root(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    root.unshard()
     try:
         yield
     finally:
-        outermost.reshard()
+        root.reshard()
 
 
 def release(model: torch.nn.Module) -> None:
