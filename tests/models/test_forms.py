@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,17 @@ import pytest
 import torch
 
 import posleak as pl
-from posleak.errors import ModelError, UnsupportedError
+from posleak.errors import InputError, ModelError, RunError, UnsupportedError
 from posleak.models import checkpoints
 from posleak.models.adapters import CONFIG_FILE, PICKLE
+from posleak.models.parallel import Ranks
 from posleak.models.sources import content_sha256, file_stamp
 from posleak.probe import attach
+from posleak.runs.folder import chosen_folder
 from support.errors import raises
 from support.inputs_subject import word_tokenizer
 from support.models_tiny import save, small_model
+from support.runs_tiny import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft
 
@@ -215,3 +221,37 @@ def test_a_tokenizer_from_elsewhere(base: Path, tmp_path: Path) -> None:
     assert subject.identity.tokenizer_sha256 is not None
     with raises(ModelError, where=str(base), what="no tokenizer"):
         pl.load(base, tokenizer=base)
+
+
+# Several processes (docs/forms.md has more, with their numbers)
+
+
+def test_one_process_of_several_prints_and_writes(tmp_path: Path) -> None:
+    command = ["measure", "zoo-text-rope", "--parallel", "data", "--length", "32", "--prompts", "4", "--batch", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "posleak",
+         *command, "--out", str(tmp_path / "run"), "--json"],
+        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["run"] == str(tmp_path / "run")
+    stored = pl.Run.load(tmp_path / "run")
+    assert stored.record.machine.processes == 2
+    alone = pl.measure("zoo-text-rope", **SHORT, batch=1)
+    assert_same_bits(stored, alone)
+
+
+def test_parallel_work_needs_processes_and_a_known_kind() -> None:
+    with raises(InputError, remedy="torchrun"):
+        pl.load("zoo-text-rope", parallel="tensor")
+    with raises(InputError, got="pipeline"):
+        pl.load("zoo-text-rope", parallel="pipeline")
+
+
+def test_several_processes_do_not_resume_a_run(tmp_path: Path) -> None:
+    pl.measure("zoo-text-rope", **SHORT, out=tmp_path)
+    shared = Ranks(0, 2)
+    with raises(RunError, what="several processes", remedy="--fresh"):
+        chosen_folder(tmp_path, None, str, shared)
+    assert chosen_folder(tmp_path, None, str, shared, fresh=True) == tmp_path
+    assert chosen_folder(tmp_path, None, str, Ranks(1, 2)) is None

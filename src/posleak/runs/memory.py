@@ -22,6 +22,7 @@ from posleak.defaults import TOKENS_AT_ONCE
 from posleak.errors import USE_LESS_MEMORY, InputError, TooLargeError
 from posleak.models import available_bytes
 from posleak.models.memory import LIBRARY_BYTES, loaded_bytes
+from posleak.models.offload import is_offloaded
 from posleak.text import format_bytes
 
 from .spec import MeasureSpec
@@ -272,7 +273,7 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     batch = spec.batch * sequences
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
-    weights = sizes.parameters * item if edited else 0
+    weights = sizes.parameters * item if edited and not is_offloaded(subject.model) else 0  # rejected on disk
     fits = fit_bytes(spec, sizes)
     weights += fits
     # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.

@@ -14,6 +14,7 @@ from posleak.edits import parse_edits
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
 from posleak.models import AnyModel, Subject, exclusive, subject_of
+from posleak.models.offload import is_offloaded
 from posleak.probe import Calibration, Motion, Plan, Positions, calibrate, default_plan, relative_difference
 from posleak.probe.attachment import implemented, takes_positions
 from posleak.probe.fingerprint import changed, identified
@@ -163,7 +164,8 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
     """
     sizes, item, T = ModelSizes.of(subject), subject.dtype.itemsize, plan.length + PADDING
     whole = sizes.states(FEW * T, item) + sizes.eager(FEW, T, item)
-    copies = 0 if short else sizes.parameters * (2 if item == 4 else 4)  # rounded weights, next to the model's own
+    rounded = not short and not is_offloaded(subject.model)
+    copies = sizes.parameters * (2 if item == 4 else 4) if rounded else 0  # next to the model's own weights
     return MemoryPlan(
         activations=max(
             sizes.forward(batch * T, item) + sizes.own_pairs(batch, T, item),
