@@ -354,12 +354,13 @@ def carried_difference(model: PreTrainedModel) -> float:
     import torch
 
     from posleak.probe import attach, relative_difference
+    from posleak.probe.native import states_of
 
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     ids = (torch.arange(2 * CHECK_LENGTH + DONOR_MARGIN, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
     ids[1, :-CHECK_LENGTH] = ids[1, :-CHECK_LENGTH].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
-        one, other = probe.forward(ids)[0][:, -CHECK_LENGTH:]
+        one, other = states_of(probe.forward(ids))[:, -CHECK_LENGTH:]
     return relative_difference(other, one)
 
 

@@ -46,7 +46,7 @@ from posleak.probe import (
     relative_difference,
     takes_positions,
 )
-from posleak.probe.native import backbone
+from posleak.probe.native import backbone, items_of, states_of
 from posleak.rounding import AGREE
 from posleak.runs.spec import batches
 
@@ -94,7 +94,7 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     def observe(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if entered or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             return  # the cosines of a rotary module are not part of the stream
-        before, after = _differs([*args, *kwargs.values()]), _differs(_outputs(out))
+        before, after = _differs([*args, *kwargs.values()]), _differs(items_of(out))
         if after and (before is False or isinstance(module, torch.nn.Embedding)):
             entered.append(module)
 
@@ -105,7 +105,7 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
         attention = list(probe.modules)
     name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
     if not entered or isinstance(entered[0], torch.nn.Embedding):
-        return Entrance(TABLE, name) if _differs([out[0]]) else None  # a table may hold sines for a rotation
+        return Entrance(TABLE, name) if _differs([states_of(out)]) else None  # a table may hold sines for a rotation
     return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
 
 
@@ -114,7 +114,7 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     outputs: list[Tensor] = []
 
     def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
-        outputs.extend(_along_positions(_outputs(out))[:1])
+        outputs.extend(_along_positions(items_of(out))[:1])
 
     with hooked([model.get_submodule(module)], keep), attach(model) as probe:
         ids = torch.full((1, LENGTH), token, device=input_device(model))
@@ -122,13 +122,6 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
             probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
     still, moved = outputs
     return relative_difference(moved, still) > AGREE.of(model.dtype)
-
-
-def _outputs(out: Any) -> list[Any]:
-    """Return what a module returned as a list: a tensor, the items of a tuple, or the values of a mapping."""
-    if isinstance(out, Tensor):
-        return [out]
-    return list(out.values()) if hasattr(out, "values") else list(out) if isinstance(out, (tuple, list)) else []
 
 
 def _along_positions(candidates: Sequence[Any]) -> list[Tensor]:
@@ -256,7 +249,7 @@ class SharedPasses:
         tokens, arguments = self.tokens(ids, padding)
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         with attach(self.model, [observer]) as probe:
-            states = probe.forward(tokens, **arguments)[0]
+            states = states_of(probe.forward(tokens, **arguments))
         return JointPass(observer.collect(), states[:, padding:])
 
     @cached_property
