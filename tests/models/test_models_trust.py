@@ -618,7 +618,7 @@ def test_border_names_the_class_and_the_place(error: BaseException) -> None:
 )  # fmt: skip
 def test_border_knows_when_memory_ran_out(error: Exception) -> None:
     with (
-        raises(TooLargeError, what="memory", remedy=("bfloat16", "device_map='auto'")),
+        raises(TooLargeError, what="memory", remedy=("bfloat16", "--device-map auto")),
         translate_errors("it broke", "a", "mend it"),
     ):
         raise error
