@@ -56,6 +56,7 @@ class Subject:
     ) -> Subject:
         """Return a subject for a model in memory. It is measured in evaluation mode, and its own modes are restored."""
         _require_objects(model, tokenizer)
+        configs.require_decoder(type(model).__name__, model.config, model.main_input_name)
         _require_unsharded(model, name)
         provenance = Provenance(
             name=name,
@@ -169,7 +170,7 @@ def _require_unsharded(model: PreTrainedModel, name: str) -> None:
         "the model is distributed over several processes (tensor parallel or FSDP): each would measure only its part",
         where=name, got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
         expected="a model whose weights are complete in this process",
-        remedy="load it in one process, with device_map='auto' if it needs several devices",
+        remedy="load it in one process, with --device-map auto if it needs several devices",
     )  # fmt: skip
 
 
