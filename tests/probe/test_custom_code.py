@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import posleak as pl
 from posleak.analyses.doctor.doctor import Diagnosis, doctor
+from posleak.analyses.doctor.laws import DoctorVerdict
+from posleak.analyses.doctor.passes import RECURRENT, TABLE, first_entrance
 from posleak.errors import UnsupportedError
 from posleak.models import Subject
 from posleak.models.hold import random_models
@@ -246,3 +248,49 @@ def test_origin_names_what_it_misses() -> None:
     model.blocks = Blocks(model.blocks)
     with raises(UnsupportedError, where="MixerLM", expected=("ModuleList", "hidden_states")):
         pl.origin(Subject.of(model), length=48)
+
+
+# Causes are named
+
+
+def shifted(module: Any, args: Any, out: Tensor) -> Tensor:
+    return out + 0.5 * torch.nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
+
+
+def placed(module: Any, args: Any, out: Tensor) -> Tensor:
+    return out + torch.arange(out.shape[1])[:, None] * torch.linspace(0, 1, out.shape[2])
+
+
+@pytest.mark.parametrize("where", ["blocks.0", "blocks.1.norm"])
+@pytest.mark.parametrize(("hook", "kind"), [(shifted, RECURRENT), (placed, TABLE)])
+def test_a_table_inside_a_module_is_no_recurrent_layer(where: str, hook: Any, kind: str) -> None:
+    """Also if the module computes attention, whose learned sink logits would be another cause."""
+    model = mixer()
+    model.get_submodule(where).register_forward_hook(hook)
+    entrance = first_entrance(model, 5)
+    assert entrance is not None
+    assert (entrance.kind, entrance.module) == (kind, where)
+
+
+def test_trace_does_not_call_a_change_with_length_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = custom.mix
+
+    def scaled(module: Any, q: Tensor, *others: Any) -> Tensor:
+        return mix(module, q * float(np.log(q.shape[2])), *others)
+
+    monkeypatch.setattr(custom, "mix", scaled)
+    with raises(UnsupportedError, where="MixerLM", what=("what follows", "number of tokens"), remedy="measure"):
+        pl.trace(Subject.of(mixer()), length=48, prompts=4)
+
+
+def test_doctor_and_trace_see_a_normalisation_over_the_whole_text() -> None:
+    model: Any = mixer()
+    model.blocks[1].norm.register_forward_hook(lambda module, args, out: out - out.mean(1, keepdim=True))
+    assert diagnosed(model).verdict is DoctorVerdict.WRONG
+    with raises(UnsupportedError, what=("what follows", "later tokens")):
+        pl.trace(Subject.of(model), length=48, prompts=4)
+
+
+@pytest.mark.parametrize("style", ["causal", "interface", "multihead"])
+def test_an_ordinary_custom_model_has_no_state(style: str) -> None:
+    assert pl.trace(Subject.of(mixer(style)), length=48, prompts=4).sources == ("earlier", "here", "origin")

@@ -364,6 +364,23 @@ def carried_difference(model: PreTrainedModel) -> float:
     return relative_difference(other, one)
 
 
+def prefix_difference(model: PreTrainedModel) -> float:
+    """Return the largest relative change of a text's states by what follows it: rounding in every causal model.
+
+    It is more if layers depend on later tokens, or on the number of tokens that are read.
+    """
+    import torch
+
+    from posleak.probe import attach, relative_difference
+    from posleak.probe.native import states_of
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    ids = torch.arange(2 * CHECK_LENGTH, device=input_device(model))[None] * 7 % vocabulary
+    with attach(model) as probe:
+        alone, whole = (states_of(probe.forward(part)) for part in (ids[:, :CHECK_LENGTH], ids))
+    return relative_difference(whole[:, :CHECK_LENGTH], alone)
+
+
 def branches_of(model: PreTrainedModel, *, long: bool = False) -> Branches:
     """Return the edit that reads all branches of a prompt: in one sequence if the model allows it, else apart.
 

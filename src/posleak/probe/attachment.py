@@ -141,7 +141,7 @@ class Probe:
         _reject_unsupported(where, query.shape[2], key.shape[2], chosen, dropout, kwargs)
         if attention_mask is None and is_causal:
             attention_mask = Visibility((len(query), 1, query.shape[2], key.shape[2]), causal=True, device=query.device)
-        visibility, added = _visible(where, attention_mask)
+        visibility, added = _visible(where, attention_mask, len(query))
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
             raise UnsupportedError("logits have both a soft-cap and a bias, in an unknown order", where=where)
@@ -351,12 +351,12 @@ def _reject_unsupported(
 
 
 def _visible(
-    where: str, mask: Shaped[Tensor, "#B #H T keys"] | None
+    where: str, mask: Shaped[Tensor, "#B #H T keys"] | None, prompts: int
 ) -> tuple[Visibility, Float[Tensor, "#B #H T keys"] | None]:
     """Return the visibility, and the bias that a mask contains if the model derived it from posleak's mask."""
     if isinstance(mask, Visibility):
         return mask, None
-    read = None if mask is None else read_mask(mask)
+    read = None if mask is None else read_mask(mask.expand(prompts, -1, -1, -1))
     if read is not None:
         return read
     raise UnsupportedError(

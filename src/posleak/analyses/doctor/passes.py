@@ -12,7 +12,8 @@ model with relative positions computes the same state at every position. Positio
 equal states to different ones:
 
     a table of positions (learned or sinusoidal), added by an embedding module or by the backbone itself
-    a recurrent or convolutional layer, whose state is empty at position 0
+    a recurrent or convolutional layer, whose state is empty at position 0: its output changes with earlier tokens even
+    if every query sees only itself
     attention with a learned sink logit, whose weights do not sum to one
 """
 
@@ -38,6 +39,7 @@ from posleak.models import input_device
 from posleak.probe import (
     Call,
     Collector,
+    Edit,
     Observer,
     Placement,
     Plan,
@@ -100,13 +102,37 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
 
     inner = backbone(model)
     parts = (module for module in inner.modules() if module is not inner)
-    with attach(model) as probe, hooked(parts, observe, with_kwargs=True):
+    sinks = Collector(lambda call, out: call.module if call.s_aux is not None else None)
+    with attach(model, [sinks]) as probe, hooked(parts, observe, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
-        attention = list(probe.modules)
     name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
     if not entered or isinstance(entered[0], torch.nn.Embedding):
         return Entrance(TABLE, name) if _differs([states_of(out)]) else None  # a table may hold sines for a rotation
-    return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
+    if entered[0] in sinks.layers:
+        return Entrance(SINKS, name)
+    return Entrance(RECURRENT if _carries(model, entered[0], token) else TABLE, name)
+
+
+class OnlySelf(Edit):
+    """Edit under which every query sees only its own key."""
+
+    def edit(self, call: Call) -> Call:
+        return replace(call, visibility=call.visibility.with_rule("only self", lambda b, h, q, k: q == k))
+
+
+def _carries(model: PreTrainedModel, module: torch.nn.Module, token: int) -> bool:
+    """Return whether a module's output changes with an earlier token that no query sees."""
+    outputs: list[Tensor] = []
+
+    def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
+        outputs.extend(_along_positions(items_of(out))[:1])
+
+    ids = torch.full((2, LENGTH), token, device=input_device(model))
+    ids[1, : LENGTH // 2] = token - 1 if token else 1
+    with hooked([module], keep), attach(model, edits=[OnlySelf()]) as probe:
+        probe.forward(ids)
+    one, other = outputs[0].movedim(list(outputs[0].shape).index(LENGTH), 0)[LENGTH // 2 :].movedim(1, 0)
+    return relative_difference(other, one) > AGREE.of(model.dtype)
 
 
 def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shift: int) -> bool:
