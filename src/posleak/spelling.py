@@ -1,7 +1,7 @@
 """Options in messages: `--max-memory 8GB` on the command line, `max_memory='8GB'` in Python.
 
 Messages are written and stored with options. Where they are shown outside of the command line, errors and warnings are
-translated. Commands in backticks, such as `posleak doctor --json`, are the same in both worlds.
+translated. A command alone, `posleak doctor`, is then the function `posleak.doctor`; one with arguments is unchanged.
 """
 
 from __future__ import annotations
@@ -19,6 +19,21 @@ OPTIONS = (
 """Options with a value that are parameters of public functions; others are shown as they are."""
 RENAMED = {"edit": "edits", "try": "groups", "model": "models"}
 """Parameters with another name than their option."""
+
+FUNCTIONS = (
+    "measure",
+    "trace",
+    "circuit",
+    "origin",
+    "claims",
+    "advise",
+    "doctor",
+    "report",
+    "compare",
+    "sweep",
+    "collect",
+)
+"""Commands that are functions of the same name."""
 
 CHOICES = (
     "all", "auto", "backcopy", "bfloat16", "constant", "cpu", "float16", "float32", "float64", "gradients", "intervene",
@@ -60,7 +75,7 @@ def _parameter(match: re.Match[str]) -> str:
     if flag:
         return f"{flag.replace('-', '_')}=True"
     if not edit and not option:
-        return match[0]
+        return re.sub(rf"^`posleak ({'|'.join(FUNCTIONS)})`$", r"`posleak.\1`", match[0])
     name, value = RENAMED.get(edit or option, edit or option).replace("-", "_"), text or value or ""
     if re.fullmatch(_NUMBER, value):
         return f"{name}={value.replace(',', '')}"

@@ -15,7 +15,7 @@ import typer
 import posleak as pl
 from posleak.cli import commands
 from posleak.errors import InputError, PosleakWarning, warn
-from posleak.spelling import FLAGS, OPTIONS, RENAMED, command_line, spelled
+from posleak.spelling import FLAGS, FUNCTIONS as COMMANDS, OPTIONS, RENAMED, command_line, spelled
 from support.errors import raises
 
 SOURCE = Path(pl.__file__).parent
@@ -40,6 +40,7 @@ SPELLED = {
     "pass --trust-remote-code": "pass trust_remote_code=True",
     "again with --fresh, or another --out": "again with fresh=True, or another out=",
     "in `posleak doctor X --json --length 5`": "in `posleak doctor X --json --length 5`",
+    "use `posleak measure`; `posleak models` lists": "use `posleak.measure`; `posleak models` lists",
     "pip install --upgrade transformers": "pip install --upgrade transformers",
 }
 
@@ -82,6 +83,7 @@ def options() -> set[str]:
 
 def test_every_translated_option_is_one_and_a_parameter() -> None:
     parameters = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    assert all(callable(getattr(pl, name)) for name in COMMANDS)
     names = {*FLAGS, *OPTIONS} - PLANNED
     assert {f"--{name}" for name in names} <= options()
     assert {RENAMED.get(name, name).replace("-", "_") for name in names} <= parameters
