@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[Written, tuple[str, ...]]] = {
     "no softmax": (lambda q, k, v: (q @ k.mT).masked_fill(~CAUSAL, 0.0) @ v, ("no attention",)),
     "hidden in part": (lambda q, k, v: ((q @ k.mT) * CAUSAL.float()).softmax(-1) @ v, ("hidden keys",)),
     "folded for ever": (
-        lambda q, k, v: torch.bmm((folded(q) @ folded(k).mT + MASK[0]).softmax(-1), folded(v)), ("--batch 1",)),
+        lambda q, k, v: torch.bmm((folded(q) @ folded(k).mT + MASK[0]).softmax(-1), folded(v)), ("batch=1",)),
     "behind the watch": (
         lambda q, k, v: (lambda s: (s.detach().view(-1).mul_(2), s)[1])(q @ k.mT + MASK).softmax(-1) @ v,
         ("differ",)),

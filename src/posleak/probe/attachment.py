@@ -356,7 +356,7 @@ def _visible(
     """Return the visibility, and the bias that a mask contains if the model derived it from posleak's mask."""
     if isinstance(mask, Visibility):
         return mask, None
-    read = None if mask is None else read_mask(mask.expand(prompts, -1, -1, -1))
+    read = None if mask is None else read_mask(mask, prompts)
     if read is not None:
         return read
     raise UnsupportedError(

@@ -35,7 +35,7 @@ WHOLE_CALLS = ("scaled_dot_product_attention", "multi_head_attention_forward", "
 TRACEABLE = ("eager", "sdpa", None)
 """Implementations of the interface that consist of functions that can be traced."""
 
-_names = (f"posleak_{number}" for number in itertools.count())
+_numbers = itertools.count()
 """Each registration has a unique name in transformers' registries."""
 
 
@@ -68,7 +68,7 @@ def attention_calls(model: PreTrainedModel) -> AttentionCalls:
 
 def require_traceable(model: PreTrainedModel) -> None:
     """Raise UnsupportedError if some layers use an implementation of the interface that tracing would miss."""
-    calls, implementation = attention_calls(model), model.config._attn_implementation
+    calls, implementation = attention_calls(model), model.config.get_text_config()._attn_implementation
     if calls.interface and implementation not in TRACEABLE:
         raise UnsupportedError(
             f"the model computes some attention itself, and some with {implementation!r}, which cannot be traced",
@@ -80,7 +80,7 @@ def require_traceable(model: PreTrainedModel) -> None:
 @contextmanager
 def registered(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
     """Let the model use this function for attention, and posleak's for masks. Restore everything on exit."""
-    name = next(_names)
+    name = f"posleak_{next(_numbers)}"
     with ExitStack() as stack:
         for registry, own in ((AttentionInterface, attention), (AttentionMaskInterface, visibility_mask)):
             registry.register(name, own)

@@ -161,9 +161,10 @@ def split_mask(mask: Shaped[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[
 
 
 def read_mask(
-    mask: Shaped[Tensor, "B #H T keys"],
+    mask: Shaped[Tensor, "#B #H T keys"],
+    prompts: int | None = None,
 ) -> tuple[Visibility, Float[Tensor, "B #H T keys"] | None] | None:
-    """Convert a mask that the model computed to a visibility, and the bias that it adds to visible logits.
+    """Convert a mask that the model computed, for these prompts, to a visibility, and the bias that it adds to logits.
 
     Return None if the visible keys differ between heads, which no `Visibility` can represent.
     """
@@ -171,9 +172,9 @@ def read_mask(
     if not bool((seen == seen[:, :1]).all()):
         return None
     seen = seen[:, 0]
-    B, T, keys = seen.shape
+    (masks, T, keys), B = seen.shape, prompts or len(seen)
     everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # makes rows() evaluate every prompt
-    return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b, q, k], everyone, device=mask.device), bias
+    return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b % masks, q, k], everyone, device=mask.device), bias
 
 
 def visibility_mask(
