@@ -1,7 +1,8 @@
 """Errors and warnings of posleak, and the classification of errors of other libraries.
 
 Every error that posleak raises on purpose is a `PosleakError`, whose message states where, what, got, expected, remedy.
-Its `exit_status` is that of the command line: 2 for a call that cannot work as written, 1 for a failed check.
+Its `exit_status` is that of the command line: 2 for a call that cannot work as written, 1 for a failed check. Messages
+name options as the command line does (`--length 64`); in Python, they are shown as parameters (spelling.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from posleak.axes import MIN_LENGTH
+from posleak.spelling import spelled
 from posleak.text import one_line, visible
 
 OUT_OF_MEMORY = re.compile(r"(out of|not enough|allocate) memory|unable to allocate|bad[_ ]alloc", re.IGNORECASE)
@@ -37,7 +39,10 @@ _SYSTEM_REMEDIES: dict[int | None, str] = {
 
 
 class PosleakError(Exception):
-    """Base class of posleak's errors. The message is built from its parts, so that all errors have the same form."""
+    """Base class of posleak's errors. The message is built from its parts, so that all errors have the same form.
+
+    The parts name options as the command line does; str(error) names parameters in Python.
+    """
 
     exit_status = 2
 
@@ -54,6 +59,9 @@ class PosleakError(Exception):
         details = {"got": got, "expected": expected, "remedy": remedy}
         head = f"{where}: {what}" if where else what
         super().__init__("\n".join([head, *(f"  {name}: {it}" for name, it in details.items() if it is not None)]))
+
+    def __str__(self) -> str:
+        return spelled(super().__str__())
 
     def at(self, where: str) -> Self:
         """Return the same error with `where` put before its own place."""
@@ -113,7 +121,7 @@ def warn(note: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "posleak":
         frame, level = frame.f_back, level + 1
-    warnings.warn(note, PosleakWarning, stacklevel=level)
+    warnings.warn(spelled(note), PosleakWarning, stacklevel=level)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

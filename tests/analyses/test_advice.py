@@ -240,3 +240,14 @@ def test_prompts_are_no_longer_than_the_context_unless_asked_for() -> None:
     subject = pl.load("zoo-text-rope")
     found = pl.advise(subject, groups=[], edits=["shift=0"], prompts=4)
     assert found.baseline.record.spec.length == subject.context == 256
+
+
+@pytest.mark.filterwarnings("ignore:the prompts were given")
+def test_without_a_tokenizer_nothing_is_advised_on_random_tokens(llama: pl.Subject) -> None:
+    with raises(InputError, where="tiny-llama", what=("loss", "tokenizer"), got="text:stdlib", remedy="--tokenizer"):
+        pl.advise(llama)
+    chosen = pl.advise(llama, "random", groups=[], edits=["sink=cut"], length=48, prompts=ENOUGH)
+    assert chosen.pareto_front == []
+    assert "nothing is advised" in chosen.sentences[0]
+    ids = prepare(llama, "random", length=48, seed=3).batch(range(ENOUGH))
+    assert pl.advise(llama, ids, groups=[]).has_meaningful_loss

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from posleak.errors import ModelError, PosleakWarning, TooLargeError
-from posleak.models import load, memory, pretrained
+from posleak.models import Subject, load, memory, pretrained
 from support.errors import raises
 from support.models_tiny import edit_config, logits, save, small_model
 
@@ -142,17 +143,82 @@ def test_unknown_architecture(folder: Path, cache: Path) -> None:
     [
         (transformers.BertConfig(), "an encoder"),
         (transformers.BartConfig(), "an encoder-decoder"),
-        (transformers.T5Config(), "no causal language model"),
+        (transformers.T5Config(), "t5 is an encoder-decoder"),
+        (transformers.DistilBertConfig(), "distilbert is an encoder"),
+        (transformers.ViTConfig(), "vit has no causal language model"),
         (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (transformers.XLMConfig(), "xlm with causal=False"),
+        (transformers.XLMConfig(), "xlm has causal=False"),
     ],
 )
 def test_models_without_a_causal_mask(
     config: transformers.PreTrainedConfig, reason: str, tmp_path: Path, cache: Path
 ) -> None:
     config.save_pretrained(str(tmp_path / "m"))
-    with raises(ModelError, what="causal", got=reason):
+    with raises(ModelError, where=tmp_path / "m", what=("causal", reason), remedy="causal"):
         load(tmp_path / "m", cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("README.md", "not a model"),
+        ("weights.safetensors", "weights"),
+        ("PYTORCH_MODEL.BIN", "pickle"),
+        ("config.json", "JSON"),
+        ("smollm", "not a model"),
+    ],
+)
+def test_a_file_is_not_sought_on_the_hub(
+    name: str, what: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a relative name, which could also be a hub id."""
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / name).write_bytes(b"{}")
+    monkeypatch.chdir(tmp_path)
+    with raises(ModelError, where=f"org/{name}", what=what, remedy="folder") as caught:
+        load(f"org/{name}", cache=cache)
+    with raises(ModelError, where=name, what=what, remedy="folder"):
+        load(tmp_path / "org" / name, cache=cache)
+    if name.endswith(".safetensors"):
+        assert "pass the folder that contains it with config.json" in str(caught.value)
+
+
+def test_the_folder_of_a_file_is_named(folder: Path, cache: Path) -> None:
+    with raises(ModelError, what="weights", remedy=folder):
+        load(folder / "model.safetensors", cache=cache)
+
+
+SMALL_T5: dict[str, Any] = {"vocab_size": 97, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 3}
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "reason"),
+    [
+        ("T5ForConditionalGeneration", SMALL_T5, "t5 is an encoder-decoder"),
+        ("T5EncoderModel", SMALL_T5, "t5 is the encoder"),
+        ("BertModel", SMALL, "bert is an encoder (is_decoder"),
+        ("BertForMaskedLM", SMALL, "bert is an encoder (is_decoder"),
+        ("DebertaV2Model", SMALL, "deberta-v2 is an encoder"),
+        ("ViTModel", {**SMALL, "vocab_size": None}, "vit reads pixel_values"),
+    ],
+)
+def test_objects_without_a_causal_mask(kind: str, sizes: dict[str, Any], reason: str) -> None:
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**{name: size for name, size in sizes.items() if size is not None}))
+    with raises(ModelError, where=kind, what=("causal", reason), remedy="causal"):
+        Subject.of(model)
+
+
+def test_decoders_of_such_families_are_accepted() -> None:
+    assert Subject.of(transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, is_decoder=True))).vocab_size == 97
+    assert Subject.of(transformers.LlamaModel(transformers.LlamaConfig(**SMALL))).vocab_size == 97
 
 
 def test_broken_tokenizer_is_not_taken_for_none(folder: Path, cache: Path) -> None:

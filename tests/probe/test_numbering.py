@@ -45,6 +45,10 @@ def test_several_calls_of_one_layer_are_told_apart() -> None:
     assert layer_coordinates((0, 0, 1, 3)) == (0, 0.5, 1, 3)
     run = pl.measure(subject("diffllama"), **SPEC)
     assert run.summary.layer_names == ("0a", "0b", "1a", "1b", "2a", "2b")
+    power, heads = run.summary.heads["all"].power["total"].value, run.heads
+    assert len(heads) == power.size
+    assert set(zip(heads["layer"], heads["call"], strict=True)) == {(call // 2, call) for call in range(6)}
+    assert all(row.total == power[row.call, row.head] for row in heads.itertuples())
 
 
 def test_results_carry_the_models_numbers(folder: Path) -> None:

@@ -23,7 +23,8 @@ from posleak.errors import CheckError, RunError, UnsupportedError
 from posleak.models import Subject
 from posleak.probe import Call, Edit, attach, backbone, calibrate, default_plan, read_placements
 from posleak.probe.call import attend
-from posleak.probe.tracer import AttentionTracer, computes_own_attention, tracing_attention
+from posleak.probe.interface import computes_own_attention
+from posleak.probe.tracer import AttentionTracer, tracing_attention
 from posleak.runs.memory import memory_plan
 from posleak.runs.spec import MeasureSpec
 from support.errors import assert_fields, mentions, raises
@@ -109,7 +110,7 @@ def test_bias_that_is_not_linear_is_not_called_alibi() -> None:
 
     def bent(*args: Any, **more: Any) -> Tensor:
         alibi: Tensor = straight(*args, **more).clone()
-        alibi[0, 0, 20] += 0.5
+        alibi[0, 0, 20:21] += 0.5
         return alibi
 
     transformer.build_alibi_tensor = bent
@@ -404,7 +405,7 @@ REFUSED: dict[str, tuple[Written, tuple[str, ...]]] = {
     "no softmax": (lambda q, k, v: (q @ k.mT).masked_fill(~CAUSAL, 0.0) @ v, ("no attention",)),
     "hidden in part": (lambda q, k, v: ((q @ k.mT) * CAUSAL.float()).softmax(-1) @ v, ("hidden keys",)),
     "folded for ever": (
-        lambda q, k, v: torch.bmm((folded(q) @ folded(k).mT + MASK[0]).softmax(-1), folded(v)), ("--batch 1",)),
+        lambda q, k, v: torch.bmm((folded(q) @ folded(k).mT + MASK[0]).softmax(-1), folded(v)), ("batch=1",)),
     "behind the watch": (
         lambda q, k, v: (lambda s: (s.detach().view(-1).mul_(2), s)[1])(q @ k.mT + MASK).softmax(-1) @ v,
         ("differ",)),

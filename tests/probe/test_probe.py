@@ -164,10 +164,17 @@ def test_a_missing_mask_function_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_skipped_layer_is_caught_and_named() -> None:
     model = tiny("llama")
     body: Any = model.base_model
-    layer = body.layers[1].self_attn
-    layer.config = copy.deepcopy(model.config)  # its own copy, which setting the implementation does not reach
+    body.layers[1].self_attn.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
     with raises(CheckError, where="calibration", got=("2 calls", "model.layers.1.self_attn")):
         calibrate(model, tokens())
+
+
+def test_a_layer_with_its_own_copy_of_the_config_is_reached() -> None:
+    model = tiny("llama")
+    layer: Any = model.get_submodule("model.layers.1.self_attn")
+    layer.config = copy.deepcopy(model.config)
+    assert calibrate(model, tokens()).layers == 3
+    assert layer.config._attn_implementation == model.config._attn_implementation
 
 
 def test_a_kernel_that_sees_the_future_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

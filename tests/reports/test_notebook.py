@@ -339,7 +339,7 @@ def test_observers_see_every_call_of_every_batch_after_edits(llama: pl.Subject, 
 def test_observers_are_not_passed_by(llama: pl.Subject, tmp_path: Path) -> None:
     pl.measure(llama, **SMALL, out=tmp_path / "run")
     seen = Seen()
-    with raises(RunError, where=tmp_path / "run", what="observers", remedy="fresh=True"):
+    with raises(RunError, where=tmp_path / "run", what="observers", remedy="--fresh"):
         pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen])
     pl.measure(llama, **SMALL, out=tmp_path / "run", observers=[seen], fresh=True)
     assert len(seen.calls) == LAYERS * BATCHES
@@ -385,7 +385,7 @@ def test_heads_are_ranked_by_unbiased_power(unsaved_run: Run, tmp_path: Path) ->
     assert (np.diff(table["total"]) <= 0).all()
     for row in table.itertuples():
         for name in ("total", "mask", "drift", "sink", "residual"):
-            cell = power[name][row.layer, row.head]
+            cell = power[name][row.call, row.head]
             found = (getattr(row, name), getattr(row, f"{name}_low"), getattr(row, f"{name}_high"))
             assert found == (cell.value, cell.low, cell.high)
         assert row.sink_attention == unsaved_run.summary.sink_attention[row.layer, row.head].value
@@ -414,7 +414,7 @@ def test_split_keeps_the_noise_or_the_prompts(unsaved_run: Run) -> None:
     assert parts["se"].dims == parts.dims
     np.testing.assert_allclose(parts["se"].values, errors, rtol=1e-12)
     assert np.isfinite(parts["se"].sel(component="drift", query=5, offset=1)).all()
-    with pytest.warns(PosleakWarning, match="--prompts 4"):
+    with pytest.warns(PosleakWarning, match="prompts=4"):
         one = pl.measure(subject(), length=32, prompts=1)
     assert np.isnan(pl.split(one)["se"]).all()
 

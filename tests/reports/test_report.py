@@ -376,7 +376,7 @@ def test_the_answer_is_said_as_strongly_as_the_intervals_allow() -> None:
         origin=(0.1, 0.0, 0.2),
         left=(0.9, 0.9, 0.9),
     )
-    assert lead(recurrent) == "gets absolute position mostly from the state of recurrent layers"
+    assert lead(recurrent) == "gets absolute position mostly from the state that other layers than attention carry"
     behind = shares(earlier=(0.9, 0.85, 0.95), here=(0.6, 0.55, 0.65), origin=(-0.5, -0.6, -0.4))
     assert "more from masks of earlier layers" in lead(behind), "two shares above one half: neither is most of it"
 
@@ -491,7 +491,7 @@ def test_an_axis_fits_the_values_and_not_the_widest_band() -> None:
 
 
 def test_one_prompt_has_no_numbers_and_still_a_page(tmp_path: Path) -> None:
-    with pytest.warns(PosleakWarning, match="--prompts 4"):
+    with pytest.warns(PosleakWarning, match="prompts=4"):
         folder = measured(tmp_path / "one", prompts=1)
     html = Page.of(gather([folder])[0]).html()
     assert "n = 1 prompts; intervals need" in section(html, "answer")

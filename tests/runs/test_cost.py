@@ -23,6 +23,7 @@ from posleak.models import Subject
 from posleak.models.memory import LIBRARY_BYTES
 from posleak.peak import PeakMemory
 from posleak.probe import Call, attach, backbone, call as kernel, default_plan, read_placements
+from posleak.probe.interface import attention_calls
 from posleak.probe.rows import Frame, scaled_weights
 from posleak.runs.memory import memory_plan, weight_bytes
 from posleak.runs.spec import MeasureSpec, parse_bytes
@@ -245,6 +246,7 @@ def test_it_is_a_few_dozen_tokens_unless_the_model_counts_its_tokens_itself() ->
         ("llama4_text", COUNTS_ITSELF, [(3 * places, 1), (2, N)]),
     ):
         model = tiny(family, **more)
+        attention_calls(model)  # a pass of its own
         with counted_shapes(model) as seen:
             read_placements(model, ids, PLAN)
         assert seen == expected, family

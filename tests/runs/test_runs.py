@@ -172,7 +172,7 @@ def test_ids_can_be_given(llama: Subject) -> None:
 
 
 def test_one_prompt_has_no_numbers_and_says_why(llama: Subject) -> None:
-    with pytest.warns(PosleakWarning, match=mentions("prompts", 1, "--prompts 4")):
+    with pytest.warns(PosleakWarning, match=mentions("prompts", 1, "prompts=4")):
         found = pl.measure(llama, length=32, prompts=1)
     contract = found.as_dict()
     assert contract["warnings"] == list(found.record.warnings)
@@ -206,7 +206,7 @@ def test_beyond_the_context_learned_positions_are_refused() -> None:
 
 def test_a_window_longer_than_the_text_warns() -> None:
     windowed = subject("mistral", sliding_window=64)
-    with pytest.warns(PosleakWarning, match=mentions("window of 64", "--length 128")):
+    with pytest.warns(PosleakWarning, match=mentions("window of 64", "length=128")):
         pl.measure(windowed, length=64, prompts=4)
 
 

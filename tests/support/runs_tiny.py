@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from posleak.probe import backbone
 from posleak.probe.fingerprint import FINGERPRINT_TOKENS
+from posleak.probe.interface import WATCHED_TOKENS
 from posleak.runs.run import Run
 
 SPEC: dict[str, Any] = {"length": 64, "prompts": 7, "batch": 2, "seed": 3}
@@ -27,7 +28,7 @@ BATCHES = 4
 
 @contextmanager
 def counted_passes(model: torch.nn.Module) -> Iterator[list[int]]:
-    """Collect the batch size of every forward pass of the model's body, without the passes of fingerprints.
+    """Collect the batch size of every forward pass of the model's body, except those of fingerprints and watching.
 
     The method of the class is replaced: a hook would be part of the model's identity.
     """
@@ -37,7 +38,7 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[int]]:
 
     @functools.wraps(forward)
     def counted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is inner and kwargs["input_ids"].shape[1] != FINGERPRINT_TOKENS:
+        if self is inner and kwargs["input_ids"].shape[1] not in (FINGERPRINT_TOKENS, WATCHED_TOKENS):
             passes.append(len(kwargs["input_ids"]))
         return forward(self, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from posleak.errors import PosleakError, causes, resource_error
 from posleak.show.streams import OUT, give_up, gone, prepare_streams, writing_to
 from posleak.show.unexpected import DEBUG_VARIABLE, describe_unexpected, format_traceback
+from posleak.spelling import command_line
 from posleak.text import visible
 
 SUCCESS, FAILED, WRONG, BY_DESIGN, UNEXPECTED, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 70, 130, 141
@@ -56,6 +57,11 @@ class Failure:
 def error_handler(show: ShowMessage | None = None) -> Iterator[None]:
     """Convert every exception raised inside into a message and an exit status."""
     prepare_streams()
+    with command_line():
+        yield from _handled(show)
+
+
+def _handled(show: ShowMessage | None) -> Iterator[None]:
     try:
         try:
             yield

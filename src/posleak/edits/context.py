@@ -354,13 +354,31 @@ def carried_difference(model: PreTrainedModel) -> float:
     import torch
 
     from posleak.probe import attach, relative_difference
+    from posleak.probe.native import states_of
 
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     ids = (torch.arange(2 * CHECK_LENGTH + DONOR_MARGIN, device=input_device(model)) * 7 % vocabulary).repeat(2, 1)
     ids[1, :-CHECK_LENGTH] = ids[1, :-CHECK_LENGTH].flip(0)
     with attach(model, edits=[Borrow(NOWHERE)]) as probe:
-        one, other = probe.forward(ids)[0][:, -CHECK_LENGTH:]
+        one, other = states_of(probe.forward(ids))[:, -CHECK_LENGTH:]
     return relative_difference(other, one)
+
+
+def prefix_difference(model: PreTrainedModel) -> float:
+    """Return the largest relative change of a text's states by what follows it: rounding in every causal model.
+
+    It is more if layers depend on later tokens, or on the number of tokens that are read.
+    """
+    import torch
+
+    from posleak.probe import attach, relative_difference
+    from posleak.probe.native import states_of
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    ids = torch.arange(2 * CHECK_LENGTH, device=input_device(model))[None] * 7 % vocabulary
+    with attach(model) as probe:
+        alone, whole = (states_of(probe.forward(part)) for part in (ids[:, :CHECK_LENGTH], ids))
+    return relative_difference(whole[:, :CHECK_LENGTH], alone)
 
 
 def branches_of(model: PreTrainedModel, *, long: bool = False) -> Branches:

@@ -116,7 +116,7 @@ class FirstOrdinary(NamedEdit):
         if self.kind == "none" and isinstance(prompts.body, GivenBody):
             raise InputError(
                 "prompts that were passed by the user have a fixed first token", where=self.text,
-                remedy="pass prompts without BOS (for texts: bos='none'), or use bos=random",
+                remedy="pass prompts without BOS (for texts: --bos none), or use bos=random",
             )  # fmt: skip
         first = FirstToken(self.kind, None, None)
         body = RandomFirstBody(prompts.body, prompts.vocabulary) if self.kind == "random" else prompts.body

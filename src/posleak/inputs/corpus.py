@@ -258,7 +258,8 @@ class TextCrops:
         if vocabulary.tokenizer is None:
             raise InputError(
                 "text inputs need a tokenizer, and the model has none", where="inputs", got=self.text,
-                expected="a model with a tokenizer", remedy="use --inputs random, which needs no tokenizer",
+                expected="a model with a tokenizer",
+                remedy="pass one with --tokenizer PATH, or use --inputs random, which needs none",
             )  # fmt: skip
         corpus = read_corpus(self.path, self.max_characters)
         rooms = [_room(document, length, vocabulary) for document in corpus.documents]

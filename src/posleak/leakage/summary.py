@@ -359,17 +359,16 @@ def tidy(summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def by_head(summary: Summary) -> pd.DataFrame:
-    """Return the powers of all queries and the attention to position 0 as a table with one row per existing head.
+    """Return the powers of all queries and the attention to position 0 in a table with a row per head that exists.
 
     Rows are sorted by total power, largest first; heads whose total power is NaN come last.
     """
     power, (call, head) = summary.heads["all"].power, np.indices(summary.width.shape).reshape(2, -1)
-    columns: dict[str, Any] = {"layer": np.array(summary.layer_ids)[call], "head": head}
+    columns: dict[str, Any] = {"layer": np.array(summary.layer_ids)[call], "call": call, "head": head}
     for name, estimate in (power | {"sink_attention": summary.sink_attention}).items():
         cells = estimate[call, head]
         columns |= {name: cells.value, f"{name}_low": cells.low, f"{name}_high": cells.high}
-    table = pd.DataFrame(columns | {"n": summary.prompts})
-    table = table.drop_duplicates(["layer", "head"], keep="last").dropna(subset=["sink_attention"])
+    table = pd.DataFrame(columns | {"n": summary.prompts}).dropna(subset=["sink_attention"])
     table = table.sort_values("total", ascending=False, kind="stable", ignore_index=True)
     table.attrs["units"] = dict.fromkeys(power, POWER_UNIT) | {"sink_attention": SHARE_UNIT}
     return table

@@ -62,7 +62,7 @@ class Adapter:
             raise ModelError(
                 "the adapter's weights are a pickle file, which can run code when it is read", where=str(folder),
                 got=PICKLE, expected=SAFETENSORS,
-                remedy="save it with safetensors, or pass --allow-pickle (allow_pickle=True) if you trust its author",
+                remedy="save it with safetensors, or pass --allow-pickle if you trust its author",
             )  # fmt: skip
         return cls(folder, method, names[0], base if isinstance(base, str) and base else None)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KERNEL_METHODS = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp4")
 """Quantisation methods for which transformers fetches kernels if the package `kernels` is installed."""
-TRUST_OPTION = "pass --trust-remote-code (trust_remote_code=True)"
+TRUST_OPTION = "pass --trust-remote-code"
 PATTERNS = ("tokenizer*", "vocab.*", "merges.txt", "*.tiktoken", "spiece.model", "sentencepiece*.model", "tekken.json")
 """Any of these files means that the folder has a tokenizer."""
 EXTRA_PATTERNS = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
@@ -60,7 +60,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         _require_harmless(path, raw, trust_remote_code)
         _require_native_or_trusted(folder, raw, trust_remote_code)
         config = parse_config(folder, trust_remote_code=trust_remote_code)
-        _require_decoder(folder, config)
+        require_decoder(str(folder), config)
         windows(config.get_text_config(decoder=True), str(path))
     return config
 
@@ -112,7 +112,8 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool)
             remedy=f"read that code, then {TRUST_OPTION}",
         )  # fmt: skip
     if model_type in CONFIG_MAPPING:
-        raise _not_a_decoder(folder, f"model_type {model_type!r}, which has no causal language model in transformers")
+        require_decoder(str(folder), parse_config(folder))
+        raise _not_a_decoder(str(folder), model_type, "has no causal language model in transformers")
     raise ModelError(
         "the architecture is unknown to the installed transformers", where=str(folder),
         got=f"model_type {model_type!r:.200}",
@@ -121,28 +122,37 @@ def _require_native_or_trusted(folder: Path, raw: dict[str, Any], trusted: bool)
     )  # fmt: skip
 
 
-def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
-    """Reject encoders: families with a masked-language form whose config does not state `is_decoder`.
+def require_decoder(where: str, config: PreTrainedConfig, main_input: str = "input_ids") -> None:
+    """Reject encoders and encoder-decoders, from a folder or in memory, and models that do not read tokens.
 
-    Some families that are always decoders (GPT-NeoX) leave that flag false, but have no masked-language form.
+    An encoder is a family with a masked-language form and without a causal one, or whose config does not state
+    `is_decoder`. Some families that are always decoders (GPT-NeoX) leave that flag false, but have no masked form.
+    main_input: the name of the model's main input, if it is in memory
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked
+    from transformers.models.auto import modeling_auto as auto
 
-    text = config.get_text_config(decoder=True)
+    text, kind = config.get_text_config(decoder=True), config.model_type
+    masked, causal = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if config.is_encoder_decoder:
-        raise _not_a_decoder(folder, f"{config.model_type}: an encoder-decoder")
-    if getattr(text, "is_decoder", True) is False and text.model_type in masked:
-        raise _not_a_decoder(folder, f"{config.model_type}: an encoder (is_decoder is false)")
+        raise _not_a_decoder(where, kind, "is an encoder-decoder")
+    if getattr(text, "is_decoder", text.model_type in causal) is False and text.model_type in masked:
+        flag = " (is_decoder is false)" if text.model_type in causal else ""
+        raise _not_a_decoder(where, kind, f"is an encoder{flag}")
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and kind not in causal:
+        raise _not_a_decoder(where, kind, "is the encoder of an encoder-decoder")
     if getattr(text, "causal", True) is False:
-        raise _not_a_decoder(folder, f"{config.model_type} with causal=False")
+        raise _not_a_decoder(where, kind, "has causal=False")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise _not_a_decoder(folder, f"{config.model_type} with use_bidirectional_attention")
+        raise _not_a_decoder(where, kind, "has use_bidirectional_attention")
+    if main_input != "input_ids":
+        raise _not_a_decoder(where, kind, f"reads {main_input} instead of tokens")
 
 
-def _not_a_decoder(folder: Path, got: str) -> ModelError:
+def _not_a_decoder(where: str, kind: str, reason: str) -> ModelError:
     return ModelError(
-        "posleak measures causal masks, and this model has none", where=str(folder), got=got,
-        expected="a decoder-only language model", remedy="choose a causal language model",
+        f"not a causal language model: {kind} {reason}", where=where,
+        expected="a decoder-only language model: posleak measures causal masks",
+        remedy="choose a causal language model",
     )  # fmt: skip
 
 

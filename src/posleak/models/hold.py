@@ -21,13 +21,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from posleak.errors import RunError
+
+T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 """How often a waiting thread checks that the holder is still alive."""
@@ -126,6 +129,35 @@ def cuda_devices(model: torch.nn.Module) -> list[int]:
 def random_states(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return torch's random states that a pass of the model could change."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda_devices(model))]
+
+
+def undraw(model: PreTrainedModel, run: Callable[[], T]) -> T:
+    """Return run(), a pass of the model. If it draws random numbers, restore the random state and remember the model.
+
+    If the state has changed, the model is run a second time to find out whether it, or another thread, changed it.
+    """
+    before, result = random_states(model), run()
+    if all(map(torch.equal, before, random_states(model))):
+        return result
+    with _Draws() as draws:  # type: ignore[no-untyped-call]
+        run()
+    if draws.seen:
+        random_models.add(model)
+        torch.set_rng_state(before[0])
+        for device, state in zip(cuda_devices(model), before[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+    return result
+
+
+class _Draws(TorchDispatchMode):
+    """Detector of random draws by this thread; other threads may draw random numbers at the same time."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.seen |= random and "attention" not in func.name()  # attention dropout is rejected elsewhere
+        return func(*args, **(kwargs or {}))
 
 
 def _acquire(hold: Hold) -> None:

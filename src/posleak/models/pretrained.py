@@ -117,7 +117,7 @@ def read_headers(folder: Path, *, allow_pickle: bool = False) -> Weights:
         raise ModelError(
             "the weights are pickle files, which can run code when they are read", where=str(folder),
             got=", ".join(pickles), expected="*.safetensors",
-            remedy="convert them to safetensors, or pass --allow-pickle (allow_pickle=True) if you trust their author",
+            remedy="convert them to safetensors, or pass --allow-pickle if you trust their author",
         )  # fmt: skip
     if not names:
         raise ModelError(

@@ -36,6 +36,14 @@ _FRONT_MATTER = re.compile(r"\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.S | re.M)
 _VALUE = r"""["']?([^\s"'#*&\[{|>!][^"'#\n]{0,99}?)["']?[ \t]*(?:#.*)?$"""
 _LICENCE = re.compile(r"^(license|license_name):[ \t]*(?:\n[ \t]*-[ \t]+)?" + _VALUE, re.M)
 """A line at the top level of the front matter; for a list, its first item."""
+FILE_KINDS = {
+    ".safetensors": "weights without a config",
+    ".bin": "weights without a config, in a pickle file",
+    ".pt": "weights without a config, in a pickle file",
+    ".pth": "weights without a config, in a pickle file",
+    ".json": "a JSON file",
+}
+"""Files that belong to a model, by their suffix."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken", ".bin", ".py", ".gguf")
 _STEP = re.compile(r"\D*?(\d+)\D*")
 """A folder name with one number, which is the training step."""
@@ -123,12 +131,21 @@ def resolve(name: str, options: LoadOptions, target: Target) -> LocatedModel:
         from posleak.models.convert import convert_file
 
         return _converted(convert_file(path.resolve(), options.cache, options.progress, verify=options.verify))
-    if path is not None and _looks_like_a_path(name):
-        raise ModelError(
-            "this file is not a model", where=name, expected="a folder or a .gguf file",
-            remedy="pass the folder that contains the model's config.json; " + _suggestion(path.name),
-        )  # fmt: skip
+    if path is not None:
+        raise _not_a_model(name, path)
     return _hub(name, options, target)
+
+
+def _not_a_model(name: str, path: Path) -> ModelError:
+    """Return the error for an existing file, which is not sought on the hub."""
+    part = FILE_KINDS.get(path.suffix.lower())
+    folder = path.parent if (path.parent / "config.json").is_file() else None
+    remedy = f"pass its folder, {folder}" if folder else "pass the folder that contains it with config.json"
+    return ModelError(
+        "this file is not a model" if part is None else f"this file is only a part of a model: {part}", where=name,
+        expected="a folder with config.json, a .gguf file, or a name that is not that of a file",
+        remedy=remedy if part or folder else "pass the folder with the model's config.json; " + _suggestion(path.name),
+    )  # fmt: skip
 
 
 def _converted(folder: Path) -> LocatedModel:

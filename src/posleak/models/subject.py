@@ -82,6 +82,7 @@ class Subject:
         """
         model = forms.unwrapped(model)
         _require_objects(model, tokenizer)
+        configs.require_decoder(type(model).__name__, model.config, model.main_input_name)
         _require_plain(model, name)
         provenance = Provenance(
             name=name,

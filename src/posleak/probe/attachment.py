@@ -17,7 +17,6 @@ receive nothing.
 from __future__ import annotations
 
 import inspect
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,18 +26,19 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_check
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
-from posleak.models.hold import Hold, configs_of, holding, preserve_random_state, this_thread_only, wrong_thread_error
+from posleak.models.hold import Hold, holding, preserve_random_state, this_thread_only, wrong_thread_error
 from posleak.models.parallel import Ranks, gathered, split_heads
 from posleak.stopwatch import stage
 
 from .call import Call, attend
 from .edit import Edit, EditEffectRecorder, only
-from .native import backbone, own_rotation, runnable_experts
-from .tracer import computes_own_attention, tracing_attention
-from .visibility import Visibility, read_mask, visibility_mask
+from .interface import computes_own_attention, registered, require_traceable
+from .native import backbone, own_rotation, run, runnable_experts
+from .tracer import tracing_attention
+from .visibility import Visibility, read_mask
 
 if TYPE_CHECKING:
     from .placement import Placement
@@ -47,16 +47,13 @@ T = TypeVar("T")
 
 IGNORED_ARGUMENTS = frozenset(
     {
-        "is_causal", "sliding_window",  # contained in the visibility
+        "sliding_window",  # contained in the visibility
         "position_ids", "cache_position",  # contained in the rotation
         "use_cache", "output_attentions", "output_hidden_states", "return_dict", "training", "layer_idx",
         "deterministic",  # of the backward pass
     }
 )  # fmt: skip
 """Arguments of the attention function that do not affect the softmax. Any other unknown argument is rejected."""
-
-_attachment_numbers = itertools.count()
-"""Each attachment has a unique name in transformers' registries."""
 
 
 @runtime_checkable
@@ -137,6 +134,7 @@ class Probe:
         s_aux: Float[Tensor, "H"] | None = None,
         position_bias: Float[Tensor, "#B #H T keys"] | None = None,
         indices: Int[Tensor, "... chosen"] | None = None,
+        is_causal: bool | None = False,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B T H Ev"], None]:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
@@ -147,7 +145,9 @@ class Probe:
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
         chosen = None if indices is None else indices.shape[-1]
         _reject_unsupported(where, query.shape[2], key.shape[2], chosen, dropout, kwargs)
-        visibility, added = _visible(where, attention_mask)
+        if attention_mask is None and is_causal:
+            attention_mask = Visibility((len(query), 1, query.shape[2], key.shape[2]), causal=True, device=query.device)
+        visibility, added = _visible(where, attention_mask, len(query))
         bias = added if position_bias is None else position_bias if added is None else position_bias + added
         if bias is not None and softcap is not None:
             raise UnsupportedError("logits have both a soft-cap and a bias, in an unknown order", where=where)
@@ -202,7 +202,6 @@ class Probe:
                 ids, arranged = edit.arrange(ids)
                 if arranged is not None:
                     kwargs["position_ids"] = arranged
-            mask = torch.ones_like(ids) if padding is None else padding
             positions = kwargs.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
             for edit in self.edits:
                 positions = edit.positions(before := positions)
@@ -211,7 +210,13 @@ class Probe:
                     if not edit.placing:
                         self.effect_of(edit).note("position ids")
             with torch.set_grad_enabled(grad):  # not inference mode, see native.unmodified
-                return backbone(self.model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+                return run(self.model, ids, padding, **kwargs)
+
+    def deliver(self, depth: int, x: Float[Tensor, "B T W"]) -> None:
+        """Pass the residual stream at one depth to the observers that have a method `stream`."""
+        for observer in self.observers:
+            if isinstance(observer, StreamObserver):
+                observer.stream(depth, x)
 
     @contextmanager
     def side_pass(self, observer: Observer) -> Iterator[None]:
@@ -249,7 +254,7 @@ def attach(
 
     placements: effect of positions in every attention call, for edits that move keys
     """
-    hold, name = Hold.of(model, attached=True), f"posleak_{next(_attachment_numbers)}"
+    hold, traced = Hold.of(model, attached=True), computes_own_attention(model)
     layers = {  # the first number in the path of a module
         id(module): next((int(part) for part in path.split(".") if part.isdigit()), None)
         for path, module in model.named_modules()
@@ -257,17 +262,15 @@ def attach(
     ranks = split_heads(model)
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers, placements=placements, ranks=ranks)
     with holding(hold), gathered(model), hold.cleanup as stack:
-        if computes_own_attention(model):
+        if traced:
+            require_traceable(model)
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))
         else:
-            for registry, own in ((AttentionInterface, probe.attention), (AttentionMaskInterface, visibility_mask)):
-                registry.register(name, own)
-                stack.callback(registry._global_mapping.pop, name, None)
-            stack.enter_context(implemented(model, name))
+            stack.enter_context(registered(model, probe.attention))
         stack.callback(backbone(model).register_forward_pre_hook(probe._restart).remove)
         stack.enter_context(own_rotation(model))
         if any(isinstance(observer, StreamObserver) for observer in probe.observers):
-            stack.enter_context(streaming(probe))
+            stack.enter_context(streaming(model, probe.deliver))
         for edit in probe.edits:
             stack.enter_context(edit.installed(probe))
         stack.enter_context(runnable_experts(model))  # after edits, which may change the dtype
@@ -286,15 +289,14 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def streaming(probe: Probe) -> Iterator[None]:
-    """Pass the residual stream of every forward pass of the backbone to the observers that have a method `stream`."""
-    depth, last, body = 0, None, backbone(probe.model)
+def streaming(model: PreTrainedModel, receive: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `receive` with each depth and the residual stream there, in every forward pass of the backbone."""
+    depth, last, body = 0, None, backbone(model)
 
     def deliver(x: Tensor | None) -> None:
         nonlocal depth
-        for observer in probe.observers:
-            if x is not None and isinstance(observer, StreamObserver):
-                observer.stream(depth, x)
+        if x is not None:
+            receive(depth, x)
         depth += 1
 
     def begin(*_: Any) -> None:
@@ -314,7 +316,7 @@ def streaming(probe: Probe) -> Iterator[None]:
 
     with ExitStack() as hooks:
         hooks.enter_context(body.register_forward_pre_hook(this_thread_only(begin)))
-        for layer in decoder_layers(probe.model):
+        for layer in decoder_layers(model):
             hooks.enter_context(layer.register_forward_pre_hook(this_thread_only(before_layer), with_kwargs=True))
             hooks.enter_context(layer.register_forward_hook(this_thread_only(after_layer)))
         hooks.enter_context(body.register_forward_hook(this_thread_only(end)))
@@ -325,26 +327,6 @@ def one_stream(values: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
     """Return the first tensor if it is a residual stream [B, T, W]; else None."""
     first = next((x for x in values if isinstance(x, Tensor)), None)
     return first if first is not None and first.ndim == 3 and first.is_floating_point() else None
-
-
-@contextmanager
-def implemented(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model use the attention function of this name, and restore its own on exit.
-
-    The caller must hold the model (`exclusive`). A model that computes its own attention has at most an eager and a
-    fused form, and reads from its config which one to use.
-    """
-    before = [(config, getattr(config, "_attn_implementation_internal", None)) for config in configs_of(model)]
-    try:
-        if computes_own_attention(model):
-            for config, _ in before:
-                config._attn_implementation_internal = name
-        else:
-            model.set_attn_implementation(name)
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
 
 
 def _reject_packed(model: PreTrainedModel, positions: Int[Tensor, "#B T"] | None) -> None:
@@ -389,18 +371,18 @@ def _reject_unsupported(
 
 
 def _visible(
-    where: str, mask: Shaped[Tensor, "#B #H T keys"] | None
+    where: str, mask: Shaped[Tensor, "#B #H T keys"] | None, prompts: int
 ) -> tuple[Visibility, Float[Tensor, "#B #H T keys"] | None]:
     """Return the visibility, and the bias that a mask contains if the model derived it from posleak's mask."""
     if isinstance(mask, Visibility):
         return mask, None
-    read = None if mask is None else read_mask(mask)
+    read = None if mask is None else read_mask(mask, prompts)
     if read is not None:
         return read
     raise UnsupportedError(
         "attention was called without a mask, so that it is not causal" if mask is None
         else "the visible keys differ between heads of one layer",
         where=where, got="no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}",
-        expected="the mask that posleak's mask function returned, or one derived from it",
-        remedy="this model cannot be measured: it does not build its mask through transformers' mask interface",
+        expected="a mask of visible keys",
+        remedy="this model cannot be measured: a causal mask that all heads of a layer share is required",
     )  # fmt: skip

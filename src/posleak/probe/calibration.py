@@ -30,7 +30,7 @@ from posleak.rounding import PARITY, PARTITION
 
 from .attachment import Probe, attach
 from .call import Call, attend
-from .native import native
+from .native import native, states_of
 from .placement import ABSOLUTE_STATES, STAYS, Motion
 from .rows import check_finite
 
@@ -152,13 +152,13 @@ def calibrate(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> Calibration:
     observer = KernelObserver()
     with exclusive(model):  # the two passes must see the same model
         named = str(model.config._attn_implementation)
-        expected = native(model, ids)[0]
+        expected = states_of(native(model, ids))
         ran: list[torch.nn.Module] = []
         with attach(model, [observer]) as probe, ExitStack() as hooks:
             remember = this_thread_only(lambda module, _: ran.append(module))
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(remember).remove)
-            output = probe.forward(ids)[0]
+            output = states_of(probe.forward(ids))
             modules, unmeasured = _account(model, probe, ran)
         return Calibration(
             **vars(observer),

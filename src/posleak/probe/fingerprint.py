@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from inspect import signature
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError, translate_errors
 from posleak.models import Identity, Subject, exclusive
-from posleak.models.hold import cuda_devices, random_models, random_states
+from posleak.models.hold import random_models, undraw
 from posleak.models.subject import RUN_IN_TRANSFORMERS, module_attributes
 from posleak.rounding import PARITY
 
-from .native import native, unmodified
+from .native import native, states_of, unmodified
 
 FINGERPRINT_TOKENS, FINGERPRINT_LOGITS = 8, 16
 """Number of tokens of the fixed prompt, and number of logits that are read at its end."""
@@ -42,10 +40,9 @@ def fingerprint(subject: Subject) -> tuple[float, ...]:
     tokens = _spread(FINGERPRINT_TOKENS, min(vocabulary, getattr(embedding, "num_embeddings", vocabulary)))
     ids = tokens.to(subject.device)[None]
     with translate_errors("cannot run the model", subject.identity.name, RUN_IN_TRANSFORMERS):
-        before = random_states(model)
-        outputs = _outputs(model, ids)
-        if not all(map(torch.equal, before, random_states(model))):
-            _require_fixed(subject, ids, outputs, before)
+        passes = list[torch.Tensor]()
+        undraw(model, lambda: passes.append(_outputs(model, ids)))
+        outputs = _require_fixed(subject, passes)
     read = _spread(FINGERPRINT_LOGITS, outputs.shape[-1]).to(outputs.device)
     values: list[float] = torch.cat([outputs[read], outputs.logsumexp(-1)[None]]).tolist()
     return tuple(values)
@@ -60,43 +57,23 @@ def _outputs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     options = {"attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
     known = signature(model.forward).parameters
     output = model(input_ids=ids, **{name: value for name, value in options.items() if name in known})
-    logits = output.get("logits") if isinstance(output, Mapping) else output[0]
+    logits = output.get("logits") if isinstance(output, Mapping) else states_of(output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-        logits = native(model, ids)[0]
+        logits = states_of(native(model, ids))
     outputs: torch.Tensor = logits[0, -1].double()
     return outputs
 
 
-class _Draws(TorchDispatchMode):
-    """Detector of random draws by this thread; other threads may draw random numbers at the same time."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        self.seen |= random and "attention" not in func.name()  # attention dropout is rejected elsewhere
-        return func(*args, **(kwargs or {}))
-
-
-def _require_fixed(subject: Subject, ids: torch.Tensor, first: torch.Tensor, states: list[torch.Tensor]) -> None:
-    """Raise UnsupportedError if the output is random, so that every pass would be of another function.
-
-    A model that draws random numbers without using them is remembered, and the random `states` are restored.
-    """
-    with _Draws() as draws:  # type: ignore[no-untyped-call]
-        second = _outputs(subject.model, ids)
-    if not draws.seen:
-        return
-    random_models.add(subject.model)
-    torch.set_rng_state(states[0])
-    for device, state in zip(cuda_devices(subject.model), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
-    if not torch.equal(first, second):
+def _require_fixed(subject: Subject, passes: list[torch.Tensor]) -> torch.Tensor:
+    """Return the output. Raise UnsupportedError if it is random, so that every pass would be of another function."""
+    if subject.model in random_models and len(passes) > 1 and not torch.equal(*passes):
+        gap = float((passes[0] - passes[1]).abs().max())
         raise UnsupportedError(
             "the model's output is random, even in evaluation mode", where=subject.identity.name,
-            got=f"differences of up to {float((first - second).abs().max()):.3g} between two passes over one prompt",
+            got=f"differences of up to {gap:.3g} between two passes over one prompt",
             remedy="disable random operations in its forward pass, such as dropout that ignores evaluation mode",
         )  # fmt: skip
+    return passes[0]
 
 
 def identified(subject: Subject) -> Subject:

@@ -15,8 +15,10 @@ of the whole vocabulary exist for only a few positions at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -52,9 +54,42 @@ def native(
     model: PreTrainedModel, ids: Int[Tensor, "B T"], *, padding: Shaped[Tensor, "..."] | None = None, **kwargs: Any
 ) -> Any:
     """Run the backbone of the model on ids, without the language-model head, with exclusive use of the model."""
-    mask = torch.ones_like(ids) if padding is None else padding
     with unmodified(model):
-        return backbone(model)(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+        return run(model, ids, padding, **kwargs)
+
+
+def run(model: PreTrainedModel, ids: Int[Tensor, "B T"], padding: Shaped[Tensor, "..."] | None, **kwargs: Any) -> Any:
+    """Run the backbone on ids, with a mask and without a cache."""
+    return called(backbone(model), ids, torch.ones_like(ids) if padding is None else padding, **kwargs)
+
+
+def called(module: torch.nn.Module, ids: Int[Tensor, "B T"], mask: Shaped[Tensor, "..."], **options: Any) -> Any:
+    """Call a model or its backbone, without the options that its forward method does not have."""
+    parameters = signature(module.forward).parameters
+    every = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    options = {"attention_mask": mask, "use_cache": False, **options}
+    return module(input_ids=ids, **{name: value for name, value in options.items() if every or name in parameters})
+
+
+def items_of(output: Any) -> list[Any]:
+    """Return what a module returned as a list: a tensor, items of a tuple, values of a mapping, or attributes."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return list(output.values())
+    return list(output) if isinstance(output, (tuple, list)) else list(getattr(output, "__dict__", {}).values())
+
+
+def states_of(output: Any) -> Float[Tensor, "B T W"]:
+    """Return the first tensor of floats by prompt and position in what a backbone returned, of whatever class."""
+    for x in items_of(output):
+        if isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point():
+            return x
+    raise UnsupportedError(
+        "the model returns no states", where="forward", got=type(output).__name__,
+        expected="a tensor [prompts, positions, width]: alone, first in a tuple, or in an object",
+        remedy="return the hidden states or the logits of every position",
+    )  # fmt: skip
 
 
 @contextmanager
@@ -159,26 +194,48 @@ def logits_of(
     model: PreTrainedModel, output: Any, ids: Int[Tensor, "B T"], positions: Int[Tensor, " P"]
 ) -> Float[Tensor, "B P V"]:
     """Compute the logits at these positions with the model's own head from the backbone's output."""
-    if "logits" in output:  # the backbone has its own head
-        own: Tensor = output.logits[:, positions]
-        return own
-    states, tokens = output.last_hidden_state[:, positions], ids[:, positions]
-    result = type(output)(**{**dict(output.items()), "last_hidden_state": states})
     name, uses = model.base_model_prefix, list[bool]()
     inner = model._modules.get(name)
+    if (own := _logits(model, output, unnamed=inner is None)) is not None:  # the backbone has its own head
+        return own[:, positions]
+    whole, tokens = states_of(output), ids[:, positions]
+    states = whole[:, positions]
+    result = _replaced(output, whole, states)
     if inner is None or inner is not model.base_model:
         raise _no_loss(model, "the model has no language-model head separate from its backbone")
     model._modules[name] = _StandIn(inner, result, uses)
     try:
-        logits: Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+        logits = _logits(model, called(model, tokens, torch.ones_like(tokens)), unnamed=True)
     finally:
         model._modules[name] = inner
-    if not uses:
+    if logits is None or not uses:
         raise _no_loss(model, "the model's head does not use the output of its backbone")
     if logits.shape[:2] != states.shape[:2]:
         expected = f"{tuple(states.shape[:2])} and the vocabulary"
         raise _no_loss(model, "the model's head does not return logits for each state", tuple(logits.shape), expected)
     return logits
+
+
+def _logits(model: PreTrainedModel, output: Any, *, unnamed: bool) -> Float[Tensor, "B T V"] | None:
+    """Return the logits in an output; if they may be `unnamed`, also a tensor or tuple as wide as the vocabulary."""
+    logits: Tensor | None = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if logits is None and unnamed and isinstance(output, (Tensor, tuple)):
+        states = states_of(output)
+        logits = states if states.shape[-1] == model.config.get_text_config().vocab_size else None
+    return logits
+
+
+def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
+    """Return an output of any class with another tensor in the place of one of its own."""
+    if isinstance(output, Tensor):
+        return new
+    if isinstance(output, Mapping):
+        return type(output)(**{name: new if value is old else value for name, value in output.items()})
+    if isinstance(output, tuple):
+        return tuple(new if value is old else value for value in output)
+    result = copy.copy(output)
+    vars(result).update({name: new for name, value in vars(output).items() if value is old})
+    return result
 
 
 class _StandIn(torch.nn.Module):

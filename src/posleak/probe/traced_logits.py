@@ -19,10 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from .visibility import split_mask
-
-HIDES = -1e4
-"""Numbers up to this hide a key when they replace its logit. It is checked that the softmax then gives weight 0."""
+from .visibility import HIDES, split_mask
 
 SAME = frozenset(
     {

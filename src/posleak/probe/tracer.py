@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import FunctionType
 from typing import Any, no_type_check
 
 import torch
@@ -29,7 +30,7 @@ from .traced_logits import SAME, TracedLogits, split_heads
 from .visibility import Visibility, read_mask, split_mask
 
 BIASED = "baddbmm"
-FUSED = "scaled_dot_product_attention"
+FUSED, MULTIHEAD = "scaled_dot_product_attention", "multi_head_attention_forward"
 OPERANDS = {
     "matmul": ("input", "other"),
     "bmm": ("input", "mat2"),
@@ -39,11 +40,6 @@ OPERANDS = {
 """Argument names of the two factors of a product. In `rmatmul` (other @ self) they are exchanged."""
 
 UNSUPPORTED = "this model cannot be measured: only causal softmax(scaling · q kᵀ + bias) v is supported"
-
-
-def computes_own_attention(model: PreTrainedModel) -> bool:
-    """Return whether the model computes its attention itself, so that no other attention function can be set."""
-    return not model._can_set_attn_implementation()
 
 
 class AttentionTracer(TorchFunctionMode):
@@ -59,18 +55,31 @@ class AttentionTracer(TorchFunctionMode):
         self.running: list[torch.nn.Module] = []
         self.forms = WeakIdKeyDictionary()
         self.masks: list[tuple[Tensor, Visibility]] = []
-        self.calls = self.unfinished = 0
+        self.calls, self.unfinished, self.ordered = 0, 0, False
 
     @no_type_check  # type checks in tests would add a stack frame between the model and code that inspects its caller
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
+        if name == MULTIHEAD:
+            with self._inside():
+                return _traceable(func)(*args, **kwargs)
         if (ended := self.ending(name, args, kwargs)) is not None:
             return ended
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.is_floating_point():
             self.follow(name, args, kwargs, out)
         return out
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Trace a function of torch, in which prompts and heads share an axis in the known order [B·H]."""
+        self.ordered = True
+        try:
+            with self:
+                yield
+        finally:
+            self.ordered = False
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         """Store the form of a result."""
@@ -96,7 +105,7 @@ class AttentionTracer(TorchFunctionMode):
         if not self._has_heads(query) or not self._has_heads(key) or query.ndim != key.ndim:
             return None
         queries, keys = split_heads(query, self.prompts), split_heads(key.transpose(-1, -2), self.prompts)
-        form = TracedLogits(queries, keys, float(arguments.get("alpha", 1)), apart=query.ndim == 4)
+        form = TracedLogits(queries, keys, float(arguments.get("alpha", 1)), apart=self.ordered or query.ndim == 4)
         beta = float(arguments.get("beta", 1))
         return form if name != BIASED or beta == 0 else form.plus(beta * arguments["input"], query.ndim)
 
@@ -279,6 +288,15 @@ def tracing_attention(model: PreTrainedModel, body: torch.nn.Module, attention: 
             del body.forward
         else:
             body.forward = own
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a Python function of torch that runs, instead of offering its own call to the tracer."""
+    inside: Any = function
+    names = {**inside.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(inside.__code__, names, inside.__name__, inside.__defaults__, inside.__closure__)
+    copy.__kwdefaults__ = inside.__kwdefaults__
+    return copy
 
 
 def _arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

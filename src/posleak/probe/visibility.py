@@ -25,6 +25,12 @@ Rule = Callable[..., Any]
 CACHED_SIZE = 2**26
 """Number of pairs of queries and keys, one byte each, up to which the visible keys of a pass are kept in memory."""
 
+HIDES, LOW = -9000.0, -1e8
+"""Numbers up to which a value hides a key: instead of a logit or in a mask of such values and 0, and in any mask.
+
+That the softmax gives hidden keys weight 0 is checked where a model computes its own, and by parity.
+"""
+
 MOVES = (torch.ops.aten._to_copy, torch.ops.aten.to)
 """Operations that `.to(device)` dispatches to."""
 
@@ -143,19 +149,22 @@ class Visibility(torch.Tensor):
 def split_mask(mask: Shaped[Tensor, "..."]) -> tuple[Bool[Tensor, "..."], Float[Tensor, "..."] | None]:
     """Return the visible keys of a mask, and the bias that it adds to their logits (None: no bias).
 
-    In a floating-point mask, the lowest number of the dtype hides a key, and all other values are biases.
+    In a floating-point mask, very low numbers hide a key, and all other values are biases. If no value is small, -10000
+    hides a key, too, as in old code; ALiBi has such biases at long distances, but also small ones.
     """
     if mask.dtype == torch.bool:
         return mask, None
-    seen = mask > torch.finfo(mask.dtype).min / 2
+    two_valued = not bool(((mask != 0) & (mask > HIDES)).any())
+    seen = mask > (HIDES if two_valued else max(torch.finfo(mask.dtype).min / 2, LOW))
     bias = mask.masked_fill(~seen, 0)
     return seen, bias if bool(bias.any()) else None
 
 
 def read_mask(
-    mask: Shaped[Tensor, "B #H T keys"],
+    mask: Shaped[Tensor, "#B #H T keys"],
+    prompts: int | None = None,
 ) -> tuple[Visibility, Float[Tensor, "B #H T keys"] | None] | None:
-    """Convert a mask that the model computed to a visibility, and the bias that it adds to visible logits.
+    """Convert a mask that the model computed, for these prompts, to a visibility, and the bias that it adds to logits.
 
     Return None if the visible keys differ between heads, which no `Visibility` can represent.
     """
@@ -163,9 +172,9 @@ def read_mask(
     if not bool((seen == seen[:, :1]).all()):
         return None
     seen = seen[:, 0]
-    B, T, keys = seen.shape
+    (masks, T, keys), B = seen.shape, prompts or len(seen)
     everyone = torch.ones(B, keys, dtype=torch.bool, device=mask.device)  # makes rows() evaluate every prompt
-    return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b, q, k], everyone, device=mask.device), bias
+    return Visibility((B, 1, T, keys), lambda b, h, q, k: seen[b % masks, q, k], everyone, device=mask.device), bias
 
 
 def visibility_mask(

@@ -93,7 +93,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, subject: Subject) -> ModelSizes:
-        from posleak.probe.tracer import computes_own_attention
+        from posleak.probe.interface import computes_own_attention
 
         identity, own = subject.identity, computes_own_attention(subject.model)
         parameters = sum(parameter.numel() for parameter in subject.model.parameters())

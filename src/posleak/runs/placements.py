@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from posleak.edits import NamedEdit
-from posleak.edits.context import BRANCHED, MEASURE_INSTEAD, Branches, branches_of
+from posleak.edits.context import BRANCHED, MEASURE_INSTEAD, Branches, branches_of, prefix_difference
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive, input_device
 from posleak.probe import Edit, Placement, Plan, read_placements
 from posleak.probe.placement import gap_bound
+from posleak.rounding import AGREE
 from posleak.stopwatch import stage
 
 PlacementCache = dict[tuple[tuple[NamedEdit, ...], bytes], list[Placement]]
@@ -48,6 +49,12 @@ def placements_of(
             )  # fmt: skip
         placements = read_placements(model, tokens, plan, edits, start)
         _require_same_rotation(model, plan, placements, alone)
+        if (gap := prefix_difference(model)) > AGREE.of(model.dtype):
+            raise _not_defined(
+                model,
+                f"the states of a text change with what follows it, by up to {gap:.2g} of the largest: a layer depends "
+                "on later tokens, or on the number of tokens that are read",
+            )
     return placements
 
 

@@ -165,7 +165,7 @@ class PreparedRun:
         if self.observers and not fresh and has_record(folder):
             raise RunError(
                 "the folder contains prompts that are already measured, which the observers would not receive",
-                where=str(folder), remedy="pass fresh=True to measure them again, or another out",
+                where=str(folder), remedy="pass --fresh to measure them again, or another --out",
             )  # fmt: skip
         if not fresh and (finished := self._finished(folder)) is not None:
             return finished

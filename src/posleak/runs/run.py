@@ -142,7 +142,9 @@ class Run:
 
     @cached_property
     def heads(self) -> pd.DataFrame:
-        """Return one row per layer and head, sorted by total leakage: unbiased powers and attention to position 0.
+        """Return one row per attention call and head, sorted by total leakage: powers and attention to position 0.
+
+        `layer` is the model's layer, and `call` the index of the call: some models have two calls in a layer.
 
         `total`, `mask`, … are powers in nats² over all queries, `total_low` and `total_high` the ends of the interval,
         `sink_attention` is the mean attention of late queries to position 0, and `n` the number of prompts.

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .estimates import HasInterval, HasShares
 
 SOURCES = {
-    "state": "the state of recurrent layers",
+    "state": "the state that other layers than attention carry",
     "earlier": "masks of earlier layers (through the residual stream)",
     "here": "each layer’s own mask",
     "origin": "the distance to position 0",
 }
-"""Where position comes from; `state` only in models with recurrent layers."""
+"""Where position comes from; `state` only if layers other than attention carry something from token to token."""
 
 READ = {
     "mask": "the causal mask",

@@ -19,7 +19,7 @@ import numpy as np
 from posleak.analyses.claims.catalogue import ENOUGH
 from posleak.axes import SCALING
 from posleak.defaults import TEXT_INPUTS
-from posleak.errors import NoEffectError, PosleakError, UnsupportedError, is_recoverable
+from posleak.errors import InputError, NoEffectError, PosleakError, UnsupportedError, is_recoverable
 from posleak.files import Sealed
 from posleak.inputs import Inputs
 from posleak.leakage import Estimate
@@ -47,6 +47,9 @@ SIMULTANEOUS = ("total", "mask", "residual", "loss")
 
 Change = tuple[str, str]
 """Queries and component of a changed power, such as ("all", "total")."""
+
+MEANINGLESS = ("random", "constant")
+"""Sources of tokens whose loss does not measure what a model is for."""
 
 ADVICE_FILE, PLOT_FILE = "advice.json", "advice.png"
 
@@ -132,9 +135,17 @@ class Advice:
         return f"Advice({self.baseline.name}: {', '.join(effect.setting.name for effect in self.effects)})"
 
     @property
+    def has_meaningful_loss(self) -> bool:
+        """Whether a loss says what a setting costs: not on random tokens, or on one token repeated."""
+        return self.baseline.record.spec.inputs.partition(":")[0] not in MEANINGLESS
+
+    @property
     def pareto_front(self) -> list[Effect]:
-        """The settings that lower leakage and that no other setting dominates in leakage and loss, sorted by loss."""
-        lower = [effect for effect in self.effects if effect.direction("total") < 0]
+        """The settings that lower leakage and that no other setting dominates in leakage and loss, sorted by loss.
+
+        It is empty if the loss is not meaningful.
+        """
+        lower = [effect for effect in self.effects if effect.direction("total") < 0 and self.has_meaningful_loss]
         changes = [(float(effect.leakage["all", "total"].value), float(effect.loss["all"].value)) for effect in lower]
         front = [
             (loss, effect)
@@ -168,6 +179,9 @@ class Advice:
         losses = [effect.direction("loss") for effect in self.effects if effect.direction("total") < 0]
         if self.baseline.prompts < ENOUGH:
             return [f"{self.baseline.prompts} prompts are too few for conclusions; use {ENOUGH} or more."]
+        if not self.has_meaningful_loss:
+            inputs = self.baseline.record.spec.inputs
+            return [f"The loss on {inputs} tokens says nothing about text: nothing is advised."]
         if not losses:
             return ["None of these settings significantly lowers leakage."]
         return [] if min(losses) <= 0 else ["Every setting that lowers leakage raises the loss."]
@@ -268,6 +282,12 @@ def advise(
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
     who = subject_of(subject, max_memory)
+    if who.tokenizer is None and isinstance(inputs, str) and inputs.startswith("text:"):
+        raise InputError(
+            "the cost of a setting is its loss on text, which needs a tokenizer, and the model has none",
+            where=who.identity.name, got=inputs, expected="a model with a tokenizer, or token ids of a text",
+            remedy="pass the tokenizer with --tokenizer PATH; a loss on random tokens says nothing about text",
+        )  # fmt: skip
     conditions = Conditions.of(
         who, inputs, length=length, prompts=prompts, default_length=usual_length(who), seed=seed, bos=bos,
         origin=origin, loss=True, out=out, root=root, prefix="advice-", fresh=fresh, max_memory=max_memory,

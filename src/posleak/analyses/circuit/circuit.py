@@ -29,8 +29,8 @@ from posleak.inputs import InputFacts, Inputs, is_source_name, repeat_notes
 from posleak.leakage import Estimate
 from posleak.models import AnyModel
 from posleak.models.parallel import require_whole_model
+from posleak.probe.interface import computes_own_attention
 from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.probe.tracer import computes_own_attention
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import STEPS, clear_steps, finished_step
 from posleak.runs.memory import MemoryPlan, describe_prompts, fit_batch

@@ -16,10 +16,10 @@ from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
 from posleak.models import AnyModel, Subject, exclusive, subject_of
 from posleak.models.offload import is_offloaded
 from posleak.probe import Calibration, Motion, Plan, Positions, calibrate, default_plan, relative_difference
-from posleak.probe.attachment import implemented, takes_positions
+from posleak.probe.attachment import takes_positions
 from posleak.probe.fingerprint import changed, identified
-from posleak.probe.native import native
-from posleak.probe.tracer import computes_own_attention
+from posleak.probe.interface import computes_own_attention, implemented
+from posleak.probe.native import native, states_of
 from posleak.rounding import AGREE, computed_in
 from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
@@ -232,9 +232,16 @@ def eager_parity(passes: SharedPasses) -> Check:
         states = (passes.padded if padding else passes.together).states
     tokens, arguments = passes.tokens(passes.few, padding)
     with implemented(model, "eager"):
-        eager = native(model, tokens, **arguments)[0][:, padding:]
+        eager = states_of(native(model, tokens, **arguments))[:, padding:]
     bound = AGREE.of(computed_in(dtype)) / 10
-    return Check("parity eager", relative_difference(states, eager), bound, "relative", why)
+
+    def find_cause() -> str | None:
+        own = states_of(native(model, tokens, **arguments))[:, padding:]
+        name, differs = model.config._attn_implementation, relative_difference(own, eager) > bound
+        return f"the model's own eager attention differs from its {name} attention" if differs else None
+
+    check = Check("parity eager", relative_difference(states, eager), bound, "relative", why)
+    return check.because(find_cause)
 
 
 def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Check:

@@ -23,7 +23,7 @@ from posleak.leakage.dataset import assemble, stack_layers
 from posleak.leakage.power import products
 from posleak.models import input_device
 from posleak.probe import Collector, Edit, Motion, Plan, attach, relative_difference, takes_positions
-from posleak.probe.native import native
+from posleak.probe.native import native, states_of
 from posleak.rounding import AGREE, EXACT, computed_in
 from posleak.typed import Number
 
@@ -238,7 +238,7 @@ def padding(passes: SharedPasses) -> Check:
 
     def find_cause() -> str | None:
         plain, padded = (
-            native(passes.model, tokens, **arguments)[0]
+            states_of(native(passes.model, tokens, **arguments))
             for tokens, arguments in (passes.tokens(passes.few), passes.tokens(passes.few, PADDING))
         )
         changed = relative_difference(padded[:, PADDING:], plain) > bound

@@ -12,7 +12,8 @@ model with relative positions computes the same state at every position. Positio
 equal states to different ones:
 
     a table of positions (learned or sinusoidal), added by an embedding module or by the backbone itself
-    a recurrent or convolutional layer, whose state is empty at position 0
+    a recurrent or convolutional layer, whose state is empty at position 0: its output changes with earlier tokens even
+    if every query sees only itself
     attention with a learned sink logit, whose weights do not sum to one
 """
 
@@ -38,6 +39,7 @@ from posleak.models import input_device
 from posleak.probe import (
     Call,
     Collector,
+    Edit,
     Observer,
     Placement,
     Plan,
@@ -46,7 +48,7 @@ from posleak.probe import (
     relative_difference,
     takes_positions,
 )
-from posleak.probe.native import backbone
+from posleak.probe.native import backbone, items_of, states_of
 from posleak.rounding import AGREE
 from posleak.runs.spec import batches
 
@@ -94,19 +96,43 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     def observe(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if entered or any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             return  # the cosines of a rotary module are not part of the stream
-        before, after = _differs([*args, *kwargs.values()]), _differs(_outputs(out))
+        before, after = _differs([*args, *kwargs.values()]), _differs(items_of(out))
         if after and (before is False or isinstance(module, torch.nn.Embedding)):
             entered.append(module)
 
     inner = backbone(model)
     parts = (module for module in inner.modules() if module is not inner)
-    with attach(model) as probe, hooked(parts, observe, with_kwargs=True):
+    sinks = Collector(lambda call, out: call.module if call.s_aux is not None else None)
+    with attach(model, [sinks]) as probe, hooked(parts, observe, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
-        attention = list(probe.modules)
     name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
     if not entered or isinstance(entered[0], torch.nn.Embedding):
-        return Entrance(TABLE, name) if _differs([out[0]]) else None  # a table may hold sines for a rotation
-    return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
+        return Entrance(TABLE, name) if _differs([states_of(out)]) else None  # a table may hold sines for a rotation
+    if entered[0] in sinks.layers:
+        return Entrance(SINKS, name)
+    return Entrance(RECURRENT if _carries(model, entered[0], token) else TABLE, name)
+
+
+class OnlySelf(Edit):
+    """Edit under which every query sees only its own key."""
+
+    def edit(self, call: Call) -> Call:
+        return replace(call, visibility=call.visibility.with_rule("only self", lambda b, h, q, k: q == k))
+
+
+def _carries(model: PreTrainedModel, module: torch.nn.Module, token: int) -> bool:
+    """Return whether a module's output changes with an earlier token that no query sees."""
+    outputs: list[Tensor] = []
+
+    def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
+        outputs.extend(_along_positions(items_of(out))[:1])
+
+    ids = torch.full((2, LENGTH), token, device=input_device(model))
+    ids[1, : LENGTH // 2] = token - 1 if token else 1
+    with hooked([module], keep), attach(model, edits=[OnlySelf()]) as probe:
+        probe.forward(ids)
+    one, other = outputs[0].movedim(list(outputs[0].shape).index(LENGTH), 0)[LENGTH // 2 :].movedim(1, 0)
+    return relative_difference(other, one) > AGREE.of(model.dtype)
 
 
 def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shift: int) -> bool:
@@ -114,7 +140,7 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
     outputs: list[Tensor] = []
 
     def keep(_: torch.nn.Module, args: Any, out: Any) -> None:
-        outputs.extend(_along_positions(_outputs(out))[:1])
+        outputs.extend(_along_positions(items_of(out))[:1])
 
     with hooked([model.get_submodule(module)], keep), attach(model) as probe:
         ids = torch.full((1, LENGTH), token, device=input_device(model))
@@ -122,13 +148,6 @@ def depends_on_position_ids(model: PreTrainedModel, module: str, token: int, shi
             probe.forward(ids, position_ids=torch.arange(start, start + LENGTH, device=ids.device)[None])
     still, moved = outputs
     return relative_difference(moved, still) > AGREE.of(model.dtype)
-
-
-def _outputs(out: Any) -> list[Any]:
-    """Return what a module returned as a list: a tensor, the items of a tuple, or the values of a mapping."""
-    if isinstance(out, Tensor):
-        return [out]
-    return list(out.values()) if hasattr(out, "values") else list(out) if isinstance(out, (tuple, list)) else []
 
 
 def _along_positions(candidates: Sequence[Any]) -> list[Tensor]:
@@ -256,7 +275,7 @@ class SharedPasses:
         tokens, arguments = self.tokens(ids, padding)
         observer = LeakageObserver(self.plan, start=padding, placements=self.placements)
         with attach(self.model, [observer]) as probe:
-            states = probe.forward(tokens, **arguments)[0]
+            states = states_of(probe.forward(tokens, **arguments))
         return JointPass(observer.collect(), states[:, padding:])
 
     @cached_property

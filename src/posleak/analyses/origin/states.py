@@ -16,7 +16,7 @@ The rest of this package relies on it: results on one-token sequences hold for p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from posleak.errors import UnsupportedError
 from posleak.models import input_device
 from posleak.models.hold import this_thread_only
 from posleak.probe import Call, Collector, Edit, Probe, attach, backbone
+from posleak.probe.attachment import decoder_layers, streaming
 from posleak.rounding import CLOSED
 from posleak.typed import Number
 
@@ -45,14 +46,33 @@ def states(probe: Probe, ids: Int[Tensor, "B T"]) -> tuple[Float[Tensor, "B T _W
 
     The last state is narrower if the streams are mixed outside any module.
     """
-    last, model = _Last(), backbone(probe.model)
-    with hooked((module for module in model.modules() if module is not model), last.hook):
-        hidden = probe.forward(ids, output_hidden_states=True).hidden_states
+    last, model, streams = _Last(), backbone(probe.model), dict[int, Tensor]()
+    with (
+        hooked((module for module in model.modules() if module is not model), last.hook),
+        streaming(probe.model, streams.__setitem__),
+    ):
+        output = probe.forward(ids, output_hidden_states=True)
+    hidden = output.get("hidden_states") if isinstance(output, Mapping) else getattr(output, "hidden_states", None)
+    if not hidden:
+        return _complete(streams, probe.model)
     before, end = tuple(_stream(x, ids) for x in hidden[:-1]), _stream(last.before_norm(hidden), ids)
     mixed = last.mixed if last.mixed is None else _stream(last.mixed, ids)
     if before and mixed is not None and mixed.shape == before[-1].shape != end.shape:
         end = mixed
     return (*before, end)
+
+
+def _complete(streams: dict[int, Tensor], model: PreTrainedModel) -> tuple[Float[Tensor, "B T W"], ...]:
+    """Return the residual stream that was seen between the layers of a model that does not return its states."""
+    depths = range(len(decoder_layers(model)) + 1)
+    if len(depths) > 1 and list(streams) == list(depths):
+        return tuple(streams.values())
+    raise UnsupportedError(
+        "the states of this model cannot be seen: it returns none, and its layers do not pass a tensor from one to the "
+        "next", where=type(model).__name__, got=f"{len(streams)} of {len(depths)} states, and no hidden_states",
+        expected="layers in a torch.nn.ModuleList, or an output with hidden_states",
+        remedy="return them from forward if output_hidden_states is true; `posleak measure` does not need them",
+    )  # fmt: skip
 
 
 def origin_states(probe: Probe, ids: Int[Tensor, "B T"]) -> list[Float[Tensor, "B _W"]]:

@@ -5,7 +5,7 @@
     D, O      branch B, in which all layers lend keys: rows without and with them
     Z         branch C, in which position 0 also stands at one distance from every query: rows with them
 
-    state   = T_fresh − T                     what a recurrent state tells; 0 to rounding in models without one
+    state   = T_fresh − T                     what a state tells that is carried outside attention; else 0 to rounding
     earlier = ½ [(T − D) + (T' − O)]          masks of earlier layers, carried here by the residual stream
     here    = ½ [(D − O) + (T − T')]          this layer's own mask
     origin  = O − Z                           position 0: what its distance tells
