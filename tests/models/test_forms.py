@@ -113,7 +113,7 @@ def test_adapters_are_checkpoints(base: Path, tmp_path: Path) -> None:
         ({"peft_type": "PREFIX_TUNING"}, ("virtual tokens", "PREFIX_TUNING")),
         ({"peft_type": "XLORA"}, ("wrapper", "XLORA")),
         ({"alora_invocation_tokens": [5]}, ("activated LoRA",)),
-        ({"base_model_name_or_path": None}, ("base model", "--base")),
+        ({"base_model_name_or_path": None}, ("base model", "with base")),
     ],
     ids=["prompt", "wrapper", "invoked", "no base"],
 )
