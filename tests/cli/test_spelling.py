@@ -21,7 +21,7 @@ from support.errors import raises
 SOURCE = Path(pl.__file__).parent
 FUNCTIONS = (
     pl.load, pl.measure, pl.trace, pl.circuit, pl.origin, pl.claims, pl.advise, pl.doctor, pl.report,
-    pl.sweep, pl.collect,
+    pl.compare, pl.sweep, pl.collect,
 )  # fmt: skip
 
 SPELLED = {
