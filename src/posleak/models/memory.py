@@ -169,9 +169,11 @@ def read_weights(model: PreTrainedModel) -> None:
     """Read every weight in main memory once: weights are mapped from their file, and enter memory on first use."""
     import torch
 
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu":
-            parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
+    from posleak.models.quantisation import stored_tensors
+
+    for tensor in stored_tensors(model):
+        if tensor.device.type == "cpu" and not tensor.is_quantized and tensor.layout == torch.strided:
+            tensor.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,11 @@ from posleak.probe import (
     relative_difference,
     takes_positions,
 )
+from posleak.probe.kernels import KernelEffects, kernel_effects
 from posleak.probe.native import backbone
-from posleak.rounding import AGREE
+from posleak.rounding import AGREE, Tolerance
 from posleak.runs.spec import batches
+from posleak.typed import Number
 
 Ids = NDArray[np.int64]
 
@@ -104,6 +106,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
         attention = list(probe.modules)
     name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
+    if entered and hasattr(entered[0], "in_features"):
+        return None  # a linear layer acts on each token alone: a kernel that rounds has amplified rounding of positions
     if not entered or isinstance(entered[0], torch.nn.Embedding):
         return Entrance(TABLE, name) if _differs([out[0]]) else None  # a table may hold sines for a rotation
     return Entrance(SINKS if entered[0] in attention else RECURRENT, name)
@@ -223,6 +227,7 @@ class SharedPasses:
     ids        random prompts [B, T];  constant: one prompt of one repeated token, without BOS
     batch      prompts per forward pass (0: all)
     room       number of positions of the model; None: unlimited
+    quantised  whether its layers may have kernels of quantised weights, whose effects then explain failed checks
     """
 
     model: PreTrainedModel
@@ -232,6 +237,7 @@ class SharedPasses:
     learned_sinks: bool = False
     batch: int = 0
     room: int | None = None
+    quantised: bool = False
 
     @property
     def shift(self) -> int:
@@ -310,6 +316,15 @@ class SharedPasses:
     def entrance(self) -> Entrance | None:
         """Where the model writes position into the residual stream by design, if it does."""
         return first_entrance(self.model, int(self.constant[0, 0]))
+
+    @cached_property
+    def kernels(self) -> KernelEffects:
+        """What the kernels of linear layers do to activations."""
+        return kernel_effects(self.model, self.tokens(self.few)[0])
+
+    def kernels_cause(self, value: Number, tolerance: Tolerance) -> str | None:
+        """Return the effects of quantised kernels as a sentence if they explain the value of a failed check."""
+        return self.kernels.explain(value, tolerance) if self.quantised else None
 
     def find_cause(self) -> str | None:
         """Return the property of the model by which equal tokens differ between positions; None if none is known."""
