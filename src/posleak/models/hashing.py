@@ -189,7 +189,7 @@ def tensors(model: torch.nn.Module, *, offloaded: bool = True) -> Iterator[tuple
         scales = getattr(vars(module).get("state"), "SCB", None)
         if scales is not None:  # bitsandbytes moves them there from its 8-bit weights in the first forward pass
             yield f"{prefix}.weight.SCB", scales
-        if hasattr(module, "_weight_bias"):  # torch.ao's eager quantisation keeps weights in an opaque object
+        if is_eager_quantised(module):  # keeps weights in an opaque object
             weight, bias = module._weight_bias()
             yield f"{prefix}.weight", weight
             yield from () if bias is None else [(f"{prefix}.bias", bias)]
@@ -226,6 +226,11 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         inner = vars(value) if is_packed(value) else {}
     for key, item in inner.items():
         yield from _plain_tensors(f"{name}.{key}", item)
+
+
+def is_eager_quantised(module: Any) -> bool:
+    """Return whether a module is a layer of torch.ao's eager quantisation, and not the container of its weights."""
+    return hasattr(module, "_weight_bias") and callable(getattr(module, "weight", None))
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

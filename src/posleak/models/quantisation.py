@@ -68,7 +68,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 def _kind_of_layer(module: torch.nn.Module) -> str | None:
     weight: Any = module._parameters.get("weight")
-    if hasattr(module, "_weight_bias"):
+    if hashing.is_eager_quantised(module):
         return _torch_ao(module)
     if type(weight).__name__ == "Int8Params":
         threshold = vars(vars(module)["state"]).get("threshold") if "state" in vars(module) else None
@@ -190,13 +190,8 @@ def _is_installed(package: str) -> bool:
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of all parameters and buffers as they are packed; offloaded ones without their data."""
-    seen = set[int]()
-    for _, tensor in hashing.tensors(model, offloaded=False):
-        start = 0 if tensor.is_meta or tensor.is_sparse else tensor.data_ptr()
-        if start == 0 or start not in seen:
-            yield tensor
-        seen.add(start)
+    """Return the tensors of all parameters and buffers as they are packed; offloaded ones without their data."""
+    return (tensor for _, tensor in hashing.tensors(model, offloaded=False))
 
 
 def largest_unpacked(model: torch.nn.Module) -> int:
@@ -230,5 +225,5 @@ def require_convertible(model: torch.nn.Module, dtype: torch.dtype, where: str) 
             raise UnsupportedError(
                 f"packed weights cannot be converted: {kind} does not compute in {name}", where=where,
                 got=one_line(error) or type(error).__name__,
-                remedy=f"load the model in {name} instead (--dtype), or edit the unquantised model",
+                remedy="edit the unquantised model instead",
             ) from error  # fmt: skip

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
+from posleak.models import Subject
 from posleak.models.hold import this_thread_only
+from posleak.models.quantisation import is_quantised
 from posleak.rounding import AFFINE, Tolerance, computed_in
 
 from .calibration import relative_difference
@@ -52,7 +54,9 @@ class KernelEffects:
         """The deviations as a sentence; None if there are none."""
         facts = [f"round activations, by up to {self.rounding:.1g} of the largest output"] if self.rounds else []
         if self.mixes:
-            facts.append(f"compute a token's output from all tokens of a pass, by up to {self.mixing:.1g} of it")
+            facts.append(
+                f"make a token's output depend on the other tokens of its batch, by up to {self.mixing:.1g} of it"
+            )
         return f"the kernels of its quantised layers {', and '.join(facts)}" if facts else None
 
     def explain(self, value: float, tolerance: Tolerance) -> str | None:
@@ -81,24 +85,42 @@ def kernel_effects(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> KernelEff
     return KernelEffects(max(rounding), max(mixing), model.dtype)
 
 
+def rounding_dtype(subject: Subject, ids: Int[Tensor, "B T"]) -> torch.dtype:
+    """Return the dtype whose tolerances results have: bfloat16 if quantised kernels deviate, else that of the model."""
+    if subject.identity.quantisation is None or kernel_effects(subject.model, ids).cause is None:
+        return subject.dtype
+    return torch.bfloat16
+
+
 @contextmanager
 def gradients_required(model: PreTrainedModel) -> Iterator[None]:
-    """Raise an UnsupportedError in a forward pass if the kernel of a linear layer has no gradient.
+    """Raise an UnsupportedError in a forward pass if the kernel of a quantised linear layer has no gradient.
 
     Otherwise autograd would leave out the path through that layer, without an error.
     """
+    if not is_quantised(model):
+        yield
+        return
     names = {id(module): name for name, module in model.named_modules()}
 
     def check(layer: Any, args: Any, out: Any) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].requires_grad and not out.requires_grad:
+        name = names.pop(id(layer), None)  # each layer is checked once
+        if name is not None and args[0].requires_grad and not _has_gradient(out, args[0]):
             raise UnsupportedError(
                 "heads cannot be ranked by gradients: the kernel of a quantised layer has no gradient",
-                where=names[id(layer)], got=type(layer).__name__, expected="a layer that autograd can differentiate",
+                where=name, got=type(layer).__name__, expected="a layer that autograd can differentiate",
                 remedy="use --rank intervene, or measure the unquantised weights",
             )  # fmt: skip
 
     with _hooked(model, check):
         yield
+
+
+def _has_gradient(out: Tensor, x: Tensor) -> bool:
+    try:
+        return torch.autograd.grad(out.sum(), x, retain_graph=True, allow_unused=True)[0] is not None
+    except RuntimeError:  # nothing requires a gradient, or an operation has none
+        return False
 
 
 @contextmanager

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 STATE_COPIES, HEAD_COPIES, INNER_COPIES = 6, 5, 4  # per token and layer: residual stream, all heads, inner width
 ROW_COPIES = 3  # of sampled rows: logits, exponentials, one intermediate; queries scaled by position fit into the slack
 EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explicitly; of a matrix in eager attention
-UNPACKED_BYTES = 40  # per number of the largest packed layer: integers as they are shifted out of their words, floats
+UNPACKED_BYTES = (
+    24  # per number of the largest packed layer, unpacked in a pass; the most that was measured is that of AWQ
+)
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
 GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
 LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
