@@ -2,6 +2,7 @@
 
     cache           fetched and converted models: one lock, one atomic publication, one manifest per model
     hashing         hashes of files and of tensors, which identify a model
+    quantisation    how weights are quantised: method, bits and group size; the bytes that they take
     identity        the identity of a model, in fields that a result can carry
     hold            exclusive use of a model, which is restored afterwards
     pretrained      the weight files, their headers, and the only calls of transformers' from_pretrained for models

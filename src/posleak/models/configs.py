@@ -23,6 +23,7 @@ from posleak.errors import FETCH_AGAIN, ModelError, did_you_mean, translate_erro
 from posleak.files import read_regular
 from posleak.models import memory, pretrained
 from posleak.models.identity import SIBLING_MODEL_TYPE, windows
+from posleak.models.quantisation import require_packages
 from posleak.text import escape_surrogates
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         _require_native_or_trusted(folder, raw, trust_remote_code)
         config = parse_config(folder, trust_remote_code=trust_remote_code)
         require_decoder(str(folder), config)
+        require_packages(config, str(path))
         windows(config.get_text_config(decoder=True), str(path))
     return config
 

@@ -79,15 +79,20 @@ class GGUFHeader:
 
     @property
     def quantisation(self) -> str:
-        """The quantisation of the stored weights: the file type that the file states, else the most common type."""
-        from gguf import GGMLQuantizationType, LlamaFileType
+        """The quantisation of the stored weights: the file type that the file states, else the most common type; and
+        the mean number of bits per weight."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
         stated: Any = self.fields.get("general.file_type")
         types = Counter(GGMLQuantizationType(tensor.kind).name for tensor in self.tensors if len(tensor.shape) > 1)
         name = types.most_common(1)[0][0] if types else "unknown"
         if stated in LlamaFileType._value2member_map_:
             name = LlamaFileType(stated).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-        return f"GGUF {name} ({'converted' if name in UNQUANTISED else 'dequantised'} to float32)"
+        if name in UNQUANTISED:
+            return f"GGUF {name} (converted to float32)"
+        blocks = ((tensor.elements, *GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]) for tensor in self.tensors)
+        bits = 8 * sum(elements / size * stored for elements, size, stored in blocks) / max(1, self.elements)
+        return f"GGUF {name}: {bits:.2g} bits per weight (dequantised to float32)"
 
 
 def read_header(path: Path) -> GGUFHeader:

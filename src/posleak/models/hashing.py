@@ -182,18 +182,25 @@ def _digested(model: torch.nn.Module, digest: Any, chosen: Callable[[str], bool]
     return str(digest.hexdigest())
 
 
-def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer by name, as the plain tensors that hold its data; tied parameters once."""
+def tensors(model: torch.nn.Module, *, offloaded: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer by name, as the plain tensors that hold its data; tied parameters once.
+
+    offloaded: read tensors that accelerate has offloaded; otherwise they are yielded without their data
+    """
     seen = set[int]()
     for prefix, module in model.named_modules():
         parameters = [(name, tensor) for name, tensor in module._parameters.items() if id(tensor) not in seen]
         seen |= {id(tensor) for _, tensor in parameters}
         for name, tensor in (*parameters, *module._buffers.items()):
             if tensor is not None:
-                yield from _plain_tensors(f"{prefix}.{name}".lstrip("."), _stored(module, prefix, name, tensor))
-        if hasattr(module, "_weight_bias"):  # torch.ao's eager quantisation keeps weights in an opaque object
+                data = _stored(module, prefix, name, tensor) if offloaded else tensor
+                yield from _plain_tensors(f"{prefix}.{name}".lstrip("."), data)
+        scales = getattr(vars(module).get("state"), "SCB", None)
+        if scales is not None:  # bitsandbytes moves them there from its 8-bit weights in the first forward pass
+            yield f"{prefix}.weight.SCB", scales
+        if is_eager_quantised(module):  # keeps weights in an opaque object
             weight, bias = module._weight_bias()
-            yield f"{prefix}.weight", weight.dequantize()
+            yield f"{prefix}.weight", weight
             yield from () if bias is None else [(f"{prefix}.bias", bias)]
 
 
@@ -229,6 +236,11 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         inner = vars(value) if is_packed(value) else {}
     for key, item in inner.items():
         yield from _plain_tensors(f"{name}.{key}", item)
+
+
+def is_eager_quantised(module: Any) -> bool:
+    """Return whether a module is a layer of torch.ao's eager quantisation, and not the container of its weights."""
+    return hasattr(module, "_weight_bias") and callable(getattr(module, "weight", None))
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

@@ -59,6 +59,7 @@ class Identity:
     """The identity of a model, as measured.
 
     heads, kv_heads, head_dim   largest values over the layers; 0 if the family does not define them
+    quantisation       method, bits and group size (quantisation.py), None if the weights are not quantised
     windows            for each layer the number of keys that a query may see; None: all keys, or no attention
     rotary             the config's `rope_parameters`, nested by layer type in some families
     bos                BOS ids of the config and of the tokenizer, and the ids that the tokenizer prepends to a text
@@ -118,6 +119,7 @@ class Identity:
 def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, provenance: Provenance) -> Identity:
     """Return the identity of a model in memory, without its fingerprint."""
     from posleak.models.configs import prepended_ids
+    from posleak.models.quantisation import quantisation
 
     remedy = "correct its config, or download the files again"
     with translate_errors("the model cannot be described", provenance.name, remedy):
@@ -143,7 +145,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
             layer_types=_layer_types(text),
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(input_device(model)),
-            quantisation=provenance.quantisation or _quantisation(config),
+            quantisation=provenance.quantisation or quantisation(model),
             weights_sha256=provenance.weights_sha256,
             config_sha256=config_sha256(config),
             source=provenance.source,
@@ -283,12 +285,3 @@ def _largest(text: PreTrainedConfig, *names: str) -> int:
         if value is not None:
             return max(int(item or 0) for item in value) if isinstance(value, list | tuple) else int(value)
     return 0
-
-
-def _quantisation(config: PreTrainedConfig) -> str | None:
-    """Return the quantisation method of the config (bitsandbytes, GPTQ, FP8, MXFP4 …)."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is None:
-        return None
-    fields: Mapping[str, Any] = stated if isinstance(stated, Mapping) else stated.to_dict()
-    return str(getattr(fields.get("quant_method"), "value", fields.get("quant_method", "unknown method")))

@@ -8,14 +8,13 @@ fit into memory: a machine that swaps never finishes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import FETCH_AGAIN, USE_LESS_MEMORY, InputError, ModelError, TooLargeError, translate_errors
 from posleak.models import pretrained
-from posleak.models.parallel import local_part
 from posleak.text import format_bytes
 
 if TYPE_CHECKING:
@@ -190,20 +189,11 @@ def read_weights(model: PreTrainedModel) -> None:
     """Read every weight in main memory once: weights are mapped from their file, and enter memory on first use."""
     import torch
 
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu":
-            parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
+    from posleak.models.quantisation import stored_tensors
 
-
-def loaded_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the parameters in memory; of offloaded modules, those of the largest one count."""
-
-    def size(parameters: Iterable[torch.Tensor]) -> int:
-        return sum(local_part(p).numel() * p.element_size() for p in parameters)
-
-    resident = size(p for p in model.parameters() if not p.is_meta)
-    streamed = (size(p for p in m.parameters(recurse=False) if p.is_meta) for m in model.modules())
-    return resident + max(streamed, default=0)
+    for tensor in stored_tensors(model):
+        if tensor.device.type == "cpu" and not tensor.is_quantized and tensor.layout == torch.strided:
+            tensor.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -214,7 +214,7 @@ def read_model(
     if gguf_file:  # dequantised here: packed weights would need a kernel from a hub
         extra = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     about = translate_errors("transformers cannot load the model", folder / (gguf_file or ""), REMEDY)
-    with about, offline_transformers():
+    with about, offline_transformers(), redirect_stdout(sys.stderr):  # some packages print there on their import
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder), config=config, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code,
             use_safetensors=None if allow_pickle or gguf_file else True, local_files_only=True,

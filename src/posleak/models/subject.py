@@ -30,6 +30,7 @@ from posleak.models.adapters import Adapter, is_adapter, with_adapters
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Identity, Provenance, config_sha256, describe, input_device
 from posleak.models.parallel import ALONE, Ranks
+from posleak.models.quantisation import is_quantised
 from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.signatures import checked
 from posleak.text import visible
@@ -181,7 +182,7 @@ def stable_checksum(model: PreTrainedModel) -> str:
 
     Some quantised modules repack their weights in their first forward pass, so that one is run before.
     """
-    if any(hashing.is_packed(parameter) for parameter in model.parameters()):
+    if is_quantised(model):
         import torch
 
         from posleak.models.hold import exclusive

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from posleak.defaults import TOKENS_AT_ONCE
 from posleak.errors import USE_LESS_MEMORY, InputError, TooLargeError
 from posleak.models import available_bytes
-from posleak.models.memory import LIBRARY_BYTES, loaded_bytes
+from posleak.models.memory import LIBRARY_BYTES
 from posleak.models.offload import is_offloaded
+from posleak.models.quantisation import largest_unpacked, stored_tensors
 from posleak.text import format_bytes
 
 from .spec import MeasureSpec
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 STATE_COPIES, HEAD_COPIES, INNER_COPIES = 6, 5, 4  # per token and layer: residual stream, all heads, inner width
 ROW_COPIES = 3  # of sampled rows: logits, exponentials, one intermediate; queries scaled by position fit into the slack
 EXPLICIT_COPIES = 3  # of a block of logits where the softmax is computed explicitly; of a matrix in eager attention
+UNPACKED_BYTES = (
+    24  # per number of the largest packed layer, unpacked in a pass; the most that was measured is that of AWQ
+)
 GLIMPSE_COPIES = 5  # of the rows that meters read: logits, masked logits, attention, two intermediates
 GRAPH_COPIES = 6  # in float64, of attention averaged over heads while graphs are built from it
 LOGIT_COPIES = 4  # of the logits of a few positions for the loss: model dtype, float32, two intermediates
@@ -76,10 +80,12 @@ class MemoryPlan:
 class ModelSizes:
     """Dimensions of a model. Methods return the bytes of tensors; `item` is the bytes per number.
 
+    parameters       floating-point numbers of the weights: an edit of the dtype copies these, and not packed ones
     inner            feed-forward width per token; in a mixture of experts, of all experts that a token passes
     all_heads        width of all heads of a layer together
     explicit         the softmax is computed explicitly in blocks of queries, since no fused kernel supports it
     own_attention    the model computes its attention itself, with logits and weights of all pairs
+    unpacked         elements of the largest packed linear layer, which its kernel may unpack
     """
 
     parameters: int
@@ -90,22 +96,24 @@ class ModelSizes:
     inner: int
     explicit: bool = False
     own_attention: bool = False
+    unpacked: int = 0
 
     @classmethod
     def of(cls, subject: Subject) -> ModelSizes:
         from posleak.probe.interface import computes_own_attention
 
         identity, own = subject.identity, computes_own_attention(subject.model)
-        parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+        parameters = sum(tensor.numel() for tensor in stored_tensors(subject.model) if tensor.is_floating_point())
         return cls(
             parameters, identity.layers, identity.width, identity.heads, identity.heads * identity.head_dim,
             _inner_width(subject), explicit=own or _is_explicit(subject), own_attention=own,
+            unpacked=largest_unpacked(subject.model),
         )  # fmt: skip
 
     def forward(self, tokens: int, item: int) -> int:
-        """Return the activations of one forward pass."""
+        """Return the activations of one forward pass, and what kernels of quantised weights hold."""
         per_token = STATE_COPIES * self.width + HEAD_COPIES * self.all_heads + INNER_COPIES * self.inner
-        return int(SLACK * tokens * per_token * item)
+        return int(SLACK * tokens * per_token * item) + UNPACKED_BYTES * self.unpacked
 
     def graph(self, tokens: int, item: int, *, whole: bool = True) -> int:
         """Return the autograd memory of a pass; not `whole`: the inputs of all layers, and the graph of one layer."""
@@ -176,8 +184,13 @@ def _inner_width(subject: Subject) -> int:
 
 
 def weight_bytes(subject: Subject) -> int:
-    """Return the bytes of a model's weights in memory, including the largest module that is loaded at a time."""
-    return loaded_bytes(subject.model)
+    """Return the bytes of a model's weights in memory, packed as they are.
+
+    Of modules whose weights are on disk, those of the largest one count.
+    """
+    tensors, modules = list(stored_tensors(subject.model)), subject.model.modules()
+    streamed = (sum(p.nbytes for p in module.parameters(recurse=False) if p.is_meta) for module in modules)
+    return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta) + max(streamed, default=0)
 
 
 # -- the check against limits -----------------------------------------------------------------------------------------

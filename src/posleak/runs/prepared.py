@@ -22,6 +22,7 @@ from posleak.leakage import MIN_PROMPTS
 from posleak.models import Subject
 from posleak.models.identity import config_sha256
 from posleak.models.parallel import ALONE, Ranks
+from posleak.models.quantisation import require_convertible
 from posleak.probe import Calibration, EditEffect, EditEffectRecorder, Motion, Observer, Placement, Plan, calibrate
 from posleak.probe.fingerprint import changed, identified
 from posleak.stopwatch import stage
@@ -94,6 +95,9 @@ class PreparedRun:
         notes += [] if base.caution is None else [base.caution]
         with stage("identity"):
             subject = identified(subject)
+        for edit in spec.edits:
+            if edit.weights_dtype is not None:
+                require_convertible(subject.model, edit.weights_dtype, edit.text)
         if spec.loss:
             require_finite_logits(subject)
         caches = ({} if cache is None else cache for cache in (placement_cache, fit_cache))

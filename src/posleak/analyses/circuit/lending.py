@@ -34,6 +34,7 @@ from posleak.leakage.power import NEIGHBOURS
 from posleak.leakage.summary import LEADING, Products
 from posleak.models import Subject, exclusive, input_device
 from posleak.probe import Call, Collector, Plan, attach, call_rows
+from posleak.probe.kernels import rounding_dtype
 from posleak.runs.folder import finished_step
 from posleak.runs.memory import FIRST_USE_BYTES, MemoryPlan, ModelSizes
 from posleak.runs.spec import batches
@@ -151,6 +152,11 @@ class LendingPasses:
         """Yield the prompts of each batch of at most this many tokens, or of one prompt, with the ids of documents."""
         at_once = tokens // tokens_after_donor(self.plan.length, edit.copies, apart=self.apart)
         return self.batches(edit.prompts(self.prompts), at_once)
+
+    def rounding_dtype(self) -> torch.dtype:
+        """Return the dtype whose tolerances the passes have."""
+        _, ids = next(self.batches(self.prompts, 1))
+        return rounding_dtype(self.subject, ids)
 
     def totals(self, share: Tensor, progress: Callable[[str], None]) -> Float64[np.ndarray, "B C L H Q D"]:
         """Return the totals of every prompt under every copy's shares, NaN at heads and pairs that do not exist."""

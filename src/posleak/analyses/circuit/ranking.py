@@ -37,6 +37,7 @@ from posleak.errors import UnsupportedError
 from posleak.models import exclusive
 from posleak.probe import Collector, Probe, attach
 from posleak.probe.attachment import decoder_layers
+from posleak.probe.kernels import gradients_required
 from posleak.typed import Number
 
 from .lending import NO_HEAD, TOKENS_WITH_GRAPH, LendingPasses, LendingStudy, total_of_copies
@@ -167,6 +168,7 @@ def derivatives(
         stack.enter_context(exclusive(model))
         stack.enter_context(frozen_weights(model))
         probe = stack.enter_context(attach(model, [collector], [*passes.edits, edit]))
+        stack.enter_context(gradients_required(model))
         if not keep_graph:
             stack.enter_context(recomputing(probe))
         for batch, ids in passes.batches_after_donor(edit, min(TOKENS_WITH_GRAPH, passes.tokens)):

@@ -314,9 +314,11 @@ def _edges(
 def require_branches(study: LendingStudy, trace: Trace) -> None:
     """Raise a CheckError unless lending in no head and in all heads gives the branches A and B of the trace.
 
-    Products of single heads are compared within rounding, which is large in narrow dtypes, and P within MAX_MISMATCH.
+    Products of single heads are compared within rounding, which is large in narrow dtypes and in some kernels of
+    quantised weights, and P within MAX_MISMATCH.
     """
-    data, dtype = trace.branches.data, study.passes.subject.dtype
+    data, subject = trace.branches.data, study.passes.subject
+    dtype = study.passes.rounding_dtype()
     totals = {NO_HEAD: data["total_a"].where(data["pairs"]), study.passes.every_head: component(data, "total")}
     change = study.removed(study.passes.every_head)[0]
     defined = float(np.asarray(change.interval[0])) > 0
@@ -329,7 +331,8 @@ def require_branches(study: LendingStudy, trace: Trace) -> None:
         for got, bound in ((gap, max(AGREE.of(dtype), AGREE.float32)), (share, MAX_MISMATCH)):
             if not got <= bound:
                 raise CheckError(
-                    "lending by head disagrees with the branches of the trace",
-                    where=study.passes.subject.identity.name, got=f"{got:.1e}, relative",
-                    expected=f"at most {bound:.1e}", remedy="please report it: results for this model would be wrong",
+                    "lending by head disagrees with the branches of the trace", where=subject.identity.name,
+                    got=f"{got:.1e}, relative", expected=f"at most {bound:.1e}",
+                    remedy="please report it: results for this model would be wrong" if dtype == subject.dtype
+                    else "measure the unquantised weights: kernels of quantised layers round activations too much here",
                 )  # fmt: skip

@@ -20,14 +20,14 @@ from posleak.probe.attachment import takes_positions
 from posleak.probe.fingerprint import changed, identified
 from posleak.probe.interface import computes_own_attention, implemented
 from posleak.probe.native import native, states_of
-from posleak.rounding import AGREE, computed_in
+from posleak.rounding import AGREE, PARITY, computed_in
 from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
 from posleak.show.notebook import html_table
 from posleak.show.numbers import scientific
 from posleak.signatures import checked
-from posleak.text import visible
+from posleak.text import one_line, visible
 from posleak.typed import plain
 
 from . import laws
@@ -183,9 +183,9 @@ def _checks(
     constant = prepare(subject, "constant", bos="none", length=plan.length, seed=base.seed).batch(range(1))
     progress("calibration")
     calibration = calibrate(subject.model, torch.from_numpy(ids[:1]).to(subject.device))
-    room = None if subject.identity.rotary else subject.context
-    passes = SharedPasses(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room)
-    checks = _calibration_checks(calibration)
+    room, quantised = None if subject.identity.rotary else subject.context, subject.identity.quantisation is not None
+    passes = SharedPasses(subject.model, plan, ids, constant, calibration.learned_sinks, batch, room, quantised)
+    checks = _calibration_checks(calibration, passes)
     law_checks: dict[str, Callable[[SharedPasses], Check]] = {
         "parity with eager attention": eager_parity, "law L1": laws.additivity, "law L2": laws.constant_token,
         "law L3": laws.first_layer, "law L4": laws.zero_queries, "law L5": laws.shifted_positions,
@@ -204,13 +204,13 @@ def _checks(
     return calibration, checks, positions.text
 
 
-def _calibration_checks(result: Calibration) -> list[Check]:
+def _calibration_checks(result: Calibration, passes: SharedPasses) -> list[Check]:
     own = f"states under the probe equal those of the model's own attention ({result.native})"
     rows = "the sampled rows have the softmax denominator of the kernel"
     return [
         Check("calls", 0.0, 0.0, "missing", f"all {result.layers} attention calls of a forward pass are observed"),
         Check("future", result.future, 0.0, "weight", "the kernel gives no weight to keys after the query"),
-        Check("parity", result.parity, result.parity_bound, "relative", own),
+        laws.judged(Check("parity", result.parity, result.parity_bound, "relative", own), passes, PARITY),
         Check("partition", result.partition, result.partition_bound, "nats", rows),
     ]
 
@@ -241,7 +241,7 @@ def eager_parity(passes: SharedPasses) -> Check:
         return f"the model's own eager attention differs from its {name} attention" if differs else None
 
     check = Check("parity eager", relative_difference(states, eager), bound, "relative", why)
-    return check.because(find_cause)
+    return laws.judged(check, passes, PARITY, find_cause)
 
 
 def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Check:
@@ -264,6 +264,6 @@ def rounding_floor(passes: SharedPasses, dtype: torch.dtype, shift: Check) -> Ch
             value = laws.rms_change(*runs)
         except (CheckError, UnsupportedError) as error:
             value, why = math.inf, f"the model cannot be measured in {name}: {error.where}, {error.what}"
-        except RuntimeError as error:  # raised by torch: some families mix float32 buffers with rounded states
-            value, why = math.inf, f"the model does not run in {name}: {str(error).splitlines()[0]}"
+        except (RuntimeError, AssertionError) as error:  # some families mix float32 buffers with rounded states
+            value, why = math.inf, f"the model does not run in {name}: {one_line(error)}"
     return Check(f"floor {name}", value, None, "nats rms", why)

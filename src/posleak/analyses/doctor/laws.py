@@ -24,7 +24,7 @@ from posleak.leakage.power import products
 from posleak.models import input_device
 from posleak.probe import Collector, Edit, Motion, Plan, attach, relative_difference, takes_positions
 from posleak.probe.native import native, states_of
-from posleak.rounding import AGREE, EXACT, computed_in
+from posleak.rounding import AGREE, CLOSED, EXACT, Tolerance, computed_in
 from posleak.typed import Number
 
 from .passes import COUNTING, PADDING, RECURRENT, TABLE, Ids, SharedPasses, depends_on_position_ids, pairs
@@ -86,6 +86,13 @@ class Check:
         return {**asdict(self), "ok": self.ok}
 
 
+def judged(
+    check: Check, passes: SharedPasses, tolerance: Tolerance, find_cause: Callable[[], str | None] = lambda: None
+) -> Check:
+    """Return a check with its cause if it failed: quantised kernels if they explain it, else what is found."""
+    return check.because(lambda: passes.kernels_cause(check.value, tolerance) or find_cause())
+
+
 def additivity(passes: SharedPasses) -> Check:
     """Check L1: the parts are an exact additive decomposition of the total."""
     measured = [*passes.together.parts, *(parts for layers in passes.separate.parts for parts in layers)]
@@ -106,7 +113,7 @@ def constant_token(passes: SharedPasses) -> Check:
     data = assemble([stack_layers(parts)], passes.plan)
     powers = [np.nanmax(np.nanmean(component(data, name).values[0] ** 2, axis=(-1, -2))) for name in ("drift", "sink")]
     check = Check("L2 constant token", float(max(powers)), EXACT.of(passes.model.dtype), "nats²", why)
-    return check.because(passes.find_cause)
+    return judged(check, passes, EXACT, passes.find_cause)
 
 
 def first_layer(passes: SharedPasses) -> Check:
@@ -128,7 +135,8 @@ def first_layer(passes: SharedPasses) -> Check:
         f"from 0, n={len(passes.ids)}"
     )
     unit = f"nats² (lower end of {name}; value {powers[name].value:.2g})"
-    return Check("L3 first layer", lows[name], EXACT.of(passes.model.dtype), unit, why).because(passes.find_cause)
+    check = Check("L3 first layer", lows[name], EXACT.of(passes.model.dtype), unit, why)
+    return judged(check, passes, EXACT, passes.find_cause)
 
 
 def zero_queries(passes: SharedPasses) -> Check:
@@ -171,7 +179,7 @@ def shifted_positions(passes: SharedPasses) -> Check:
     moved = log_attention(passes.model, passes.plan, passes.ids[:1], shift)
     bound = AGREE.of(computed_in(passes.model.dtype))
     check = Check("L5 shift", rms_change(passes.separate.attention, moved), bound, "nats rms", why)
-    return check.because(lambda: _shift_cause(passes, shift))
+    return judged(check, passes, AGREE, lambda: _shift_cause(passes, shift))
 
 
 def _shift_cause(passes: SharedPasses, shift: int) -> str | None:
@@ -213,7 +221,7 @@ def closure(passes: SharedPasses) -> Check:
     """Check L7: the state of position 0 does not depend on later tokens."""
     result = passes.separate.closure
     why = f"position 0 sees only itself: its states at all {len(result.per_layer)} depths are those of the token alone"
-    return Check("L7 closure", result.worst, result.bound, "relative", why)
+    return judged(Check("L7 closure", result.worst, result.bound, "relative", why), passes, CLOSED)
 
 
 def batching(passes: SharedPasses) -> Check:
@@ -224,7 +232,7 @@ def batching(passes: SharedPasses) -> Check:
         for one, of_batch in pairs(layers, passes.together.parts, "mask", "drift")
     )
     why = "the parts of a prompt do not depend on its batch"
-    return Check("L8 batch", worst, AGREE.of(passes.model.dtype), "relative", why)
+    return judged(Check("L8 batch", worst, AGREE.of(passes.model.dtype), "relative", why), passes, AGREE)
 
 
 def padding(passes: SharedPasses) -> Check:
@@ -244,7 +252,8 @@ def padding(passes: SharedPasses) -> Check:
         changed = relative_difference(padded[:, PADDING:], plain) > bound
         return "the model's own states change with left padding, under its own attention too" if changed else None
 
-    return Check("L8 padding", worst, bound, "relative", "left padding has no effect").because(find_cause)
+    check = Check("L8 padding", worst, bound, "relative", "left padding has no effect")
+    return judged(check, passes, AGREE, find_cause)
 
 
 def gauge(passes: SharedPasses) -> Check:

@@ -48,9 +48,11 @@ from posleak.probe import (
     relative_difference,
     takes_positions,
 )
+from posleak.probe.kernels import KernelEffects, kernel_effects
 from posleak.probe.native import backbone, items_of, states_of
-from posleak.rounding import AGREE
+from posleak.rounding import AGREE, Tolerance
 from posleak.runs.spec import batches
+from posleak.typed import Number
 
 Ids = NDArray[np.int64]
 
@@ -106,6 +108,8 @@ def first_entrance(model: PreTrainedModel, token: int) -> Entrance | None:
     with attach(model, [sinks]) as probe, hooked(parts, observe, with_kwargs=True):
         out = probe.forward(torch.full((1, LENGTH), token, device=input_device(model)))
     name = next((name for name, module in model.named_modules() if module in entered), "added in its body")
+    if entered and hasattr(entered[0], "in_features"):
+        return None  # a linear layer acts on each token alone: a kernel that rounds has amplified rounding of positions
     if not entered or isinstance(entered[0], torch.nn.Embedding):
         return Entrance(TABLE, name) if _differs([states_of(out)]) else None  # a table may hold sines for a rotation
     if entered[0] in sinks.layers:
@@ -242,6 +246,7 @@ class SharedPasses:
     ids        random prompts [B, T];  constant: one prompt of one repeated token, without BOS
     batch      prompts per forward pass (0: all)
     room       number of positions of the model; None: unlimited
+    quantised  whether its layers may have kernels of quantised weights, whose effects then explain failed checks
     """
 
     model: PreTrainedModel
@@ -251,6 +256,7 @@ class SharedPasses:
     learned_sinks: bool = False
     batch: int = 0
     room: int | None = None
+    quantised: bool = False
 
     @property
     def shift(self) -> int:
@@ -329,6 +335,15 @@ class SharedPasses:
     def entrance(self) -> Entrance | None:
         """Where the model writes position into the residual stream by design, if it does."""
         return first_entrance(self.model, int(self.constant[0, 0]))
+
+    @cached_property
+    def kernels(self) -> KernelEffects:
+        """What the kernels of linear layers do to activations."""
+        return kernel_effects(self.model, self.tokens(self.few)[0])
+
+    def kernels_cause(self, value: Number, tolerance: Tolerance) -> str | None:
+        """Return the effects of quantised kernels as a sentence if they explain the value of a failed check."""
+        return self.kernels.explain(value, tolerance) if self.quantised else None
 
     def find_cause(self) -> str | None:
         """Return the property of the model by which equal tokens differ between positions; None if none is known."""
