@@ -42,8 +42,8 @@ reference queries, for example, are the late queries that all others are compare
 SCOPES = """\
 ## Layers and heads
 
-Some edits take a scope after an @. Without a scope they act everywhere. Layers and heads are numbered from 0. All
-layers of the model are counted, also those of hybrid models that have no attention.
+Some edits take a scope after an @. Without a scope they act everywhere; `head` needs one. Layers and heads are
+numbered from 0. All layers of the model are counted, also those of hybrid models that have no attention.
 
 | scope | meaning |
 |---|---|

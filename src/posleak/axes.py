@@ -90,6 +90,9 @@ LENT, LEFT = "lent", "left"
 MIN_LENGTH = 32
 """Minimum prompt length: the last quarter of a shorter prompt has too few reference queries."""
 
+MIN_PROMPTS = 4
+"""Fewest prompts with an interval: the pair term needs n >= 4."""
+
 EARLY = 32
 """Queries before this position are summarised as `early`."""
 

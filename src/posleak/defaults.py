@@ -17,6 +17,9 @@ integral of its gradients."""
 DONORS = ("plain", "long")
 """Documents before the prompt in `trace`: of N + 64 tokens, and of 3N tokens whose queries see at most N keys each."""
 
+COMPARED_BY = ("model", "layer", "head")
+"""What `compare` compares: means over all heads, over the heads of a layer, or single heads."""
+
 ORIGIN_PROMPTS, ORIGIN_TOKENS = 8, 1024
 """Prompts of `origin`, and first tokens in its portrait."""
 

@@ -27,7 +27,10 @@ OUT_OF_MEMORY = re.compile(r"(out of|not enough|allocate) memory|unable to alloc
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 FETCH_AGAIN = "download the file again; it may be truncated by an interrupted download, or the disk may be damaged"
-USE_LESS_MEMORY = "load it with --dtype bfloat16, distribute it with --device-map auto, or use a smaller model"
+USE_LESS_MEMORY = (
+    "load it with --dtype bfloat16, keep its weights on disk with --offload FOLDER, distribute it with --device-map "
+    "auto, or use a smaller model"
+)
 _SYSTEM_REMEDIES: dict[int | None, str] = {
     errno.EACCES: "grant yourself read permission",
     errno.EPERM: "grant yourself read permission",

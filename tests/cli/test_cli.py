@@ -25,7 +25,8 @@ from posleak.cli.app import spoken_warnings
 from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
 from posleak.models import DEFAULT_MODEL, load
-from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
+from posleak.models.memory import LIBRARY_BYTES
+from posleak.runs.memory import memory_plan, weight_bytes
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec

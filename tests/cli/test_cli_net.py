@@ -29,9 +29,9 @@ from posleak.cli import failures
 from posleak.cli.failures import STATUSES, failure
 from posleak.errors import CheckError, InputError
 from posleak.show.lines import PlainConsole
+from posleak.show.notebook import compact_html
 from posleak.show.terminal import literal, table
 from posleak.show.unexpected import TRACEBACKS_KEPT as KEPT
-from posleak.show.words import compact_html
 
 START = "import sys\nfrom posleak.__main__ import main\nsys.argv[0] = 'posleak'\n"
 FAULT = """\

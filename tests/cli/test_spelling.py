@@ -21,7 +21,7 @@ from support.errors import raises
 SOURCE = Path(pl.__file__).parent
 FUNCTIONS = (
     pl.load, pl.measure, pl.trace, pl.circuit, pl.origin, pl.claims, pl.advise, pl.doctor, pl.report,
-    pl.sweep, pl.collect,
+    pl.compare, pl.sweep, pl.collect,
 )  # fmt: skip
 
 SPELLED = {
@@ -72,10 +72,6 @@ def test_the_command_line_speaks_of_options(capsys: pytest.CaptureFixture[str], 
     assert spelled("--length 32") == "length=32"
 
 
-PLANNED = {"tokenizer"}
-"""An option that is named in remedies, and comes with the new loading."""
-
-
 def options() -> set[str]:
     group: Any = typer.main.get_command(commands.app)
     return {option for command in group.commands.values() for it in command.params for option in it.opts}
@@ -84,7 +80,7 @@ def options() -> set[str]:
 def test_every_translated_option_is_one_and_a_parameter() -> None:
     parameters = {name for function in FUNCTIONS for name in inspect.signature(function).parameters}
     assert all(callable(getattr(pl, name)) for name in COMMANDS)
-    names = {*FLAGS, *OPTIONS} - PLANNED
+    names = {*FLAGS, *OPTIONS}
     assert {f"--{name}" for name in names} <= options()
     assert {RENAMED.get(name, name).replace("-", "_") for name in names} <= parameters
 
@@ -101,12 +97,12 @@ def messages() -> Iterator[tuple[str, str]]:
                 yield path.name, node.value
 
 
-SHELL = {"--upgrade", "--head", "--json"}
+SHELL = {"--upgrade", "--head", "--json", "--nproc-per-node"}
 """Options of other programs, or of tables that only the command line shows."""
 
 
 def test_every_option_in_a_message_exists() -> None:
-    known = options() | SHELL | {f"--{name}" for name in PLANNED}
+    known = options() | SHELL
     named = {(path, it) for path, text in messages() for it in re.findall(r"(?<![\w(-])--[a-z][a-z-]*\w", text)}
     assert len(named) > 50
     assert {(path, it) for path, it in named if it not in known} == set()

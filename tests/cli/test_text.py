@@ -15,7 +15,7 @@ from posleak.show.streams import HANDLER, prepare_streams
 from posleak.text import ASCII_EQUIVALENTS, format_bytes, one_line, visible, visible_json
 
 ROOT = Path(posleak.__file__).parent
-SHOWN = [*(ROOT / "cli").glob("*.py"), *(ROOT / "show").glob("*.py"), ROOT / "reports" / "compare.py"]
+SHOWN = [*(ROOT / "cli").glob("*.py"), *(ROOT / "show").glob("*.py"), *(ROOT / "reports").glob("compar*.py")]
 """Where the signs stand that posleak itself writes on a terminal."""
 
 

@@ -457,7 +457,7 @@ def test_scopes_survive_their_text(items: list[tuple[int, int, int | None]]) -> 
 
 
 def test_every_form_is_documented_and_reachable() -> None:
-    assert {text.partition("=")[0] for text in EVERY} | {"shift", "context", "position"} == set(KINDS)
+    assert {text.partition("=")[0] for text in EVERY} | {"shift", "context", "position", "head"} == set(KINDS)
 
 
 @pytest.mark.parametrize("text", ["patch0=3", "window=9+sink4", "sink=cut@0-1,2.0", "rope=yarn:2.5", "bos=noise:4"])

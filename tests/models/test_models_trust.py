@@ -374,6 +374,8 @@ def calls_without_trust(root: Path) -> Iterator[str]:
             name = getattr(getattr(node, "func", None), "attr", None)
             if not isinstance(node, ast.Call) or name not in ("from_pretrained", "from_config"):
                 continue
+            if "PeftModel" in ast.unparse(node.func):  # takes a model that is loaded, and runs no code of a folder
+                continue
             if "trust_remote_code" not in [keyword.arg for keyword in node.keywords]:
                 yield f"{path.relative_to(root).as_posix()}:{node.lineno}"
 
@@ -618,7 +620,7 @@ def test_border_names_the_class_and_the_place(error: BaseException) -> None:
 )  # fmt: skip
 def test_border_knows_when_memory_ran_out(error: Exception) -> None:
     with (
-        raises(TooLargeError, what="memory", remedy=("bfloat16", "--device-map auto")),
+        raises(TooLargeError, what="memory", remedy=("bfloat16", "--offload", "--device-map auto")),
         translate_errors("it broke", "a", "mend it"),
     ):
         raise error

@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from markupsafe import escape
 
 import posleak as pl
 from posleak import edits as stage
 from posleak.analyses.claims.examination import ClaimsRun
 from posleak.analyses.claims.lab import Lab
 from posleak.edits import NamedEdit, Site, parse_edit
-from posleak.edits.parse import FORWARDED
+from posleak.edits.objects import FORWARDED
 from posleak.errors import InputError, ModelError, PosleakWarning, RunError
 from posleak.inputs import GivenPrompts, prepare, read_given
 from posleak.leakage import by_head
@@ -277,7 +278,9 @@ def test_own_edits_act_and_are_named(llama: pl.Subject, registered: None) -> Non
     assert_same_bits(own, pl.measure(llama, **SMALL, edits=["softer=2.0", "window=16"]))
     twice = pl.measure(llama, **SMALL, edits=[Halved(), Halved()])
     assert_same_bits(twice, pl.measure(llama, **SMALL, edits=Softer(4.0)))
-    assert own.record.digest != pl.measure(llama, **SMALL, edits=[Halved(), "window=16"]).record.digest
+    local = type("Local", (Halved,), {})
+    digests = [pl.measure(llama, **SMALL, edits=local()).record.digest for _ in range(2)]
+    assert digests[0] != digests[1], "nothing describes a local class"
     assert "Halved" in repr(own)
     assert own.as_dict()["edits"] == ["window=16", "Halved"]
 
@@ -296,12 +299,13 @@ def test_a_run_under_an_own_edit_is_written_only_if_its_text_makes_it_again(
     llama: pl.Subject, tmp_path: Path, registered: None
 ) -> None:
     other = type("Other", (Softer,), {"text": "softer=3.0"})(2.0)  # its text makes another edit
-    for edit, text in ((Halved(), "Halved"), (other, "softer=3.0")):
+    local = type("Local", (Halved,), {})()
+    for edit, text in ((local, "Local"), (other, "softer=3.0")):
         with raises(RunError, where=tmp_path / "run", got=text, expected="registered", remedy="NamedEdit"):
             pl.measure(llama, **SMALL, edits=edit, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    with raises(RunError, where=tmp_path / "run", got="Halved", expected="registered", remedy="NamedEdit"):
-        pl.measure(llama, **SMALL, edits=Halved()).save(tmp_path / "run")
+    with raises(RunError, where=tmp_path / "run", got="Local", expected="registered", remedy="NamedEdit"):
+        pl.measure(llama, **SMALL, edits=local).save(tmp_path / "run")
     written = pl.measure(llama, **SMALL, edits=Softer(2.0), out=tmp_path / "run")
     assert_same_bits(Run.load(tmp_path / "run"), written)
     again = pl.measure(llama, **SMALL, edits="softer=2.0", out=tmp_path / "run")
@@ -455,3 +459,45 @@ def test_a_report_says_how_to_repeat_what_no_command_line_can(llama: pl.Subject,
         "posleak.measure('tiny-llama', ids_that_were_given, length=48, prompts=4, seed=0, bos='auto', origin=4, "
         "batch=4, density=1, edits=['window=16', Halved])"
     )
+
+
+HOSTILE = "<script>window.pwned=1</script>\x1b[2J&amp;"
+
+
+def test_results_show_themselves_as_tables_with_everything_escaped(unsaved_run: Run, llama: pl.Subject) -> None:
+    subject = pl.Subject.of(llama.model, name=HOSTILE)
+    runs = [pl.measure(subject, **SMALL, edits=edits) for edits in ((), "window=16")]
+    diagnosis = replace(pl.doctor(subject, short=True), notes=(HOSTILE,), first_token=HOSTILE)
+    check = replace(diagnosis.checks[0], id=HOSTILE, why=HOSTILE)
+    diagnosis = replace(diagnosis, checks=(check, *diagnosis.checks[1:]))
+    compared = [pl.compare(runs, by=by) for by in ("model", "layer", "head")]
+    results: list[Any] = [diagnosis, unsaved_run.summary, runs[0], *compared]
+    for each in results:
+        shown = each._repr_html_()
+        assert "<script" not in shown
+        assert "\x1b" not in shown
+        assert ("&lt;script&gt;" in shown) == (each is not unsaved_run.summary)
+        tags = re.findall(r"<(/?)(\w+)", shown)
+        for tag in {name for _, name in tags} - {"br"}:
+            assert tags.count(("", tag)) == tags.count(("/", tag)), tag
+
+
+def test_a_comparison_in_a_notebook_has_the_rows_of_its_tables(unsaved_run: Run, llama: pl.Subject) -> None:
+    compared = pl.compare([unsaved_run, pl.measure(llama, **SMALL, edits="window=16")], by="head")
+    shown = compared._repr_html_()
+    assert shown.count("<tr>") == len(compared.shown) + 1
+    for row in compared.shown:
+        value, interval = row.texts("total")
+        cell = f"<td style='text-align:left'><b>{value}</b> <small>{interval}</small></td>"
+        assert f">{compared.place(row)}</td>{cell}" in shown
+    assert escape(compared.legend) in shown
+
+
+def test_a_diagnosis_in_a_notebook_has_every_check_and_the_verdict(llama: pl.Subject) -> None:
+    diagnosis = pl.doctor(llama, short=True)
+    shown = diagnosis._repr_html_()
+    assert shown.count("<tr>") == len(diagnosis.checks) + 1
+    assert escape(diagnosis.sentence) in shown
+    for check in diagnosis.checks:
+        assert f">{escape(check.id)}</td>" in shown
+        assert f">{escape(check.why)}</td>" in shown

@@ -33,7 +33,8 @@ from posleak.leakage.summary import Decomposition
 from posleak.models import Subject
 from posleak.probe import default_plan
 from posleak.probe.rows import reduce_rows
-from posleak.reports.compare import FORMATS, compare, escape_latex
+from posleak.reports.compare import compare
+from posleak.reports.comparison_text import FORMATS, escape_latex
 from posleak.reports.gather import gather
 from posleak.reports.page import Page, script_json
 from posleak.reports.tables import tables
@@ -45,8 +46,9 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.show.colours import power_range
 from posleak.show.lines import PlainConsole
+from posleak.show.notebook import compact_html
 from posleak.show.numbers import effect, estimate, interval, number, percent
-from posleak.show.words import compact_html, lead
+from posleak.show.words import lead
 from support.errors import raises
 from support.families import subject, tiny
 from support.report_tiny import HOSTILE, NAME, PROMPTS, hostile_run, measured, traced

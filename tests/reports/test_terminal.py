@@ -34,7 +34,8 @@ from posleak.cli.sweep import balance_tables, plan_table, summary
 from posleak.edits import parse_edits
 from posleak.leakage import Estimate
 from posleak.models import Subject, builtin
-from posleak.reports.compare import as_table, compare
+from posleak.reports.compare import compare
+from posleak.reports.comparison_text import as_table
 from posleak.reports.terminal.claims import advice_tables, claims_tables
 from posleak.reports.terminal.model import doctor_tables, origin_tables
 from posleak.reports.terminal.run import profile_table, run_tables, trace_tables
@@ -153,6 +154,7 @@ KINDS: dict[str, Callable[[], list[RenderableType]]] = {
     "balance": of_balance,
     "sweep": of_sweep,
     "compare": lambda: [as_table(compare([ordinary_run(), source().branches]))],
+    "compare by head": lambda: [as_table(compare([ordinary_run(), source().branches], by="head"))],
     "bench": of_bench,
     "profile": of_profile,
 }

@@ -16,7 +16,7 @@ import posleak
 ROOT = Path(posleak.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [
-    "models", "inputs", "probe", "edits", "leakage", "metrics", "show", "runs", "analyses.trace", "analyses.origin",
+    "models", "inputs", "probe", "edits", "show", "leakage", "metrics", "runs", "analyses.trace", "analyses.origin",
     "analyses.circuit", "analyses.doctor", "analyses.claims", "analyses.advise", "sweeps", "reports", "cli",
 ]  # fmt: skip
 

@@ -18,13 +18,14 @@ from torch import Tensor
 
 import posleak as pl
 from posleak.edits import parse_edits
-from posleak.errors import InputError
+from posleak.errors import InputError, TooLargeError
 from posleak.models import Subject
+from posleak.models.memory import LIBRARY_BYTES
 from posleak.peak import PeakMemory
 from posleak.probe import Call, attach, backbone, call as kernel, default_plan, read_placements
 from posleak.probe.interface import attention_calls
 from posleak.probe.rows import Frame, scaled_weights
-from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
+from posleak.runs.memory import memory_plan, weight_bytes
 from posleak.runs.spec import MeasureSpec, parse_bytes
 from posleak.stopwatch import Stopwatch, stage
 from support.errors import raises
@@ -179,9 +180,7 @@ def test_a_batch_that_was_asked_for_is_refused_rather_than_changed() -> None:
 
 def test_a_limit_below_the_model_itself_is_refused() -> None:
     llama = subject()
-    with raises(
-        InputError, what="--max-memory", got="1 prompt of 64 tokens", expected="0 bytes", remedy="--max-memory"
-    ):
+    with raises(TooLargeError, what="--max-memory", got="weights and libraries", remedy=("bfloat16", "--offload")):
         pl.measure(llama, max_memory=limited(llama, -5), length=N, prompts=2)
 
 

@@ -34,6 +34,7 @@ from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from support.errors import assert_fields, mentions, raises
 from support.models_tiny import save, small_model
+from support.runs_tiny import assert_same_bits
 
 SHORT: dict[str, Any] = {"length": 32, "prompts": 4}
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -254,10 +255,12 @@ def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path) -> Non
     model.eval()
     adapted = pl.measure(model, **SHORT, out=tmp_path / "run")
     model.disable_adapters()
-    with raises(RunError, got=("adapters ['default']", "[]", "fingerprint")):
+    with raises(RunError, got=("adapters ['default, sha256 ", "[]", "fingerprint")):
         pl.measure(model, **SHORT, out=tmp_path / "run")
     off = pl.measure(model, **SHORT)
-    assert (adapted.record.identity.adapters, off.record.identity.adapters) == (("default",), ())
+    (text,) = adapted.record.identity.adapters
+    assert text.startswith("default, sha256 ")
+    assert off.record.identity.adapters == ()
     assert total(off) == plain != total(adapted)
     model.enable_adapters()
     assert pl.measure(model, **SHORT, out=tmp_path / "run").record == adapted.record
@@ -578,19 +581,24 @@ def test_packed_weights_of_torchao_are_served() -> None:
     assert len({each[1] for each in (plain, first, scaled)}) == 3
 
 
-def test_sharded_models_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_sharded_model_is_the_model_and_can_be_trained_afterwards(tmp_path: Path) -> None:
     model = small_model()
+    plain = pl.measure(small_model(), **SHORT)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with raises(UnsupportedError, what="FSDP", got="DTensor", remedy="one process"):
-            pl.measure(model, **SHORT)
+        for _ in range(2):
+            sharded = pl.measure(model, **SHORT)
+            assert sharded.record.identity.weights_sha256 == plain.record.identity.weights_sha256
+            assert_same_bits(sharded, plain)
+            ids = torch.arange(3, 12)[None]
+            model(input_ids=ids, labels=ids).loss.backward()
+        with raises(UnsupportedError, what="circuit", remedy="one process"):
+            pl.circuit(model, length=32, prompts=4)
     finally:
         dist.destroy_process_group()
-    whole = small_model()
-    vars(whole)["_tp_size"] = 2
-    with raises(UnsupportedError, got="2 processes", remedy="one process"):
-        pl.measure(whole, **SHORT)
 
 
 # Files

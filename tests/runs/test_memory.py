@@ -25,8 +25,9 @@ from posleak.analyses.origin.context import origin_plan
 from posleak.analyses.origin.origin import origin
 from posleak.errors import InputError
 from posleak.models import Subject
+from posleak.models.memory import LIBRARY_BYTES
 from posleak.probe import default_plan
-from posleak.runs.memory import LIBRARY_BYTES, MemoryPlan, memory_plan, require_room, weight_bytes
+from posleak.runs.memory import MemoryPlan, memory_plan, require_room, weight_bytes
 from posleak.runs.run import Run
 from posleak.runs.spec import MeasureSpec
 from posleak.sweeps.sweep import sweep

@@ -491,7 +491,8 @@ def test_the_json_of_a_sweep_and_of_its_dry_run(grid: dict[str, Any], whole: Pat
 
 def test_guesses_are_near_what_is_planned() -> None:
     """Memory without loading the model, against the plan that is made once it is loaded."""
-    from posleak.runs.memory import LIBRARY_BYTES, memory_plan, weight_bytes
+    from posleak.models.memory import LIBRARY_BYTES
+    from posleak.runs.memory import memory_plan, weight_bytes
     from posleak.sweeps.cells import memory_of
 
     specs: list[Any] = [{"length": 128}, {"length": 192, "prompts": 64}, {"length": 64, "edits": ("window=9",)}]

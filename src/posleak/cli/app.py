@@ -100,6 +100,12 @@ def tell(label: str, message: str) -> None:
     err.print(Text.assemble(head, visible(message)), soft_wrap=True)
 
 
+def silence() -> None:
+    """Print nothing more: another process of this command prints the same."""
+    out.quiet = err.quiet = True
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+
+
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show a status line on standard error; yield a function that changes its text."""

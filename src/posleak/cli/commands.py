@@ -38,6 +38,12 @@ class Format(StrEnum):
     json = "json"
 
 
+class By(StrEnum):
+    model = "model"
+    layer = "layer"
+    head = "head"
+
+
 @app.command(name="report")
 def report_command(
     runs: Runs,
@@ -70,6 +76,9 @@ def report_command(
 @app.command(name="compare")
 def compare_command(
     runs: Runs,
+    by: Annotated[
+        By, typer.Option(help="Compare means over all heads; or each layer or head, in runs of one architecture.")
+    ] = By.model,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.table,
     as_json: Json = False,
 ) -> None:
@@ -77,9 +86,9 @@ def compare_command(
 
     Example: `posleak compare runs/smollm2-135m runs/gemma3-270m --format latex`
     """
-    from posleak.reports.compare import FORMATS, as_table
+    from posleak.reports.comparison_text import FORMATS, as_table
 
-    comparison = posleak.compare(runs)
+    comparison = posleak.compare(runs, by=by.value)
     if as_json or format is Format.json:
         emit(comparison.as_dict())
     elif format is Format.table:

@@ -6,6 +6,7 @@ Defaults are in `posleak.defaults`.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -18,7 +19,7 @@ import posleak
 from posleak import defaults
 from posleak.stopwatch import stage
 
-from .app import app, emit, err, out, spoken_warnings, working
+from .app import app, emit, err, out, silence, spoken_warnings, working
 from .progress import TimeProfile, prompt_progress
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ def named(text: str) -> str:
 def named_path(text: str | Path) -> Path:
     """Return the path, rejecting an empty one."""
     return Path(named(str(text)))
+
+
+def device_map(text: str) -> str | dict[str, Any]:
+    """Return a device map: a name such as `auto`, or a JSON object from modules to devices."""
+    if not text.lstrip().startswith("{"):
+        return named(text)
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"it is not JSON: {error}") from error
 
 
 def path_option(*names: str, help: str) -> Any:
@@ -101,7 +112,26 @@ LOADING_OPTIONS: dict[str, Any] = {
     "dtype": Annotated[
         str | None, typer.Option(help="float32 (default on a CPU), bfloat16, float16, float64 or auto.")
     ],
-    "device_map": Annotated[str | None, typer.Option(help="Passed to transformers; `auto` distributes a large model.")],
+    "device_map": Annotated[
+        Any,
+        typer.Option(
+            help="Passed to transformers: `auto` distributes a large model; or a JSON object.",
+            parser=device_map,
+            metavar="<text>",
+        ),
+    ],
+    "adapter": Annotated[
+        list[str] | None,
+        typer.Option(help="Adapter of PEFT (LoRA and others) to apply: a folder or a Hub id; repeatable."),
+    ],
+    "base": Annotated[str | None, typer.Option(help="Base model if MODEL is an adapter. Default: as its config says.")],
+    "tokenizer": Annotated[str | None, typer.Option(help="Folder or Hub id with the tokenizer. Default: the model's.")],
+    "offload": Annotated[
+        Path | None, path_option("--offload", help="Leave the weights on disk; FOLDER holds those that are converted.")
+    ],
+    "parallel": Annotated[
+        str | None, typer.Option(help="Under torchrun: tensor (split the model) or data (split the prompts).")
+    ],
     "revision": Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")],
     "trust_remote_code": Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
@@ -132,7 +162,10 @@ class ModelRequest:
         with stage("load"), spoken_warnings(), working(f"loading {self.name}") as status:
             from posleak.models import load
 
-            return load(self.name, progress=status, **self.loading)
+            subject = load(self.name, progress=status, max_memory=self.max_memory, **self.loading)
+        if not subject.ranks.writes:
+            silence()
+        return subject
 
     def compute(self, function: str, more: Mapping[str, Any] | None = None, **spec: Any) -> Any:
         """Load the model, and return the result of a public function on it.
@@ -194,7 +227,7 @@ def model_command(
         def run(model: str, **options: Any) -> None:
             values = {key: options.pop(key) for key in shared}
             storage = {key: values[key] for key in STORAGE_OPTIONS} | {"root": defaults.RUNS} if stored else {}
-            loading = {key: values[key] for key in LOADING_OPTIONS if values[key] not in (None, False)}
+            loading = {key: values[key] for key in LOADING_OPTIONS if values[key] not in (None, False, [])}
             profile = TimeProfile(values.get("profile", False))
             request = ModelRequest(model, loading, storage, values["max_memory"], profile, values["as_json"])
             command(model=request, **options)

@@ -36,6 +36,7 @@ class Site(Enum):
     LOGITS = "logits"
     VISIBILITY = "visibility"
     ORIGIN = "read of position 0"
+    HEADS = "output of heads"
     OWN = "custom edit object"
 
 
@@ -57,14 +58,20 @@ class NamedEdit(Edit):
     def text(self) -> str:
         raise AssertionError(f"{type(self).__name__} must define text")
 
+    @property
+    def stored(self) -> str | dict[str, Any]:
+        """What records hold of the edit: its text; of an object that has no text, its class and fields."""
+        return self.text
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """Return the schema that reads an edit from its text in JSON."""
+        """Return the schema that reads an edit from JSON."""
         from pydantic_core import core_schema
 
-        from .parse import parse_edit
+        from .parse import read_edit
 
-        return core_schema.no_info_after_validator_function(parse_edit, core_schema.str_schema())
+        forms = core_schema.union_schema([core_schema.str_schema(), core_schema.dict_schema()])
+        return core_schema.no_info_after_validator_function(read_edit, forms)
 
     def require_within(self, calibration: Calibration) -> None:
         """Raise an InputError if the model does not have the layers and heads that the edit names."""

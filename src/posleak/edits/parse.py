@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Sequence
 
 from posleak.errors import InputError, RunError, did_you_mean
 from posleak.plugins import load_plugins
 from posleak.probe.edit import Edit
-from posleak.text import visible
 
 from .base import KINDS, EditKind, NamedEdit, Site
+from .objects import StoredEdit, UnnamedEdit
 from .positions import Ring
 from .scope import Scope
-
-if TYPE_CHECKING:
-    from posleak.probe import Probe
 
 ACTS_BY_PLACE = (Site.EMBEDDING, Site.LOGITS, Site.VISIBILITY, Site.ORIGIN)
 """Sites whose edits depend on positions within the prompt. A document before the prompt would shift them."""
@@ -119,50 +113,24 @@ def _is_readable(edit: NamedEdit) -> bool:
     return parsed == edit
 
 
-def require_readable(edits: Iterable[NamedEdit], where: str) -> None:
-    """Raise a RunError if an edit cannot be made again from the text that the record of a run would hold."""
-    if objects := unreadable(edits):
+def unstorable(edits: Iterable[NamedEdit]) -> list[NamedEdit]:
+    """Return the edits that the record of a run cannot hold, neither as text nor by class and fields."""
+    return [edit for edit in unreadable(edits) if isinstance(edit.stored, str)]
+
+
+def require_storable(edits: Iterable[NamedEdit], where: str) -> None:
+    """Raise a RunError if an edit cannot be made again from what the record of a run would hold."""
+    if objects := unstorable(edits):
         raise RunError(
-            "the run cannot be stored: an edit was passed as an object, and its text does not describe it",
-            where=where, got=", ".join(edit.text for edit in objects), expected="registered edits",
-            remedy="derive the edit from posleak.edits.NamedEdit, register an EditKind that makes an equal edit from "
-            "its text (docs/extending.md), or keep the run in memory",
+            "the run cannot be stored: an edit was passed as an object, and neither its text nor the import path of "
+            "its class and its fields describe it",
+            where=where, got=", ".join(edit.text for edit in objects),
+            expected="registered edits, or dataclasses of an importable module with fields that JSON can hold",
+            remedy="move the class to the top level of a module of its own, as a dataclass; or derive it from "
+            "posleak.edits.NamedEdit and register an EditKind (docs/extending.md); or keep the run in memory",
         )  # fmt: skip
 
 
-FORWARDED = (
-    "placing", "causal", "needs_causal", "weights_dtype", "prompts", "reads", "arrange", "positions", "edit",
-    "temperature", "changed_heads", "placed",
-)  # fmt: skip
-"""Attributes that an `UnnamedEdit` takes from the edit that it wraps."""
-
-
-@dataclass(frozen=True, eq=False)
-class UnnamedEdit(NamedEdit):
-    """An `Edit` that has no text. It is shown by its repr and acts after all edits that have a text.
-
-    No two are equal, because the text does not determine what such an edit does.
-    """
-
-    inner: Edit
-
-    site: ClassVar[Site] = Site.OWN
-
-    def __post_init__(self) -> None:
-        for name in FORWARDED:
-            if hasattr(self.inner, name):
-                object.__setattr__(self, name, getattr(self.inner, name))
-
-    @property
-    def text(self) -> str:
-        """Return the repr of the edit, or the name of its class if the class defines no repr."""
-        if type(self.inner).__repr__ is object.__repr__:
-            return type(self.inner).__name__
-        return visible(" ".join(repr(self.inner).split()))[:80]
-
-    @contextmanager
-    def installed(self, probe: Probe) -> Iterator[None]:
-        if type(self.inner).installed is not Edit.installed:
-            probe.effect_of(self).note("what it installs")
-        with self.inner.installed(probe):
-            yield
+def read_edit(stored: str | dict[str, object]) -> NamedEdit:
+    """Return the edit that a record holds: of a text the edit itself, of a class and fields a `StoredEdit`."""
+    return parse_edit(stored) if isinstance(stored, str) else StoredEdit.read(stored)

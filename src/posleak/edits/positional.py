@@ -37,7 +37,7 @@ from posleak.errors import UnsupportedError
 from posleak.inputs import Prompts, prepare
 from posleak.inputs.bodies import SEED_LIMIT, GivenBody
 from posleak.models import input_device
-from posleak.probe import attach
+from posleak.probe import Collector, Probe, attach
 from posleak.probe.attachment import decoder_layers
 from posleak.stopwatch import stage
 
@@ -116,7 +116,7 @@ class PositionFit:
         leace     number of LEACE directions; 0: no LEACE, None: all
         """
         own = fit_prompts(subject, base)
-        prompts = prompts or 2 * int(np.clip(FIT_TOKENS // own.length, *FIT_PROMPTS) // 2)
+        prompts = prompts or fit_size(own.length)
         with stage("position fit"):
             sums = _sums(subject.model, own, origin, prompts, squares=leace != 0)
             one, other = (list(half.values()) for half in sums.halves)
@@ -153,6 +153,28 @@ def fit_prompts(subject: Subject, base: Prompts) -> Prompts:
     return prepare(subject, source, bos=base.policy, length=base.length, seed=seed)
 
 
+def fit_size(length: int) -> int:
+    """Return the number of prompts of a fit, which is even."""
+    return 2 * int(np.clip(FIT_TOKENS // length, *FIT_PROMPTS) // 2)
+
+
+def read(probe: Probe, prompts: Prompts, indices: range) -> None:
+    """Run the model on some of the prompts, in batches."""
+    at_once = max(1, TOKENS_AT_ONCE // prompts.length)
+    for first in range(0, len(indices), at_once):
+        ids = prompts.batch(indices[first : first + at_once])
+        probe.forward(torch.from_numpy(ids).to(input_device(probe.model)))
+
+
+def head_means(model: PreTrainedModel, prompts: Prompts, origin: int) -> tuple[Float64[Tensor, "_H _Ev"], ...]:
+    """Return the mean output of every head by attention call, over prompts and positions >= m."""
+    count, sums = fit_size(prompts.length), dict[int, Tensor]()
+    observer = Collector(lambda call, out: _add(sums, call.index, out[:, :, origin:].double().sum((0, 2)).cpu()))
+    with stage("head means"), attach(model, [observer]) as probe:
+        read(probe, prompts, range(count))
+    return tuple(sums[call] / (count * (prompts.length - origin)) for call in sorted(sums))
+
+
 @dataclass
 class StreamSums:
     """Observer that sums the residual stream over prompts, at positions >= m.
@@ -184,13 +206,10 @@ def _add(sums: dict[int, Tensor], depth: int, x: Tensor) -> None:
 
 def _sums(model: PreTrainedModel, prompts: Prompts, origin: int, count: int, *, squares: bool) -> StreamSums:
     """Return sums over prompts 0 … count − 1, the first half of them in one half."""
-    observer, batch = StreamSums(origin, squares), max(1, TOKENS_AT_ONCE // prompts.length)
+    observer = StreamSums(origin, squares)
     with attach(model, [observer]) as probe:
-        for half in range(2):
-            observer.half = half
-            for first in range(half * count // 2, (half + 1) * count // 2, batch):
-                ids = prompts.batch(range(first, min(first + batch, (half + 1) * count // 2)))
-                probe.forward(torch.from_numpy(ids).to(input_device(model)))
+        for observer.half in range(2):
+            read(probe, prompts, range(observer.half * count // 2, (observer.half + 1) * count // 2))
     require_one_stream(model, observer.halves[0])
     return observer
 

@@ -32,14 +32,12 @@ from jaxtyping import Float64
 from scipy.special import stdtrit
 
 from posleak.arrays import Array
+from posleak.axes import MIN_PROMPTS as MIN_PROMPTS
 
 from .power import prompt_pairs, unbiased
 
 LEVEL = 0.95
 """Default confidence level."""
-
-MIN_PROMPTS = 4
-"""Fewest prompts with an interval: the pair term needs n >= 4."""
 
 ROUNDING = 1e-7
 """Replicates whose range relative to the value is at most this differ only by rounding: the prompts are equal."""

@@ -13,7 +13,8 @@ import xarray as xr
 from jaxtyping import Bool, Float64, Int64
 
 from posleak.arrays import Array
-from posleak.axes import EARLY, HEAD, LAYER, PARTS, PROMPT, QUERY, SCALING, layer_coordinates, layer_names
+from posleak.axes import EARLY, HEAD, LAYER, PARTS, QUERY, SCALING, format_layers, layer_coordinates, layer_names
+from posleak.show.notebook import compact_html
 
 from .contrast import Contrast
 from .power import by_cell, sum_products
@@ -130,7 +131,12 @@ class Products:
         return {LEADING: self} | ({} if self.even is None else {EVEN: self.even})
 
     def averaged(self, axes: tuple[int, ...]) -> Products:
-        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist."""
+        """Return the mean over heads (axis 1) or layers and heads (axes 0, 1), ignoring heads that do not exist.
+
+        Without axes, return the products of each head.
+        """
+        if not axes:
+            return self
         own, with_total = (
             {name: np.nanmean(sums, axis=axes) for name, sums in kind.items()} for kind in (self.own, self.with_total)
         )
@@ -275,6 +281,11 @@ class Summary:
         """Coordinates of the layers on an axis."""
         return np.array(layer_coordinates(self.layer_ids))
 
+    def _repr_html_(self) -> str:
+        """Return a compact table of shares with intervals, for notebooks."""
+        facts = [f"{self.prompts} prompts", format_layers(self.layer_ids), f"{self.width.shape[1]} heads"]
+        return compact_html("Summary", facts, self.model)
+
     @property
     def sink_attention(self) -> Estimate:
         """Mean attention of the reference queries to position 0, by layer and head [L, H]."""
@@ -327,7 +338,7 @@ def narrow_layers(data: xr.Dataset, origin: int) -> dict[int, int]:
     together more than 0.02 of all attention, in the mean over prompts and heads. A width at the end of the profile is a
     lower bound.
     """
-    profile, ordinary = (data[name].mean((PROMPT, HEAD), skipna=True).values for name in ("profile", "ordinary"))
+    profile, ordinary = (data[name].mean(("prompt", HEAD), skipna=True).values for name in ("profile", "ordinary"))
     widths = {}
     for call, (row, far) in enumerate(zip(profile, np.nan_to_num(ordinary), strict=True)):
         last = len(row) - KEYS_AFTER_ORIGIN

@@ -5,7 +5,7 @@ Parts of a folder that could run code, or fetch it from a hub, are rejected or r
 auto_map                 code next to the model: only with trust_remote_code, and only from the folder itself
 attention, experts       may name a kernel on a hub, which is compiled code: transformers' default is used instead
 quantization_config      some methods fetch kernels when they compute: only with trust_remote_code
-adapter_config.json      names another model as its base, and changes this one if peft is installed: rejected
+adapter_config.json      next to a model: transformers would change the model if peft is installed: rejected
 transformers_weights     names other weights than those that are hashed: rejected
 tokenizer_class          may name any class of transformers, even a model: it must be a tokenizer class
 
@@ -44,9 +44,10 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     with translate_errors("config.json cannot be read as a model's config", path, f"correct it, or {FETCH_AGAIN}"):
         if (adapter := folder / "adapter_config.json").exists():
             raise ModelError(
-                "the folder holds an adapter, which is a change to another model", where=str(adapter),
-                expected="a complete model",
-                remedy="merge it into its base model (peft: merge_and_unload), and save the merged model",
+                "the folder holds both a model and an adapter, and transformers would apply one to the other",
+                where=str(adapter), expected="a model or an adapter",
+                remedy="move the adapter to a folder of its own, and pass it with --adapter; or merge it "
+                "(peft: merge_and_unload)",
             )  # fmt: skip
         if not path.is_file():
             raise ModelError(
@@ -244,13 +245,18 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def read_tokenizer(
-    folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False
+    folder: Path, config: PreTrainedConfig, *, trust_remote_code: bool = False, required: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """Return the folder's tokenizer, or None if it has none. Raise if it has one that cannot be read.
+    """Return the folder's tokenizer, or None if it has none and none is required. Raise if it cannot be read.
 
     Huge files are rejected, and settings that name a class of another kind, or code in another repository.
     """
     if not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
+        if required:
+            raise ModelError(
+                "the folder contains no tokenizer", where=str(folder), expected="tokenizer.json, or tokenizer.model",
+                remedy="pass the folder that contains the tokenizer's files",
+            )  # fmt: skip
         return None
     from transformers import AutoTokenizer
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, StorageError, translate_errors
 from posleak.files import read_regular, remove_leftovers, write_json
+from posleak.models.parallel import release, whole
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +149,11 @@ def model_sha256(model: torch.nn.Module) -> str:
     return _digested(model, hashlib.sha256())
 
 
+def adapter_sha256(model: torch.nn.Module, adapter: str) -> str:
+    """Return the sha256 of the tensors of one of PEFT's adapters, which have its name in their path."""
+    return _digested(model, hashlib.sha256(), lambda name: adapter in name.split("."))
+
+
 def checksum(model: torch.nn.Module) -> str:
     """Return a fast checksum of every parameter and buffer of a model in memory."""
     import xxhash
@@ -155,14 +161,17 @@ def checksum(model: torch.nn.Module) -> str:
     return _digested(model, xxhash.xxh3_128())
 
 
-def _digested(model: torch.nn.Module, digest: Any) -> str:
-    """Return the digest of name, dtype, shape and bytes of every tensor.
+def _digested(model: torch.nn.Module, digest: Any, chosen: Callable[[str], bool] = lambda name: True) -> str:
+    """Return the digest of name, dtype, shape and bytes of every tensor whose name is chosen.
 
     numpy lacks bfloat16, but any dtype can be viewed as bytes.
     """
     import torch
 
+    release(model)
     for name, tensor in tensors(model):
+        if not chosen(name):
+            continue
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         tensor = tensor.dequantize() if tensor.is_quantized else tensor
         tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -189,9 +198,10 @@ def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored(module: torch.nn.Module, prefix: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a parameter that accelerate has offloaded; any other tensor unchanged."""
+    """Return the data of a parameter that accelerate has offloaded, or that processes share; others unchanged."""
     if not tensor.is_meta:
-        return tensor
+        full: torch.Tensor = whole(tensor)
+        return full
     hook = getattr(module, "_hf_hook", None)
     for inner in getattr(hook, "hooks", (hook,)):  # a SequentialHook has several
         with contextlib.suppress(KeyError, TypeError):  # TypeError: this hook has no map

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import ModelError, translate_errors
+from posleak.models import hashing
 from posleak.text import escape_surrogates, visible
 from posleak.typed import Number
 
@@ -37,7 +38,8 @@ WINDOW_KEYS = {
 class Provenance:
     """The origin of the weights: the part of an identity that cannot be read from the model object.
 
-    `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was computed.
+    `checksum` is that of the tensors in memory (hashing.checksum) when `weights_sha256` was computed. `adapters` are
+    names and sha256 of the files of adapters that were applied to the weights.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Provenance:
     licence: str | None = None
     tokenizer_sha256: str | None = None
     code_sha256: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Identity:
     bos                BOS ids of the config and of the tokenizer, and the ids that the tokenizer prepends to a text
     tokenizer_sha256   hash of the tokenizer's files or, for an object, of the files that it would save
     code_sha256        hash of the folder's *.py files, if trust_remote_code allowed them to run
-    adapters, hooks    active PEFT adapters; forward hooks and replaced forward methods of the modules
+    adapters           active PEFT adapters: name, and sha256 of the adapter's files or, for an object, of its tensors
+    hooks              forward hooks and replaced forward methods of the modules
     fingerprint        outputs of the model on a fixed prompt (probe/fingerprint.py); None before a measurement
     """
 
@@ -152,7 +156,7 @@ def describe(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
             licence=provenance.licence,
             tokenizer_sha256=provenance.tokenizer_sha256,
             code_sha256=provenance.code_sha256,
-            adapters=_adapters(model),
+            adapters=_adapters(model, dict(provenance.adapters)),
             hooks=_hooks(model),
         )
 
@@ -174,14 +178,19 @@ def module_device(module: torch.nn.Module) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), "meta"))
 
 
-def _adapters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of PEFT's active adapters; merged ones are part of the weights, and are marked as merged."""
-    names, layers = set[str](), list[Any](model.modules())
+def _adapters(model: PreTrainedModel, known: Mapping[str, str]) -> tuple[str, ...]:
+    """Return PEFT's active adapters with their hashes; merged ones are part of the weights, and are marked as merged.
+
+    known   sha256 of the files of adapters, by name; other adapters are hashed as they are in memory
+    """
+    active, merged, layers = set[str](), set[str](), list[Any](model.modules())
     for layer in layers:
         if isinstance(getattr(type(layer), "active_adapters", None), property):  # a layer of PEFT
-            names |= set() if layer.disable_adapters else set(map(str, layer.active_adapters))
-            names |= {f"{name} (merged)" for name in getattr(layer, "merged_adapters", ())}
-    return tuple(sorted(names))
+            active |= set() if layer.disable_adapters else set(map(str, layer.active_adapters))
+            merged |= set(getattr(layer, "merged_adapters", ()))
+    named = [(name, name) for name in active - merged] + [(name, f"{name} (merged)") for name in merged]
+    hashes = {name: known.get(name) or hashing.adapter_sha256(model, name) for name, _ in named}
+    return tuple(sorted(f"{text}, sha256 {hashes[name]}" for name, text in named))
 
 
 def _hooks(model: PreTrainedModel) -> tuple[str, ...]:

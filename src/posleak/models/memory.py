@@ -8,13 +8,14 @@ fit into memory: a machine that swaps never finishes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posleak.errors import FETCH_AGAIN, USE_LESS_MEMORY, ModelError, TooLargeError, translate_errors
+from posleak.errors import FETCH_AGAIN, USE_LESS_MEMORY, InputError, ModelError, TooLargeError, translate_errors
 from posleak.models import pretrained
+from posleak.models.parallel import local_part
 from posleak.text import format_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,26 @@ CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PAGE_BYTES = 4096
 """The smallest memory page: reading one byte maps at least this many."""
 UNLIMITED = 1 << 62
+
+LIBRARY_BYTES = 500 * 10**6
+"""A Python process with torch and transformers imported, without weights."""
+
+
+DECIMAL_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str | int | None) -> int | None:
+    """Return `8GB`, `500MB` or `2GiB` in bytes; an integer is bytes already, and None means no limit."""
+    if text is None or type(text) is int:
+        return text
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
+    if match is None or (match[3] and not match[2]):
+        raise InputError(
+            "not an amount of memory", where="--max-memory", got=f"{text!r:.80}",
+            expected="a number with a unit, like 8GB",
+        )  # fmt: skip
+    return int(float(match[1]) * (BINARY_UNITS if match[3] else DECIMAL_UNITS)[match[2]])
 
 
 def require_max_size(path: Path, limit: int) -> None:
@@ -174,6 +195,17 @@ def read_weights(model: PreTrainedModel) -> None:
             parameter.detach().flatten().view(torch.uint8)[::PAGE_BYTES].sum()
 
 
+def loaded_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the parameters in memory; of offloaded modules, those of the largest one count."""
+
+    def size(parameters: Iterable[torch.Tensor]) -> int:
+        return sum(local_part(p).numel() * p.element_size() for p in parameters)
+
+    resident = size(p for p in model.parameters() if not p.is_meta)
+    streamed = (size(p for p in m.parameters(recurse=False) if p.is_meta) for m in model.modules())
+    return resident + max(streamed, default=0)
+
+
 @dataclass(frozen=True)
 class MemoryNeed:
     """The size of a model that was not loaded: its number of parameters, and the bytes of its buffers."""
@@ -207,11 +239,18 @@ def memory_need(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
 
 @dataclass(frozen=True)
 class Target:
-    """The device and the dtype that the weights will have in memory."""
+    """The device and the dtype that the weights will have in memory.
+
+    offload   folder for weights that stay on disk;  limit: bytes that the process may hold; None: no limit
+    parallel  how several processes share the work; None: this is the only one
+    """
 
     device: str
     dtype: torch.dtype | str = "auto"
     device_map: str | dict[str, Any] | None = None
+    offload: Path | None = None
+    limit: int | None = None
+    parallel: str | None = None
 
     def loaded_dtype(self, config: PreTrainedConfig) -> torch.dtype | None:
         """Return the dtype that the weights will have; None if it is that of each file."""
@@ -221,7 +260,9 @@ class Target:
         return dtype if isinstance(dtype, torch.dtype) else None
 
     def require_fit(self, config: PreTrainedConfig, name: str, trust_remote_code: bool) -> None:
-        """Reject a config whose model does not fit."""
+        """Reject a config whose model does not fit, unless its weights may stay on disk."""
+        if self.offload is not None or self.limit is not None:
+            return
         need = memory_need(config, trust_remote_code=trust_remote_code)
         self.require_memory(need.bytes_as(self.loaded_dtype(config)), name)
 

@@ -53,14 +53,20 @@ def require_docstrings() -> None:
 @contextmanager
 def silence_transformers() -> Iterator[None]:
     """Turn off transformers' progress bars and log tables, and restore the user's settings on exit."""
+    from logging import ERROR, getLogger
+
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    offloading = getLogger("accelerate.big_modeling")  # logs that parameters are on the meta device
+    level = offloading.level
+    offloading.setLevel(ERROR)
     try:
         yield
     finally:
+        offloading.setLevel(level)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
@@ -194,11 +200,17 @@ def read_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     gguf_file: str | None = None,
+    offload_folder: str | None = None,
+    tensor_parallel: bool = False,
 ) -> PreTrainedModel:
     """Return a model with all of its weights, in evaluation mode and without gradients."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {} if offload_folder is None else {"offload_folder": offload_folder}
+    if tensor_parallel:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        extra["distributed_config"], device_map = DistributedConfig(tp_plan="auto"), None
     if gguf_file:  # dequantised here: packed weights would need a kernel from a hub
         extra = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     about = translate_errors("transformers cannot load the model", folder / (gguf_file or ""), REMEDY)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from posleak.errors import ModelError, PosleakError, did_you_mean, translate_errors
 from posleak.files import open_regular, read_regular, stays_in_folder
-from posleak.models import builtin, cache as caching, configs, hashing
+from posleak.models import adapters, builtin, cache as caching, configs, hashing
 from posleak.models.builtin import OnStatus, known_names
 from posleak.text import escape_surrogates, one_line
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from posleak.models.memory import Target
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "README.md"]
+TOKENIZER_PATTERNS = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
 IGNORED_PATTERNS = ["*/*", "consolidated*"]
 """Subfolders, and Mistral's second copy of the weights."""
 
@@ -197,11 +198,31 @@ def _hub(name: str, options: LoadOptions, target: Target) -> LocatedModel:
     """Download a hub id; its config first, so that a model can be rejected before its weights are downloaded."""
     trusted = options.trust_remote_code
     code = ["*.py"] if trusted else []
-    first = _download(name, options.revision, ["config.json", *code])
+    first = _download(name, options.revision, ["config.json", adapters.CONFIG_FILE, *code])
+    if not (first / "config.json").is_file() and (first / adapters.CONFIG_FILE).is_file():
+        return LocatedModel(locate_adapter(name, options), "hub", revision=first.name)
     target.require_fit(configs.read_config(first, trust_remote_code=trusted), name, trusted)
     pickles = ["*.bin"] if options.allow_pickle else []
     folder = _download(name, options.revision, [*HUB_PATTERNS, *pickles, *code])
     return LocatedModel(folder, "hub", revision=folder.name, licence=_licence(folder))
+
+
+def locate_adapter(name: str, options: LoadOptions) -> Path:
+    """Return the folder of an adapter: a folder, or a hub id with an optional revision, which is downloaded."""
+    if (path := existing_path(name)) is not None:
+        return path
+    text, revision = split_revision(name)
+    pickles = [adapters.PICKLE] if options.allow_pickle else []
+    return _download(text, revision or options.revision, [adapters.CONFIG_FILE, adapters.SAFETENSORS, *pickles])
+
+
+def locate_tokenizer(name: str, options: LoadOptions) -> Path:
+    """Return the folder of a tokenizer: of a built-in model, a folder, or a hub id, of which no weights are loaded."""
+    if (located := locate_offline(name, options.cache)) is not None:
+        return located.folder
+    if (path := existing_path(name)) is not None:
+        return snapshot_folder(path, None)
+    return _download(*split_revision(name), TOKENIZER_PATTERNS)
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -246,7 +267,9 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     with translate_errors("the folder cannot be read", str(folder), "pass the folder above the checkpoints"):
         place = Path(folder).expanduser()
         children = sorted(place.iterdir()) if place.is_dir() else []
-        models = [path for path in children if (path / "config.json").is_file()]
+        models = [
+            path for path in children if any((path / name).is_file() for name in ("config.json", adapters.CONFIG_FILE))
+        ]
     for step, path in [(int(match[1]), path) for path in models if (match := _STEP.fullmatch(path.name))]:
         if step in steps:
             raise ModelError(
@@ -257,7 +280,7 @@ def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     if not steps:
         raise ModelError(
             "the folder holds no checkpoints", where=str(folder),
-            expected="subfolders such as checkpoint-100 and checkpoint-200, each with config.json and *.safetensors",
+            expected="subfolders such as checkpoint-100 and checkpoint-200, each with a model or an adapter",
             remedy="pass the folder above the checkpoints, or load a single model folder",
         )  # fmt: skip
     return [steps[step] for step in sorted(steps)]
@@ -286,13 +309,23 @@ def content_sha256(name: str) -> str | None:
     if text in builtin.BUILTIN_MODELS or text in builtin.shipped_names():
         return None
     paths, cache = _model_files(text, revision), caching.cache_folder()
-    return None if paths is None else hashing.joined_sha256({p.name: hashing.file_sha256(p, cache) for p in paths})
+    if paths is None:
+        return None
+    own = paths[0].parent if paths else None  # files of an adapter's base model may have the same names
+    names = {p.name if p.parent == own else f"base/{p.name}": p for p in paths}
+    return hashing.joined_sha256({name: hashing.file_sha256(p, cache) for name, p in names.items()})
 
 
 def _model_files(text: str, revision: str | None) -> list[Path] | None:
-    """Return the file itself, or the files of the folder (in a hub cache: of the snapshot); None if neither exists."""
+    """Return the file itself, or the files of the folder (in a hub cache: of the snapshot); None if neither exists.
+
+    The files of an adapter are followed by those of its base model, if this is a folder or a file too.
+    """
     path = Path(text).expanduser()
     if path.is_dir():
         folder = snapshot_folder(path, revision)
-        return sorted(file for file in folder.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
+        files = sorted(file for file in folder.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
+        if adapters.is_adapter(folder) and (base := adapters.Adapter.read(folder, allow_pickle=True).base) is not None:
+            files += _model_files(*split_revision(base)) or []
+        return files
     return [path] if path.is_file() else None

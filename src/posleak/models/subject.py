@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from posleak.errors import ModelError, UnsupportedError, translate_errors
-from posleak.models import cache as caching, configs, hashing, memory, pretrained, sources
+from posleak.errors import ModelError, translate_errors
+from posleak.models import (
+    cache as caching,
+    configs,
+    forms,
+    hashing,
+    memory,
+    offload as offloading,
+    parallel as sharing,
+    pretrained,
+    sources,
+)
+from posleak.models.adapters import Adapter, is_adapter, with_adapters
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Identity, Provenance, config_sha256, describe, input_device
+from posleak.models.parallel import ALONE, Ranks
 from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.signatures import checked
 from posleak.text import visible
@@ -41,7 +53,8 @@ class Subject:
     """A model that can be measured. posleak does not change it; edits are applied around a forward pass.
 
     `identity` describes the model when it was last identified. Every measurement identifies it again (`current`; then
-    `probe.fingerprint.identified` adds a fingerprint). `attributes` are those of its modules at that time.
+    `probe.fingerprint.identified` adds a fingerprint). `attributes` are those of its modules at that time. `ranks` are
+    the processes that share the work.
     """
 
     model: PreTrainedModel
@@ -49,15 +62,28 @@ class Subject:
     identity: Identity
     provenance: Provenance
     attributes: tuple[Any, ...] = ()
+    ranks: Ranks = ALONE
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "object"
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "object",
+        *,
+        parallel: str | None = None,
     ) -> Subject:
-        """Return a subject for a model in memory. It is measured in evaluation mode, and its own modes are restored."""
+        """Return a subject for a model in memory. It is measured in evaluation mode, and its own modes are restored.
+
+        Wrappers of torch and peft are removed: the model inside torch.compile, DataParallel or a PeftModel is measured.
+
+        parallel    "data": all processes of torch.distributed call posleak, each on a part of the prompts. Processes
+                    that share the model itself (tensor parallel, FSDP2) are recognised
+        """
+        model = forms.unwrapped(model)
         _require_objects(model, tokenizer)
         configs.require_decoder(type(model).__name__, model.config, model.main_input_name)
-        _require_unsharded(model, name)
+        _require_plain(model, name)
         provenance = Provenance(
             name=name,
             source="object",
@@ -65,23 +91,25 @@ class Subject:
             weights_sha256=hashing.model_sha256(model),
             tokenizer_sha256=hashing.tokenizer_sha256(tokenizer),
         )
-        return cls(model, tokenizer, describe(model, tokenizer, provenance), provenance)
+        parallel = parallel or _shared(model)
+        identity = describe(model, tokenizer, provenance)
+        return cls(model, tokenizer, identity, provenance, ranks=_ranks(parallel))
 
     def current(self, fingerprint: tuple[float, ...] | None = None) -> Subject:
         """Return the subject with the identity that the model has now.
 
         All weights are read. If they have changed since they were hashed, they are hashed again.
         """
-        _require_unsharded(self.model, self.identity.name)
+        _require_plain(self.model, self.identity.name)
         provenance = self.provenance
         if (checksum := hashing.checksum(self.model)) != provenance.checksum:
             suffix = "" if provenance.source == "object" else CHANGED_SUFFIX
             provenance = replace(
                 provenance, checksum=checksum, weights_sha256=hashing.model_sha256(self.model), revision=None,
-                source=provenance.source.removesuffix(CHANGED_SUFFIX) + suffix,
+                adapters=(), source=provenance.source.removesuffix(CHANGED_SUFFIX) + suffix,
             )  # fmt: skip
         identity = replace(describe(self.model, self.tokenizer, provenance), fingerprint=fingerprint)
-        return Subject(self.model, self.tokenizer, identity, provenance)
+        return replace(self, identity=identity, provenance=provenance, attributes=())
 
     def is_unchanged(self) -> bool:
         """Return whether weights, config and attributes of all modules are as they were when it was identified."""
@@ -91,6 +119,11 @@ class Subject:
             now = describe(self.model, self.tokenizer, self.provenance)
             same = replace(self.identity, fingerprint=None) == now and self.attributes == module_attributes(self.model)
             return same and self.provenance.checksum == hashing.checksum(self.model)
+
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether processes share the prompts, each with the whole model."""
+        return self.ranks.size > 1 and _shared(self.model) is None
 
     @property
     def device(self) -> torch.device:
@@ -160,18 +193,19 @@ def stable_checksum(model: PreTrainedModel) -> str:
     return hashing.checksum(model)
 
 
-def _require_unsharded(model: PreTrainedModel, name: str) -> None:
-    """Reject a model of which this process holds only a part."""
-    sharded = next((where for where, p in model.named_parameters() if type(p).__name__ == "DTensor"), None)
-    parallel = getattr(model, "_tp_size", None) or 1
-    if sharded is None and parallel == 1:
-        return
-    raise UnsupportedError(
-        "the model is distributed over several processes (tensor parallel or FSDP): each would measure only its part",
-        where=name, got=f"tensor parallel over {parallel} processes" if sharded is None else f"{sharded} is a DTensor",
-        expected="a model whose weights are complete in this process",
-        remedy="load it in one process, with --device-map auto if it needs several devices",
-    )  # fmt: skip
+def _require_plain(model: PreTrainedModel, name: str) -> None:
+    """Reject forms of a model that a probe cannot observe."""
+    forms.require_eager(model, name)
+    forms.require_no_autocast(input_device(model).type)
+
+
+def _shared(model: PreTrainedModel) -> str | None:
+    """Return how processes share this model itself; None if each has all of it."""
+    return sharing.TENSOR if sharing.split_heads(model) or sharing.sharded(model) else None
+
+
+def _ranks(kind: str | None) -> Ranks:
+    return ALONE if kind is None else sharing.everyone()
 
 
 def _require_objects(model: object, tokenizer: object) -> None:
@@ -194,6 +228,12 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: str | dict[str, Any] | None = None,
+    adapter: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    base: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    offload: str | os.PathLike[str] | None = None,
+    parallel: str | None = None,
+    max_memory: str | int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -202,13 +242,20 @@ def load(
     progress: OnStatus | None = None,
     notice: OnStatus | None = None,
 ) -> Subject:
-    """Load a built-in model, a folder, a GGUF file or a hub id.
+    """Load a built-in model, a folder, a GGUF file, a hub id, or an adapter with its base model.
 
     name               a built-in name (`posleak models` lists them), a folder, a .gguf file, or a hub id, optionally
-                       with its revision: org/name@revision
+                       with its revision: org/name@revision; or an adapter of PEFT, which names its base model
     device             device to compute on; the default is the accelerator if there is one, else the CPU
     dtype              dtype of the weights; the default is float32 on a CPU, and the stored dtype elsewhere
     device_map         device map for transformers, which distributes the model over devices; excludes `device`
+    adapter            one or several adapters of PEFT, by folder or hub id; all are applied
+    base               base model of the adapter `name`; the default is the one that the adapter's config names
+    tokenizer          folder or hub id with a tokenizer, if the model's own folder has none or another one
+    offload            folder for weights that stay on disk and are read once per forward pass. Files that the model
+                       was loaded from are read in place; only weights that must be converted are written there
+    parallel           under torchrun: "tensor" splits the model over the processes, "data" splits the prompts
+    max_memory         memory limit of the process ("8GB", or bytes): weights that exceed it stay on disk
     revision           branch, tag or commit of a hub id
     trust_remote_code  allow code that comes with the model
     allow_pickle       allow weights stored as pickle files, which can run code when they are read
@@ -226,6 +273,7 @@ def load(
             expected="a built-in name, a folder, a .gguf file or a hub id",
             remedy="pass a model that is in memory to Subject.of",
         )  # fmt: skip
+    limit = memory.parse_bytes(max_memory)
     if device is not None and device_map is not None:
         got = f"{device} and {device_map}"
         raise ModelError("device and device_map exclude each other", got=got, remedy="pass one")
@@ -244,24 +292,42 @@ def load(
     )  # fmt: skip
 
     def target() -> memory.Target:
-        chosen = pretrained.choose_device(device)
-        return memory.Target(chosen, pretrained.choose_dtype(dtype, chosen), device_map)
+        chosen = pretrained.choose_device(joined)
+        folder = None if offload is None else Path(offload)
+        return memory.Target(chosen, pretrained.choose_dtype(dtype, chosen), device_map, folder, limit, parallel)
 
+    joined = sharing.join(parallel, device)
+    paths = [adapter] if isinstance(adapter, str | os.PathLike) else list(adapter)
+    adapters = [
+        Adapter.read(sources.locate_adapter(os.fspath(path), options), allow_pickle=allow_pickle) for path in paths
+    ]
     located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
+    if is_adapter(located.folder):
+        adapters.insert(0, Adapter.read(located.folder, allow_pickle=allow_pickle))
+        full_name = adapters[0].base_of(base)
+        text, pinned = sources.split_revision(full_name)
+        options = replace(options, revision=pinned)
+        located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
+    elif base is not None:
+        raise ModelError(
+            "only an adapter has a base model", where=full_name, got=f"base {base}",
+            remedy="pass the adapter as the model, or omit --base",
+        )  # fmt: skip
+    words = None if tokenizer is None else sources.locate_tokenizer(os.fspath(tokenizer), options)
     about = translate_errors("the model cannot be loaded", located.folder, pretrained.REMEDY)
     with _hashing(located, options) as hashes, about:  # files are hashed while torch is imported and the model is read
-        return _read(full_name, located, target(), options, hashes)
+        return _read(full_name, located, target(), options, hashes, adapters, words)
 
 
-def subject_of(model: AnyModel) -> Subject:
+def subject_of(model: AnyModel, max_memory: str | int | None = None) -> Subject:
     """Return a subject unchanged, load a name as `load` does, and wrap a model in memory without a tokenizer."""
     if isinstance(model, Subject):
         return model
     if isinstance(model, str | os.PathLike):
-        return load(model)
-    from transformers import PreTrainedModel
+        return load(model, max_memory=max_memory)
+    from torch.nn import Module
 
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, Module):
         return Subject.of(model)
     raise ModelError(
         "not a model", where="subject", got=f"{type(model).__name__} {visible(repr(model)):.80}",
@@ -285,9 +351,18 @@ def _hashing(located: LocatedModel, options: LoadOptions) -> AbstractContextMana
 
 
 def _read(
-    name: str, located: LocatedModel, target: memory.Target, options: LoadOptions, hashes: hashing.PendingHashes
+    name: str,
+    located: LocatedModel,
+    target: memory.Target,
+    options: LoadOptions,
+    hashes: hashing.PendingHashes,
+    adapters: Sequence[Adapter] = (),
+    words: Path | None = None,
 ) -> Subject:
-    """Read a model from its folder; reject one that is larger than its files, or than the memory."""
+    """Read a model from its folder; reject one that is larger than its files, or than the memory.
+
+    adapters   are applied to the model;  words: folder of the tokenizer, by default that of the model
+    """
     folder, trusted = located.folder, options.trust_remote_code
     config = configs.read_config(folder, trust_remote_code=trusted)
     stored = pretrained.read_headers(folder, allow_pickle=options.allow_pickle)
@@ -296,30 +371,40 @@ def _read(
     elements = 8 * stored.bytes if need.is_quantised else stored.elements
     memory.require_backed_by_files(folder / "config.json", need, elements)
     loaded_dtype = target.loaded_dtype(config)
-    target.require_memory(max(stored.bytes_as(loaded_dtype), need.bytes_as(loaded_dtype)), str(folder))
-    placement = target.device_map or (None if target.device == "cpu" else {"": target.device})  # no copy in main memory
-    model = pretrained.read_model(
-        folder, config, dtype=target.dtype, device_map=placement, trust_remote_code=trusted,
-        allow_pickle=options.allow_pickle,
-    )  # fmt: skip
-    tokenizer = configs.read_tokenizer(folder, config, trust_remote_code=trusted)
+    weights = max(stored.bytes_as(loaded_dtype), need.bytes_as(loaded_dtype))
+    with offloading.placement(target, weights, str(folder), options.notice) as (device_map, offload_folder):
+        if offload_folder is not None:
+            offloading.require_offloadable(need, stored, adapters, str(folder))
+        model = pretrained.read_model(
+            folder, config, dtype=target.dtype, device_map=device_map, trust_remote_code=trusted,
+            allow_pickle=options.allow_pickle, offload_folder=offload_folder,
+            tensor_parallel=target.parallel == sharing.TENSOR,
+        )  # fmt: skip
+        if adapters:
+            model = with_adapters(model, adapters)
+        offloading.release_between_layers(model)
+    at = words or folder
+    tokenizer = configs.read_tokenizer(at, config, trust_remote_code=trusted, required=words is not None)
     checksum = stable_checksum(model)
     conditions = f"{model.dtype} {config_sha256(model.config)} {version('torch')} {version('transformers')}"
+    hashed = [(adapter.name, adapter.sha256) for adapter in adapters]
+    conditions += f" {hashed}" if hashed else ""
     confirmed = hashing.confirm_hashes(folder, hashes(), options.cache, checksum, conditions)
     if located.record is not None:
         caching.require_hashes(folder, located.record, confirmed)
     provenance = Provenance(
-        name=name,
+        name=" + ".join([name, *(adapter.folder.name for adapter in adapters)]),
         source=located.source,
         weights_sha256=hashing.joined_sha256(confirmed),
         checksum=checksum,
         revision=located.revision,
         quantisation=located.quantisation,
         licence=located.licence,
-        tokenizer_sha256=None if tokenizer is None else _sha256(folder, configs.tokenizer_files(folder)),
+        tokenizer_sha256=None if tokenizer is None else _sha256(at, configs.tokenizer_files(at)),
         code_sha256=_sha256(folder, folder.rglob("*.py")) if configs.ran_local_code(model, tokenizer) else None,
+        adapters=tuple(hashed),
     )
-    return Subject(model, tokenizer, describe(model, tokenizer, provenance), provenance)
+    return Subject(model, tokenizer, describe(model, tokenizer, provenance), provenance, ranks=_ranks(target.parallel))
 
 
 def _sha256(folder: Path, paths: Iterable[Path]) -> str:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError, shorter_prompts
 from posleak.models.hold import Hold, holding, preserve_random_state, this_thread_only, wrong_thread_error
+from posleak.models.parallel import Ranks, gathered, split_heads
 from posleak.stopwatch import stage
 
 from .call import Call, attend
@@ -105,6 +106,7 @@ class Probe:
     layers           by the id of a module: the index of its layer
     placements       effect of positions in each call, for edits that move keys; empty if it is not known
     effects          by the id of an edit: what it has changed
+    ranks            processes over which the heads are split; None: all heads are here
     """
 
     model: PreTrainedModel
@@ -116,6 +118,7 @@ class Probe:
     layers: dict[int, int | None] = field(default_factory=dict, repr=False)
     effects: dict[int, EditEffectRecorder] = field(default_factory=dict, repr=False)
     placements: Sequence[Placement] = ()
+    ranks: Ranks | None = None
     _passing: Any = field(default_factory=threading.RLock, repr=False)
 
     def attention(
@@ -136,6 +139,9 @@ class Probe:
     ) -> tuple[Float[Tensor, "B T H Ev"], None]:
         """Compute attention, with the signature that transformers expects. Unknown arguments raise UnsupportedError."""
         self._require_own()
+        if self.ranks is not None:
+            query, key, value = (self.ranks.gather(x, 1) for x in (query, key, value))
+            s_aux = None if s_aux is None else self.ranks.gather(s_aux, 0)
         where = f"{type(self.model).__name__}, attention call {self.calls} ({type(module).__name__})"
         chosen = None if indices is None else indices.shape[-1]
         _reject_unsupported(where, query.shape[2], key.shape[2], chosen, dropout, kwargs)
@@ -164,7 +170,8 @@ class Probe:
             observer.observe(call, out)
         self.calls += 1
         self.modules.append(module)
-        return out.transpose(1, 2).contiguous(), None
+        own = out if self.ranks is None else self.ranks.own(out, 1)
+        return own.transpose(1, 2).contiguous(), None
 
     def effect_of(self, edit: Edit) -> EditEffectRecorder:
         """Return the recorder of an edit's changes, in which edits note changes outside attention calls."""
@@ -187,6 +194,7 @@ class Probe:
             raise wrong_thread_error(self.hold)
         with ExitStack() as stack:
             stack.callback(self._passing.release)
+            _reject_packed(self.model, kwargs.get("position_ids"))
             self.hold.thread = threading.current_thread()  # a generator may be continued by another thread
             stack.enter_context(preserve_random_state(self.model))
             for edit in self.edits:
@@ -251,8 +259,9 @@ def attach(
         id(module): next((int(part) for part in path.split(".") if part.isdigit()), None)
         for path, module in model.named_modules()
     }
-    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers, placements=placements)
-    with holding(hold), hold.cleanup as stack:
+    ranks = split_heads(model)
+    probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers, placements=placements, ranks=ranks)
+    with holding(hold), gathered(model), hold.cleanup as stack:
         if traced:
             require_traceable(model)
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))
@@ -318,6 +327,17 @@ def one_stream(values: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
     """Return the first tensor if it is a residual stream [B, T, W]; else None."""
     first = next((x for x in values if isinstance(x, Tensor)), None)
     return first if first is not None and first.ndim == 3 and first.is_floating_point() else None
+
+
+def _reject_packed(model: PreTrainedModel, positions: Int[Tensor, "#B T"] | None) -> None:
+    """Reject position ids that start again: several documents in one row, whose masks transformers would separate."""
+    if positions is None or not bool((restarts := positions.diff(dim=-1) < 0).any()):
+        return
+    raise UnsupportedError(
+        "position ids start again inside a prompt, as in packed documents, so that offsets have two meanings",
+        where=type(model).__name__, got=f"position {int(restarts.nonzero()[0, -1]) + 1} is smaller than the one before",
+        expected="position ids that do not decrease", remedy="put each document in a row of its own, with padding",
+    )  # fmt: skip
 
 
 def _reject_unsupported(

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from posleak.errors import UnsupportedError
 from posleak.models import input_device
 from posleak.models.hold import Hold, configs_of, undraw, wrong_thread_error
+from posleak.models.parallel import require_whole_model
 
 from .native import native, unmodified
 from .visibility import visibility_mask
@@ -67,7 +68,9 @@ def attention_calls(model: PreTrainedModel) -> AttentionCalls:
 
 
 def require_traceable(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError if some layers use an implementation of the interface that tracing would miss."""
+    """Raise UnsupportedError if some layers use an implementation of the interface that tracing would miss, or if
+    processes share the heads, which only the interface gathers."""
+    require_whole_model(model, "tracing the attention that a model computes itself")
     calls, implementation = attention_calls(model), model.config.get_text_config()._attn_implementation
     if calls.interface and implementation not in TRACEABLE:
         raise UnsupportedError(

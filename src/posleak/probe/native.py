@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from posleak.errors import UnsupportedError
 from posleak.models import exclusive
+from posleak.models.parallel import gathered
 
 LOGIT_BYTES = 128 * 10**6
 """Maximum size of float32 logits held at once, but at least one position of every prompt."""
@@ -100,7 +101,7 @@ def unmodified(model: PreTrainedModel) -> Iterator[None]:
     not be used in training afterwards.
     """
     before = {id(module): module for module in model.modules()}
-    with exclusive(model), runnable_experts(model), own_rotation(model), torch.no_grad():
+    with exclusive(model), gathered(model), runnable_experts(model), own_rotation(model), torch.no_grad():
         yield
     kinds = sorted({type(module).__name__ for module in model.modules() if id(module) not in before})
     if kinds:  # some models do this, depending on prompt length

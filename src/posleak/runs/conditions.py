@@ -80,9 +80,11 @@ class Conditions:
         out, root   the folder is `out`; or root/NAME, where NAME is `prefix` and the baseline's MODEL-DIGEST; or none
         request     further arguments of `resolve_request`
         """
-        loaded, spec, given = resolve_request(subject, inputs, **request)
+        loaded, spec, given = resolve_request(subject, inputs, max_memory=max_memory, **request)
         conditions = cls(loaded, spec, None, fresh, max_memory, progress or (lambda line: None), given)
-        conditions.folder = chosen_folder(out, root, lambda: prefix + conditions.baseline.folder_name)
+        conditions.folder = chosen_folder(
+            out, root, lambda: prefix + conditions.baseline.folder_name, loaded.ranks, fresh=fresh
+        )
         return conditions
 
     @cached_property

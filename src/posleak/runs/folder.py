@@ -33,6 +33,7 @@ from posleak.files import (
     write_atomically,
     write_error,
 )
+from posleak.models.parallel import ALONE, Ranks
 
 if TYPE_CHECKING:
     from posleak.leakage.dataset import Chunk
@@ -47,11 +48,24 @@ _SEAL = ".seal"
 REMEASURE = "delete this file and run the command again: only its prompts are measured again"
 
 
-def chosen_folder(out: str | Path | None, root: str | Path | None, name: Callable[[], str]) -> Path | None:
-    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given."""
-    if out is not None:
-        return Path(out)
-    return None if root is None else Path(root) / name()
+def chosen_folder(
+    out: str | Path | None,
+    root: str | Path | None,
+    name: Callable[[], str],
+    ranks: Ranks = ALONE,
+    *,
+    fresh: bool = False,
+) -> Path | None:
+    """Return `out`; or root/NAME, where `name` returns NAME; or None if neither is given, or another process writes."""
+    if not ranks.writes or (out is None and root is None):
+        return None
+    folder = Path(out) if out is not None else Path(root or "") / name()
+    if ranks.size > 1 and not fresh and has_record(folder):
+        raise RunError(
+            "a run in several processes cannot be resumed: only one of them would know what is finished",
+            where=str(folder), remedy="continue it in one process, choose another --out, or pass --fresh",
+        )  # fmt: skip
+    return folder
 
 
 def has_record(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,6 +19,7 @@ from posleak.leakage import LeakageObserver
 from posleak.leakage.dataset import Chunk, require_finite, stack_layers
 from posleak.metrics import Meters
 from posleak.models import input_device
+from posleak.models.parallel import ALONE, Ranks, own_batches
 from posleak.probe import Edit, EditEffectRecorder, Observer, Placement, Plan, attach
 from posleak.probe.native import token_losses
 from posleak.stopwatch import stage
@@ -128,22 +129,38 @@ class BatchStore:
 
 
 def resume_chunks(
-    passes: Passes, prompts: Prompts, batches: Sequence[range], store: BatchStore, on_progress: OnProgress | None = None
+    passes: Passes,
+    prompts: Prompts,
+    batches: Sequence[range],
+    store: BatchStore,
+    on_progress: OnProgress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Generator[tuple[range, Chunk], None, None]:
     """Yield the batches that are stored already, then measure and store the others.
 
     on_progress  receives the progress after every attention call
+    ranks        processes that share the batches; all receive all chunks
     """
     todo = list(batches)
     while todo and (chunk := store.read(todo[0])) is not None:
         yield todo.pop(0), chunk
     if on_progress is not None:
         passes = replace(passes, observers=[*passes.observers, LayerCounter(on_progress, todo, len(store.heads))])
+    own = own_batches(todo, ranks)
     # Closed explicitly: after an error, a stored traceback would keep the generator alive and the model attached.
-    with closing(passes.measure(prompts.batch(batch) for batch in todo)) as measured:
-        for batch, chunk in zip(todo, measured):
+    with closing(passes.measure(prompts.batch(batch) for batch in own)) as measured:
+        for batch, chunk in zip(todo, _from_all(measured, ranks)):
             store.write(batch, chunk, type(passes.model).__name__)
             yield batch, chunk
+
+
+def _from_all(measured: Iterator[Chunk], ranks: Ranks) -> Iterator[Chunk]:
+    """Yield the chunks of all processes in the order of the batches, which they take in turns."""
+    if ranks.size == 1:
+        yield from measured
+        return
+    while chunks := [chunk for chunk in ranks.share(next(measured, None)) if chunk is not None]:
+        yield from chunks
 
 
 def _require_finite(chunk: Chunk, heads: Sequence[int], where: str, remedy: str) -> None:

@@ -79,12 +79,12 @@ def measure(
     own_observers = _observers(observers)
     loaded, spec, given = resolve_request(
         subject, inputs, length=length, prompts=prompts, seed=seed, bos=bos, batch=batch, density=density,
-        origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss,
+        origin=origin, edits=parse_edits(edits), metrics=parse_metrics(metrics), loss=loss, max_memory=max_memory,
     )  # fmt: skip
-    if out is not None:
+    if out is not None and loaded.ranks.writes:
         _require_idle(Path(out), fresh)
     prepared = PreparedRun.of(loaded, spec, given, max_memory, observers=own_observers)
-    folder = chosen_folder(out, root, lambda: prepared.folder_name)
+    folder = chosen_folder(out, root, lambda: prepared.folder_name, loaded.ranks, fresh=fresh)
     return prepared.run_with_warnings(
         folder, fresh=fresh, progress=progress or (lambda done, of: None), on_progress=on_progress
     )

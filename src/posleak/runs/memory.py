@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posleak.defaults import TOKENS_AT_ONCE
-from posleak.errors import InputError
+from posleak.errors import USE_LESS_MEMORY, InputError, TooLargeError
 from posleak.models import available_bytes
+from posleak.models.memory import LIBRARY_BYTES, loaded_bytes
+from posleak.models.offload import is_offloaded
 from posleak.text import format_bytes
 
 from .spec import MeasureSpec
@@ -48,7 +50,6 @@ SLACK = 1.5
 
 TABLE_BYTES = 32 * 1000  # table rows of one head
 FIRST_USE_BYTES = 64 * 10**6  # allocated by libraries when they are first used, for files and for small tensors
-LIBRARY_BYTES = 500 * 10**6  # a Python process with torch and transformers imported, without weights
 
 CALIBRATION_LENGTH, LONGEST_WINDOW = 96, 1024
 """Tokens that calibration reads, and the longest sliding window that it reads past."""
@@ -175,8 +176,8 @@ def _inner_width(subject: Subject) -> int:
 
 
 def weight_bytes(subject: Subject) -> int:
-    """Return the bytes of a model's parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
+    """Return the bytes of a model's weights in memory, including the largest module that is loaded at a time."""
+    return loaded_bytes(subject.model)
 
 
 # -- the check against limits -----------------------------------------------------------------------------------------
@@ -223,6 +224,12 @@ def require_room(
     """
     free = available_bytes(subject.device)
     allowed = free if limit is None else _room(subject, limit)
+    if limit is not None and allowed < 0:
+        raise TooLargeError(
+            "the model's weights and its libraries alone exceed --max-memory", where=subject.identity.name,
+            got=f"{format_bytes(limit - allowed)} for weights and libraries", expected=f"at most {format_bytes(limit)}",
+            remedy=USE_LESS_MEMORY,
+        )  # fmt: skip
     have, need = min(free, allowed), plan.total
     if need <= have:
         return
@@ -231,6 +238,8 @@ def require_room(
         taken = format_bytes(limit - allowed)
         whose = "--max-memory allows"
         larger = f", or a larger --max-memory: the model and its libraries take {taken} of it"
+        if 2 * weight_bytes(subject) > limit:
+            larger += "; --dtype bfloat16 or --offload FOLDER leave more of it"
     shown = [format_bytes(need), format_bytes(have)]
     if shown[0] == shown[1]:
         shown = [f"{need:,} bytes", f"{have:,} bytes"]
@@ -264,7 +273,7 @@ def memory_plan(subject: Subject, spec: MeasureSpec) -> MemoryPlan:
     batch = spec.batch * sequences
     edited = [edit.weights_dtype for edit in spec.edits if edit.weights_dtype is not None]
     item = edited[-1].itemsize if edited else own
-    weights = sizes.parameters * item if edited else 0
+    weights = sizes.parameters * item if edited and not is_offloaded(subject.model) else 0  # rejected on disk
     fits = fit_bytes(spec, sizes)
     weights += fits
     # In a model without position ids, the effect of positions is read from two prompts of one repeated token each.

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from posleak.edits import NamedEdit, require_readable, unreadable
+from posleak.edits import NamedEdit, require_storable, unstorable
 from posleak.errors import NoEffectError, RunError, StorageError, warn
 from posleak.files import sole_writer
 from posleak.inputs import GivenPrompts, InputFacts, Prompts, prepare, repeat_notes
 from posleak.leakage import MIN_PROMPTS
 from posleak.models import Subject
 from posleak.models.identity import config_sha256
+from posleak.models.parallel import ALONE, Ranks
 from posleak.probe import Calibration, EditEffect, EditEffectRecorder, Motion, Observer, Placement, Plan, calibrate
 from posleak.probe.fingerprint import changed, identified
 from posleak.stopwatch import stage
@@ -113,6 +114,11 @@ class PreparedRun:
         return prompts
 
     @property
+    def split(self) -> Ranks:
+        """Return the processes that share the batches: those that hold the whole model each."""
+        return self.subject.ranks if self.subject.splits_prompts else ALONE
+
+    @property
     def _first(self) -> NDArray[np.int64]:
         """Return the first prompt [1, T]."""
         return self.prompts.batch([0])
@@ -124,9 +130,8 @@ class PreparedRun:
 
     @cached_property
     def digest(self) -> str:
-        """Return the hash of everything that determines the results; unique if the text of an edit does not describe
-        it."""
-        salt = secrets.token_hex(8) if unreadable(self.spec.edits) else ""
+        """Return the hash of everything that determines the results; unique if a record cannot hold an edit."""
+        salt = secrets.token_hex(8) if unstorable(self.spec.edits) else ""
         return digest(self.spec, self.subject.identity, self.inputs, versions(), salt)
 
     @property
@@ -156,7 +161,7 @@ class PreparedRun:
             return self._measure(None, None, calibration, progress, on_progress)
         if not fresh and (stored := self._with_stored_metrics(folder)) is not self:
             return stored.run(folder, calibration=calibration, progress=progress, on_progress=on_progress)
-        require_readable(self.spec.edits, str(folder))
+        require_storable(self.spec.edits, str(folder))
         if self.observers and not fresh and has_record(folder):
             raise RunError(
                 "the folder contains prompts that are already measured, which the observers would not receive",
@@ -237,7 +242,7 @@ class PreparedRun:
         )  # fmt: skip
         store, chunks = BatchStore(folder, self.digest, calibration.heads), []
         with self._batches_of_one_model(folder), closing(
-            resume_chunks(passes, self.prompts, self.spec.batches(), store, on_progress)
+            resume_chunks(passes, self.prompts, self.spec.batches(), store, on_progress, self.split)
         ) as measured:  # fmt: skip
             for batch, chunk in measured:
                 chunks.append(chunk)

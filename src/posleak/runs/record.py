@@ -17,6 +17,7 @@ from posleak.errors import RunError
 from posleak.files import Sealed, foreign_file_error, is_posleak_file
 from posleak.inputs import InputFacts
 from posleak.models import Identity, Subject
+from posleak.models.offload import is_offloaded
 from posleak.probe import Calibration, EditEffect, Motion, Plan, Positions
 from posleak.probe.fingerprint import fingerprint_difference
 from posleak.typed import plain
@@ -37,16 +38,24 @@ IDENTITY_FIELDS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine on which a run was measured."""
+    """The machine on which a run was measured.
+
+    offloaded   weights stayed on disk or in another memory than that of the device;  processes: number that shared work
+    """
 
     platform: str
     python: str
     device: str
     threads: int
+    offloaded: bool = False
+    processes: int = 1
 
     @classmethod
     def of(cls, subject: Subject) -> Machine:
-        return cls(platform.platform(), platform.python_version(), str(subject.device), torch.get_num_threads())
+        return cls(
+            platform.platform(), platform.python_version(), str(subject.device), torch.get_num_threads(),
+            is_offloaded(subject.model), subject.ranks.size,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import xarray as xr
 
 from posleak.arrays import read_netcdf
 from posleak.axes import HEAD, LAYER, OFFSET, PARTS, PROMPT, QUERY, SCALING
-from posleak.edits import require_readable
+from posleak.edits import require_storable
 from posleak.errors import RunError
 from posleak.files import sha256_of, sole_writer, translate_read_errors, write_atomically
 from posleak.leakage import Estimate, Summary, assemble, by_head, component, components, summarise, tidy
 from posleak.leakage.dataset import ARRAY_AXES, Chunk, require_finite
 from posleak.leakage.summary import EVEN, LEADING, Decomposition, Products
 from posleak.metrics import Meters, Metrics, make_meters
+from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate
-from posleak.show.words import compact_html
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -76,7 +76,7 @@ class Run:
     def save(self, folder: str | Path) -> Run:
         """Write the run as `measure(out=…)` does, into a folder without a run; return the run with its new path."""
         place = Path(folder)
-        require_readable(self.record.spec.edits, str(place))
+        require_storable(self.record.spec.edits, str(place))
         if self.record.finished is None:
             raise _unfinished(place if self.path is None else self.path, self.record)
         with sole_writer(place):

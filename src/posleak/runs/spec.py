@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from posleak.inputs import GivenPrompts, Inputs, is_source_name, parse, read_giv
 from posleak.inputs.bodies import SEED_LIMIT
 from posleak.metrics import parse_metrics
 from posleak.models import AnyModel, Subject, subject_of
+from posleak.models.memory import parse_bytes as parse_bytes
 from posleak.probe import Plan, default_plan
 from posleak.probe.plan import DEFAULT_ORIGIN, MAX_DENSITY
 from posleak.typed import plain
@@ -40,7 +40,8 @@ class MeasureSpec:
     length    tokens per prompt;  prompts: number of prompts;  seed: random seed for the prompts
     batch     prompts per forward pass; 0: about TOKENS_AT_ONCE tokens
     density   factor on the numbers of sampled rows;  origin: number of leading tokens treated as the origin
-    edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts
+    edits     objects or texts; stored as objects in the order in which they are applied. In JSON they are texts, or
+              the class and the fields of an object
     metrics   names of metrics of other papers;  loss: also compute the next-token loss at the sampled positions
     """
 
@@ -105,8 +106,9 @@ class MeasureSpec:
         return tuple(edit.text for edit in self.edits)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, with edits as texts."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"edits": self.edit_texts}
+        """Return the fields for JSON, with edits as records hold them."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return own | {"edits": [edit.stored for edit in self.edits]}
 
     @property
     def borrowed(self) -> int:
@@ -147,6 +149,7 @@ def resolve_request(
     prompts: int | None,
     default_length: int = LENGTH,
     bos: str | int = "auto",
+    max_memory: str | int | None = None,
     **more: Any,
 ) -> tuple[Subject, MeasureSpec, GivenPrompts | None]:
     """Resolve the arguments of `measure`, `trace`, `claims` or `advise`.
@@ -155,14 +158,15 @@ def resolve_request(
     without the model is rejected before it is loaded.
 
     default_length   length of the prompts that posleak makes, if `length` is None
+    max_memory       memory limit of the process, for a model that is loaded here
     more             further fields of MeasureSpec
     """
     if isinstance(inputs, str) and is_source_name(inputs):
         tokens, count = default_length if length is None else length, PROMPTS if prompts is None else prompts
         spec = MeasureSpec(inputs, bos, tokens, count, **more)
         spec.require_effect()
-        return subject_of(subject), spec, None
-    loaded = subject_of(subject)
+        return subject_of(subject, max_memory), spec, None
+    loaded = subject_of(subject, max_memory)
     given = read_given(loaded, inputs, length=length, prompts=prompts, bos=bos)
     count, tokens = given.table.shape
     return loaded, MeasureSpec(GIVEN, bos, tokens, count, **more), given
@@ -192,20 +196,3 @@ def require_between(name: str, value: int, least: int, most: int = MAX_COUNT, *,
 def batches(prompts: int, batch: int) -> list[range]:
     """Return consecutive ranges of at most `batch` prompts."""
     return [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
-
-
-DECIMAL_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-def parse_bytes(text: str | int | None) -> int | None:
-    """Return `8GB`, `500MB` or `2GiB` in bytes; an integer is bytes already, and None means no limit."""
-    if text is None or type(text) is int:
-        return text
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
-    if match is None or (match[3] and not match[2]):
-        raise InputError(
-            "not an amount of memory", where="--max-memory", got=f"{text!r:.80}",
-            expected="a number with a unit, like 8GB",
-        )  # fmt: skip
-    return int(float(match[1]) * (BINARY_UNITS if match[3] else DECIMAL_UNITS)[match[2]])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
+    from .estimates import HasInterval
 
 LIGHT = {
     "total": "#40474e", "mask": "#0072b2", "drift": "#e69f00", "sink": "#009e73", "residual": "#a05a00",
@@ -55,7 +55,7 @@ def style_sheet() -> str:
     return themes + "\n".join(uses) + "\n"
 
 
-def power_range(powers: Mapping[str, Estimate], names: Iterable[str]) -> list[float]:
+def power_range(powers: Mapping[str, HasInterval], names: Iterable[str]) -> list[float]:
     """Return the range of an axis that fits the values; bands that are much wider are cut off."""
     import numpy as np  # not needed by the commands that only use the colours
 

@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
-    from posleak.metrics.agreement import RankAgreement
+    from .estimates import HasEnds, HasInterval
 
 NAN = "–"
 
@@ -51,14 +50,14 @@ def shown(value: Any, unit: str = "") -> str:
     return f"×{number(value)}" if unit == "times" and not math.isnan(value) else number(value)
 
 
-def interval(estimate: Estimate | RankAgreement, unit: str = "") -> str:
+def interval(estimate: HasEnds, unit: str = "") -> str:
     """Return `(20% … 41%)`, or an empty string if there is no interval."""
     if math.isnan(estimate.low) or math.isnan(estimate.high):
         return ""
     return f"({shown(estimate.low, unit)} … {shown(estimate.high, unit)})"
 
 
-def estimate(estimate: Estimate, unit: str = "") -> str:
+def estimate(estimate: HasInterval, unit: str = "") -> str:
     """Return a value with its interval: `0.31 (0.2 … 0.41)`, or `31% (20% … 41%)`.
 
     estimate    a value with its interval
@@ -67,18 +66,25 @@ def estimate(estimate: Estimate, unit: str = "") -> str:
     return f"{shown(estimate.value, unit)} {interval(estimate, unit)}".strip()
 
 
-def excludes_zero(estimate: Estimate) -> bool:
+def excludes_zero(estimate: HasInterval) -> bool:
     """Return whether the interval does not contain 0."""
     return bool(estimate.low > 0 or estimate.high < 0)
 
 
-def formatted(estimate: Estimate, form: str) -> str:
+def formatted(estimate: HasInterval, form: str) -> str:
     """Return value and interval in a format such as `.2f`: `0.31 (0.20…0.41)`."""
     if math.isnan(estimate.value):
         return NAN
     if math.isnan(estimate.low):
         return format(estimate.value, form)
     return f"{estimate.value:{form}} ({estimate.low:{form}}…{estimate.high:{form}})"
+
+
+def scientific(value: float | None) -> str:
+    """Return a number with two digits and an exponent."""
+    if value is None or math.isnan(value):
+        return NAN
+    return f"{value:.1e}" if value else "0"
 
 
 def unit_label(unit: str) -> str:
@@ -90,7 +96,7 @@ REMOVED = "share removed"
 """The unit of 1 − power after / power before."""
 
 
-def effect(estimate: Estimate, unit: str) -> tuple[str, str]:
+def effect(estimate: HasInterval, unit: str) -> tuple[str, str]:
     """Return the effect of a claim in two pieces, the value and the rest: `39%` and `(22% … 50%) removed`.
 
     A power that more than doubled is given as a factor, since `−1839% removed` is hard to read.

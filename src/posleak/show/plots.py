@@ -24,10 +24,9 @@ from posleak.files import write_atomically
 from .colours import LIGHT, LINE, power_range
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
-    from posleak.leakage.summary import Decomposition
+    from .estimates import HasInterval, HasShares
 
-    Powers = tuple[Mapping[str, Estimate], Sequence[str]]
+    Powers = tuple[Mapping[str, HasInterval], Sequence[str]]
 
 STYLE: Any = {
     "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.titlesize": 9,
@@ -85,7 +84,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = (WIDTH, 4.
 
 
 def depth(
-    figure: Figure, numbers: Decomposition, sink_attention: Estimate, parts: Sequence[str], x: Array, title: str
+    figure: Figure, numbers: HasShares, sink_attention: HasInterval, parts: Sequence[str], x: Array, title: str
 ) -> None:  # fmt: skip
     """Draw powers by layer above stabilisation and attention to position 0; x: coordinates of the layers."""
     rows = figure.add_gridspec(2, 1, height_ratios=[3, 2])
@@ -110,7 +109,7 @@ def both(figure: Figure, sources: Powers, parts: Powers, x: Array, title: str) -
     below.set(xlabel="layer", ylabel="by part, nats²")
 
 
-def powers(axes: Axes, estimates: Mapping[str, Estimate], names: Sequence[str], x: Array) -> None:
+def powers(axes: Axes, estimates: Mapping[str, HasInterval], names: Sequence[str], x: Array) -> None:
     """Draw several components by layer."""
     for name in names:
         band(axes, estimates[name], LIGHT[name], x, name)
@@ -120,7 +119,7 @@ def powers(axes: Axes, estimates: Mapping[str, Estimate], names: Sequence[str], 
 
 
 def band(
-    axes: Axes, estimate: Estimate, colour: str, x: Array, label: str | None = None, no_effect: float = 0.0
+    axes: Axes, estimate: HasInterval, colour: str, x: Array, label: str | None = None, no_effect: float = 0.0
 ) -> None:  # fmt: skip
     """Draw one quantity by layer, with its interval."""
     value, low, high = estimate.value, estimate.low, estimate.high
@@ -137,7 +136,7 @@ def as_text(text: str) -> str:
     return re.sub(r"([$\\])", r"\\\1", "".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
-def trade(figure: Figure, points: Sequence[tuple[str, str, Estimate, Estimate]], title: str) -> None:
+def trade(figure: Figure, points: Sequence[tuple[str, str, HasInterval, HasInterval]], title: str) -> None:
     """Draw change of leakage against change of loss, with intervals; a point is (name, group, leakage, loss).
 
     Points are numbered, and the legend lists their names. Both axes are linear around 0 and logarithmic beyond the

@@ -19,8 +19,7 @@ from .lines import Prose, longest_line, longest_piece, prose
 from .numbers import NAN, percent, short
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
-    from posleak.leakage.summary import Decomposition
+    from .estimates import HasInterval, HasShares
 
 BAR = 8
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -174,23 +173,23 @@ def table(
     return FittedTable(columns, gap, title)
 
 
-def parts_of(numbers: Decomposition) -> tuple[str, ...]:
+def parts_of(numbers: HasShares) -> tuple[str, ...]:
     """Return mask, drift and sink, and scaling if the model scales its queries by position."""
     return (*PARTS, SCALING) if SCALING in numbers.share else PARTS
 
 
-def cell(estimate: Estimate, component: str = "") -> TableCell:
+def cell(estimate: HasInterval, component: str = "") -> TableCell:
     """Return value and interval; a dash if the value is not defined."""
     style = "" if component == "total" else LIGHT.get(component, "")
     return _cell(estimate, short(estimate.value).rjust(4), f"{short(estimate.low)}–{short(estimate.high)}", style)
 
 
-def share(estimate: Estimate) -> TableCell:
+def share(estimate: HasInterval) -> TableCell:
     """Return a share and its interval in percent; a dash if the share is not defined."""
     return _cell(estimate, percent(estimate.value), f"{percent(estimate.low)}…{percent(estimate.high)}")
 
 
-def _cell(estimate: Estimate, value: str, interval: str, style: str = "") -> TableCell:
+def _cell(estimate: HasInterval, value: str, interval: str, style: str = "") -> TableCell:
     if math.isnan(estimate.value):
         return TableCell(Text(NAN, style="dim"))
     return TableCell(Text(value, style=style), "" if math.isnan(estimate.low) else interval)

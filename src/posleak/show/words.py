@@ -1,21 +1,15 @@
-"""Sentences and names that the terminal and the page share, and a compact view for notebooks."""
+"""Sentences and names that the terminal, the page and notebooks share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from html import escape
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from posleak.axes import EARLY
-from posleak.text import visible
-
-from .colours import GLYPHS, LIGHT
-from .numbers import interval, number, percent
+from posleak.axes import EARLY, MIN_PROMPTS
 
 if TYPE_CHECKING:
-    from posleak.leakage import Estimate
-    from posleak.leakage.summary import Decomposition
+    from .estimates import HasInterval, HasShares
 
 SOURCES = {
     "state": "the state that other layers than attention carry",
@@ -41,21 +35,19 @@ MARKS = {"supported": "✓", "contradicted": "✗", "inconclusive": "?", "not ap
 """The marks of verdicts."""
 
 
-def lead(shares: Mapping[str, Estimate]) -> str:
+def lead(shares: Mapping[str, HasInterval]) -> str:
     """Return the predicate of the answer: the largest source or part, if the intervals support it."""
     if "here" in shares:
         return _lead(shares, SOURCES, "gets absolute position", "from")
     return _lead(shares, READ, "leaks absolute position", "through")
 
 
-def evenly(numbers: Decomposition, names: Collection[str]) -> Decomposition | None:
+def evenly(numbers: HasShares, names: Collection[str]) -> HasShares | None:
     """Return the evenly weighted decomposition of one cell if it leads to another conclusion about these shares."""
     return numbers.even if numbers.disagreement(names) else None
 
 
-def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str, by: str) -> str:
-    from posleak.leakage.sampled import MIN_PROMPTS
-
+def _lead(shares: Mapping[str, HasInterval], names: Mapping[str, str], begins: str, by: str) -> str:
     shares = {name: shares[name] for name in names if name in shares}
     if any(math.isnan(share.value) for share in shares.values()):
         return "shows no significant leakage of absolute position"
@@ -78,45 +70,3 @@ def _lead(shares: Mapping[str, Estimate], names: Mapping[str, str], begins: str,
     clear = [names[name] for name in (first, *level) if ends[name][0] > 0]
     unclear = [f"possibly {names[name]}" for name in level if ends[name][0] <= 0]
     return f"{begins} {by} {' and '.join([*clear, *unclear])}, with no significantly largest share"
-
-
-def compact_html(
-    name: str, facts: Iterable[str], numbers: Mapping[str, Decomposition], names: Collection[str] = tuple(GLYPHS)
-) -> str:
-    """Return a heading, and a bar and a row of shares with intervals for early and for all queries.
-
-    names: the shares to show. Evenly weighted shares follow where they lead to another conclusion.
-    """
-    rows = "".join(
-        _row(queries + label, shown, names)
-        for queries, decomposition in numbers.items()
-        for label, shown in (("", decomposition), (", evenly weighted", evenly(decomposition, names)))
-        if shown is not None
-    )
-    return (
-        f"<div><b>{escape(visible(name))}</b>: shares of position leakage<br>"
-        f"<small>{escape(visible(' · '.join(facts)))}</small><table>{rows}</table></div>"
-    )
-
-
-def _row(label: str, numbers: Decomposition, names: Iterable[str]) -> str:
-    """Return a bar of the positive shares, each share and the total as a row of an HTML table."""
-    shares = {name: numbers.share[name] for name in names if name in numbers.share}
-    sizes = {name: 0.0 if math.isnan(share.value) else max(float(share.value), 0.0) for name, share in shares.items()}
-    whole = sum(sizes.values()) or 1.0
-    bar = "".join(
-        f"<span style='display:inline-block;height:12px;width:{120 * size / whole:.0f}px;"
-        f"background:{LIGHT[name]}'></span>"
-        for name, size in sizes.items()
-    )
-    texts = (
-        f"{name} n.s." if math.isnan(share.value)
-        else f"{name} <b>{percent(share.value)}</b> <small>{interval(share, 'share')}</small>"
-        for name, share in shares.items()
-    )  # fmt: skip
-    cells = "".join(f"<td style='text-align:left'>{text}</td>" for text in texts)
-    return (
-        f"<tr><td style='text-align:left'>{label}</td>"
-        f"<td><span style='white-space:nowrap;font-size:0'>{bar}</span></td>"
-        f"{cells}<td>{number(numbers.power['total'].value)} nats²</td></tr>"
-    )

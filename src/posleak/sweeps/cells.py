@@ -26,9 +26,11 @@ from posleak.errors import InputError, PosleakError, did_you_mean
 from posleak.files import read_regular
 from posleak.inputs.corpus import STDLIB
 from posleak.models import builtin, pretrained
+from posleak.models.adapters import Adapter, is_adapter
+from posleak.models.memory import LIBRARY_BYTES
 from posleak.models.sources import snapshot_folder, split_revision
 from posleak.probe.plan import DEFAULT_ORIGIN
-from posleak.runs.memory import LIBRARY_BYTES, ROW_COPIES, ModelSizes, fit_bytes
+from posleak.runs.memory import ROW_COPIES, ModelSizes, fit_bytes
 from posleak.runs.software import COMPUTED_WITH, measurement_hash, slug, versions
 from posleak.runs.spec import MeasureSpec
 from posleak.typed import from_json
@@ -294,7 +296,8 @@ def _folder(model: str) -> Path | None:
         return builtin.shipped_folder(text)
     path = Path(text).expanduser()
     if path.is_dir():
-        return snapshot_folder(path, revision)
+        folder = snapshot_folder(path, revision)
+        return _folder(Adapter.read(folder, allow_pickle=True).base_of(None)) if is_adapter(folder) else folder
     if path.exists() or text.count("/") > 1:
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -281,7 +281,7 @@ def advise(
     Example: `posleak.advise("smollm2-135m", groups="window").sentences`
     """
     own = of_edits([edits] if isinstance(edits, str) else edits)
-    who = subject_of(subject)
+    who = subject_of(subject, max_memory)
     if who.tokenizer is None and isinstance(inputs, str) and inputs.startswith("text:"):
         raise InputError(
             "the cost of a setting is its loss on text, which needs a tokenizer, and the model has none",

@@ -28,6 +28,7 @@ from posleak.files import Sealed
 from posleak.inputs import InputFacts, Inputs, is_source_name, repeat_notes
 from posleak.leakage import Estimate
 from posleak.models import AnyModel
+from posleak.models.parallel import require_whole_model
 from posleak.probe.interface import computes_own_attention
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
@@ -241,6 +242,7 @@ def circuit_of(conditions: Conditions, method: str = GRADIENTS, nodes: int = NOD
 
     Call it inside `conditions.writing()`.
     """
+    require_whole_model(conditions.subject.model, "a circuit")
     count, available = conditions.spec.prompts, conditions.tokens.available
     if available is not None and available < 2 * count:
         raise InputError(

@@ -14,6 +14,7 @@ from posleak.edits import parse_edits
 from posleak.errors import CheckError, UnsupportedError
 from posleak.inputs import Prompts, bos_outside_vocabulary, prepare
 from posleak.models import AnyModel, Subject, exclusive, subject_of
+from posleak.models.offload import is_offloaded
 from posleak.probe import Calibration, Motion, Plan, Positions, calibrate, default_plan, relative_difference
 from posleak.probe.attachment import takes_positions
 from posleak.probe.fingerprint import changed, identified
@@ -23,6 +24,8 @@ from posleak.rounding import AGREE, computed_in
 from posleak.runs.memory import MemoryPlan, ModelSizes, describe_prompts, fit_batch
 from posleak.runs.notes import beyond_context
 from posleak.runs.spec import MeasureSpec, parse_bytes, require_between
+from posleak.show.notebook import html_table
+from posleak.show.numbers import scientific
 from posleak.signatures import checked
 from posleak.text import visible
 from posleak.typed import plain
@@ -80,6 +83,16 @@ class Diagnosis:
         outcome = f"failed: {', '.join(failed)}" if failed else f"all {len(self.checks)} checks passed"
         return f"Diagnosis({visible(self.model)}: {self.prompts} prompts of {self.length} tokens; {outcome})"
 
+    def _repr_html_(self) -> str:
+        """Return the verdict and a table of all checks, for notebooks."""
+        facts = [describe_prompts(self.prompts, self.length), f"positions: {self.positions}", self.first_token]
+        rows = (
+            (check.mark, check.id, scientific(check.value), scientific(check.bound), check.unit, check.why)
+            for check in self.checks
+        )
+        titles = ("", "check", "value", "bound", "unit", "why")
+        return html_table(self.model, self.sentence, filter(None, facts), rows, titles, self.notes)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of `posleak doctor --json` (docs/json.md)."""
         verdict = {"ok": self.ok, "verdict": self.verdict, "sentence": self.sentence}
@@ -124,7 +137,7 @@ def doctor(
     Example: `posleak.doctor("smollm2-135m").verdict`
     """
     require_between("prompts", prompts, FEW, why="independence of the batch can only be checked with a second prompt")
-    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    who, on_status = identified(subject_of(subject, max_memory)), progress or (lambda line: None)
     plan = default_plan(doctor_length(who) if length is None else length)
     long = beyond_context(who, MeasureSpec(length=plan.length, prompts=prompts))
     prompts_text = describe_prompts(prompts, plan.length)
@@ -151,7 +164,8 @@ def doctor_plan(subject: Subject, plan: Plan, prompts: int, batch: int, *, short
     """
     sizes, item, T = ModelSizes.of(subject), subject.dtype.itemsize, plan.length + PADDING
     whole = sizes.states(FEW * T, item) + sizes.eager(FEW, T, item)
-    copies = 0 if short else sizes.parameters * (2 if item == 4 else 4)  # rounded weights, next to the model's own
+    rounded = not short and not is_offloaded(subject.model)
+    copies = sizes.parameters * (2 if item == 4 else 4) if rounded else 0  # next to the model's own weights
     return MemoryPlan(
         activations=max(
             sizes.forward(batch * T, item) + sizes.own_pairs(batch, T, item),

@@ -29,10 +29,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posleak.arrays import Array
+from posleak.edits.heads import concatenated, is_output
 from posleak.leakage import Estimate, Jackknife, Sampled
 from posleak.models import input_device
 from posleak.models.hold import exclusive
 from posleak.models.identity import module_device
+from posleak.models.parallel import require_whole_model
 from posleak.probe import Call, attach
 from posleak.rounding import AFFINE
 from posleak.typed import Number
@@ -119,23 +121,23 @@ class _ProjectionFinder:
     calls: list[_ObservedCall] = field(default_factory=list)
 
     def observe(self, call: Call, out: Float[Tensor, "B H T Ev"]) -> None:
-        self.calls.append(_ObservedCall(call.layer, out.transpose(1, 2).flatten(2), (out.shape[1], out.shape[3])))
+        self.calls.append(_ObservedCall(call.layer, concatenated(out), (out.shape[1], out.shape[3])))
 
     def hook(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.calls or not args or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
             return
-        call, x, whole = self.calls[-1], args[0], self.calls[-1].returned
+        call, x = self.calls[-1], args[0]
         if x.shape == output.shape and torch.equal(x, output):
             return
-        same_size = x.numel() == whole.numel() and x.shape[-1] == whole.shape[-1]  # however the leading axes are split
         if any(x.data_ptr() == y.data_ptr() and x.shape == y.shape for _, _, y in call.takers):
             call.after.append((x, output))
-        elif len(args) == 1 and same_size and torch.equal(x.reshape(whole.shape), whole):
+        elif len(args) == 1 and is_output(x, call.returned):
             call.takers.append((module, x, output))
 
 
 def projections(model: PreTrainedModel, ids: Int[Tensor, "B T"]) -> tuple[Projection, ...]:
     """Return the output projection of every attention call of a forward pass; short prompts are enough."""
+    require_whole_model(model, "the output projection of each head")
     finder = _ProjectionFinder()
     with exclusive(model):
         with attach(model, [finder]) as probe, hooked(model.modules(), finder.hook):

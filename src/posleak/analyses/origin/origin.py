@@ -134,7 +134,7 @@ def origin(
     require_between("prompts", prompts, 3, why=why)
     require_between("tokens", tokens, 2, why="cosines among first tokens need at least one pair")
     require_between("batch", batch, 0)
-    who, on_status = identified(subject_of(subject)), progress or (lambda line: None)
+    who, on_status = identified(subject_of(subject, max_memory)), progress or (lambda line: None)
     long = beyond_context(who, MeasureSpec(length=length, prompts=prompts))
     at_once = fit_batch(
         who, lambda at_once: origin_plan(who, plan, prompts, min(tokens, who.vocab_size), at_once),

@@ -45,8 +45,8 @@ from posleak.runs.conditions import Conditions, condition_folder
 from posleak.runs.folder import RECORD_FILE
 from posleak.runs.record import is_finished
 from posleak.runs.run import Run, describe_run, flat_numbers
+from posleak.show.notebook import compact_html
 from posleak.show.numbers import estimate, excludes_zero
-from posleak.show.words import compact_html
 from posleak.signatures import checked
 from posleak.typed import plain
 
@@ -201,7 +201,7 @@ class Trace:
 
     def _averaged(self, axes: tuple[int, ...]) -> dict[str, Decomposition]:
         return {
-            queries: Decomposition.of(products.averaged(axes) if axes else products, Jackknife(self.ordinary.prompts))
+            queries: Decomposition.of(products.averaged(axes), Jackknife(self.ordinary.prompts))
             for queries, products in self.products.items()
         }
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from posleak.show.lines import Prose, prose
-from posleak.show.numbers import NAN, formatted, size
+from posleak.show.numbers import formatted, scientific, size
 from posleak.show.terminal import Column, FittedTable, TableCell, spark, table
 
 if TYPE_CHECKING:
@@ -170,15 +170,9 @@ def doctor_tables(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     checks = table(("", "check", "value", "bound", "unit", "why"), right=("value", "bound"), wrap=("unit", "why"))
     for check in diagnosis.checks:
         mark = Text(check.mark, style="dim" if check.bound is None else VERDICT_STYLES[check.verdict.value])
-        checks.add_row(mark, check.id, _scientific(check.value), _scientific(check.bound), check.unit, check.why)
+        checks.add_row(mark, check.id, scientific(check.value), scientific(check.bound), check.unit, check.why)
     yield checks
     for note in diagnosis.notes:
         yield prose(f"note: {note}", style="yellow")
     marks = {check.mark for check in diagnosis.checks}
     yield prose("  ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks), style="dim")
-
-
-def _scientific(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return NAN
-    return f"{value:.1e}" if value else "0"

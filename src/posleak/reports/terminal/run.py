@@ -19,10 +19,11 @@ from posleak.show.words import QUERIES, SOURCES, evenly
 
 if TYPE_CHECKING:
     from posleak.analyses.trace.trace import Trace
-    from posleak.leakage import Estimate, Summary
+    from posleak.leakage import Summary
     from posleak.leakage.summary import Decomposition
     from posleak.metrics import Metrics
     from posleak.runs.run import Run
+    from posleak.show.estimates import HasInterval
 
 NORM = "powers weighted by the attention of late queries; evenly weighted ones: --json"
 
@@ -107,7 +108,7 @@ def shares_lines(model: Mapping[str, Decomposition], names: Collection[str], pro
             yield shares_line(label, {name: numbers.share[name] for name in names}, prompts)
 
 
-def shares_line(label: str, shares: dict[str, Estimate], prompts: int) -> Prose:
+def shares_line(label: str, shares: Mapping[str, HasInterval], prompts: int) -> Prose:
     """Return `label   mask 31% (20%…41%)  drift …  n=16`."""
     parts = []
     for name, share in shares.items():
