@@ -14,7 +14,8 @@ FLAGS = ("trust-remote-code", "allow-pickle", "verify", "fresh", "loss", "by-lay
 OPTIONS = (
     "inputs", "bos", "length", "prompts", "batch", "seed", "origin", "density", "edit", "metrics", "out", "max-memory",
     "device", "dtype", "device-map", "revision", "tokenizer", "donor", "rank", "nodes", "tokens", "paper", "try",
-    "model", "by", "adapter", "base", "offload", "parallel", "engine", "address", "workers", "retries", "assets", "page",
+    "model", "by", "adapter", "base", "offload", "parallel", "engine", "address", "workers", "retries", "assets",
+    "page",
 )  # fmt: skip
 """Options with a value that are parameters of public functions; others are shown as they are."""
 RENAMED = {"edit": "edits", "try": "groups", "model": "models"}
