@@ -28,8 +28,6 @@ from support.inputs_subject import word_tokenizer
 from support.models_tiny import save, small_model
 from support.runs_tiny import assert_same_bits
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of peft
-
 SHORT: dict[str, Any] = {"length": 32, "prompts": 4}
 ROUNDING = 1e-5
 """Of nats: a merged matrix rounds in another order than a matrix and its update."""

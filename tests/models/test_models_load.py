@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from posleak.errors import ModelError, PosleakWarning, TooLargeError
 from posleak.models import Subject, load, memory, pretrained
 from support.errors import raises
+from support.inputs_subject import word_tokenizer
 from support.models_tiny import edit_config, logits, save, small_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -262,11 +264,11 @@ def test_hub_cache_loads_as_a_folder(tmp_path: Path, cache: Path) -> None:
         load(repo, revision="v9", cache=cache)
 
 
-def run_offline(name: str, hub: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Load by hub id in a process of its own: huggingface_hub reads its environment when it is imported."""
+def run_offline(call: str, hub: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """Load with these arguments, as code, in a process of its own: huggingface_hub reads its environment when it is imported."""
     code = (
         "import json, posleak.models as m; from posleak.typed import plain\n"
-        f"print(json.dumps(plain(m.load({name!r}).identity)))"
+        f"print(json.dumps(plain(m.load({call}).identity)))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub), "POSLEAK_CACHE": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -275,16 +277,43 @@ def run_offline(name: str, hub: Path, cache: Path) -> subprocess.CompletedProces
 
 def test_hub_id_loads_offline_from_the_hub_cache(tmp_path: Path, cache: Path) -> None:
     hub_layout(tmp_path / "hub")
-    assert run_offline("some-org/tiny-llama@other", tmp_path / "hub", cache).returncode != 0
-    done = run_offline("some-org/tiny-llama@main", tmp_path / "hub", cache)
+    assert run_offline("'some-org/tiny-llama@other'", tmp_path / "hub", cache).returncode != 0
+    done = run_offline("'some-org/tiny-llama@main'", tmp_path / "hub", cache)
     assert done.returncode == 0, done.stderr
     identity = json.loads(done.stdout)
     assert (identity["source"], identity["revision"], identity["licence"]) == ("hub", COMMIT, "mit")
     assert done.stderr == ""  # no bars, no tables
 
 
+def test_adapters_and_tokenizers_load_by_hub_id(tmp_path: Path, cache: Path) -> None:
+    """The adapter has a revision of its own; its base model is a hub id too."""
+    hub = tmp_path / "hub"
+    model = hub_layout(hub) / "snapshots" / COMMIT
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted: Any = peft.get_peft_model(small_model(), config)
+    adapted.peft_config["default"].base_model_name_or_path = "some-org/tiny-llama"
+    commit = COMMIT[::-1]
+    adapted.save_pretrained(str(hub / "models--some-org--french" / "snapshots" / commit))
+    (hub / "models--some-org--french" / "refs").mkdir()
+    (hub / "models--some-org--french" / "refs" / "main").write_text(commit)
+    word_tokenizer().save_pretrained(model)
+    for call in (
+        "'some-org/french'",
+        "'some-org/tiny-llama@main', adapter='some-org/french', tokenizer='some-org/tiny-llama'",
+    ):
+        done = run_offline(call, hub, cache)
+        assert done.returncode == 0, done.stderr
+        identity = json.loads(done.stdout)
+        assert identity["name"] in (
+            "some-org/tiny-llama + some-org/french",
+            "some-org/tiny-llama@main + some-org/french",
+        )
+        assert identity["adapters"][0].startswith("some-org_french, sha256 ")
+        assert (identity["revision"], identity["bos"]["tokenizer_id"] is None) == (COMMIT, False)
+
+
 def test_unknown_name_suggests_the_nearest(tmp_path: Path, cache: Path) -> None:
-    done = run_offline("smolm2-135m", tmp_path / "hub", cache)
+    done = run_offline("'smolm2-135m'", tmp_path / "hub", cache)
     assert done.returncode != 0
     assert "did you mean 'smollm2-135m'" in done.stderr
     assert "HF_HUB_OFFLINE" in done.stderr

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "forms.md"
 ROUNDING = 1e-4
 """Of log-attention in nats: forms of the same function sum in another order."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def titled(form: Form) -> str:

@@ -67,9 +67,15 @@ class Adapter:
         return cls(folder, method, names[0], base if isinstance(base, str) and base else None)
 
     @property
+    def title(self) -> str:
+        """The name of its folder, or its hub id."""
+        cached = self.folder.parent.parent.name if self.folder.parent.name == "snapshots" else ""
+        return cached.removeprefix("models--").replace("--", "/") or self.folder.name
+
+    @property
     def name(self) -> str:
         """The name of the adapter inside the model; module names cannot contain dots."""
-        return re.sub(r"[^\w-]", "_", self.folder.name) or "adapter"
+        return re.sub(r"[^\w-]", "_", self.title) or "adapter"
 
     @property
     def sha256(self) -> str:

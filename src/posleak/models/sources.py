@@ -200,20 +200,20 @@ def _hub(name: str, options: LoadOptions, target: Target) -> LocatedModel:
     code = ["*.py"] if trusted else []
     first = _download(name, options.revision, ["config.json", adapters.CONFIG_FILE, *code])
     if not (first / "config.json").is_file() and (first / adapters.CONFIG_FILE).is_file():
-        return LocatedModel(locate_adapter(name, options), "hub", revision=first.name)
+        return LocatedModel(locate_adapter(name, options, options.revision), "hub", revision=first.name)
     target.require_fit(configs.read_config(first, trust_remote_code=trusted), name, trusted)
     pickles = ["*.bin"] if options.allow_pickle else []
     folder = _download(name, options.revision, [*HUB_PATTERNS, *pickles, *code])
     return LocatedModel(folder, "hub", revision=folder.name, licence=_licence(folder))
 
 
-def locate_adapter(name: str, options: LoadOptions) -> Path:
-    """Return the folder of an adapter: a folder, or a hub id with an optional revision, which is downloaded."""
+def locate_adapter(name: str, options: LoadOptions, revision: str | None = None) -> Path:
+    """Return the folder of an adapter: a folder, or a hub id, optionally with its revision, which is downloaded."""
     if (path := existing_path(name)) is not None:
         return path
-    text, revision = split_revision(name)
+    text, pinned = split_revision(name)
     pickles = [adapters.PICKLE] if options.allow_pickle else []
-    return _download(text, revision or options.revision, [adapters.CONFIG_FILE, adapters.SAFETENSORS, *pickles])
+    return _download(text, pinned or revision, [adapters.CONFIG_FILE, adapters.SAFETENSORS, *pickles])
 
 
 def locate_tokenizer(name: str, options: LoadOptions) -> Path:

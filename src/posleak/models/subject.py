@@ -394,7 +394,7 @@ def _read(
     if located.record is not None:
         caching.require_hashes(folder, located.record, confirmed)
     provenance = Provenance(
-        name=" + ".join([name, *(adapter.folder.name for adapter in adapters)]),
+        name=" + ".join([name, *(adapter.title for adapter in adapters)]),
         source=located.source,
         weights_sha256=hashing.joined_sha256(confirmed),
         checksum=checksum,
