@@ -265,7 +265,7 @@ def test_hub_cache_loads_as_a_folder(tmp_path: Path, cache: Path) -> None:
 
 
 def run_offline(call: str, hub: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Load with these arguments, as code, in a process of its own: huggingface_hub reads its environment when it is imported."""
+    """Load with these arguments, as code, in another process: huggingface_hub reads its environment when imported."""
     code = (
         "import json, posleak.models as m; from posleak.typed import plain\n"
         f"print(json.dumps(plain(m.load({call}).identity)))"
@@ -285,6 +285,7 @@ def test_hub_id_loads_offline_from_the_hub_cache(tmp_path: Path, cache: Path) ->
     assert done.stderr == ""  # no bars, no tables
 
 
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # peft, when it saves the adapter
 def test_adapters_and_tokenizers_load_by_hub_id(tmp_path: Path, cache: Path) -> None:
     """The adapter has a revision of its own; its base model is a hub id too."""
     hub = tmp_path / "hub"
