@@ -35,6 +35,11 @@ PACKAGES = {
 MODULES = {"amd-quark": "quark", "optimum-quanto": "optimum.quanto"}
 """Modules whose names differ from those of their packages by more than a hyphen."""
 
+KERNEL_REMEDY = (
+    "install the package that the message names, load the checkpoint in the dtype in which it was saved (--dtype), or "
+    "load the unquantised weights: some kernels need a GPU"
+)
+
 NAMES = {"awq": "AWQ", "gptq": "GPTQ"}
 BITS = ("bits", "w_bit", "nbits", "num_bits", "weight_bits")
 GROUP = ("group_size", "q_group_size", "weight_block_size")
@@ -205,25 +210,27 @@ def _is_dense(layer: torch.nn.Module) -> bool:
     return weight is not None and weight.is_floating_point() and not hashing.is_packed(weight)
 
 
-def require_convertible(model: torch.nn.Module, dtype: torch.dtype, where: str) -> None:
-    """Reject a conversion of the parameters to a dtype in which packed weights do not compute.
+def require_convertible(
+    model: torch.nn.Module, dtype: torch.dtype | None, where: str, remedy: str = "edit the unquantised model instead"
+) -> None:
+    """Reject a conversion of the parameters to a dtype (None: no conversion) in which packed weights do not compute.
 
     Integers are not converted; wrappers such as torchao's are. One layer of each kind is tried.
     """
     import torch
 
-    kinds: dict[str | None, Any] = {_kind_of_layer(module): module for module in model.modules()}
-    for kind, layer in kinds.items():
-        weight: Any = None if kind is None else layer._parameters.get("weight")
-        if not hasattr(weight, "__tensor_flatten__") or not hasattr(layer, "in_features"):
-            continue
+    layers: list[Any] = [module for module in (model.modules() if dtype else ()) if hasattr(module, "in_features")]
+    packed = {_kind_of_layer(layer) or type(layer).__name__: layer for layer in layers if not _is_dense(layer)}
+    for kind, layer in packed.items():
+        weight: Any = layer._parameters.get("weight")
+        device = next((tensor.device for tensor in stored_tensors(layer)), None)
         try:
-            x = torch.zeros(1, layer.in_features, dtype=dtype, device=weight.device)
-            torch.nn.functional.linear(x, weight.data.to(dtype))
+            x = torch.zeros(1, 1, layer.in_features, dtype=dtype, device=device)
+            with torch.no_grad():
+                is_wrapper = hasattr(weight, "__tensor_flatten__")
+                torch.nn.functional.linear(x, weight.data.to(dtype)) if is_wrapper else layer.forward(x)
         except (RuntimeError, AssertionError) as error:
-            name = str(dtype).removeprefix("torch.")
             raise UnsupportedError(
-                f"packed weights cannot be converted: {kind} does not compute in {name}", where=where,
-                got=one_line(error) or type(error).__name__,
-                remedy="edit the unquantised model instead",
+                "packed weights cannot be converted: their kernel does not compute in "
+                + str(dtype).removeprefix("torch."), where=f"{where}, {kind}", got=one_line(error), remedy=remedy,
             ) from error  # fmt: skip

@@ -30,7 +30,7 @@ from posleak.models.adapters import Adapter, is_adapter, with_adapters
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Identity, Provenance, config_sha256, describe, input_device
 from posleak.models.parallel import ALONE, Ranks
-from posleak.models.quantisation import is_quantised
+from posleak.models.quantisation import KERNEL_REMEDY, is_quantised
 from posleak.models.sources import LoadOptions, LocatedModel
 from posleak.signatures import checked
 from posleak.text import visible
@@ -188,7 +188,7 @@ def stable_checksum(model: PreTrainedModel) -> str:
         from posleak.models.hold import exclusive
 
         ids = torch.zeros(1, 2, dtype=torch.long, device=input_device(model))
-        about = translate_errors("the model cannot be run", type(model).__name__, RUN_IN_TRANSFORMERS)
+        about = translate_errors("the quantised weights do not run here", type(model).__name__, KERNEL_REMEDY)
         with about, exclusive(model), torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return hashing.checksum(model)

@@ -29,6 +29,9 @@ BFLOAT16_ROUNDING = 2.0**-8
 """Relative rounding of bfloat16, in whose tolerance results of rounding kernels are held."""
 
 
+CUT_OFF_REMEDY = "use --rank intervene, or measure the unquantised weights"
+
+
 @dataclass(frozen=True)
 class KernelEffects:
     """Deviations of a model's linear layers, relative to their largest output.
@@ -109,7 +112,7 @@ def gradients_required(model: PreTrainedModel) -> Iterator[None]:
             raise UnsupportedError(
                 "heads cannot be ranked by gradients: the kernel of a quantised layer has no gradient",
                 where=name, got=type(layer).__name__, expected="a layer that autograd can differentiate",
-                remedy="use --rank intervene, or measure the unquantised weights",
+                remedy=CUT_OFF_REMEDY,
             )  # fmt: skip
 
     with _hooked(model, check):

@@ -96,8 +96,7 @@ class PreparedRun:
         with stage("identity"):
             subject = identified(subject)
         for edit in spec.edits:
-            if edit.weights_dtype is not None:
-                require_convertible(subject.model, edit.weights_dtype, edit.text)
+            require_convertible(subject.model, edit.weights_dtype, edit.text)
         if spec.loss:
             require_finite_logits(subject)
         caches = ({} if cache is None else cache for cache in (placement_cache, fit_cache))

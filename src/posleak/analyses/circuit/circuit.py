@@ -29,7 +29,9 @@ from posleak.inputs import InputFacts, Inputs, is_source_name, repeat_notes
 from posleak.leakage import Estimate
 from posleak.models import AnyModel
 from posleak.models.parallel import require_whole_model
+from posleak.models.quantisation import require_convertible
 from posleak.probe.interface import computes_own_attention
+from posleak.probe.kernels import CUT_OFF_REMEDY
 from posleak.probe.plan import DEFAULT_ORIGIN
 from posleak.runs.conditions import Conditions
 from posleak.runs.folder import STEPS, clear_steps, finished_step
@@ -370,6 +372,8 @@ def _writing(conditions: Conditions, study: LendingStudy, trace: Trace, method: 
     study = replace(study, passes=replace(study.passes, tokens=tokens))
     narrow = method == GRADIENTS and study.passes.subject.dtype.itemsize < 4  # gradients are computed in float32
     edits = parse_edits("dtype=float32") if narrow else ()
+    for edit in edits:
+        require_convertible(study.passes.subject.model, edit.weights_dtype, "--rank gradients", CUT_OFF_REMEDY)
 
     def ranked(indices: range) -> Ranking:
         half = replace(study, passes=replace(study.passes, indices=indices, edits=edits))
