@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from posleak.cli.commands import app
 from posleak.errors import InputError, PosleakWarning
 from posleak.models import DEFAULT_MODEL, load
 from posleak.models.memory import LIBRARY_BYTES
+from posleak.models.parallel import ALONE
 from posleak.runs.memory import memory_plan, weight_bytes
 from posleak.runs.record import read_record
 from posleak.runs.run import Run
@@ -372,8 +374,9 @@ def test_verify_reaches_the_loader(posleak: Posleak, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("posleak.models.load", load)
     posleak(command, "x", "--verify", "--dtype", "bfloat16")
-    posleak(command, "x")
-    assert asked == [{"verify": True, "dtype": "bfloat16"}, {}]
+    posleak(command, "x", "--max-memory", "8GB")
+    first, second = {"verify": True, "dtype": "bfloat16", "max_memory": None}, {"max_memory": "8GB"}
+    assert asked == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +396,7 @@ def test_a_limit_of_memory_reaches_the_library(
         asked.append(options["max_memory"])
         raise Loaded
 
-    monkeypatch.setattr("posleak.models.load", lambda *_, **__: None)
+    monkeypatch.setattr("posleak.models.load", lambda *_, **__: SimpleNamespace(ranks=ALONE))
     monkeypatch.setattr(function, work)
     posleak(*command.split(), "--max-memory", "8GB")
     posleak(*command.split())

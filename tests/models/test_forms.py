@@ -110,7 +110,7 @@ def test_adapters_are_checkpoints(base: Path, tmp_path: Path) -> None:
     [
         ({"peft_type": "PREFIX_TUNING"}, ("virtual tokens", "PREFIX_TUNING")),
         ({"peft_type": "XLORA"}, ("wrapper", "XLORA")),
-        ({"alora_invocation_tokens": [5]}, ("activated LoRA",)),
+        ({"alora_invocation_tokens": [5]}, ("certain tokens",)),
         ({"base_model_name_or_path": None}, ("base model", "with base")),
     ],
     ids=["prompt", "wrapper", "invoked", "no base"],
@@ -173,7 +173,7 @@ def test_packed_position_ids_are_refused() -> None:
     ids = torch.arange(3, 11)[None]
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     with attach(model) as probe:
-        with raises(UnsupportedError, what="packed", got="position 4"):
+        with raises(UnsupportedError, what="packed", got="0 at token 4"):
             probe.forward(ids, position_ids=packed)
         probe.forward(ids, position_ids=5 + torch.arange(8)[None])
 

@@ -80,7 +80,7 @@ def test_the_record_says_what_was_asked_of_what_with_what_and_how_it_ended(run: 
     assert record["motion"]["why"] is None
     assert record["motion"]["gap"] < record["motion"]["bound"]
     assert record["definitions_version"] == 3
-    assert set(record["machine"]) == {"platform", "python", "device", "threads"}
+    assert set(record["machine"]) == {"platform", "python", "device", "threads", "offloaded", "processes"}
     assert record["warnings"] == []
     assert record["created"] <= record["finished"]
     assert all(re.fullmatch("[0-9a-f]{64}", record["files"][name]) for name in ("results.nc", "heads.parquet"))

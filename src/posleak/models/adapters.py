@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 SAFETENSORS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
-PROMPT_METHODS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT",
-                  "CARTRIDGE")  # fmt: skip
-"""Methods of PEFT that add virtual tokens or keys: position 0 of the prompt is not the start of what is read."""
-WRAPPER_METHODS = ("XLORA", "POLY")
-"""Methods that compute in the wrapper's own forward pass, outside the modules of the base model."""
+PROMPT = "adds virtual tokens or keys before the prompt, so that positions have another meaning"
+WRAPPER = "computes outside the modules of the base model, in the forward pass of its wrapper"
+INVOKED = "is active after certain tokens only"
+REJECTED = {
+    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"), PROMPT),
+    **dict.fromkeys(("ADAPTION_PROMPT", "CARTRIDGE"), PROMPT), **dict.fromkeys(("XLORA", "POLY"), WRAPPER),
+}  # fmt: skip
+"""Methods of PEFT that do more than change modules of the base model, and what they do."""
 REMEDY = "check that the adapter belongs to this base model, and that peft is new enough for its method"
 
 
@@ -98,24 +101,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and not pretrained.weight_files(folder, allow_pickle=True)
 
 
-def require_injected(method: str, where: str, raw: dict[str, Any] | None = None) -> None:
-    """Reject adapters that change what the model reads, or that are active at some tokens only."""
-    if method in PROMPT_METHODS:
+def require_injected(method: str, where: str, settings: dict[str, Any]) -> None:
+    """Reject adapters that do more than change modules of the base model at all tokens."""
+    why = INVOKED if settings.get("alora_invocation_tokens") else REJECTED.get(method)
+    if why is not None:
         raise UnsupportedError(
-            "the adapter adds virtual tokens or keys before the prompt, so that positions have another meaning",
-            where=where, got=f"peft_type {method}", expected="an adapter that changes layers, such as LoRA",
-            remedy="measure the base model without it",
-        )  # fmt: skip
-    if method in WRAPPER_METHODS:
-        raise UnsupportedError(
-            "the adapter computes outside the modules of the base model, in the forward pass of its wrapper",
-            where=where, got=f"peft_type {method}", expected="an adapter that changes layers, such as LoRA",
-            remedy="measure the base model without it",
-        )  # fmt: skip
-    if (raw or {}).get("alora_invocation_tokens"):
-        raise UnsupportedError(
-            "the adapter is active after certain tokens only (activated LoRA)", where=where,
-            got="alora_invocation_tokens", expected="an adapter that is active at all tokens",
+            f"the adapter {why}", where=where, got=f"peft_type {method}",
+            expected="an adapter that changes layers at all tokens, such as LoRA",
             remedy="measure the base model without it",
         )  # fmt: skip
 

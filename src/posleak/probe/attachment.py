@@ -330,13 +330,13 @@ def one_stream(values: Sequence[Any]) -> Float[Tensor, "B T W"] | None:
 
 
 def _reject_packed(model: PreTrainedModel, positions: Int[Tensor, "#B T"] | None) -> None:
-    """Reject position ids that start again: several documents in one row, whose masks transformers would separate."""
-    if positions is None or not bool((restarts := positions.diff(dim=-1) < 0).any()):
+    """Reject position ids that start again at 0: several documents in one row, whose masks transformers separates."""
+    if positions is None or not bool((starts := (positions[..., 1:] == 0) & (positions.diff(dim=-1) < 0)).any()):
         return
     raise UnsupportedError(
-        "position ids start again inside a prompt, as in packed documents, so that offsets have two meanings",
-        where=type(model).__name__, got=f"position {int(restarts.nonzero()[0, -1]) + 1} is smaller than the one before",
-        expected="position ids that do not decrease", remedy="put each document in a row of its own, with padding",
+        "position ids start again at 0 inside a prompt, as in packed documents, so that offsets have two meanings",
+        where=type(model).__name__, got=f"0 at token {int(starts.nonzero()[0, -1]) + 1}",
+        expected="one document per row", remedy="put each document in a row of its own, with padding",
     )  # fmt: skip
 
 
