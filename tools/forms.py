@@ -43,9 +43,11 @@ COMMANDS: dict[str, Callable[[Any], object]] = {
     "doctor": lambda subject: pl.doctor(subject),
     "advise": lambda subject: pl.advise(subject, **SIZE, groups=["window"]),
 }
+TORCHAO = Path(sys.prefix) / "torchao"
+"""Where `make venv` installs torchao: transformers would import it into every process."""
 WORKS = "works"
-START = "outcome "
-"""Marks the line that a process of a distributed form prints."""
+START = "POSLEAK_FORM"
+"""Marks the line that a process of a form prints, and its environment."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class Form:
     make       folder for its files -> what is passed to the commands
     same       the group of forms that are the same function, so that their numbers must agree; None: it is alone
     processes  number of processes that share the work
-    packages   packages that it needs, in addition to those of posleak
+    path       folder of packages that it needs, which other forms must not import
     """
 
     title: str
     make: Callable[[Path], Any]
     same: str | None = "plain"
     processes: int = 1
-    packages: tuple[str, ...] = ()
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,45 @@ def _few_bytes(folder: Path) -> Any:
     return pl.load(MODEL, max_memory=500 * 10**6 + weights - 1, notice=lambda line: None)
 
 
+def _packable() -> Any:
+    """Return a random model of the same sizes, but with an inner width that kernels of packed weights support."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = plain_model().config
+    config.intermediate_size = 384
+    return LlamaForCausalLM(config).eval()
+
+
+def _bitsandbytes(**settings: Any) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        _packable().save_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            quantization_config=BitsAndBytesConfig(**settings),
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+        return tokenized(model.eval())
+
+    return make
+
+
+def _torchao(config: str, **settings: Any) -> Callable[[Path], Any]:
+    def make(folder: Path) -> Any:
+        from torchao import quantization
+
+        if "group" in settings:
+            settings["granularity"] = quantization.PerGroup(settings.pop("group"))
+        model = _packable()
+        quantization.quantize_(model, getattr(quantization, config)(**settings))
+        return tokenized(model)
+
+    return make
+
+
 FORMS = (
     Form("name or folder", lambda folder: shipped_folder(MODEL)),
     Form("model object", lambda folder: tokenized(plain_model())),
@@ -197,14 +238,21 @@ FORMS = (
     Form("`--offload FOLDER`", lambda folder: pl.load(MODEL, offload=folder)),
     Form("weights larger than `--max-memory`", _few_bytes),
     Form("`--dtype bfloat16`", lambda folder: pl.load(MODEL, dtype="bfloat16"), same=None),
+    Form("bitsandbytes 8-bit", _bitsandbytes(load_in_8bit=True), same=None),
+    Form("bitsandbytes nf4", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), same=None),
+    Form("torchao int8 weight-only", _torchao("Int8WeightOnlyConfig"), same=None, path=TORCHAO),
+    Form("torchao int8 with int8 activations", _torchao("Int8DynamicActivationInt8WeightConfig"), same=None,
+         path=TORCHAO),
+    Form("torchao int4 weight-only", _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, group=32),  # type: ignore[attr-defined]
+         same=None, path=TORCHAO),
     Form("encoder-decoder (T5)", _encoder_decoder, same=None),
 )  # fmt: skip
 
 
 def run_form(form: Form, commands: Sequence[str] = tuple(COMMANDS)) -> FormOutcomes:
     """Run the commands on a form, in as many processes as it needs."""
-    if form.processes > 1 and "RANK" not in os.environ:
-        return _under_torchrun(form, commands)
+    if START not in os.environ and (form.processes > 1 or form.path is not None):
+        return _in_own_processes(form, commands)
     outcomes, difference = dict[str, str](), None
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silence_transformers():
         warnings.simplefilter("ignore", PosleakWarning)
@@ -237,18 +285,21 @@ def _parts_of_first(group: str) -> NDArray[np.float64]:
         return parts(pl.measure(first.make(Path(folder)), **SIZE))
 
 
-def _under_torchrun(form: Form, commands: Sequence[str]) -> FormOutcomes:
+def _in_own_processes(form: Form, commands: Sequence[str]) -> FormOutcomes:
     """Run one process per rank; the first one prints the outcomes. A command that fails ends its own processes only."""
     outcomes, difference = dict[str, str](), None
-    for name in commands:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(form.processes)]
+    program = [sys.executable, *(torchrun if form.processes > 1 else []), "-m", "tools.forms", "--form", form.title]
+    paths = [*map(str, filter(None, [form.path])), *sys.path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), START: "1"}
+    for names in [[name] for name in commands] if form.processes > 1 else [list(commands)]:
+        asked = [word for name in names for word in ("--command", name)]
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(form.processes),
-             "-m", "tools.forms", "--form", form.title, "--command", name],
-            capture_output=True, text=True, check=False, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [*program, *asked], capture_output=True, text=True, check=False, timeout=600, env=environment
+        )
         line = next((line for line in done.stdout.splitlines() if START in line), None)
         if line is None:
-            raise RuntimeError(f"{form.title}, {name}: {done.stderr[-3000:]}")
+            raise RuntimeError(f"{form.title}, {names}: {done.stderr[-3000:]}")
         fields = json.loads(line.partition(START)[2])
         outcomes |= fields["outcomes"]
         difference = fields["difference"] if fields["difference"] is not None else difference
