@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from posleak.inputs import prepare
 from posleak.models import Subject, read_weights
 from posleak.peak import PeakMemory
 from posleak.runs.loss import loss_positions
+from support.runs_tiny import assert_same_bits
 from support.sweep_tiny import SMALL, ended, numbers, started, tiny_models, written
 from zoo.__main__ import app
 
@@ -86,3 +90,25 @@ def test_a_sweep_on_ray_gives_the_same_bits_as_one_on_this_machine(tmp_path: Pat
         found = ended(started(manifest, tmp_path / name, *options))
         assert found["counts"]["finished"] == found["computed"] == 12
     assert numbers(tmp_path / "local") == numbers(tmp_path / "ray")
+
+
+LIMITED = """
+import resource, sys, warnings
+import posleak as pl
+warnings.simplefilter("ignore")
+pl.measure("smollm2-135m", length=256, prompts=2, max_memory="900MB", out=sys.argv[1])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:too few prompts")
+def test_a_process_stays_below_a_limit_that_its_model_exceeds(smollm: Subject, tmp_path: Path) -> None:
+    """The peak includes weights that are mapped from their file, as the system counts it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )  # fmt: skip
+    stored = pl.Run.load(tmp_path)
+    assert stored.record.machine.offloaded
+    assert int(done.stdout) < 900 * 10**6
+    assert_same_bits(stored, pl.measure(smollm, length=256, prompts=2, batch=stored.record.spec.batch))
