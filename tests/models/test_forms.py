@@ -91,6 +91,22 @@ def test_several_adapters_are_all_applied(base: Path, adapter: Path, tmp_path: P
     np.testing.assert_allclose(totals(both), totals(merged), atol=ROUNDING)
 
 
+def test_adapters_of_one_name_have_hashes_of_their_own(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    second = lora(base, tmp_path / "other" / adapter.name, seed=1)
+    both, one = pl.load(base, adapter=[adapter, second]).identity.adapters, pl.load(adapter).identity.adapters
+    assert [text.split(",")[0] for text in both] == ["french_v1", "french_v1-1"]
+    assert both[0] == one[0]
+    assert both[1].endswith(pl.load(second).identity.adapters[0].split(" ")[-1])
+
+
+def test_an_adapter_whose_base_is_elsewhere_names_the_option(adapter: Path, base: Path) -> None:
+    base.rename(base.parent / "moved")
+    with raises(ModelError, where=(str(adapter), str(base)), remedy="--base"):
+        pl.load(adapter)
+    assert pl.load(adapter, base=str(base.parent / "moved")).identity.adapters
+
+
 def test_the_hash_of_an_adapter_follows_its_files(base: Path, adapter: Path, tmp_path: Path) -> None:
     other = lora(base, tmp_path / "french_v1", seed=1)
     hashes = [pl.load(path).identity.adapters[0] for path in (adapter, other)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,19 @@ class Adapter:
         files = (CONFIG_FILE, self.weights)
         return hashing.joined_sha256({name: hashing.file_sha256(self.folder / name) for name in files})
 
+    @contextmanager
+    def naming_its_base(self, stated: str | None) -> Iterator[None]:
+        """Add to an error about a base model that only the adapter's config names how to name another."""
+        try:
+            yield
+        except ModelError as error:
+            if stated is not None:
+                raise
+            raise type(error)(
+                error.what, where=f"{self.folder / CONFIG_FILE}, base model {error.where}", got=error.got,
+                expected=error.expected, remedy=f"name the base model with --base; or {error.remedy}",
+            ) from error  # fmt: skip
+
     def base_of(self, stated: str | None) -> str:
         """Return the base model that the caller stated, or that of the adapter's config."""
         if (base := stated or self.base) is None:
@@ -112,8 +126,17 @@ def require_injected(method: str, where: str, settings: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def with_adapters(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTrainedModel:
+def by_name(adapters: Sequence[Adapter]) -> dict[str, Adapter]:
+    """Return adapters by the names that they have inside the model, which are unique."""
+    named = dict[str, Adapter]()
+    for adapter in adapters:
+        named[adapter.name if adapter.name not in named else f"{adapter.name}-{len(named)}"] = adapter
+    return named
+
+
+def with_adapters(model: PreTrainedModel, named: Mapping[str, Adapter]) -> PreTrainedModel:
     """Inject adapters into a model, all active; raise if weights of an adapter are missing or do not fit."""
+    adapters = list(named.values())
     try:
         import peft
     except ImportError as error:
@@ -121,14 +144,11 @@ def with_adapters(model: PreTrainedModel, adapters: Sequence[Adapter]) -> PreTra
             "adapters need the package peft", where=str(adapters[0].folder), got=str(error),
             remedy="pip install peft, or merge the adapter into its base model where it was trained",
         ) from error  # fmt: skip
-    names = list[str]()
-    for adapter in adapters:
-        names.append(adapter.name if adapter.name not in names else f"{adapter.name}-{len(names)}")
-    first, place = adapters[0], ", ".join(str(adapter.folder) for adapter in adapters)
+    names, place = list(named), ", ".join(str(adapter.folder) for adapter in adapters)
     about = translate_errors("peft cannot apply the adapter to this model", place, REMEDY)
     with about, warnings.catch_warnings(record=True) as caught, pretrained.offline_transformers():
         warnings.simplefilter("always")
-        wrapped: Any = peft.PeftModel.from_pretrained(model, str(first.folder), adapter_name=names[0])
+        wrapped: Any = peft.PeftModel.from_pretrained(model, str(adapters[0].folder), adapter_name=names[0])
         for name, adapter in zip(names[1:], adapters[1:]):
             wrapped.load_adapter(str(adapter.folder), adapter_name=name)
         wrapped.base_model.set_adapter(names)

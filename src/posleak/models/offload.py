@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from posleak.errors import UnsupportedError, translate_errors
 from posleak.models.memory import LIBRARY_BYTES, MemoryNeed, Target
+from posleak.models.parallel import TENSOR, everyone
 from posleak.models.pretrained import Weights
 from posleak.text import format_bytes
 
@@ -39,6 +40,8 @@ def placement(target: Target, weights: int, where: str, notice: Callable[[str], 
 
     weights   their bytes in memory;  where: the model, in messages
     """
+    if target.parallel == TENSOR:
+        weights //= everyone().size
     over = target.limit is not None and weights + LIBRARY_BYTES > target.limit
     if target.offload is None and not over:
         target.require_memory(weights, where)
@@ -47,6 +50,12 @@ def placement(target: Target, weights: int, where: str, notice: Callable[[str], 
         )  # no copy in main memory
         yield placed, None
         return
+    if target.parallel == TENSOR:
+        raise UnsupportedError(
+            "the weights of a model whose heads are split over processes cannot stay on disk", where=where,
+            got=f"{format_bytes(weights)} of weights in each process", expected="weights that fit into --max-memory",
+            remedy="use more processes or --dtype bfloat16, and omit --offload",
+        )  # fmt: skip
     device_map = target.device_map or ({"": "disk"} if target.device == "cpu" else "auto")
     if target.offload is not None:
         with translate_errors("the folder for weights cannot be created", target.offload, "choose another --offload"):

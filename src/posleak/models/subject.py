@@ -26,7 +26,7 @@ from posleak.models import (
     pretrained,
     sources,
 )
-from posleak.models.adapters import Adapter, is_adapter, with_adapters
+from posleak.models.adapters import Adapter, by_name, is_adapter, with_adapters
 from posleak.models.builtin import OnStatus, known_names
 from posleak.models.identity import Identity, Provenance, config_sha256, describe, input_device
 from posleak.models.parallel import ALONE, Ranks
@@ -308,7 +308,8 @@ def load(
         full_name = adapters[0].base_of(base)
         text, pinned = sources.split_revision(full_name)
         options = replace(options, revision=pinned)
-        located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
+        with adapters[0].naming_its_base(base):
+            located = sources.locate_offline(text, options.cache) or sources.resolve(text, options, target())
     elif base is not None:
         raise ModelError(
             "only an adapter has a base model", where=full_name, got=f"base {base}",
@@ -382,13 +383,13 @@ def _read(
             tensor_parallel=target.parallel == sharing.TENSOR,
         )  # fmt: skip
         if adapters:
-            model = with_adapters(model, adapters)
+            model = with_adapters(model, by_name(adapters))
         offloading.release_between_layers(model)
     at = words or folder
     tokenizer = configs.read_tokenizer(at, config, trust_remote_code=trusted, required=words is not None)
     checksum = stable_checksum(model)
     conditions = f"{model.dtype} {config_sha256(model.config)} {version('torch')} {version('transformers')}"
-    hashed = [(adapter.name, adapter.sha256) for adapter in adapters]
+    hashed = [(name, adapter.sha256) for name, adapter in by_name(adapters).items()]
     conditions += f" {hashed}" if hashed else ""
     confirmed = hashing.confirm_hashes(folder, hashes(), options.cache, checksum, conditions)
     if located.record is not None:

@@ -241,7 +241,7 @@ def require_room(
         raise TooLargeError(
             "the model's weights and its libraries alone exceed --max-memory", where=subject.identity.name,
             got=f"{format_bytes(limit - allowed)} for weights and libraries", expected=f"at most {format_bytes(limit)}",
-            remedy=USE_LESS_MEMORY,
+            remedy="pass a larger --max-memory" if is_offloaded(subject.model) else USE_LESS_MEMORY,
         )  # fmt: skip
     have, need = min(free, allowed), plan.total
     if need <= have:
