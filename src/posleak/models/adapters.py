@@ -138,7 +138,8 @@ def with_adapters(model: PreTrainedModel, named: Mapping[str, Adapter]) -> PreTr
     """Inject adapters into a model, all active; raise if weights of an adapter are missing or do not fit."""
     adapters = list(named.values())
     try:
-        import peft
+        with pretrained.offline_transformers():  # peft imports bitsandbytes, which would fetch a kernel from a hub
+            import peft
     except ImportError as error:
         raise ModelError(
             "adapters need the package peft", where=str(adapters[0].folder), got=str(error),

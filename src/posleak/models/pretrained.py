@@ -60,13 +60,15 @@ def silence_transformers() -> Iterator[None]:
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    offloading = getLogger("accelerate.big_modeling")  # logs that parameters are on the meta device
-    level = offloading.level
-    offloading.setLevel(ERROR)
+    # accelerate logs that parameters are on the meta device, bitsandbytes that it cannot fetch a kernel
+    before = {name: getLogger(name).level for name in ("accelerate.big_modeling", "bitsandbytes")}
+    for name in before:
+        getLogger(name).setLevel(ERROR)
     try:
         yield
     finally:
-        offloading.setLevel(level)
+        for name, level in before.items():
+            getLogger(name).setLevel(level)
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
