@@ -56,7 +56,7 @@ class AblatedHeads(ScopedEdit):
     def __post_init__(self) -> None:
         if self.scope.everywhere:
             raise InputError(
-                "an ablation of heads needs a scope: without any head there is no attention left",
+                "an ablation of heads needs a scope: all heads together are the whole attention",
                 where=f"--edit {self.text}", remedy=f"name heads or layers, as in --edit {self.text}@3.1",
             )  # fmt: skip
 

@@ -154,7 +154,7 @@ def describe(edit: Edit) -> str:
 
 
 def _imported(path: str) -> Any:
-    """Return what `module:name` is in the modules that are imported already; None if there is no such thing."""
+    """Return what `module:name` is in the modules that are imported already; None if it is absent."""
     module, _, name = path.partition(":")
     try:
         return operator.attrgetter(name)(sys.modules[module])

@@ -226,7 +226,7 @@ def _logits(model: PreTrainedModel, output: Any, *, unnamed: bool) -> Float[Tens
 
 
 def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
-    """Return an output of any class with another tensor in the place of one of its own."""
+    """Return an output of any class with one of its tensors replaced."""
     if isinstance(output, Tensor):
         return new
     if isinstance(output, Mapping):
