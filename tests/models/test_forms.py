@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import posleak as pl
-from posleak.errors import InputError, ModelError, RunError, UnsupportedError
+from posleak.errors import InputError, ModelError, RunError, TooLargeError, UnsupportedError
 from posleak.models import checkpoints
 from posleak.models.adapters import CONFIG_FILE, PICKLE
 from posleak.models.parallel import Ranks
@@ -214,6 +214,11 @@ def test_weights_that_exceed_the_limit_stay_on_disk(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in stored.model.parameters())
     assert "stay on disk" in notices[0]
     assert not any(parameter.is_meta for parameter in pl.load(wide, max_memory=limit + 10**6).model.parameters())
+    mapped = pl.load(wide, max_memory=limit, device_map={"": "cpu"}, notice=notices.append)
+    assert not any(parameter.is_meta for parameter in mapped.model.parameters())
+    assert len(notices) == 1
+    with raises(TooLargeError, what="exceed --max-memory", remedy="--offload"):
+        pl.measure(mapped, **SHORT, max_memory=limit)
 
 
 def test_weights_that_cannot_stay_on_disk_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:

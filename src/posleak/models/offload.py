@@ -42,13 +42,12 @@ def placement(target: Target, weights: int, where: str, notice: Callable[[str], 
     """
     if target.parallel == TENSOR:
         weights //= everyone().size
-    over = target.limit is not None and weights + LIBRARY_BYTES > target.limit
+    chosen = target.device_map is not None  # by the user: it decides, and a limit that is exceeded is refused later
+    over = target.limit is not None and not chosen and weights + LIBRARY_BYTES > target.limit
     if target.offload is None and not over:
         target.require_memory(weights, where)
-        placed = target.device_map or (
-            None if target.device == "cpu" else {"": target.device}
-        )  # no copy in main memory
-        yield placed, None
+        own = None if target.device == "cpu" else {"": target.device}  # no copy in main memory
+        yield target.device_map or own, None
         return
     if target.parallel == TENSOR:
         raise UnsupportedError(
