@@ -26,6 +26,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Fail the test that leaves a process group, not the next one of this worker that creates its own."""
+    yield
+    assert not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
 @pytest.fixture(scope="session")
 def llama() -> Iterator[Subject]:
     """A tiny Llama with three layers of three heads, shared by all tests: none of them may change it."""

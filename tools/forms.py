@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -254,7 +255,7 @@ def run_form(form: Form, commands: Sequence[str] = tuple(COMMANDS)) -> FormOutco
     if START not in os.environ and (form.processes > 1 or form.path is not None):
         return _in_own_processes(form, commands)
     outcomes, difference = dict[str, str](), None
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silence_transformers():
+    with _own_group(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silence_transformers():
         warnings.simplefilter("ignore", PosleakWarning)
         try:
             subject = form.make(Path(folder))
@@ -270,6 +271,19 @@ def run_form(form: Form, commands: Sequence[str] = tuple(COMMANDS)) -> FormOutco
             if isinstance(result, Run) and form.same is not None:
                 difference = float(np.nanmax(np.abs(parts(result) - _parts_of_first(form.same))))
     return FormOutcomes(form.title, outcomes, difference)
+
+
+@contextmanager
+def _own_group() -> Iterator[None]:
+    """Destroy the process group that the form creates: the caller's process may create another."""
+    import torch.distributed as dist
+
+    before = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not before:
+            dist.destroy_process_group()
 
 
 def parts(run: Run) -> NDArray[np.float64]:
